@@ -33,7 +33,9 @@ from report import about, emit, say
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
+from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.kv.full import FullCache

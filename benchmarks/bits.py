@@ -25,7 +25,8 @@ import torch
 from report import about, emit, say
 
 from offload.decode.lookup import LookupProposer
-from offload.decode.sampling import SamplingParams, warp
+from offload.decode.sampling import SamplingParams
+from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.plan.planner import Options, Plan

@@ -28,7 +28,9 @@ from report import about, emit, say
 from torch import Tensor
 
 from offload.decode.build import build_speculator
+from offload.decode.distribution import Distribution
 from offload.decode.sampling import SamplingParams
+from offload.decode.warp import Warping
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.metrics import LevelStats
@@ -139,7 +141,9 @@ def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float
             levels["retrieval"].tokens = text[: levels["target"].length]
         return ready
 
-    speculator = build_speculator(plan, levels, PRICED, device=torch.device("cpu"), prepare_copies=prepare)
+    speculator = build_speculator(
+        plan, levels, PRICED, Distribution(None, Warping(PRICED)), device=torch.device("cpu"), prepare_copies=prepare
+    )
     sequence = text[: recording.num_prompt + start]
     levels["target"].tokens = sequence[: -plan.placement.rows]
     sequence += speculator.round(sequence, 1).tokens

@@ -20,14 +20,29 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from offload.decode import generation, lookup, on_gpu, proposal, sampling, speculation, verify
+from offload.decode import (
+    distribution,
+    generation,
+    grammar_proposer,
+    grammar_text,
+    lookup,
+    on_gpu,
+    penalties,
+    proposal,
+    random_source,
+    speculation,
+    verify,
+)
+from offload.decode import warp as warping
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.passes import alone
 from offload.decode.proposal import Offer, Proposal
-from offload.decode.sampling import RandomSource, SamplingParams
+from offload.decode.random_source import RandomSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Draft, Lengths
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats, Stats
+from sampling_reference import Letters, Rule, RuleState, probabilities
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
@@ -48,12 +63,17 @@ def require(condition: bool, message: str) -> None:
 class Decode:
     """The modules under test: the real ones, or mutants of them. `Any`: a type checker sees through neither."""
 
-    sampling: Any
+    warp: Any
+    random_source: Any
     verify: Any
     proposal: Any
     on_gpu: Any
-    speculation: Any
     lookup: Any
+    grammar_text: Any
+    grammar_proposer: Any
+    penalties: Any
+    distribution: Any
+    speculation: Any
     generation: Any
 
     @classmethod
@@ -61,7 +81,20 @@ class Decode:
         return cls(**modules)
 
 
-REAL = Decode(sampling, verify, proposal, on_gpu, speculation, lookup, generation)
+REAL = Decode(
+    warp=warping,
+    random_source=random_source,
+    verify=verify,
+    proposal=proposal,
+    on_gpu=on_gpu,
+    lookup=lookup,
+    grammar_text=grammar_text,
+    grammar_proposer=grammar_proposer,
+    penalties=penalties,
+    distribution=distribution,
+    speculation=speculation,
+    generation=generation,
+)
 
 
 # Randomness
@@ -133,7 +166,7 @@ def on_grid(source: Branching, decode: Decode, num_cells: int) -> RandomSource:
     def uniform() -> float:
         return source.choose([1.0 / num_cells] * num_cells) / num_cells
 
-    seeded: Any = decode.sampling.SeededSource(0)
+    seeded: Any = decode.random_source.SeededSource(0)
     seeded._uniform = uniform
     return cast(RandomSource, seeded)
 
@@ -329,9 +362,9 @@ def sharpen(logits: Tensor) -> Tensor:
 class Case:
     """A stack of levels and how far to look at what it emits.
 
-    `draft` alone is one level; with `retrieval` it is two; with neither it is plain decoding. `params` warps by the
-    real `warp` (fp32, on logarithms) instead of `warp`. `cells` drives the real `SeededSource` on a grid of uniforms,
-    with `on_gpu` a GPU's source.
+    `draft` alone is one level; with `retrieval` it is two; with neither it is plain decoding. `params` makes the real
+    distribution (fp32, of logarithms) of what a level says, with `rule` as its constraint, instead of `warp`. `cells`
+    drives the real `SeededSource` on a grid of uniforms, with `on_gpu` a GPU's source.
     """
 
     vocabulary: int
@@ -346,18 +379,38 @@ class Case:
     adapt: Callable[[int], Lengths] | Literal["adaptive", "adaptive, dear"] = Fixed
     warp: Warp = identity
     params: SamplingParams | None = None
+    rule: Rule | None = None
     cells: int | None = None
     on_gpu: bool = False
     prompt: Tokens = (0, 1)
     num_tokens: int = 3
 
-    def warp_of(self, decode: Decode) -> Warp:
-        return self.warp if self.params is None else partial(decode.sampling.warp, params=self.params)
+    def distribution(self, decode: Decode) -> Any:
+        """A `Distribution` of one sequence."""
+        made = decode.distribution
+        if self.params is None:
+            return made.Distribution(None, self.warp)
+        letters, ends = Letters(self.vocabulary), (self.vocabulary - 1,)
+        biases = made._biases(self.params, letters, self.vocabulary, ends)
+        penalties = made._penalties(self.params, letters, ends)
+        text = None
+        if self.rule is not None:
+            text = decode.grammar_text.GrammarText(RuleState(self.rule), len(self.prompt), self.vocabulary)
+        if text is None and not penalties:
+            return made.Distribution(None, decode.warp.Warping(self.params, biases))
+        adjust = made.Adjustment(len(self.prompt), text, biases, penalties)
+        return made.Distribution(adjust, decode.warp.Warping(self.params))
 
     def target_distribution(self, sequence: Tokens) -> Tensor:
-        """The distribution that the target alone gives, [V]."""
-        row = self.target(sequence)[None]
-        return self.warp_of(REAL)(row if self.params is None else row.log())[0].double()
+        """The distribution that the target alone gives, [V], of `params` by its definition."""
+        row = self.target(sequence)
+        if self.params is None:
+            return self.warp(row[None])[0].double()
+        ends = (self.vocabulary - 1,)
+        return torch.tensor(
+            probabilities(row.log().tolist(), sequence, len(self.prompt), self.params, end_tokens=ends, rule=self.rule),
+            dtype=torch.float64,
+        )
 
 
 @dataclass(frozen=True)
@@ -379,7 +432,8 @@ def build(
 ) -> Stack:
     grid = beforehand_on_grid if case.on_gpu else on_grid
     rng = source if case.cells is None else grid(source, decode, case.cells)
-    spec, warp = decode.speculation, case.warp_of(decode)
+    spec, distribution = decode.speculation, case.distribution(decode)
+    warp, adjust = distribution.warp, distribution.adjust
     levels: list[TableLevel] = []
     drafting = DEAR if "dear" in str(case.adapt) else CHEAP
 
@@ -393,11 +447,15 @@ def build(
         return adaptive(len(proposers), gamma, lookup=case.lookup, dear="dear" in case.adapt)
 
     def lookups() -> list[Any]:
-        return [decode.lookup.LookupProposer(least=1)] if case.lookup else []
+        if case.rule is None:
+            return [decode.lookup.LookupProposer(least=1)] if case.lookup else []
+        made, text = decode.grammar_proposer, adjust.grammar
+        found = [made.AllowedLookupProposer(text, least=1)] if case.lookup else []
+        return [made.GrammarProposer(text), *found]
 
     def speculator(over: TableLevel, gamma: int, proposers: Sequence[Any], seconds: float, prepare: Any = None) -> Any:
         return spec.Speculator(
-            over, proposers, lengths=lengths(gamma, proposers), warp=warp, random=rng,
+            over, proposers, lengths=lengths(gamma, proposers), warp=warp, random=rng, adjust=adjust,
             charge=lambda num_rows, _, is_first: seconds, prepare=prepare,
         )  # fmt: skip
 
@@ -409,7 +467,11 @@ def build(
     retrieval = None if case.retrieval is None else level(case.retrieval)
     below: list[Any] = [NgramProposer(case.vocabulary)] if case.ngram else []
     if case.draft is not None:
-        below = [spec.ModelProposer(level(case.draft), warp, rng, charge=lambda num_rows, _, is_first: drafting)]
+        below = [
+            spec.ModelProposer(
+                level(case.draft), warp, rng, charge=lambda num_rows, _, is_first: drafting, adjust=adjust
+            )
+        ]
     if retrieval is not None:
         middle = speculator(retrieval, case.draft_gamma, [*lookups(), *below], drafting, prepare)
         below = [*(below if case.straight else []), middle]
@@ -426,7 +488,7 @@ def check_caches(case: Case, levels: Sequence[TableLevel], sequence: Tokens) -> 
         require(level.tokens == list(sequence[: level.length]), f"{level.tokens} in the cache after {sequence}")
         require(level.length < len(sequence), "nothing is pending")
     require(levels[0].length == len(sequence) - 1, "the target holds less than was verified")
-    if case.adapt is Fixed and not case.lookup and case.gamma > 0 and len(levels) > 1:
+    if case.adapt is Fixed and not case.lookup and case.rule is None and case.gamma > 0 and len(levels) > 1:
         require(levels[1].length >= len(sequence) - 2, "the proposer forgot tokens that were kept")
 
 

@@ -35,8 +35,10 @@ from offload.config.reading import read_config
 from offload.decode import generation
 from offload.decode.lengths import Fixed
 from offload.decode.passes import alone
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
+from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE, DeviceKernels, NoKernels

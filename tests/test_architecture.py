@@ -43,7 +43,7 @@ CLI_MAY_IMPORT = (
     "offload.bench",
     "offload.hub",
     *GROUND,
-    *("offload.decode.sampling", "offload.decode.tokenizer"),
+    *(f"offload.decode.{name}" for name in ("constraint", "logprobs", "sampling", "tokenizer")),
 )
 WITHOUT_TORCH = ("offload.config", "offload.plan", *GROUND)
 BROAD = ("Exception", "BaseException")

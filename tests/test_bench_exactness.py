@@ -15,7 +15,8 @@ from models import GREEDY, Sizes, random_tokens, save_pair, tiny_engine, tiny_pl
 from offload.bench import exactness
 from offload.bench.exactness import ExactnessReport, Recorder
 from offload.decode import speculation
-from offload.decode.sampling import RandomSource, SamplingParams
+from offload.decode.random_source import RandomSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.verify import Verdict, verify
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest

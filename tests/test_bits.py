@@ -41,7 +41,8 @@ from models import (
     tiny_plan,
 )
 from offload.decode.lengths import Adaptive
-from offload.decode.sampling import SamplingParams, SeededSource
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
 from offload.kernels.rows import Blocks

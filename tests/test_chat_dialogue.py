@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import DYNAMIC_ROPE, GREEDY, random_model, save
+from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
@@ -36,7 +37,7 @@ from triforce_cli.output import Output
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
 TOLERANCE = 5e-5
 PATIENCE_SECONDS = 300.0
-GREEDILY = Settings(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16)
+GREEDILY = Settings(sampling=SamplingParams(temperature=0.0, top_p=1.0), max_tokens=16)
 
 Make = Callable[..., Dialogue]
 
@@ -178,7 +179,7 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
         return answer(*args, **settings)
 
     monkeypatch.setattr(Engine, "generate", watched)
-    dialogue.settings = replace(GREEDILY, temperature=1.0, seed=5)
+    dialogue.settings = replace(GREEDILY, sampling=SamplingParams(temperature=1.0, top_p=1.0, seed=5))
     for line in ("hello", "/regen", "what is it"):
         send(dialogue, line)
     assert seeds == [5, 6, 7]

@@ -7,19 +7,21 @@ import os
 import resource
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from models import random_model, save
+from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from test_cli_fake import fork, run
 from triforce_cli.app import main
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile
 
-SAMPLING = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": None}
+SAMPLING = SamplingParams()
 DEFAULTS = Defaults(max_tokens=7, sampling=SAMPLING, stops=("END",))
 
 
@@ -41,15 +43,15 @@ class TestRecords:
         sampling = {"temperature": 0, "top_p": 1, "top_k": 5, "min_p": 0.5, "seed": 3}
         (record,) = read(json.dumps(line | sampling))
         assert (record.id, record.max_tokens, record.stops, record.meta) == ("a", 3, ("1", "2"), {"k": [1]})
-        assert record.sampling == sampling
+        assert record.sampling == SamplingParams(**sampling)
         assert read('{"prompt": "x", "stop": "one"}')[0].stops == ("one",)
 
     def test_equal_prompts_get_seeds_of_their_own(self):
-        defaults = Defaults(max_tokens=7, sampling=SAMPLING | {"seed": 10}, stops=())
+        defaults = Defaults(max_tokens=7, sampling=replace(SAMPLING, seed=10), stops=())
         records = read('{"prompt": "x"}', "", '{"prompt": "x"}', '{"prompt": "x", "seed": 5}', defaults=defaults)
-        assert [(r.number, r.sampling["seed"]) for r in records] == [(1, 10), (3, 12), (4, 5)]
-        highest = Defaults(max_tokens=7, sampling=SAMPLING | {"seed": 2**63 - 1}, stops=())
-        assert [r.sampling["seed"] for r in read('{"prompt": "x"}', '{"prompt": "x"}', defaults=highest)] == [
+        assert [(r.number, r.sampling.seed) for r in records] == [(1, 10), (3, 12), (4, 5)]
+        highest = Defaults(max_tokens=7, sampling=replace(SAMPLING, seed=2**63 - 1), stops=())
+        assert [r.sampling.seed for r in read('{"prompt": "x"}', '{"prompt": "x"}', defaults=highest)] == [
             2**63 - 1,
             0,
         ]

@@ -49,7 +49,7 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(file, monkey
 def test_a_commands_own_section_wins_over_what_is_said_of_all(file):
     file.write_text("temperature = 0.25\nquiet = true\n[generate]\ntemperature = 1\n[sessions.ls]\nquiet = false\n")
     assert generate().sampling.temperature == 1.0
-    assert parse("chat").settings.temperature == 0.25
+    assert parse("chat").settings.sampling.temperature == 0.25
     assert generate().quiet
     listing, pruning = parse("sessions", "ls"), parse("sessions", "prune", "--keep", "1")
     assert isinstance(listing, Listing)

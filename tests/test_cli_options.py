@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from offload.decode.constraint import Constraint
 from offload.errors import UsageError
 from offload.session.names import session_folder
 from triforce_cli import choice
@@ -25,6 +27,28 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--top-k", "40", "sampling.top_k", 40),
     ("--min-p", "0.05", "sampling.min_p", 0.05),
     ("--seed", "1", "sampling.seed", 1),
+    ("--json-schema", '{"type": "object"}', "sampling.constraint", Constraint("json-schema", '{"type": "object"}')),
+    ("--json-schema", "true", "sampling.constraint", Constraint("json-schema", "true")),
+    ("--regex", "[0-9]+", "sampling.constraint", Constraint("regex", "[0-9]+")),
+    ("--choice", "yes,no", "sampling.constraint", Constraint("choice", '["yes", "no"]')),
+    ("--grammar", str(Path(__file__).parent / "words.lark"), "sampling.constraint.kind", "grammar"),
+    ("--repetition-penalty", "1.1", "sampling.repetition_penalty", 1.1),
+    ("--presence-penalty", "0.5", "sampling.presence_penalty", 0.5),
+    ("--frequency-penalty", "-0.5", "sampling.frequency_penalty", -0.5),
+    ("--penalty-window", "0", "sampling.penalty_window", 0),
+    ("--no-repeat-ngram", "3", "sampling.no_repeat_ngram", 3),
+    ("--dry-multiplier", "0.8", "sampling.dry_multiplier", 0.8),
+    ("--dry-base", "2", "sampling.dry_base", 2.0),
+    ("--dry-allowed-length", "4", "sampling.dry_allowed_length", 4),
+    ("--dry-window", "100", "sampling.dry_window", 100),
+    ("--dry-breaker", ";", "sampling.dry_breakers", (";",)),
+    ("--typical-p", "0.9", "sampling.typical_p", 0.9),
+    ("--top-n-sigma", "1.5", "sampling.top_n_sigma", 1.5),
+    ("--xtc-probability", "0.5", "sampling.xtc_probability", 0.5),
+    ("--xtc-threshold", "0.2", "sampling.xtc_threshold", 0.2),
+    ("--logit-bias", "42=-5", "sampling.logit_bias", ((42, -5.0),)),
+    ("--logit-bias", " a=b=-inf", "sampling.logit_bias", ((" a=b", -math.inf),)),
+    ("--min-tokens", "5", "sampling.min_tokens", 5),
     ("--stop", "END", "stops", ("END",)),
     ("--context", "4096", "options.context", 4096),
     ("--budget", "512", "options.budget", 512),
@@ -58,6 +82,7 @@ SWITCHES = [
     ("--jsonl", "form", "jsonl"),
     ("--echo", "echo", True),
     ("--quiet", "quiet", True),
+    ("--ignore-eos", "sampling.ignore_eos", True),
 ]
 
 
@@ -108,6 +133,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
+    apart |= {"--logprobs"}  # which JSON alone has
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
 

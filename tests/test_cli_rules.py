@@ -17,6 +17,7 @@ HEAVY = {
     *("offload.engine.engine", "offload.decode", "offload.model"),
     *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
 }
+LIGHT = ("offload.decode.sampling", "offload.decode.constraint")
 
 
 def names(tree: ast.AST) -> Iterator[str]:
@@ -96,7 +97,8 @@ def test_app_catches_in_main_alone():
 @pytest.mark.parametrize("module", MODULES)
 def test_heavy_modules_are_imported_inside_functions_only(module):
     for name in imported_at_start(MODULES[module]):
-        assert not any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY), name
+        if not name.startswith(LIGHT):
+            assert not any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY), name
 
 
 @pytest.mark.parametrize("module", MODULES)

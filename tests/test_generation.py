@@ -16,7 +16,7 @@ from offload.decode import generation
 from offload.decode.generation import Run, in_passes
 from offload.decode.lengths import Fixed
 from offload.decode.passes import alone
-from offload.decode.sampling import SeededSource
+from offload.decode.random_source import SeededSource
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.metrics import LevelStats, LinkStats, Stats
 

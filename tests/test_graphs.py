@@ -13,8 +13,10 @@ from torch import Tensor
 from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
 from offload.decode.on_gpu import Beforehand, Draw, Judge
-from offload.decode.sampling import SamplingParams, SeededSource, Warping
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import ModelProposer
+from offload.decode.warp import Warping
 from offload.engine.engine import Engine
 from offload.errors import TriforceError, UsageError
 from offload.kv.retrieval import RetrievalCache
@@ -331,7 +333,7 @@ def test_parameters_but_for_the_seed_tell_graphs_apart() -> None:
 def test_a_request_with_another_seed_uses_the_graphs_of_the_one_before(pair: Pair) -> None:
     with engine_on_paper(CASE, pair) as (engine, _):
         one, other, colder = (
-            engine._make_speculator(params, speculation=True)._warp
+            engine._make_speculator(params, engine.distribution(params, 1, ()), speculation=True)._warp
             for params in (SAMPLED, replace(SAMPLED, seed=4), replace(SAMPLED, temperature=0.1))
         )
     assert one == other != colder

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from enumeration import TableLevel, soft
 from models import CPU, changed
 from offload.decode.build import build_speculator
+from offload.decode.distribution import Distribution
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, Mean, PassSeconds
 from offload.decode.proposal import Offer, grades_of
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Draft, ModelProposer, Speculator
 from offload.decode.verify import Verdict
+from offload.decode.warp import Warping, warp
 from offload.metrics import LevelStats
 from offload.plan import what_if
 from offload.plan.planner import Options, Plan, make_plan
@@ -407,6 +410,7 @@ def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: 
         plan,
         levels,
         sampling,
+        Distribution(None, Warping(sampling)),
         device=torch.device("cpu"),
         prepare_copies=lambda num_rows, wanted: wanted and ready,
         block=block,

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
 from offload.decode.proposal import Proposal, grades_of
-from offload.decode.sampling import SamplingParams, SeededSource, Warping, warp
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.verify import residual, verify
+from offload.decode.warp import Warping, warp
 from offload.errors import ModelError
 from offload.kernels.rows import power_of_two
 

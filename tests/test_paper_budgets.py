@@ -37,7 +37,7 @@ def _pass(level: str, num_rows: int) -> Callable[[Engine], object]:
 
 def _speculator(engine: Engine, sampling: SamplingParams = SAMPLED) -> Speculator:
     """Of the target."""
-    return engine._make_speculator(sampling, speculation=True)
+    return engine._make_speculator(sampling, engine.distribution(sampling, 1, ()), speculation=True)
 
 
 def _retrieval(engine: Engine) -> Speculator:

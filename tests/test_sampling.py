@@ -13,7 +13,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
+from offload.decode.warp import warp
 from offload.errors import TriforceError, UsageError
 
 INF, NAN = math.inf, math.nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -10,10 +10,12 @@ from triforce_cli import __version__, log
 from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import Failure, debugging, describe
 from triforce_cli.output import Output
+from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.stats import answer_document, stats_table
 from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
+    from offload.decode.logprobs import TokenScore
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
@@ -40,6 +42,7 @@ class Answer:
         self._prompt = ""
         self._pieces: list[str] = []
         self.tokens: list[int] = []
+        self._scores: list[TokenScore] = []
         self.stats: Stats | None = None  # of the tokens that have come
         self._finish: str | None = None
 
@@ -68,8 +71,13 @@ class Answer:
             self._form.prefilled(self.stats)
         self._pieces.append(step.text)
         self.tokens += step.tokens
+        self._scores += step.scores
         self._finish = step.finish
-        self._form.add(step)
+        self._form.add(step, self._logprobs(step.scores))
+
+    def _logprobs(self, scores: Sequence[TokenScore]) -> list[dict[str, Any]] | None:
+        """None where nobody asked."""
+        return logprobs(scores, self._engine.tokenizer) if scores and self._engine else None
 
     def _ended(self, finish_reason: str) -> dict[str, Any]:
         """The answer as JSON; its statistics are logged."""
@@ -79,6 +87,7 @@ class Answer:
         return echo | answer_document(
             text="".join(self._pieces),
             tokens=self.tokens,
+            logprobs=self._logprobs(self._scores),
             finish_reason=finish_reason,
             stats=stats,
             plan=self._plan,
@@ -99,7 +108,7 @@ class Form(Protocol):
 
     def prefilled(self, stats: Stats) -> None: ...
 
-    def add(self, step: Step) -> None: ...
+    def add(self, step: Step, logprobs: Sequence[Mapping[str, Any]] | None) -> None: ...
 
     def end(self, document: Mapping[str, Any]) -> None:
         """Write the end. document: see render.stats.answer_document."""
@@ -127,7 +136,7 @@ class _Deaf:
 
     def prefilled(self, stats: Stats) -> None: ...
 
-    def add(self, step: Step) -> None: ...
+    def add(self, step: Step, logprobs: Sequence[Mapping[str, Any]] | None) -> None: ...
 
     def end(self, document: Mapping[str, Any]) -> None: ...
 
@@ -147,7 +156,7 @@ class _Text(_Deaf):
         if self._echo:
             self._output.text(self._prompt)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, logprobs: Sequence[Mapping[str, Any]] | None) -> None:
         self._output.text(step.text)
 
 
@@ -172,11 +181,12 @@ class _Events(_Deaf):
             seconds=stats.first_token_seconds,
         )
 
-    def add(self, step: Step) -> None:
-        self._event("token", text=step.text, tokens=step.tokens)
+    def add(self, step: Step, logprobs: Sequence[Mapping[str, Any]] | None) -> None:
+        scores = {} if logprobs is None else {"logprobs": logprobs}
+        self._event("token", text=step.text, tokens=step.tokens, **scores)
 
     def end(self, document: Mapping[str, Any]) -> None:
-        apart = ("text", "tokens", "plan")  # they have come
+        apart = ("text", "tokens", "logprobs", "plan")  # they have come
         self._event("done", **{name: value for name, value in document.items() if name not in apart})
 
     def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from triforce_cli import __version__
 from triforce_cli.choice import Models
-from triforce_cli.flags import SamplingFlags
 from triforce_cli.output import Output
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
     from offload.decode.tokenizer import Tokenizer
     from offload.engine.engine import Engine
     from offload.plan.options import Options
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from offload.plan.request import Request
     from offload.progress import OnProgress
     from offload.session.store import Store
-    from triforce_cli.chat.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,10 @@ class Prepared:
     request: Request
 
 
-def prepare(
-    models: Models, options: Options, output: Output, *, sampling: SamplingFlags | Settings | None = None
-) -> Prepared:
+def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
     """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when
-    it is used for the first time. Raises ModelError, UsageError: first of
-    all for `sampling` out of range."""
+    it is used for the first time. Raises ModelError, UsageError: also for
+    what `sampling` asks and the model cannot do."""
     output.note(models.note)
     output.wait("starting")
     with deferred():
@@ -49,13 +46,14 @@ def prepare(
         from offload.config.gguf import unpacked_note
         from offload.config.gguf_header import is_gguf, read_header
         from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
+        from offload.engine.request import check_sampling
         from offload.plan.options import DTYPE_BYTES
         from offload.plan.request import Request
 
-        if sampling is not None:
-            sampling.params()
         tokenizer = load_tokenizer(models.target, models.draft)
         request = timed(Request.on_this_machine(models.target, models.draft, options))
+        if sampling is not None:
+            check_sampling(sampling, request.target, tokenizer)
         device = "cpu" if request.hardware.is_cpu else "cuda"
         for model in filter(is_gguf, filter(None, (models.target, models.draft))):
             output.note(unpacked_note(read_header(model), DTYPE_BYTES[request.dtype]))

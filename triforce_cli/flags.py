@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from rich.markup import escape
 
+from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.choice import NONE, Models, choose_models
 from triforce_cli.prompt import user_path
 
 if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
 
 OFFLOADABLE = ("weights", "kv")
@@ -41,7 +41,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """The fields of `SamplingParams`, without importing torch."""
+    """What most texts need of `SamplingParams`."""
 
     temperature: options.Temperature = 0.6
     top_p: options.TopP = 0.9
@@ -51,14 +51,12 @@ class SamplingFlags:
 
     def params(self) -> SamplingParams:
         """The sampling parameters. Raises UsageError."""
-        from offload.decode.sampling import SamplingParams
-
         return SamplingParams(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyFlags(SamplingFlags):
-    """Sampling options of commands that are greedy by default."""
+    """The same for commands that are greedy by default."""
 
     temperature: options.Temperature = 0.0
 

@@ -140,26 +140,24 @@ Prompt = Annotated[
 MaxTokens = Annotated[int, option("--max-tokens", "New tokens at most.", SAMPLING, metavar="N", parser=whole)]
 Temperature = Annotated[
     float,
-    option("--temperature", "0 takes the likeliest token.", SAMPLING, metavar="X", parser=number),
+    option("--temperature", "0: the likeliest token.", SAMPLING, metavar="X", parser=number),
 ]
 TopP = Annotated[
     float,
     option(
         "--top-p",
-        "Keep the most likely tokens up to this total probability; 1 is off.",
+        "Keep likely tokens up to this total probability; 1 is off.",
         SAMPLING,
         metavar="X",
         parser=number,
     ),
 ]
-TopK = Annotated[
-    int, option("--top-k", "Keep this many most likely tokens; 0 is off.", SAMPLING, metavar="N", parser=whole)
-]
+TopK = Annotated[int, option("--top-k", "Keep so many; 0 is off.", SAMPLING, metavar="N", parser=whole)]
 MinP = Annotated[
     float,
     option(
         "--min-p",
-        "Drop tokens less likely than this fraction of the likeliest; 0 is off.",
+        "Drop those below this share of the likeliest; 0 is off.",
         SAMPLING,
         metavar="X",
         parser=number,
@@ -220,6 +218,7 @@ Gamma = Annotated[
         "--gamma",
         "Tokens drafted for each target pass; without it, chosen anew in every round.",
         SPECULATION,
+        hidden=True,
         metavar="TOKENS",
         parser=whole,
     ),
@@ -257,7 +256,12 @@ KVBits = Annotated[
 ]
 NoLookup = Annotated[
     bool,
-    switch("--no-lookup", "Do not draft by lookup: what followed earlier occurrences of the last tokens.", SPECULATION),
+    switch(
+        "--no-lookup",
+        "Do not draft by lookup: what followed earlier occurrences of the last tokens.",
+        SPECULATION,
+        hidden=True,
+    ),
 ]
 Sinks = Annotated[
     int,
@@ -345,6 +349,7 @@ HostAttention = Annotated[
         "--host-attention",
         "Attend to this share of streamed tiles on the host; off, auto.",
         PLACEMENT,
+        hidden=True,
         metavar="SHARE",
     ),
 ]
@@ -362,6 +367,17 @@ HostGbps = Annotated[
 ]
 
 
+Logprobs = Annotated[
+    int | None,
+    option(
+        "--logprobs",
+        "JSON has each token's log-probability, and those of the N likeliest tokens in its place.",
+        OUTPUT,
+        metavar="N",
+        parser=whole,
+        hidden=True,
+    ),
+]
 AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text.", OUTPUT)]
 Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT, short="-q")]
 Config = Annotated[
@@ -404,3 +420,8 @@ Debug = Annotated[
 def check_max_tokens(max_tokens: int) -> None:
     if max_tokens < 1:
         raise UsageError(f"max-tokens is {max_tokens}, it must be 1 or more")
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise UsageError(f"min-tokens is {min_tokens}, it must be at most max-tokens, {max_tokens}")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload.decode.sampling import SamplingParams, warp
+from offload.decode.sampling import SamplingParams
+from offload.decode.warp import Warp
 from offload.engine.request import GenerationRequest
 from offload.progress import OnProgress, Progress, ignore
 
@@ -100,9 +101,10 @@ def check_exactness(
         steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=max_tokens), on_progress=on_progress)
         tokens = [token for step in steps for token in step.tokens]
     drawn_from = recorder.rows(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-    replayed = []
+    distribution, replayed = engine.distribution(sampling, len(prompt), engine.end_tokens), []
     for index, row in enumerate(_replay(engine, prompt, tokens, on_progress)):
-        replayed.append(_replayed(index, tokens[index], drawn_from[index], row, sampling))
+        adjusted = distribution.adjusted(row[None], [*prompt, *tokens[:index]])
+        replayed.append(_replayed(index, tokens[index], drawn_from[index], row, adjusted, distribution.warp))
         on_progress(Progress("replay", index + 1, len(tokens), "tokens"))
     chosen = _spread(len(tokens), num_recomputed)
     recomputed = [
@@ -169,13 +171,13 @@ def _spread(count: int, wanted: int) -> list[int]:
     return sorted({(count * place // wanted) - 1 for place in range(1, wanted + 1)} - {-1}) if wanted else []
 
 
-def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, sampling: SamplingParams) -> Replayed:
-    probs = warp(row[None], sampling)[0]
+def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, adjusted: Tensor, warp: Warp) -> Replayed:
+    """row [V]: the logits of plain decoding; adjusted [1, V]: as they are behind the text."""
     return Replayed(
         index=index,
         token=token,
-        best=int(row.argmax()),
-        possible=bool(probs[token] > 0),
+        best=int(adjusted.argmax()),
+        possible=bool(warp(adjusted)[0, token] > 0),
         same_bits=torch.equal(drawn_from, row),
         difference=_difference(drawn_from, row),
         margin=_margin(row),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
+from offload.decode.distribution import Distribution
+from offload.decode.grammar_proposer import AllowedLookupProposer, GrammarProposer
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.lookup import LookupProposer
 from offload.decode.on_gpu import Beforehand
 from offload.decode.proposal import Proposer
-from offload.decode.sampling import SamplingParams, SeededSource, Warping
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator
 from offload.plan.composition import LevelName
 from offload.plan.cost import DRAFT_ACCEPTANCE
@@ -28,43 +30,55 @@ def build_speculator(
     plan: Plan,
     levels: Mapping[str, Level],
     sampling: SamplingParams,
+    distribution: Distribution,
     *,
     device: torch.device,
     prepare_copies: Prepare,
     block: int | None = None,
+    keeps_logits: bool = False,
 ) -> Speculator:
     """The speculator of one request, which emits tokens of the target.
 
     levels: by name, the target and whichever others the plan has. The draft proposes to both levels above it; the
     target's own level, "self" or "retrieval", is its last proposer. block: rows of a block of the target's passes on
-    this machine, if that is known.
+    this machine, if that is known. distribution: of the request, the same at all levels.
+    keeps_logits: the target's rounds have them.
     With a seed and a temperature above 0 every step is charged the plan's seconds instead of measured ones: lengths,
     and so the text, are then the same on a machine of any speed.
     """
     source, costs = SeededSource(sampling.seed), _Costs(plan, sampling, block)
-    random = source if device.type == "cpu" else Beforehand(source, device)
-    distribution = Warping(replace(sampling, seed=None))
+    adjust, warp = distribution.adjust, distribution.warp
+    random = source if device.type == "cpu" or adjust is not None else Beforehand(source, device)
+    grammar = None if adjust is None else adjust.grammar
 
-    def lookups() -> list[Proposer]:
-        return [LookupProposer()] if plan.composition.lookup else []
+    def guesses() -> list[Proposer]:
+        """Proposers that need no pass."""
+        found: list[Proposer] = []
+        if grammar is not None and plan.composition.gamma:
+            found.append(GrammarProposer(grammar))
+        if plan.composition.lookup:
+            found.append(LookupProposer() if grammar is None else AllowedLookupProposer(grammar))
+        return found
 
     def speculator(name: LevelName, proposers: Sequence[Proposer], most: int, *, prepare: Prepare | None) -> Speculator:
         return Speculator(
             levels[name],
             proposers,
             lengths=costs.lengths(name, most, proposers),
-            warp=distribution,
+            warp=warp,
+            adjust=adjust,
             random=random,
             charge=costs.passes(name),
             prepare=None if prepare is None else costs.prepare(prepare),
+            keeps_logits=keeps_logits and name == "target",
         )
 
     drafts: list[Proposer] = []
     if "draft" in levels:
-        drafts = [ModelProposer(levels["draft"], distribution, random, charge=costs.passes("draft"))]
-    proposers = [*lookups(), *drafts]
+        drafts = [ModelProposer(levels["draft"], warp, random, charge=costs.passes("draft"), adjust=adjust)]
+    proposers = [*guesses(), *drafts]
     if inner := plan.composition.inner:
-        below = [*lookups(), *drafts]
+        below = [*guesses(), *drafts]
         prepare = prepare_copies if plan.composition.keeps_copies else None
         proposers.append(speculator(inner, below, plan.composition.draft_gamma, prepare=prepare))
     return speculator("target", proposers, plan.composition.gamma, prepare=None)
@@ -108,7 +122,7 @@ class _Costs:
     def _estimate(self, name: str) -> Estimate:
         """What is expected of a proposer before it was tried."""
         predicted = self._predicted
-        if name == "lookup":
+        if name in (LookupProposer.name, GrammarProposer.name):
             return Estimate(LOOKUP_CHANCES[0], 0.0, chances=LOOKUP_CHANCES)
         if name == "draft":
             return Estimate(DRAFT_ACCEPTANCE + HOPE, predicted.draft_pass_seconds)

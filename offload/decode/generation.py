@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from offload.decode.passes import Work
 from offload.decode.speculation import Speculator
 from offload.metrics import Stats
@@ -16,10 +18,12 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that one round emitted, cut after an end token. `finish` is set on the last run only."""
+    """Tokens that one round emitted, cut after an end token. `finish` is set on the last run only. logits: the target's
+    own, [n, V] of the tokens or more, where the speculator keeps them, until the next pass."""
 
     tokens: list[int]
     finish: FinishReason | None
+    logits: Tensor | None = None
 
 
 def in_passes(
@@ -49,7 +53,8 @@ def in_passes(
         yield Run([], "length")
     while remaining > 0:
         first = len(sequence) == len(prompt)
-        tokens = (yield from speculator.rounding(sequence, 1 if first else remaining)).tokens
+        step = yield from speculator.rounding(sequence, 1 if first else remaining)
+        tokens = step.tokens
         now = time.perf_counter()
         if first:
             stats.first_token_seconds = now - start
@@ -59,6 +64,6 @@ def in_passes(
         sequence += tokens
         remaining -= len(tokens)
         stats.output_tokens += len(tokens)
-        yield Run(tokens, "stop" if ended else "length" if remaining == 0 else None)
+        yield Run(tokens, "stop" if ended else "length" if remaining == 0 else None, step.logits)
         if ended:
             return

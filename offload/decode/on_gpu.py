@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.decode.proposal import Proposal, grade, sureness
-from offload.decode.sampling import SeededSource, Warp, check_mass
+from offload.decode.random_source import SeededSource, check_mass
 from offload.decode.verify import Verdict
+from offload.decode.warp import Warp
 from offload.kernels.rows import power_of_two
 from offload.transfer.memory import sent
 
@@ -58,13 +59,15 @@ def seen(drawn: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Judge:
-    """What `offload.decode.verify.verify` decides, after the pass of the level that verifies: the same rule."""
+    """What `offload.decode.verify.verify` decides, after the pass of the level that verifies: the same rule.
+    keeps_logits: they come out too."""
 
     warp: Warp
+    keeps_logits: bool = False
 
     def __call__(self, logits: Tensor, uniforms: Tensor, counted: Tensor, draft_probs: Tensor) -> tuple[Tensor, ...]:
         """logits [m, V] at m places, of which n + 1 count, and what `to_judge` gives, for as many places or more ->
-        (probs [m, V], numbers fp64 [2 + 3 m], which `judged` takes)."""
+        (probs [m, V], numbers fp64 [2 + 3 m], which `judged` takes, and the logits where they are kept)."""
         target_probs, places = self.warp(logits), len(logits)
         n, drafted, draft_probs = counted[:1], counted[1:places], draft_probs[: places - 1]
         tokens = drafted.unsqueeze(-1)
@@ -77,7 +80,8 @@ class Judge:
         last = _last_row(n, drafted, draft_probs, target_probs, accepted)
         token, mass = _draw(last, uniforms.index_select(0, n))
         numbers = accepted, token, mass, ratios, sureness(logits, target_probs)
-        return target_probs, torch.cat([each.double().flatten() for each in numbers])
+        made = target_probs, torch.cat([each.double().flatten() for each in numbers])
+        return (*made, logits) if self.keeps_logits else made
 
 
 def to_judge(drafted: Sequence[int], proposals: Sequence[Proposal], random: Beforehand) -> tuple[Tensor, ...]:

@@ -18,10 +18,14 @@ from torch import Tensor
 from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
 from offload.decode.passes import Pass, Passes, result_of
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
-from offload.decode.sampling import RandomSource, Warp
+from offload.decode.random_source import RandomSource
 from offload.decode.sequence import Extended
 from offload.decode.verify import Verdict, verify
+from offload.decode.warp import Warp
 from offload.metrics import LevelStats
+
+# Logits [n, V] of the last n places of a sequence and its tokens -> logits that follow from both.
+Adjust = Callable[[Tensor, Sequence[int]], Tensor]
 
 # Rows of a pass, seconds it took, whether it was the first of its kind -> seconds that count.
 Charge = Callable[[int, float, bool], float]
@@ -60,12 +64,18 @@ class Level(Protocol):
 
 class ModelProposer:
     """Draws from a level's own distribution, one token at a time, or on a GPU as many as are asked for. charge: of
-    each step."""
+    each step. adjust: what earlier tokens do to logits; with it the host sees each token before the next one."""
 
     def __init__(
-        self, level: Level, warp: Warp, random: RandomSource | Beforehand, *, charge: Charge = measured
+        self,
+        level: Level,
+        warp: Warp,
+        random: RandomSource | Beforehand,
+        *,
+        charge: Charge = measured,
+        adjust: Adjust | None = None,
     ) -> None:
-        self._level, self._warp, self._random, self._charge = level, warp, random, charge
+        self._level, self._warp, self._random, self._charge, self._adjust = level, warp, random, charge, adjust
         self.name = level.stats.name
 
     def offer(self, sequence: Sequence[int]) -> Offer:
@@ -81,7 +91,7 @@ class ModelProposer:
             return (yield from self._propose_on_gpu(self._random, pending, num_tokens))
         asked = Pass(self._level, pending, 1)
         yield asked
-        [logits] = asked.made
+        logits = _adjusted(asked, self._adjust, sequence)
         row = self._warp(logits)
         token, grades = self._random.draw(row[0]), grades_of(logits, row)
         seconds = time.perf_counter() - start - asked.waited
@@ -152,13 +162,14 @@ class Lengths(Protocol):
 @dataclass(frozen=True)
 class Round:
     """One propose, verify, truncate: the emitted tokens, the level's distributions ([len(tokens), V]) and grades there,
-    and the seconds charged for all of it."""
+    and the seconds charged for all of it. logits: the level's own there, if they are kept, until its next pass."""
 
     tokens: list[int]
     probs: Tensor
     grades: list[int]
     num_drafted: int
     seconds: float
+    logits: Tensor | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -172,8 +183,8 @@ class Speculator:
     That makes it a `Proposer` for the level above: it hands upwards the distributions its tokens really follow.
     `lengths` says, step by step, which proposer goes on and how far, by what it knows before the next token is drawn;
     no drawn token is ever dropped before it was verified.
-    charge: of each verification. prepare: gets the level ready to propose to the one above (see `Proposer.prepare`);
-    None: it always is.
+    charge: of each verification. adjust: as of a `ModelProposer`. prepare: gets the level ready to propose to the one
+    above (see `Proposer.prepare`); None: it always is. keeps_logits: rounds have them.
     """
 
     def __init__(
@@ -185,10 +196,13 @@ class Speculator:
         warp: Warp,
         random: RandomSource | Beforehand,
         charge: Charge = measured,
+        adjust: Adjust | None = None,
         prepare: Callable[[int, bool], float | None] | None = None,
+        keeps_logits: bool = False,
     ) -> None:
         self.name, self._level, self._proposers, self._lengths = level.stats.name, level, proposers, lengths
         self._warp, self._random, self._charge, self._prepare = warp, random, charge, prepare
+        self._adjust, self._keeps_logits = adjust, keeps_logits
 
     def round(self, sequence: Sequence[int], limit: int) -> Round:
         """Emit 1 to `limit` tokens that follow `sequence`. Without drafted tokens this is plain decoding.
@@ -205,7 +219,7 @@ class Speculator:
         drafted = [token for proposal in proposals for token in proposal.tokens]
         start, asked = time.perf_counter(), self._asked(pending, drafted, proposals)
         yield asked
-        probs, verdict, grades = self._verify(asked, drafted, proposals)
+        probs, verdict, grades = self._verify(asked, Extended(sequence, drafted), proposals)
         num_rows = len(pending) + len(drafted)
         seconds = self._charge(num_rows, time.perf_counter() - start - asked.waited, asked.is_first)
         emitted = [*drafted[: verdict.num_accepted], verdict.next_token]
@@ -214,7 +228,8 @@ class Speculator:
         self._commit(len(sequence) + verdict.num_accepted, names, verdict)
         seconds += sum(proposal.seconds for proposal in proposals)
         seconds += self._prepare_proposers(len(pending) + verdict.num_accepted)
-        return Round(emitted, probs, grades, len(drafted), seconds)
+        logits = self._logits(asked)[: len(emitted)] if self._keeps_logits else None
+        return Round(emitted, probs, grades, len(drafted), seconds, logits)
 
     def offer(self, sequence: Sequence[int]) -> Offer:
         return Offer()
@@ -255,22 +270,27 @@ class Speculator:
         if not isinstance(self._random, Beforehand):
             return Pass(self._level, pending + drafted, len(drafted) + 1)
         given = to_judge(drafted, proposals, self._random)
-        return Pass(self._level, pending + drafted, len(drafted) + 1, Judge(self._warp), given)
+        return Pass(self._level, pending + drafted, len(drafted) + 1, Judge(self._warp, self._keeps_logits), given)
 
     def _verify(
-        self, asked: Pass, drafted: list[int], proposals: Sequence[Proposal]
+        self, asked: Pass, tokens: Extended, proposals: Sequence[Proposal]
     ) -> tuple[Tensor, Verdict, list[int]]:
         """The level's distributions at each place and after the last, perhaps with more rows at the end, the verdict,
-        and the emitted tokens' grades."""
+        and the emitted tokens' grades. tokens: the sequence and what was drafted."""
+        drafted = tokens.tail
         if isinstance(self._random, Beforehand):
-            probs, numbers = asked.made
+            probs, numbers, *_ = asked.made
             return probs, *judged(numbers, len(drafted))
-        [logits] = asked.made
+        logits = _adjusted(asked, self._adjust, tokens)
         probs = self._warp(logits)
         draft_probs = [row for proposal in proposals for row in proposal.rows]
         verdict = verify(drafted, draft_probs, probs, self._random)
         num_emitted = verdict.num_accepted + 1
         return probs, verdict, grades_of(logits[:num_emitted], probs[:num_emitted])
+
+    def _logits(self, asked: Pass) -> Tensor:
+        """The level's own at each place, where they are kept."""
+        return asked.made[2] if isinstance(self._random, Beforehand) else asked.made[0]
 
     def _commit(self, length: int, names: Sequence[str], verdict: Verdict) -> None:
         """Keep the first `length` tokens everywhere, forget the rejected rows, and count."""
@@ -285,6 +305,12 @@ class Speculator:
             self._lengths.prepared(index, seconds)
             total += seconds or 0.0
         return total
+
+
+def _adjusted(asked: Pass, adjust: Adjust | None, tokens: Sequence[int]) -> Tensor:
+    """The pass's logits, as they are behind these tokens."""
+    [logits] = asked.made
+    return logits if adjust is None else adjust(logits, tokens)
 
 
 def _proposal(proposer: Proposer, sequence: Sequence[int], num_tokens: int) -> Passes[Proposal]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from offload.decode.sampling import RandomSource
+from offload.decode.random_source import RandomSource
 
 
 @dataclass(frozen=True)

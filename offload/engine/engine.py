@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,15 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.decode import generation
 from offload.decode.build import build_speculator
+from offload.decode.distribution import Distribution, distribution_of
 from offload.decode.generation import FinishReason
+from offload.decode.logprobs import TokenScore, scored
 from offload.decode.passes import Pass, Work, alone
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.engine.prefix import PrefixCache
-from offload.engine.request import GenerationRequest
+from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels.choice import gpu_kernels, of_model
 from offload.kernels.cpu import OFF
@@ -56,11 +58,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only."""
+    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only. scores: of each
+    token, where they were asked for."""
 
     text: str
     tokens: list[int]
     finish: FinishReason | None
+    scores: tuple[TokenScore, ...] = ()
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
@@ -151,9 +155,12 @@ class Engine:
         needs it. Closing it leaves the caches consistent, too."""
         prompt, speculation = request.prompt, request.speculation
         self._check(prompt, request.max_tokens)
-        self._start(prompt, reuse=request.reuse, record_mass=speculation)
-        speculator = self._make_speculator(request.sampling, speculation=speculation)
         text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(request.end_tokens)
+        distribution = self.distribution(request.sampling, len(prompt), end_tokens)
+        self._start(prompt, reuse=request.reuse, record_mass=speculation)
+        speculator = self._make_speculator(
+            request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
+        )
         detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(request.stop)
         runs = generation.in_passes(
             prompt,
@@ -171,6 +178,8 @@ class Engine:
                     continue
                 self.worker.fetch_ahead()
                 step = _show(run, detokenizer, stops, end_tokens)
+                if run.logits is not None and request.logprobs is not None:
+                    step = replace(step, scores=tuple(scored(run.logits, step.tokens, request.logprobs)))
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
                 text_tokens += step.tokens
                 self._measure(run)
@@ -262,8 +271,7 @@ class Engine:
     @property
     def end_tokens(self) -> frozenset[int]:
         """The model's own."""
-        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        return frozenset((*self.worker.target.config.eos_token_ids, *own))
+        return end_tokens_of(self.worker.target.config, self.tokenizer)
 
     def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
         if not prompt:
@@ -329,16 +337,30 @@ class Engine:
             now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
             self.stats.ranks = [rank.since(earlier) for rank, earlier in now]
 
-    def _make_speculator(self, sampling: SamplingParams, *, speculation: bool) -> Speculator:
+    def distribution(self, sampling: SamplingParams, num_prompt: int, end_tokens: Collection[int]) -> Distribution:
+        """Of one text behind a prompt of so many tokens. Raises UsageError."""
+        return distribution_of(
+            sampling,
+            self.tokenizer,
+            num_prompt=num_prompt,
+            vocab_size=self.worker.vocab_size,
+            end_tokens=end_tokens,
+        )
+
+    def _make_speculator(
+        self, sampling: SamplingParams, distribution: Distribution, *, speculation: bool, keeps_logits: bool = False
+    ) -> Speculator:
         """Without speculation: one that drafts nothing, while the levels below rest."""
         levels = self.levels if speculation else {"target": self.levels["target"]}
         return build_speculator(
             self.plan if speculation else replace(self.plan, composition=PLAIN),
             levels,
             sampling,
+            distribution,
             device=self.worker.memory.device,
             prepare_copies=self._prepare_copies,
             block=self.levels["target"].block,
+            keeps_logits=keeps_logits,
         )
 
     def _prepare_copies(self, num_rows: int, wanted: bool) -> bool:

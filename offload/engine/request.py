@@ -6,8 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # torch comes with it
-    from offload.decode.sampling import SamplingParams
+from offload.config.model import ModelConfig
+from offload.decode.sampling import SamplingParams
+from offload.errors import UsageError
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,7 @@ class GenerationRequest:
     reuse: take the cached rows of the longest common prefix, whichever passes computed them: the same rows but for
     rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over (whole blocks that
     prompts begin with alike), and the text does not depend on what the engine was asked before.
+    logprobs: how likely the target finds each token, and so many of the likeliest ones in its place; None: not asked.
     speculation: off, it is decoded plainly, whatever the plan has; what lies where stays as planned.
     """
 
@@ -29,3 +36,28 @@ class GenerationRequest:
     end_tokens: Collection[int] = ()
     reuse: bool = False
     speculation: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_logprobs(self.logprobs)
+
+
+def check_logprobs(count: int | None) -> None:
+    """Raises UsageError."""
+    if count is not None and not 0 <= count <= MOST_LOGPROBS:
+        raise UsageError(f"logprobs is {count}, it must be from 0 to {MOST_LOGPROBS}")
+
+
+def end_tokens_of(model: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """The model's own."""
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return frozenset((*model.eos_token_ids, *own))
+
+
+def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises UsageError, before anything is loaded, for what `sampling` asks and this model cannot do: a bias of what
+    is no token of it, a constraint that cannot be followed."""
+    from offload.decode.distribution import distribution_of  # torch comes with it
+
+    ends = end_tokens_of(model, tokenizer)
+    distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=model.vocab_size, end_tokens=ends)

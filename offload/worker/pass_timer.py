@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from offload.config.model import ModelConfig
-from offload.decode.sampling import SamplingParams, SeededSource, warp
+from offload.decode.random_source import SeededSource
+from offload.decode.sampling import SamplingParams
 from offload.decode.verify import verify
+from offload.decode.warp import warp
 from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.cpu import CpuKernels, of_model

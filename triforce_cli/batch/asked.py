@@ -78,7 +78,11 @@ def _join(
     sequences.join(
         record.number,
         GenerationRequest(
-            list(prompt), record.params(), max_tokens=min(record.max_tokens, capacity - len(prompt)), stop=record.stops
+            list(prompt),
+            record.sampling,
+            max_tokens=min(record.max_tokens, capacity - len(prompt)),
+            stop=record.stops,
+            logprobs=record.logprobs,
         ),
         on_progress=asked.deadline.heard(on_progress),
     )

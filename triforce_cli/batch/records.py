@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from offload import strict_json
+from offload.decode.sampling import SamplingParams
+from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
 from offload.seeds import seed_after
+from triforce_cli.batch.fields import Fields, is_id, is_meta, is_text, is_whole
+from triforce_cli.batch.sampling import SAMPLING, changes
 
-if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-FIELDS = ("id", "prompt", "max_tokens", *SAMPLING, "stop", "meta")
+FIELDS = ("id", "prompt", "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
-_HALF = re.compile("[\ud800-\udfff]")
 
 Id = str | int
 
@@ -33,19 +30,14 @@ class Record:
     id: Id
     prompt: str
     max_tokens: int
-    sampling: Mapping[str, Any]
+    sampling: SamplingParams
     stops: tuple[str, ...]
+    logprobs: int | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"line {self.number} (id {self.id!r})"
-
-    def params(self) -> SamplingParams:
-        """Raises UsageError."""
-        from offload.decode.sampling import SamplingParams
-
-        return SamplingParams(**self.sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +45,9 @@ class Defaults:
     """Values for fields that a line leaves out. With a seed, line k has seed + k - 1: equal prompts get other texts."""
 
     max_tokens: int
-    sampling: Mapping[str, Any]
+    sampling: SamplingParams
     stops: tuple[str, ...]
+    logprobs: int | None = None
 
 
 def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
@@ -78,27 +71,35 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         raise UsageError(f"{place}: there is no field {unknown!r}; there are {', '.join(FIELDS)} (any object in meta)")
     if "prompt" not in data:
         raise UsageError(f'{place} has no "prompt"')
-    fields = _Fields(data, place)
-    sampling = {**defaults.sampling, "seed": seed_after(defaults.sampling["seed"], number - 1)}
-    record = Record(
+    fields = Fields(data, place)
+    return Record(
         number=number,
-        id=fields.get("id", _is_id, "a text or a whole number", number),
-        prompt=fields.get("prompt", lambda value: _is_text(value) and value != "", "a text of 1 or more characters"),
+        id=fields.get("id", is_id, "a text or a whole number", number),
+        prompt=fields.get("prompt", lambda value: is_text(value) and value != "", "a text of 1 or more characters"),
         max_tokens=fields.get(
             "max_tokens",
-            lambda value: _is_whole(value) and 1 <= value <= MOST_TOKENS,
+            lambda value: is_whole(value) and 1 <= value <= MOST_TOKENS,
             f"a whole number from 1 to {MOST_TOKENS}",
             defaults.max_tokens,
         ),
-        sampling=sampling | {key: _number(fields, key) for key in SAMPLING if key in data},
+        sampling=_sampling(fields, replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))),
         stops=_stops(fields, defaults.stops),
-        meta=fields.get("meta", _is_meta, "an object without halves of surrogate pairs", {}),
+        logprobs=fields.get(
+            "logprobs",
+            lambda value: value is None or (is_whole(value) and 0 <= value <= MOST_LOGPROBS),
+            f"null or a whole number from 0 to {MOST_LOGPROBS}",
+            defaults.logprobs,
+        ),
+        meta=fields.get("meta", is_meta, "an object without halves of surrogate pairs", {}),
     )
+
+
+def _sampling(fields: Fields, default: SamplingParams) -> SamplingParams:
+    found = changes(fields)
     try:
-        record.params()
+        return replace(default, **found)
     except UsageError as error:
-        raise UsageError(f"{place}: {error}") from error
-    return record
+        raise UsageError(f"{fields.place}: {error}") from error
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
@@ -112,63 +113,13 @@ def _object(line: str, place: str) -> dict[str, Any]:
     return data
 
 
-@dataclass(frozen=True)
-class _Fields:
-    data: Mapping[str, Any]
-    place: str
-
-    def get(self, key: str, fits: Callable[[Any], bool], wanted: str, default: Any = None) -> Any:
-        value = self.data.get(key, default)
-        if key in self.data and not fits(value):
-            raise UsageError(f"{self.place}: {key} is {_short(value)}, it must be {wanted}")
-        return value
-
-
-def _number(fields: _Fields, key: str) -> Any:
-    if key == "seed":
-        return fields.get(key, lambda value: value is None or _is_whole(value), "a whole number or null")
-    if key == "top_k":
-        return fields.get(key, _is_whole, "a whole number")
-    return float(fields.get(key, _is_number, "a number"))
-
-
-def _stops(fields: _Fields, default: tuple[str, ...]) -> tuple[str, ...]:
+def _stops(fields: Fields, default: tuple[str, ...]) -> tuple[str, ...]:
     def fits(value: Any) -> bool:
         texts = value if isinstance(value, list) else [value]
-        return all(_is_text(text) and text != "" for text in texts)
+        return all(is_text(text) and text != "" for text in texts)
 
     value: Any = fields.get("stop", fits, "a text, or a list of texts, none of them empty", list(default))
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _is_id(value: Any) -> bool:
-    return _is_text(value) or _is_whole(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and _is_unicode(value)
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, dict) and _is_unicode(json.dumps(value, ensure_ascii=False))
-
-
-def _is_unicode(text: str) -> bool:
-    """True if UTF-8 can encode it: JSON escapes can contain half of a surrogate pair."""
-    return _HALF.search(text) is None
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def after(records: Sequence[Record], done: Sequence[Id], place: str) -> Sequence[Record]:

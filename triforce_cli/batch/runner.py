@@ -5,26 +5,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.errors import DoesNotFit
+from offload.decode.sampling import SamplingParams
+from offload.errors import DoesNotFit, UsageError
 from triforce_cli import log
 from triforce_cli.answer import TIMEOUT
 from triforce_cli.batch.asked import Asked, answered
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.choice import Models
-from triforce_cli.engine import open_engine, prepare
-from triforce_cli.flags import SamplingFlags
+from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
 from triforce_cli.prompt import read_input
+from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.text import duration
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.plan.request import Request
@@ -38,10 +40,11 @@ class Batch:
     source: Path
     target: Path | None
     max_tokens: int
-    sampling: SamplingFlags
+    sampling: SamplingParams
     stops: tuple[str, ...]
     timeout: float | None
     num_sequences: int | None
+    logprobs: int | None
     options: Options
     models: Models
     echo: bool
@@ -51,7 +54,9 @@ class Batch:
     def run(self) -> None:
         """Check every line, then load, then answer them."""
         with Output(quiet=self.quiet) as output:
-            defaults = Defaults(max_tokens=self.max_tokens, sampling=vars(self.sampling), stops=self.stops)
+            defaults = Defaults(
+                max_tokens=self.max_tokens, sampling=self.sampling, stops=self.stops, logprobs=self.logprobs
+            )
             text = read_input(self.source, "the prompts", note=output.note)
             with deferred():
                 records = read_records(text, str(self.source), defaults)
@@ -77,6 +82,7 @@ class Batch:
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
         prepared = prepare(self.models, self.options, output)
+        _check(prepared, records)
         prompts = {record.number: array("i", prepared.tokenizer.encode(record.prompt)) for record in records}
         plan = _plan(prepared.request, records, prompts)
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
@@ -89,7 +95,7 @@ class Batch:
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")
-                result = self._result(asked, stats)
+                result = self._result(asked, stats, prepared.tokenizer)
                 num_tokens += len(result["tokens"])
                 results.add(result)
                 log.event(asked.record.name, result["stats"])
@@ -97,17 +103,35 @@ class Batch:
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
-    def _result(self, asked: Asked, stats: Stats) -> dict[str, Any]:
+    def _result(self, asked: Asked, stats: Stats, tokenizer: Tokenizer) -> dict[str, Any]:
         record, steps = asked.record, asked.steps
+        scores = [score for step in steps for score in step.scores]
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo else {}),
             "text": "".join(step.text for step in steps),
             "tokens": [token for step in steps for token in step.tokens],
+            **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
             "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
             "stats": stats.as_dict(),
             **({"meta": record.meta} if record.meta else {}),
         }
+
+
+def _check(prepared: Prepared, records: Sequence[Record]) -> None:
+    """Raises UsageError for a line that this model cannot answer."""
+    from offload.engine.request import check_sampling
+
+    checked = set[SamplingParams]()
+    for record in records:
+        sampling = replace(record.sampling, seed=None)
+        if sampling in checked:
+            continue
+        checked.add(sampling)
+        try:
+            check_sampling(sampling, prepared.request.target, prepared.tokenizer)
+        except UsageError as error:
+            raise UsageError(f"{record.name}: {error}") from error
 
 
 def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Sequence[int]]) -> Plan:

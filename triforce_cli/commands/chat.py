@@ -12,13 +12,13 @@ from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.choice import Models
+from triforce_cli.control import ControlFlags
 from triforce_cli.engine import prepare
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
-    SamplingFlags,
     SessionFlags,
     plan_options,
     spread,
@@ -81,7 +81,7 @@ class Chat:
         output = Output(quiet=self.quiet)
         with ExitStack() as stack:
             with output:
-                prepared = prepare(self.models, self.options, output, sampling=self.settings)
+                prepared = prepare(self.models, self.options, output, sampling=self.settings.params())
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
                 from triforce_cli.chat.formats import ChatFormat
@@ -219,7 +219,7 @@ def chat(
     file: Files = None,
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
-    sampling: SamplingFlags,
+    sampling: ControlFlags,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
@@ -244,7 +244,7 @@ def chat(
         system=decode_argument("--system", system),
         files=tuple(file or ()),
         template=template,
-        settings=Settings(**vars(sampling), max_tokens=max_tokens),
+        settings=Settings(sampling=sampling.params(), max_tokens=max_tokens),
         options=plan_options(decoding, **vars(placement)),
         models=models.chosen(),
         session=session.path(),

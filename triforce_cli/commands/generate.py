@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from offload.engine.request import GenerationRequest
+from offload.engine.request import GenerationRequest, check_logprobs
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.answer import Answer, FormName, make_form
 from triforce_cli.batch import Batch
 from triforce_cli.choice import Models
 from triforce_cli.commands import Command
+from triforce_cli.control import ControlFlags
 from triforce_cli.deadline import Deadline
 from triforce_cli.engine import Prepared, open_engine, open_session, prepare
 from triforce_cli.flags import (
@@ -23,7 +24,6 @@ from triforce_cli.flags import (
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
-    SamplingFlags,
     SessionFlags,
     plan_options,
     spread,
@@ -35,6 +35,7 @@ from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
 from triforce_cli.render.stats import compared
 
 if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
@@ -117,7 +118,7 @@ class Generate:
     prompt_file: Path | None
     prompt: str | None
     max_tokens: int
-    sampling: SamplingFlags
+    sampling: SamplingParams
     stops: tuple[str, ...]
     timeout: float | None
     options: Options
@@ -129,6 +130,7 @@ class Generate:
     echo: bool
     show_stats: bool
     compare: bool
+    logprobs: int | None
     quiet: bool
 
     @property
@@ -157,10 +159,11 @@ class Generate:
             steps = engine.generate(
                 GenerationRequest(
                     tokens,
-                    self.sampling.params(),
+                    self.sampling,
                     max_tokens=plan.request.max_tokens,
                     stop=self.stops,
                     reuse=store is not None,
+                    logprobs=self.logprobs,
                 ),
                 on_progress=on_progress,
             )
@@ -178,7 +181,7 @@ class Generate:
         steps = engine.generate(
             GenerationRequest(
                 tokens,
-                self.sampling.params(),
+                self.sampling,
                 max_tokens=plan.request.max_tokens,
                 stop=self.stops,
                 reuse=self.session is not None,
@@ -195,7 +198,7 @@ class Generate:
     def _compare(self, answer: Answer, plain: Sequence[Step], plain_stats: Stats, output: Output) -> None:
         """Raises Differs where there is one text and it is another."""
         same = [token for step in plain for token in step.tokens] == answer.tokens
-        greedy = self.sampling.temperature == 0.0
+        greedy = self.sampling.greedy
         if answer.stats is not None:
             output.table(compared(answer.stats, plain_stats, greedy=greedy))
         if greedy and not same:
@@ -254,7 +257,7 @@ def generate(
     output_jsonl: OutputLines = None,
     batch: Together = AUTO,
     max_tokens: options.MaxTokens = 256,
-    sampling: SamplingFlags,
+    sampling: ControlFlags,
     stop: Stop = None,
     timeout: Timeout = None,
     decoding: CacheFlags,
@@ -264,6 +267,7 @@ def generate(
     echo: Echo = False,
     stats: ShowStats = False,
     compare: Compare = False,
+    logprobs: options.Logprobs = None,
     json: options.AsJson = False,
     jsonl: AsEvents = False,
     quiet: options.Quiet = False,
@@ -279,7 +283,11 @@ def generate(
     stops = tuple(decode_argument("--stop", text) for text in stop or ())
     _check_stops(stops)
     options.check_max_tokens(max_tokens)
+    options.check_min_tokens(sampling.min_tokens, max_tokens)
     _check_timeout(timeout)
+    check_logprobs(logprobs)
+    if logprobs is not None and not (json or jsonl or input_jsonl):
+        raise UsageError("--logprobs go into JSON; add --json, --jsonl or --input-jsonl")
     num_sequences = _number_at_a_time(batch)
     if input_jsonl is not None or output_jsonl is not None or num_sequences is not None:
         _check_batch(input_jsonl, (prompt_file, prompt, session.path(), output, jsonl, stats, compare))
@@ -287,10 +295,11 @@ def generate(
             source=user_path(str(input_jsonl)),
             target=destination(output_jsonl),
             max_tokens=max_tokens,
-            sampling=sampling,
+            sampling=sampling.params(),
             stops=stops,
             timeout=timeout,
             num_sequences=num_sequences,
+            logprobs=logprobs,
             options=plan_options(decoding, **vars(placement)),
             models=models.chosen(),
             echo=echo,
@@ -302,7 +311,7 @@ def generate(
         prompt_file=prompt_file,
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=sampling,
+        sampling=sampling.params(),
         stops=stops,
         timeout=timeout,
         options=plan_options(decoding, **vars(placement)),
@@ -314,6 +323,7 @@ def generate(
         echo=echo,
         show_stats=stats,
         compare=compare,
+        logprobs=logprobs,
         quiet=quiet,
     )
 

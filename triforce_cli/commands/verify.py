@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
+from triforce_cli.control import GreedyControlFlags
 from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import (
     CacheFlags,
-    GreedyFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
-    SamplingFlags,
     plan_options,
     spread,
 )
@@ -27,6 +26,7 @@ from triforce_cli.render import verify as render_verify
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
 
 CHECKS = "What is compared"
@@ -62,7 +62,7 @@ class Verify:
     prompt_file: Path | None
     prompt: str | None
     max_tokens: int
-    sampling: SamplingFlags
+    sampling: SamplingParams
     num_recomputed: int
     tolerance: float | None
     options: Options
@@ -76,7 +76,7 @@ class Verify:
         with output:
             prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
             prepared = prepare(self.models, self.options, output, sampling=self.sampling)
-            sampling = self.sampling.params()
+            sampling = self.sampling
             with deferred():
                 from offload.bench.exactness import check_exactness
             tokenizer = prepared.tokenizer
@@ -108,7 +108,7 @@ def verify(
     prompt_file: options.PromptFile = None,
     prompt: options.Prompt = None,
     max_tokens: options.MaxTokens = 64,
-    sampling: GreedyFlags,
+    sampling: GreedyControlFlags,
     positions: NumRecomputed = None,
     tolerance: Tolerance = None,
     decoding: CacheFlags,
@@ -137,7 +137,7 @@ def verify(
         prompt_file=prompt_file,
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=sampling,
+        sampling=sampling.params(),
         num_recomputed=positions,
         tolerance=tolerance,
         options=plan_options(decoding, **vars(placement)),

@@ -37,6 +37,7 @@ def answer_document(
     *,
     text: str,
     tokens: Sequence[int],
+    logprobs: Sequence[Mapping[str, Any]] | None,
     finish_reason: str,
     stats: Stats | None,
     plan: Plan | None,
@@ -47,6 +48,7 @@ def answer_document(
     return {
         "text": text,
         "tokens": list(tokens),
+        **({} if logprobs is None else {"logprobs": logprobs}),
         "finish_reason": finish_reason,
         "stats": stats.as_dict() if stats else None,
         "plan": plan.as_dict() if plan else None,

@@ -1,0 +1,161 @@
+"""The distribution of the next token, as a function of the tokens before it and of the model's logits.
+
+Every level of a sequence uses the same one, so that what drafts is drawn under the rules by which it is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.decode.constraint import Constraint
+from offload.decode.grammar import Grammar
+from offload.decode.grammar_text import GrammarText
+from offload.decode.penalties import Dry, MinTokens, NoRepeatNgram, Occurrences, Penalty, Repetition, Text, Tokens
+from offload.decode.sampling import SamplingParams
+from offload.decode.sequence import Extended
+from offload.decode.tokenizer import Tokenizer
+from offload.decode.warp import Biases, Warping, biased, finite
+from offload.errors import UsageError
+
+
+class Adjustment:
+    """What the tokens before a place do to its logits, in the order of docs/sampling.md.
+
+    The tokens of a sequence are held as an array from call to call; the list that they begin with only grows.
+    """
+
+    def __init__(
+        self, num_prompt: int, grammar: GrammarText | None, biases: Biases, penalties: Sequence[Penalty]
+    ) -> None:
+        self._num_prompt, self._grammar, self._biases, self._penalties = num_prompt, grammar, biases, penalties
+        self._tokens: Tokens = np.empty(0, np.int32)
+        self._root: Sequence[int] = ()
+        self._num_held = 0  # that cannot change any more
+
+    @property
+    def grammar(self) -> GrammarText | None:
+        return self._grammar
+
+    def __call__(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        """logits [n, V] of the places behind the last n of `tokens` and of all before each of them -> the same in fp32,
+        on the CPU. A function of its arguments alone."""
+        first, logits = len(tokens) - len(logits) + 1, finite(logits)
+        if self._grammar is not None:
+            allowed = self._grammar.masks(tokens, first).to(logits.device)
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        if self._biases:
+            logits = biased(logits, self._biases)
+        if self._penalties:
+            text = Text(self._held(tokens), self._num_prompt)
+            for penalty in self._penalties:
+                logits = penalty(logits, text, first)
+        return logits.cpu()
+
+    def _held(self, tokens: Sequence[int]) -> Tokens:
+        """`tokens` as an array."""
+        root = tokens
+        while isinstance(root, Extended):
+            root = root.head
+        if root is not self._root:
+            self._root, self._num_held = root, 0
+        if len(tokens) > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * len(tokens))
+        self._tokens[self._num_held : len(tokens)] = tokens[self._num_held :]
+        self._num_held = len(root)
+        return self._tokens[: len(tokens)]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of one sequence. adjust: None where nothing depends on the tokens before a place."""
+
+    adjust: Adjustment | None
+    warp: Warping
+
+    def probs(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        """[n, V] of logits [n, V], see `Adjustment`."""
+        return self.warp(self.adjusted(logits, tokens))
+
+    def adjusted(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        return logits if self.adjust is None else self.adjust(logits, tokens)
+
+
+def distribution_of(
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    *,
+    num_prompt: int,
+    vocab_size: int,
+    end_tokens: Collection[int],
+) -> Distribution:
+    """Of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: those that end the text. Raises
+    UsageError where a bias names no token of the model's, or the constraint cannot be used."""
+    biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
+    penalties = _penalties(sampling, tokenizer, end_tokens)
+    warping = replace(sampling, seed=None)
+    if sampling.constraint is None and not penalties:
+        return Distribution(None, Warping(warping, biases))
+    text = None
+    if sampling.constraint is not None:
+        grammar = grammar_of(sampling.constraint, tokenizer, vocab_size, frozenset(end_tokens))
+        text = GrammarText(grammar.state(), num_prompt, vocab_size)
+    return Distribution(Adjustment(num_prompt, text, biases, penalties), Warping(warping))
+
+
+@lru_cache(maxsize=16)
+def grammar_of(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> Grammar:
+    """Compiled once. Raises UsageError."""
+    return Grammar.compiled(constraint, tokenizer, vocab_size, end_tokens)
+
+
+def _penalties(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Collection[int]) -> list[Penalty]:
+    """Those that are on, in their order."""
+    found: list[Penalty] = []
+    if sampling.repetition_penalty != 1.0:
+        found.append(Repetition(sampling.repetition_penalty, sampling.penalty_window))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        found.append(Occurrences(sampling.presence_penalty, sampling.frequency_penalty, sampling.penalty_window))
+    if sampling.no_repeat_ngram:
+        found.append(NoRepeatNgram(sampling.no_repeat_ngram))
+    if sampling.dry_multiplier:
+        breakers = breaking_tokens(tokenizer, sampling.dry_breakers)
+        found.append(
+            Dry(sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_window, breakers)
+        )
+    if sampling.min_tokens and not sampling.ignore_eos:
+        found.append(MinTokens(sampling.min_tokens, end_tokens))
+    return found
+
+
+def _biases(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> Biases:
+    ends = sorted(token for token in end_tokens if token < vocab_size) if sampling.ignore_eos else ()
+    named = ((_token(name, tokenizer, vocab_size), bias) for name, bias in sampling.logit_bias)
+    return (*named, *((token, -np.inf) for token in ends))
+
+
+def _token(name: int | str, tokenizer: Tokenizer, vocab_size: int) -> int:
+    """Raises UsageError."""
+    if isinstance(name, str):
+        tokens = tokenizer.encode_piece(name)
+        if len(tokens) != 1:
+            raise UsageError(
+                f"logit-bias names {name!r}, which is {len(tokens)} tokens ({', '.join(map(str, tokens))}); name a "
+                "text that is one token, or an id"
+            )
+        return tokens[0]
+    if not 0 <= name < vocab_size:
+        raise UsageError(f"logit-bias names token {name}, it must be from 0 to {vocab_size - 1}")
+    return name
+
+
+@lru_cache(maxsize=16)
+def breaking_tokens(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> frozenset[int]:
+    """The tokens whose text has one of `breakers` in it."""
+    texts = ((token, tokenizer.decode([token])) for token in tokenizer.vocabulary().values())
+    return frozenset(token for token, text in texts if any(breaker in text for breaker in breakers))

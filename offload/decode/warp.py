@@ -1,0 +1,144 @@
+"""From logits to the distribution that tokens are drawn from, whatever the text before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from offload.decode.sampling import SamplingParams
+
+Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
+Biases = tuple[tuple[int, float], ...]  # (token, what is added to its logit)
+
+_FLOAT = torch.finfo(torch.float32)
+_LIKELIEST = 256  # tokens that top-p looks at before it looks at all
+
+
+@dataclass(frozen=True)
+class Warping:
+    """`warp` by these, after `biases`: equal for equal ones, which graphs of a GPU are told apart by."""
+
+    params: SamplingParams
+    biases: Biases = ()
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return warp(biased(finite(logits), self.biases) if self.biases else logits, self.params)
+
+
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities of the next token: logits [T, V], any float dtype -> [T, V] fp32, each row summing to 1.
+
+    A logit that overflowed to +inf counts as the largest number. A row with a NaN, or of -inf only, gives NaN.
+    """
+    logits = finite(logits)
+    if params.greedy:
+        best, token = logits.max(-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, token, 1.0 + 0.0 * best)
+    # A tiny temperature may overflow a large logit: subtract the maximum first, which changes no probability.
+    logits = logits - logits.amax(-1, keepdim=True)
+    if params.top_n_sigma > 0.0:
+        logits = _keep_top_n_sigma(logits, params.top_n_sigma)
+    logits = logits / max(params.temperature, _FLOAT.tiny)
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest = logits.topk(params.top_k, -1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    probs = logits.softmax(-1)
+    if params.top_p < 1.0:
+        probs = _keep_top_p(probs, max(params.top_p, _FLOAT.tiny))
+    if params.min_p > 0.0:
+        probs = _renormalise(probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0.0))
+    if params.typical_p < 1.0:
+        probs = _keep_typical(probs, params.typical_p)
+    if params.xtc_probability > 0.0:
+        probs = _without_top_choices(probs, params.xtc_threshold, params.xtc_probability)
+    return probs
+
+
+def finite(logits: Tensor) -> Tensor:
+    """In fp32; a logit that overflowed to +inf counts as the largest number."""
+    return logits.float().clamp(max=_FLOAT.max)
+
+
+def biased(logits: Tensor, biases: Biases) -> Tensor:
+    """logits [T, V] fp32 with what `biases` add; those of -inf ban their tokens."""
+    added, banned = _bias_rows(biases, logits.shape[-1], logits.device)
+    return without(logits + added, banned)
+
+
+def without(logits: Tensor, banned: Tensor) -> Tensor:
+    """logits [T, V] with those of `banned` tokens, bool [T or 1, V], at -inf. A row of which nothing would be left
+    stays as it is: something has to come."""
+    left = logits.masked_fill(banned, -torch.inf)
+    return torch.where((left == -torch.inf).all(-1, keepdim=True), logits, left)
+
+
+@lru_cache(maxsize=8)  # a GPU's graphs use what was there before they were captured
+def _bias_rows(biases: Biases, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(what is added, fp32; which tokens are banned), [1, size] both."""
+    added, banned = torch.zeros(1, size), torch.zeros(1, size, dtype=torch.bool)
+    for token, bias in biases:
+        if bias == -torch.inf:
+            banned[0, token] = True
+        else:
+            added[0, token] += bias
+    return added.to(device), banned.to(device)
+
+
+def _keep_top_n_sigma(logits: Tensor, count: float) -> Tensor:
+    """Those within `count` standard deviations of the largest, which is 0 here (Tang et al., 2024, arXiv 2411.07641).
+    Banned tokens do not count."""
+    there = logits > -torch.inf
+    numbers, total = logits.double(), there.sum(-1, keepdim=True)
+    mean = torch.where(there, numbers, 0.0).sum(-1, keepdim=True) / total
+    variance = torch.where(there, (numbers - mean).square(), 0.0).sum(-1, keepdim=True) / total
+    return logits.masked_fill(numbers < -count * variance.sqrt(), -torch.inf)
+
+
+def _keep_typical(probs: Tensor, mass: float) -> Tensor:
+    """The tokens whose surprise is nearest to the expected one, up to this mass, renormalised (Meister et al., 2022,
+    arXiv 2202.00666)."""
+    surprise = -probs.log()
+    expected = torch.where(probs > 0, probs * surprise, 0.0).sum(-1, keepdim=True)
+    distance = (surprise - expected).abs()
+    nearest, order = distance.sort(-1)
+    reached = probs.gather(-1, order).double().cumsum(-1)
+    last = (reached < mass).sum(-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
+    return _renormalise(probs.masked_fill(distance > nearest.gather(-1, last), 0.0))
+
+
+def _without_top_choices(probs: Tensor, threshold: float, probability: float) -> Tensor:
+    """XTC (Exclude Top Choices, Weidmann 2024): with `probability` all tokens of at least `threshold` but the least
+    likely of them are left out. Whoever draws knows nothing of that choice, so this is the mixture of both cases."""
+    likely = probs >= threshold
+    least = torch.where(likely, probs, torch.inf).amin(-1, keepdim=True)
+    rest = _renormalise(probs.masked_fill(likely & (probs > least), 0.0))
+    return torch.lerp(probs, rest, probability)
+
+
+def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020).
+
+    Of equally likely tokens the first ones. Sorting a whole vocabulary takes longer than a pass of a small model, so
+    the likeliest few are tried first.
+    """
+    waits = not probs.is_cuda  # to look at a number: a GPU computes all cases instead
+    for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1]) if waits else (probs.shape[-1],)):
+        likeliest = probs.topk(count, -1).values
+        mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum decides nothing
+        kept = mass_before < top_p
+        if waits and not kept[:, -1].any():
+            break
+    last = likeliest.gather(-1, (kept.sum(-1, keepdim=True) - 1).clamp_(min=0))  # 0: a row of NaN
+    ties = probs == last
+    num_kept = (kept & (likeliest == last)).sum(-1, keepdim=True)
+    if not waits or (ties.sum(-1, keepdim=True) > num_kept).any():
+        ties &= ties.cumsum(-1) <= num_kept
+    return _renormalise(probs.masked_fill(~ties & (probs <= last), 0.0))
+
+
+def _renormalise(probs: Tensor) -> Tensor:
+    return probs / probs.sum(-1, keepdim=True)

@@ -1,0 +1,192 @@
+"""Penalties, samplers and constraints beside their definitions in plain Python, and beside those of other programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as theirs
+
+from offload.decode.constraint import Constraint
+from offload.decode.distribution import Distribution, breaking_tokens, distribution_of
+from offload.decode.sampling import SamplingParams
+from offload.decode.sequence import Extended
+from offload.decode.tokenizer import Tokenizer
+from offload.errors import UsageError
+from sampling_reference import Letters, probabilities
+
+SIZE = 6
+ENDS = (5,)
+ALL = SamplingParams(temperature=1.0, top_p=1.0)
+DEMO = Path(__file__).parent.parent / "triforce_cli" / "models" / "demo-target"
+
+numbers = st.floats(-4, 4, width=32)
+params = st.builds(
+    lambda **fields: replace(ALL, **fields),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([0.6, 1.0]),
+    min_p=st.sampled_from([0.0, 0.2]),
+    typical_p=st.sampled_from([0.5, 1.0]),
+    top_n_sigma=st.sampled_from([0.0, 0.9]),
+    xtc_probability=st.sampled_from([0.0, 0.3]),
+    repetition_penalty=st.sampled_from([1.0, 1.5, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.6]),
+    frequency_penalty=st.sampled_from([0.0, 0.4, -0.3]),
+    penalty_window=st.integers(0, 5),
+    no_repeat_ngram=st.integers(0, 4),
+    dry_multiplier=st.sampled_from([0.0, 0.8]),
+    dry_allowed_length=st.integers(1, 3),
+    dry_window=st.integers(0, 5),
+    dry_breakers=st.sampled_from([(), ("a",), ("b", "c")]),
+    logit_bias=st.sampled_from([(), ((1, 2.0), (2, -math.inf)), tuple((t, -math.inf) for t in range(SIZE))]),
+    min_tokens=st.integers(0, 3),
+    ignore_eos=st.booleans(),
+)
+
+
+def made(sampling: SamplingParams, num_prompt: int, size: int = SIZE, ends: Sequence[int] = ENDS) -> Distribution:
+    letters: Any = Letters(size)
+    return distribution_of(sampling, letters, num_prompt=num_prompt, vocab_size=size, end_tokens=ends)
+
+
+@settings(max_examples=300, deadline=None)
+@given(params, st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12), st.data())
+def test_each_place_has_the_distribution_of_its_definition(
+    sampling: SamplingParams, tokens: list[int], data: st.DataObject
+) -> None:
+    num_prompt = data.draw(st.integers(1, len(tokens)))
+    num_rows = data.draw(st.integers(1, len(tokens) - num_prompt + 1))
+    rows = data.draw(
+        st.lists(st.lists(numbers, min_size=SIZE, max_size=SIZE, unique=True), min_size=num_rows, max_size=num_rows)
+    )
+    found = made(sampling, num_prompt).probs(torch.tensor(rows), tokens)
+    for row, probs, place in zip(rows, found.tolist(), range(len(tokens) - num_rows + 1, len(tokens) + 1), strict=True):
+        expected = probabilities(row, tokens[:place], num_prompt, sampling, end_tokens=ENDS)
+        assert probs == pytest.approx(expected, abs=1e-4) or near_a_threshold(row, tokens[:place], num_prompt, sampling)
+
+
+def near_a_threshold(row: list[float], before: list[int], num_prompt: int, sampling: SamplingParams) -> bool:
+    """Whether a change of the logits like fp32's rounding changes by its definition what is kept."""
+    first = probabilities(row, before, num_prompt, sampling, end_tokens=ENDS)
+    shaken = ([x + sign * 1e-5 * (i + 1) for i, x in enumerate(row)] for sign in (1, -1))
+    others = [probabilities(each, before, num_prompt, sampling, end_tokens=ENDS) for each in shaken]
+    return any(other != pytest.approx(first, abs=1e-3) for other in others)
+
+
+@settings(max_examples=100, deadline=None)
+@given(params, st.lists(st.integers(0, SIZE - 1), min_size=2, max_size=6), st.data())
+def test_the_same_object_gives_the_same_at_any_place_in_any_order(
+    sampling: SamplingParams, prompt: list[int], data: st.DataObject
+) -> None:
+    """Drafted tokens come and go, and the sequence grows."""
+    sequence, used = list(prompt), made(sampling, len(prompt))
+    for _ in range(data.draw(st.integers(1, 6))):
+        drafted = data.draw(st.lists(st.integers(0, SIZE - 1), max_size=4))
+        tokens = Extended(Extended(sequence, drafted[:2]), drafted[2:])
+        rows = torch.randn(len(drafted) + 1, SIZE, generator=torch.Generator().manual_seed(len(sequence)))
+        fresh = made(sampling, len(prompt)).probs(rows, [*sequence, *drafted])
+        assert torch.equal(used.probs(rows, tokens), fresh)
+        sequence += data.draw(st.lists(st.integers(0, SIZE - 1), max_size=2))
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ({"repetition_penalty": 1.3, "penalty_window": 0}, theirs.RepetitionPenaltyLogitsProcessor(1.3)),
+        ({"no_repeat_ngram": 2}, theirs.NoRepeatNGramLogitsProcessor(2)),
+        ({"no_repeat_ngram": 1}, theirs.NoRepeatNGramLogitsProcessor(1)),
+        ({"min_tokens": 9}, theirs.MinNewTokensLengthLogitsProcessor(30, 9, 5, device="cpu")),
+        ({"logit_bias": ((3, -2.0), (7, 1.5))}, theirs.SequenceBiasLogitsProcessor({(3,): -2.0, (7,): 1.5})),
+        ({"temperature": 0.7}, theirs.TemperatureLogitsWarper(0.7)),
+        ({"top_k": 4}, theirs.TopKLogitsWarper(4)),
+        ({"top_p": 0.8}, theirs.TopPLogitsWarper(0.8)),
+        ({"min_p": 0.1}, theirs.MinPLogitsWarper(0.1)),
+        ({"typical_p": 0.7}, theirs.TypicalLogitsWarper(0.7)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_transformers_has_too_is_the_same(ours: dict[str, Any], other: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        tokens = torch.randint(0, 40, (1, 35), generator=generator)
+        logits = 3 * torch.randn(1, 40, generator=generator)
+        found = made(replace(ALL, **ours), 30, size=40).probs(logits, tokens[0].tolist())
+        torch.testing.assert_close(found, other(tokens, logits.clone()).softmax(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_where_everything_is_forbidden_the_bans_give_way() -> None:
+    everything = tuple((token, -math.inf) for token in range(SIZE))
+    probs = made(replace(ALL, logit_bias=everything, repetition_penalty=1.1), 1).probs(torch.zeros(1, SIZE), [0])
+    assert probs.sum() == pytest.approx(1)
+    probs = made(replace(ALL, no_repeat_ngram=1), 1).probs(torch.zeros(1, 2), [0, 1])
+    assert probs.tolist() == [[0.5, 0.5]]
+
+
+def test_nothing_that_is_off_costs_anything() -> None:
+    assert made(ALL, 1).adjust is None
+    assert made(replace(ALL, logit_bias=((1, 2.0),), top_n_sigma=1.0, xtc_probability=0.1), 1).adjust is None
+
+
+def test_a_bias_is_of_an_id_or_of_a_text_that_is_one_token() -> None:
+    tokenizer = Tokenizer.from_folder(DEMO)
+    [token] = tokenizer.encode_piece(" the")
+    for name in (token, " the"):
+        found = _of(replace(ALL, logit_bias=((name, -math.inf),)), tokenizer)
+        probs = found.probs(torch.zeros(1, len(tokenizer)), [1])
+        assert probs[0, token] == 0
+        assert probs[0, token + 1] > 0
+    for wrong, said in [(len(tokenizer), "token"), (" the sea and", "tokens")]:
+        with pytest.raises(UsageError, match=said):
+            _of(replace(ALL, logit_bias=((wrong, 1.0),)), tokenizer)
+
+
+def test_breakers_are_the_tokens_with_such_a_text() -> None:
+    tokenizer = Tokenizer.from_folder(DEMO)
+    found = breaking_tokens(tokenizer, ("\n", ":"))
+    assert set(tokenizer.encode("a:\nb")) & found
+    assert not set(tokenizer.encode_piece("Anne looked at the sea")) & found
+
+
+def test_a_constraint_leaves_its_tokens_alone() -> None:
+    tokenizer = Tokenizer.from_folder(DEMO)
+    found = _of(replace(ALL, constraint=Constraint("choice", '["yes", "no"]')), tokenizer)
+    probs = found.probs(torch.zeros(1, len(tokenizer)), [1])[0]
+    firsts = {tokenizer.decode([token]).strip()[0] for token in probs.nonzero().flatten().tolist()}
+    assert firsts == {"y", "n"}
+
+
+def _of(sampling: SamplingParams, tokenizer: Tokenizer) -> Distribution:
+    ends = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
+    return distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=len(tokenizer), end_tokens=ends)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("repetition_penalty", 0.0, "repetition-penalty is 0.0, it must be above 0"),
+        ("presence_penalty", 3.0, "presence-penalty is 3.0, it must be from -2 to 2"),
+        ("penalty_window", -1, "penalty-window is -1"),
+        ("typical_p", 0.0, "typical-p is 0.0"),
+        ("xtc_probability", 2.0, "xtc-probability is 2.0"),
+        ("dry_base", 0.5, "dry-base is 0.5"),
+        ("min_tokens", -1, "min-tokens is -1"),
+        ("logit_bias", ((1, math.inf),), "logit-bias of 1 is inf"),
+        ("logit_bias", ((1, math.nan),), "logit-bias of 1 is nan"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(field: str, value: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replace(ALL, **{field: value})
+
+
+def test_a_text_that_cannot_end_and_a_constraint_are_refused() -> None:
+    with pytest.raises(UsageError, match="leave one of them out"):
+        replace(ALL, ignore_eos=True, constraint=Constraint("regex", "a"))

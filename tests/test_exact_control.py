@@ -1,0 +1,127 @@
+"""Speculation under penalties, other samplers and constraints: what is emitted follows the target's own distribution,
+which depends on the tokens before a place, drafted ones included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from enumeration import Case, MixedLengths, TurnLengths, emission_error, generation_error, proposal_error
+from offload.decode.sampling import SamplingParams
+from sampling_reference import Rule
+from test_exactness import one_level, two_levels
+
+ROUNDED = 1e-5  # the real distribution is in fp32, its definition in fp64
+PROMPT = (0, 1, 2, 0, 1)
+
+
+def by_turns(tokens: tuple[int, ...]) -> set[int]:
+    """Of the tokens 0, 1 and 2; after a 0 only 1 may come."""
+    if len(tokens) % 2 == 0:
+        return {0, 2}
+    return {1} if tokens[-1] == 0 else {0, 1, 2}
+
+
+TURNS = Rule(3, by_turns)
+CONTROLS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 2.5, "penalty_window": 0},
+    "repetition in a window": {"repetition_penalty": 2.5, "penalty_window": 2},
+    "occurrences": {"presence_penalty": 1.0, "frequency_penalty": 0.7, "penalty_window": 0},
+    "occurrences in a window": {"presence_penalty": -0.5, "frequency_penalty": 1.5, "penalty_window": 2},
+    "no pair twice": {"no_repeat_ngram": 2},
+    "no triple twice": {"no_repeat_ngram": 3},
+    "DRY": {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_breakers": ("c",)},
+    "DRY in a window": {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_window": 4, "dry_breakers": ()},
+    "biases": {"logit_bias": ((0, 1.5), (1, -float("inf")))},
+    "end tokens wait": {"min_tokens": 2},
+    "no end": {"ignore_eos": True},
+    "top-n-sigma": {"top_n_sigma": 0.8},
+    "top-p": {"top_p": 0.7},
+    "typical": {"typical_p": 0.6},
+    "XTC": {"xtc_probability": 0.5, "xtc_threshold": 0.25},
+}
+
+
+def controlled(case: Case, **params: Any) -> Case:
+    return replace(case, params=SamplingParams(**({"temperature": 1.0, "top_p": 1.0} | params)))
+
+
+CASES: dict[str, Case] = {
+    **{f"one level, {name}": controlled(one_level(3, 2, prompt=PROMPT), **own) for name, own in CONTROLS.items()},
+    **{f"two levels, {name}": controlled(two_levels(3, 2, 1, prompt=PROMPT), **own) for name, own in CONTROLS.items()},
+    **{
+        f"{levels}, a rule{where}": controlled(replace(case, rule=TURNS, **changes))
+        for levels, case in (("one level", one_level(3, 3, 4)), ("two levels", two_levels(3, 2, 1)))
+        for where, changes in {
+            "": {},
+            ", lookups": {"lookup": True, "prompt": PROMPT},
+            ", lookups among drafted tokens": {"lookup": True, "prompt": (0, 1, 0), "adapt": MixedLengths},
+        }.items()
+    },
+    "one level, a rule, proposals that break it": controlled(
+        one_level(3, 3, 4, draft=None, ngram=True, rule=TURNS, prompt=(0, 1))
+    ),
+    "one level, a rule, greedy": controlled(one_level(3, 3, 4, rule=TURNS), temperature=0.0),
+    "one level, penalties, greedy": controlled(
+        one_level(4, 3, 4, prompt=PROMPT), temperature=0.0, repetition_penalty=2.0, dry_multiplier=1.0
+    ),
+    "two levels, a draft of both": controlled(
+        two_levels(3, 3, 2, straight=True, adapt=TurnLengths, prompt=PROMPT), **CONTROLS["repetition in a window"]
+    ),
+    "top-p after penalties": controlled(one_level(3, 2, prompt=PROMPT), **CONTROLS["repetition"], **CONTROLS["top-p"]),
+    "biases and repetition": controlled(one_level(3, 2, prompt=PROMPT), **CONTROLS["repetition"], **CONTROLS["biases"]),
+    "lookups, DRY": controlled(one_level(3, 3, 3, lookup=True, prompt=PROMPT), **CONTROLS["DRY"]),
+}
+PAIRS: dict[str, Case] = {
+    f"{one} and {other}": controlled(one_level(3, 2, prompt=PROMPT, rule=None), **(CONTROLS[one] | CONTROLS[other]))
+    for one, other in combinations(CONTROLS, 2)
+    if not CONTROLS[one].keys() & CONTROLS[other].keys()
+} | {
+    f"a rule and {name}": controlled(one_level(3, 2, prompt=PROMPT, rule=TURNS), **own)
+    for name, own in CONTROLS.items()
+    if name != "no end"
+}
+MIXES: dict[str, Callable[..., float]] = {
+    f"{name}, a whole text": partial(generation_error, controlled(case, **params), (2,), 1)
+    for name, case, params in [
+        ("penalties", one_level(3, 2, 4), CONTROLS["repetition"] | CONTROLS["occurrences in a window"]),
+        ("DRY and no triple twice", one_level(3, 3, 4), CONTROLS["DRY"] | CONTROLS["no triple twice"]),
+        ("end tokens wait", two_levels(3, 2, 1), CONTROLS["end tokens wait"]),
+        ("XTC and typical", two_levels(3, 2, 1), CONTROLS["XTC"] | CONTROLS["typical"]),
+    ]
+}
+CHECKS: dict[str, Callable[..., float]] = {
+    **{f"controlled: {name}": partial(emission_error, case) for name, case in CASES.items()},
+    **{f"controlled: {name}": check for name, check in MIXES.items()},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_emitted_prefix_follows_the_controlled_distribution(case: Case) -> None:
+    assert emission_error(case) < ROUNDED
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.deep] * (i % 9 > 0))
+        for i, (name, case) in enumerate(PAIRS.items())
+    ],
+)
+def test_two_at_a_time(case: Case) -> None:
+    assert emission_error(case) < ROUNDED
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("two levels")])
+def test_proposed_tokens_follow_the_rows_handed_up_with_them(name: str) -> None:
+    assert proposal_error(CASES[name]) < ROUNDED
+
+
+@pytest.mark.parametrize("check", MIXES.values(), ids=MIXES)
+def test_whole_texts_follow_it(check: Callable[..., float]) -> None:
+    assert check() < ROUNDED

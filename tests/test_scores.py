@@ -152,7 +152,7 @@ def test_two_ranks_find_what_one_finds(folder: Callable[[str], Path]) -> None:
 def test_stored_matrices_score_as_their_numbers_do(tmp_path: Path) -> None:
     """A GGUF file of Q8_0, beside transformers over a plain checkpoint of what its matrices mean."""
     best()
-    model = random_model("llama-gqa", hidden_size=64, intermediate_size=128, **FIELDS)
+    model = random_model("qwen2", hidden_size=64, intermediate_size=128, **FIELDS)
     source = save(model, tmp_path / "model", tokenizer=True)
     write_gguf(source, file := tmp_path / "model.gguf", kind="Q8_0")
     ours = scored(file)

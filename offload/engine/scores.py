@@ -1,7 +1,7 @@
 """How likely a model finds the tokens of a text, and how far another model's distributions are from its own.
 
-Both are made of a prefill's rows as they leave the last layer, a few rows at a time, so that logits of a long text never
-exist together.
+Both are made of a prefill's rows as they leave the last layer, a few rows at a time, so that logits of a long text
+never exist together.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerWeights
 
-
-# Called with the first row of a block and the block [n, hidden], as the last layer left it; it is written to afterwards.
+# Called with a block's first row and the block [n, hidden], as the last layer left it; it is written to afterwards.
 OnHidden = Callable[[int, Tensor], None]
 
 

@@ -73,10 +73,10 @@ def scored(model: Path, sizes: Sizes = SIZES, **options: Any) -> Scores:
 
 
 @torch.inference_mode()
-def distributions(model: Path) -> Tensor:
+def distributions(model: Path, num_tokens: int = 258) -> Tensor:
     """transformers' logarithms of probabilities after each token but the last, fp64 [T - 1, V]."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    return loaded(torch.tensor([TOKENS])).logits[0, :-1, :258].double().log_softmax(1)
+    return loaded(torch.tensor([TOKENS])).logits[0, :-1, :num_tokens].double().log_softmax(1)
 
 
 def assert_those_of(ours: Scores, theirs: Tensor) -> None:
@@ -150,13 +150,17 @@ def test_two_ranks_find_what_one_finds(folder: Callable[[str], Path]) -> None:
 
 
 def test_stored_matrices_score_as_their_numbers_do(tmp_path: Path) -> None:
-    """A GGUF file of Q8_0, beside transformers over a plain checkpoint of what its matrices mean."""
+    """A GGUF file of Q8_0, beside transformers over a plain checkpoint of what its matrices mean. In its vocabulary
+    padding has names, too."""
     best()
     model = random_model("qwen2", hidden_size=64, intermediate_size=128, **FIELDS)
     source = save(model, tmp_path / "model", tokenizer=True)
     write_gguf(source, file := tmp_path / "model.gguf", kind="Q8_0")
     ours = scored(file)
-    assert_those_of(ours, distributions(twin(file, tmp_path / "twin", torch.float32)))
+    theirs = twin(file, tmp_path / "twin", torch.float32)
+    assert_those_of(ours, distributions(theirs, FIELDS["vocab_size"]))
+    with engine_of(file) as engine:
+        assert_those_of(engine.score(TOKENS, num_tokens=258), distributions(theirs))
     assert float((ours.log_probabilities - scored(source).log_probabilities).abs().max()) > 10 * TOLERANCE
 
 
@@ -226,6 +230,9 @@ def test_what_cannot_be_scored_is_refused(folder: Callable[[str], Path], monkeyp
         reference = engine.score(TOKENS, keep_rows=True).reference
         with pytest.raises(ValueError, match="89 rows"):
             engine.score(TOKENS[:50], reference=reference)
+        for count in (0, 259):
+            with pytest.raises(ValueError, match=f"{count} tokens, the model has 258"):
+                engine.score(TOKENS, num_tokens=count)
         logits = Decoder.logits
         monkeypatch.setattr(Decoder, "logits", lambda *args, **options: logits(*args, **options) * float("nan"))
         with pytest.raises(TriforceError, match="token 1 is no number; try --dtype fp32"):

@@ -204,6 +204,7 @@ class Engine:
         self,
         tokens: Sequence[int],
         *,
+        num_tokens: int | None = None,
         keep_rows: bool = False,
         reference: Reference | None = None,
         on_progress: OnProgress = ignore,
@@ -211,11 +212,11 @@ class Engine:
         """How likely the model finds each of `tokens` after those before it. Afterwards the caches hold all but the
         last.
 
-        keep_rows: have what another model's distributions can be compared with. reference: of another model over the
+        num_tokens: of the vocabulary, the first so many can follow. keep_rows: have what another model's distributions can be compared with. reference: of another model over the
         same tokens, to compare with. Raises UsageError, ModelError, DoesNotFit before anything is computed.
         """
         self._check(tokens, 0)
-        scoring = Scoring(self.worker, tokens, keep_rows=keep_rows, reference=reference)
+        scoring = Scoring(self.worker, tokens, num_tokens=num_tokens, keep_rows=keep_rows, reference=reference)
         self.prefix.truncate(0)
         self._start(tokens, reuse=False, record_mass=False)
         self._prefill(tokens[:-1], on_progress, scoring.take)

@@ -25,14 +25,10 @@ _NUMBER_BYTES = 32  # of a logit: itself, in fp32, its logarithm, and those of t
 @dataclass(frozen=True)
 class Head:
     """What makes distributions of the rows that leave a model's last layer: the final norm and the head, which stay in
-    the device's memory while this is kept, and nothing else of the weights. vocab_size: tokens that can follow."""
+    the device's memory while this is kept, and nothing else of the weights. num_tokens: that can follow."""
 
     decoder: Decoder
-    vocab_size: int
-
-    @classmethod
-    def of(cls, worker: Worker) -> Head:
-        return cls(worker.target.without_layers(), worker.vocab_size)
+    num_tokens: int
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +37,7 @@ class Head:
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] of the last layer -> fp32 [n, V], in nats."""
-        return self.decoder.logits(hidden)[:, : self.vocab_size].float().log_softmax(1)
+        return self.decoder.logits(hidden)[:, : self.num_tokens].float().log_softmax(1)
 
 
 @dataclass(frozen=True)
@@ -74,20 +70,29 @@ class Scoring:
     """Takes the rows of a text's prefill as they leave the last layer, and makes its scores."""
 
     def __init__(
-        self, worker: Worker, tokens: Sequence[int], *, keep_rows: bool = False, reference: Reference | None = None
+        self,
+        worker: Worker,
+        tokens: Sequence[int],
+        *,
+        num_tokens: int | None = None,
+        keep_rows: bool = False,
+        reference: Reference | None = None,
     ) -> None:
-        """keep_rows: have a `Reference`, for T - 1 rows of host memory. Raises UsageError for fewer than two tokens,
-        DoesNotFit."""
-        count = len(tokens) - 1
+        """num_tokens: of the vocabulary, the first so many can follow; None: all. keep_rows: have a `Reference`, for
+        T - 1 rows of host memory. Raises UsageError for fewer than two tokens, DoesNotFit."""
+        count, width = len(tokens) - 1, worker.vocab_size if num_tokens is None else num_tokens
         if count < 1:
             raise UsageError(f"a text of {len(tokens)} token has none that another comes before; give at least 2")
-        self._tokens, self._head, self._reference = tuple(tokens), Head.of(worker), reference
-        device, size = worker.memory.device, worker.target.config.hidden_size
-        if reference is not None and (len(reference.rows), reference.head.vocab_size) != (count, worker.vocab_size):
+        if not 0 < width <= worker.vocab_size:
+            raise ValueError(f"the first {width} tokens, the model has {worker.vocab_size}")
+        if reference is not None and (len(reference.rows), reference.head.num_tokens) != (count, width):
             raise ValueError(
-                f"the reference has {len(reference.rows)} rows over {reference.head.vocab_size} tokens, this model "
-                f"{count} over {worker.vocab_size}"
+                f"the reference has {len(reference.rows)} rows over {reference.head.num_tokens} tokens, this model "
+                f"{count} over {width}"
             )
+        self._tokens, self._head = tuple(tokens), Head(worker.target.without_layers(), width)
+        self._reference = reference
+        device, size = worker.memory.device, worker.target.config.hidden_size
         self._next = sent(torch.tensor(self._tokens[1:]), device)
         self._rows: Tensor | None = None
         if keep_rows:

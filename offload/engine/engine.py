@@ -212,8 +212,9 @@ class Engine:
         """How likely the model finds each of `tokens` after those before it. Afterwards the caches hold all but the
         last.
 
-        num_tokens: of the vocabulary, the first so many can follow. keep_rows: have what another model's distributions can be compared with. reference: of another model over the
-        same tokens, to compare with. Raises UsageError, ModelError, DoesNotFit before anything is computed.
+        num_tokens: of the vocabulary, the first so many can follow; None: all. keep_rows: have a `Scores.reference`.
+        reference: another model's, of the same tokens, to compare with. Raises UsageError, ModelError, DoesNotFit
+        before anything is computed, TriforceError where a probability is no number.
         """
         self._check(tokens, 0)
         scoring = Scoring(self.worker, tokens, num_tokens=num_tokens, keep_rows=keep_rows, reference=reference)

@@ -6,6 +6,8 @@ never exist together.
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from offload.worker.worker import Worker
 
 _MOST_ROWS = 64  # that the distributions are made of at a time
 _LOGITS_BYTES = 2**27  # that these take at most, where a row takes no more
+_LARGEST_EXPONENT = 700.0  # of e, in a float
 _NUMBER_BYTES = 32  # of a logit: itself, in fp32, its logarithm, and those of two models beside each other
 
 
@@ -66,6 +69,47 @@ class Scores:
     reference: Reference | None = None
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely a model finds texts: tokens that are scored, and their mean log-likelihood in nats."""
+
+    num_scored: int
+    mean: float
+
+    @classmethod
+    def of(cls, scores: Sequence[Scores]) -> Likelihood:
+        """Of all texts together, each token the same weight."""
+        found = torch.cat([each.log_probabilities for each in scores]).double()
+        return cls(len(found), float(found.mean()))
+
+    @property
+    def perplexity(self) -> float:
+        """Of how many equally likely tokens each would be one; infinite beyond what a float holds."""
+        return math.exp(-self.mean) if -self.mean < _LARGEST_EXPONENT else math.inf
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a model's distributions are from a reference's, over all places: the mean of KL(reference || model) in
+    nats, what 99 of 100 places are not above, the largest, and the share of places where the likeliest token is the
+    same."""
+
+    mean: float
+    percentile_99: float
+    largest: float
+    same_likeliest: float
+
+    @classmethod
+    def of(cls, reference: Sequence[Scores], other: Sequence[Scores]) -> Distance:
+        """Of all texts together. other: scores with divergences, of the same texts."""
+        values = torch.cat([each.divergences for each in other if each.divergences is not None]).double()
+        pairs = zip(reference, other, strict=True)
+        same = torch.cat([ours.likeliest == theirs.likeliest for ours, theirs in pairs])
+        ordered = values.sort().values
+        place = math.ceil(0.99 * len(ordered)) - 1
+        return cls(float(values.mean()), float(ordered[place]), float(ordered[-1]), float(same.double().mean()))
+
+
 class Scoring:
     """Takes the rows of a text's prefill as they leave the last layer, and makes its scores."""
 
@@ -85,6 +129,8 @@ class Scoring:
             raise UsageError(f"a text of {len(tokens)} token has none that another comes before; give at least 2")
         if not 0 < width <= worker.vocab_size:
             raise ValueError(f"the first {width} tokens, the model has {worker.vocab_size}")
+        if (highest := max(tokens)) >= width:
+            raise UsageError(f"the text has token {highest}, only those below {width} are in all vocabularies")
         if reference is not None and (len(reference.rows), reference.head.num_tokens) != (count, width):
             raise ValueError(
                 f"the reference has {len(reference.rows)} rows over {reference.head.num_tokens} tokens, this model "
@@ -139,3 +185,10 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
     """KL(reference || other) of distributions fp32 [n, V], given as logarithms -> [n], in nats: the mean, over what the
     reference would say, of how much likelier it finds that than the other does."""
     return (reference.exp() * (reference - other)).sum(1).clamp_min_(0)
+
+
+def give_memory_back() -> None:
+    """After an engine was closed and is referred to no more: have its memory free for the plan of another one."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

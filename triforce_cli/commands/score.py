@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,7 +19,6 @@ from triforce_cli.options import option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.render import score as render_score
 from triforce_cli.render.score import Judged
-from triforce_cli.signals import deferred
 from triforce_cli.texts import Text, read_texts
 
 if TYPE_CHECKING:
@@ -54,11 +53,10 @@ AsLines = Annotated[bool, switch("--jsonl", "Write a JSON line for each text.", 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One `triforce score`, parsed. named: the models as the user named them, the reference first."""
+    """One `triforce score`, parsed. models: by the names that the user gave, the reference first."""
 
     files: tuple[Path, ...]
-    models: tuple[Models, ...]
-    named: tuple[str, ...]
+    models: dict[str, Models]
     worst: int
     form: Literal["text", "json", "jsonl"]
     tokens: bool
@@ -71,24 +69,20 @@ class Score:
         return self.form != "text"
 
     def run(self) -> None:
-        """Models are loaded one after the other; of the first one its head stays on the device and the texts' last
-        hidden rows on the host, where there are others."""
+        """Models are loaded one after the other. Where there are several, the first one's final norm and head stay on
+        the device, and its last hidden rows on the host: tokens of all texts x hidden size x 2 bytes (fp32: 4)."""
         with Output(quiet=self.quiet) as output:
             contents = read_texts(self.files, note=output.note)
-            prepared = prepare(self.models[0], self.options, output)
+            prepared = prepare(next(iter(self.models.values())), self.options, output)
             texts = [Text.of(name, content, prepared.tokenizer) for name, content in contents.items()]
-            width = self._common_width(prepared)
-            judged: list[Judged] = []
+            tokenizer, width = prepared.tokenizer, self._common_width(prepared)
             references: list[Reference | None] = [None] * len(texts)
-            for number, models in enumerate(self.models):
-                if number:
+            judged: list[Judged] = []
+            for name, models in self.models.items():
+                if judged:
                     prepared = self._another(models, output)
-                scores, plan = self._scored(prepared, texts, references, width, output, keep=self._compares > number)
-                references = [each.reference for each in scores] if not number else references
-                bare = tuple(replace(each, reference=None) for each in scores)
-                judged.append(Judged(self.named[number], bare, plan))
-                del scores
-            self._write(texts, judged, prepared.tokenizer.piece, output)
+                judged.append(Judged(name, *self._scored(prepared, texts, references, width, output)))
+            self._write(texts, judged, tokenizer.piece, output)
 
     @property
     def _compares(self) -> bool:
@@ -101,7 +95,7 @@ class Score:
         from offload.engine.vocabulary import num_common_tokens
 
         target, tokenizer = prepared.models.target, prepared.tokenizer
-        return min(num_common_tokens(target, tokenizer, models.target) for models in self.models[1:])
+        return min(num_common_tokens(target, tokenizer, each.target) for each in list(self.models.values())[1:])
 
     def _another(self, models: Models, output: Output) -> Prepared:
         """After the one before was closed, whose memory is free then for the plan."""
@@ -114,30 +108,32 @@ class Score:
         self,
         prepared: Prepared,
         texts: Sequence[Text],
-        references: Sequence[Reference | None],
+        references: list[Reference | None],
         width: int | None,
         output: Output,
-        *,
-        keep: bool,
-    ) -> tuple[list[Scores], Plan]:
-        """Of one model, planned once, for the longest text. keep: what others are compared with."""
-        longest = max(texts, key=lambda text: len(text.tokens))
-        plan = _plan(prepared, longest)
+    ) -> tuple[tuple[Scores, ...], Plan]:
+        """Of one model, planned once, for the longest text. references: of each text, what this model is compared with;
+        those that are not there yet are made."""
+        plan, total = _plan(prepared, texts), sum(len(text.tokens) - 1 for text in texts)
         output.planned(plan)
         scores: list[Scores] = []
-        total = sum(len(text.tokens) - 1 for text in texts)
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
-            for text, reference in zip(texts, references, strict=True):
-                before = sum(len(each.log_probabilities) for each in scores)
+            for number, text in enumerate(texts):
                 found = engine.score(
                     text.tokens,
                     num_tokens=width,
-                    keep_rows=keep,
-                    reference=reference,
-                    on_progress=_part(output.progress, before, total),
+                    keep_rows=self._compares and references[number] is None,
+                    reference=references[number],
+                    on_progress=_part(output.progress, sum(len(each.likeliest) for each in scores), total),
                 )
-                scores.append(found)
-        return scores, plan
+                references[number] = references[number] or found.reference
+                scores.append(replace(found, reference=None))
+                if self.form == "jsonl" and not self._compares:
+                    output.document(self._line(text, found, prepared.tokenizer.piece))
+        return tuple(scores), plan
+
+    def _line(self, text: Text, scores: Scores, piece: Callable[[int], str]) -> dict[str, Any]:
+        return render_score.line(text, scores, {}, piece, worst=self.worst, tokens=self.tokens)
 
     def _write(
         self, texts: Sequence[Text], judged: Sequence[Judged], piece: Callable[[int], str], output: Output
@@ -145,8 +141,9 @@ class Score:
         if self.form == "json":
             output.document(render_score.document(texts, judged, piece, worst=self.worst, tokens=self.tokens))
         elif self.form == "jsonl":
-            for number in range(len(texts)):
-                output.document(render_score.line(texts, judged, number, piece, worst=self.worst, tokens=self.tokens))
+            if self._compares:  # else each was written as soon as it was there
+                for line in render_score.lines(texts, judged, piece, worst=self.worst, tokens=self.tokens):
+                    output.document(line)
         else:
             output.text(render_score.report(texts, judged, piece, worst=self.worst, width=output.text_width))
 
@@ -156,16 +153,16 @@ def _part(on_progress: OnProgress, before: int, total: int) -> OnProgress:
     return lambda part: on_progress(replace(part, done=before + part.done, total=total))
 
 
-def _plan(prepared: Prepared, longest: Text) -> Plan:
-    """Raises DoesNotFit."""
-    count, context = len(longest.tokens), prepared.request.context
+def _plan(prepared: Prepared, texts: Sequence[Text]) -> Plan:
+    """For the longest text. Raises DoesNotFit."""
+    longest, context = max(texts, key=lambda text: len(text.tokens)), prepared.request.context
+    count = len(longest.tokens)
     if count > context:
         raise DoesNotFit(
             f"{longest.name} has {count:,} tokens and the context of {prepared.models.target} is {context:,}: split "
             "the text, or score a part of it"
         )
-    with deferred():
-        return prepared.request.plan(num_prompt_tokens=count - 1, max_tokens=1)
+    return prepared.request.plan(num_prompt_tokens=count - 1, max_tokens=1)
 
 
 @spread
@@ -200,11 +197,16 @@ def score(
         raise UsageError(f"worst is {worst}, it must be from 0 to {options.MOST}")
     if others and Launched.look() is not None:
         raise UsageError("--against loads one model after the other, which torchrun's ranks cannot; use --gpus N")
-    models = tuple(choose_models(each, NONE) for each in (model, *others))
+    models = {}
+    for named in (model, *others):
+        chosen = choose_models(named, NONE)
+        name = chosen.target.name if named is None else str(named)
+        if name in models:
+            raise UsageError(f"the model {name} is named twice; name each once")
+        models[name] = chosen
     return Score(
         files=tuple(files or ()),
         models=models,
-        named=tuple(str(name or each.target.name) for name, each in zip((model, *others), models, strict=True)),
         worst=worst,
         form="json" if json else "jsonl" if jsonl else "text",
         tokens=tokens,

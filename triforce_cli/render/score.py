@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,8 @@ def document(
     texts: Sequence[Text], judged: Sequence[Judged], piece: Piece, *, worst: int, tokens: bool
 ) -> dict[str, Any]:
     """All texts, and all together, as JSON. tokens: with the log-probability of each token."""
-    count = range(len(texts))
     return {
-        "files": [line(texts, judged, i, piece, worst=worst, tokens=tokens) for i in count],
+        "files": lines(texts, judged, piece, worst=worst, tokens=tokens),
         TOTAL: {
             "num_tokens": sum(len(text.tokens) for text in texts),
             **_likelihood(judged[0].scores),
@@ -60,12 +59,29 @@ def document(
     }
 
 
+def lines(
+    texts: Sequence[Text], judged: Sequence[Judged], piece: Piece, *, worst: int, tokens: bool
+) -> list[dict[str, Any]]:
+    """Each text as JSON."""
+    own, others = judged[0], judged[1:]
+    return [
+        line(
+            text,
+            own.scores[number],
+            {other.model: other.scores[number] for other in others},
+            piece,
+            worst=worst,
+            tokens=tokens,
+        )
+        for number, text in enumerate(texts)
+    ]
+
+
 def line(
-    texts: Sequence[Text], judged: Sequence[Judged], number: int, piece: Piece, *, worst: int, tokens: bool
+    text: Text, own: Scores, others: Mapping[str, Scores], piece: Piece, *, worst: int, tokens: bool
 ) -> dict[str, Any]:
-    """The text of that number as JSON, in nats; null is a number that no float holds, or of a token that is not
-    scored."""
-    text, own = texts[number], judged[0].scores[number]
+    """A text as JSON, in nats; null is a number that no float holds, or of a token that is not scored. others: by the
+    model's name."""
     found: dict[str, Any] = {
         "file": text.name,
         "num_tokens": len(text.tokens),
@@ -74,15 +90,14 @@ def line(
     }
     if tokens:
         found |= {"tokens": list(text.tokens), "log_probabilities": [None, *own.log_probabilities.tolist()]}
-    found["against"] = []
-    for other in judged[1:]:
-        theirs = other.scores[number]
-        against = _against([own], [theirs], other.model)
-        if tokens:
-            assert theirs.divergences is not None
-            against["log_probabilities"] = [None, *theirs.log_probabilities.tolist()]
-            against["divergences"] = [None, *theirs.divergences.tolist()]
-        found["against"].append(against)
+    return found | {"against": [_text_against(own, scores, name, tokens=tokens) for name, scores in others.items()]}
+
+
+def _text_against(own: Scores, scores: Scores, model: str, *, tokens: bool) -> dict[str, Any]:
+    found = _against([own], [scores], model)
+    if tokens and scores.divergences is not None:
+        found["log_probabilities"] = [None, *scores.log_probabilities.tolist()]
+        found["divergences"] = [None, *scores.divergences.tolist()]
     return found
 
 

@@ -19,9 +19,11 @@ from forked import forked_ranks
 from gguf_models import write_gguf
 from models import byte_tokenizer, random_model, save, save_pair
 from offload.decode.tokenizer import Tokenizer
+from offload.engine.engine import Engine
 from offload.engine.scores import Distance, Likelihood, Scores
 from offload.engine.vocabulary import num_common_tokens
 from offload.errors import ModelError, UsageError
+from offload.plan.planner import Plan
 from test_cli_prompt import Terminal, piped
 from triforce_cli.choice import embedded_model
 from triforce_cli.texts import Text
@@ -162,8 +164,6 @@ def test_a_text_through_a_pipe_and_a_line_for_each(score: Run, monkeypatch: pyte
 def test_lines_are_written_as_soon_as_a_text_is_scored(
     score: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.engine.engine import Engine
-
     whole = Engine.score
 
     def fails(engine: Engine, tokens: Any, **options: Any) -> Scores:
@@ -284,7 +284,7 @@ def test_what_only_one_vocabulary_names_does_not_count(folder: Path, tmp_path: P
         (("latin.txt",), 2, "latin.txt is not valid UTF-8"),
         (("long.txt", "first.txt"), 3, "long.txt has 257 tokens and the context of target is 256"),
         (("first.txt", "first.txt"), 2, "first.txt is named twice"),
-        (("first.txt", "--context", "20"), 3, "first.txt has 31 tokens and the context of target is 20"),
+        (("second.txt", "--against", "small"), 3, "second.txt has 105 tokens and the context of small is 64"),
         (("first.txt", "--tokens"), 2, "--tokens adds to JSON"),
         (("first.txt", "--json", "--jsonl"), 2, "two forms of one answer"),
         (("first.txt", "--worst", "-1"), 2, "worst is -1"),
@@ -293,6 +293,8 @@ def test_what_only_one_vocabulary_names_does_not_count(folder: Path, tmp_path: P
     ],
 )
 def test_bad_input_is_refused(score: Run, folder: Path, args: tuple[str, ...], code: int, said: str) -> None:
+    if not (folder / "small").exists():
+        save(random_model(vocab_size=VOCABULARY, max_position_embeddings=64), folder / "small", tokenizer=True)
     (folder / "empty.txt").write_text("")
     (folder / "one.txt").write_text("a")
     (folder / "latin.txt").write_bytes(b"na\xefve")
@@ -319,10 +321,18 @@ def test_models_in_turn_are_not_for_ranks_that_others_started(score: Run, monkey
     assert "torchrun" in err
 
 
-def test_several_processes_score_as_one(score: Run) -> None:
+def test_several_processes_score_as_one(score: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """One model after the other."""
+    engines, load = list[int](), Engine.load
+
+    def counted(plan: Plan, *args: Any, **options: Any) -> Engine:
+        engines.append(plan.request.num_devices)
+        return load(plan, *args, **options)
+
+    monkeypatch.setattr(Engine, "load", counted)
     args = ("first.txt", "--against", "draft", "--json", "--quiet")
     with forked_ranks():
         one, two = (json.loads(score(*args, *more)[1])["total"] for more in ((), ("--gpus", "2")))
+    assert engines == [1, 1, 2, 2]
     assert two["mean_log_likelihood"] == same(one["mean_log_likelihood"])
     assert two["against"][0]["mean_kl"] == same(one["against"][0]["mean_kl"])

@@ -75,6 +75,7 @@ class Score:
             contents = read_texts(self.files, note=output.note)
             prepared = prepare(next(iter(self.models.values())), self.options, output)
             texts = [Text.of(name, content, prepared.tokenizer) for name, content in contents.items()]
+            self._check(max(texts, key=_num_tokens))
             tokenizer, width = prepared.tokenizer, self._common_width(prepared)
             references: list[Reference | None] = [None] * len(texts)
             judged: list[Judged] = []
@@ -88,8 +89,19 @@ class Score:
     def _compares(self) -> bool:
         return len(self.models) > 1
 
+    def _check(self, longest: Text) -> None:
+        """Raises DoesNotFit where a model's context ends before that text does."""
+        from offload.config.reading import read_config
+
+        for name, models in self.models.items():
+            if len(longest.tokens) > (context := read_config(models.target).context_limit):
+                raise DoesNotFit(
+                    f"{longest.name} has {len(longest.tokens):,} tokens and the context of {name} is {context:,}: "
+                    "split the text, or score a part of it"
+                )
+
     def _common_width(self, prepared: Prepared) -> int | None:
-        """Tokens that all models have; None where there is one model. Raises ModelError before anything is loaded."""
+        """Tokens that all models have; None where there is one model. Raises ModelError."""
         if not self._compares:
             return None
         from offload.engine.vocabulary import num_common_tokens
@@ -114,7 +126,8 @@ class Score:
     ) -> tuple[tuple[Scores, ...], Plan]:
         """Of one model, planned once, for the longest text. references: of each text, what this model is compared with;
         those that are not there yet are made."""
-        plan, total = _plan(prepared, texts), sum(len(text.tokens) - 1 for text in texts)
+        longest, total = max(map(_num_tokens, texts)), sum(map(_num_tokens, texts)) - len(texts)
+        plan = prepared.request.plan(num_prompt_tokens=longest - 1, max_tokens=1)
         output.planned(plan)
         scores: list[Scores] = []
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
@@ -148,21 +161,13 @@ class Score:
             output.text(render_score.report(texts, judged, piece, worst=self.worst, width=output.text_width))
 
 
+def _num_tokens(text: Text) -> int:
+    return len(text.tokens)
+
+
 def _part(on_progress: OnProgress, before: int, total: int) -> OnProgress:
     """Of one text, as a part of all, of whose tokens so many are done."""
     return lambda part: on_progress(replace(part, done=before + part.done, total=total))
-
-
-def _plan(prepared: Prepared, texts: Sequence[Text]) -> Plan:
-    """For the longest text. Raises DoesNotFit."""
-    longest, context = max(texts, key=lambda text: len(text.tokens)), prepared.request.context
-    count = len(longest.tokens)
-    if count > context:
-        raise DoesNotFit(
-            f"{longest.name} has {count:,} tokens and the context of {prepared.models.target} is {context:,}: split "
-            "the text, or score a part of it"
-        )
-    return prepared.request.plan(num_prompt_tokens=count - 1, max_tokens=1)
 
 
 @spread
@@ -171,7 +176,6 @@ def score(
     *,
     model: options.Model = None,
     against: Against = None,
-    context: options.Context = None,
     placement: PlacementFlags,
     worst: Worst = 5,
     tokens: EachToken = False,
@@ -210,6 +214,6 @@ def score(
         worst=worst,
         form="json" if json else "jsonl" if jsonl else "text",
         tokens=tokens,
-        options=plan_options(CacheFlags(context=context, no_speculation=True), **vars(placement)),
+        options=plan_options(CacheFlags(no_speculation=True), **vars(placement)),
         quiet=quiet,
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stage import NOW, TEXT, Prepare, Scene, fake_engine
 from terminals import CTRL_U
@@ -41,6 +42,29 @@ def a_verification(*, holds: bool) -> Prepare:
         exactness.check_exactness = lambda *args, **settings: found
 
     return prepare
+
+
+def a_scoring() -> None:
+    """Of two texts, the second of which has a surprise."""
+    import torch
+
+    from offload.engine import engine
+    from offload.engine.scores import Reference, Scores
+
+    def score(self: object, tokens: Sequence[int], *, reference: Reference | None, **settings: object) -> Scores:
+        count = len(tokens) - 1
+        own = -2 - 0.5 * torch.arange(count).remainder(3)
+        own[min(count, 12) - 1] -= 8
+        likeliest = torch.tensor(tokens[1:])
+        likeliest[::4] = 261
+        head: Any = None  # of nothing
+        found = None if reference is None else 0.25 * torch.arange(count).remainder(2)
+        return Scores(tuple(tokens), own, likeliest, own / 2, found, Reference(head, torch.empty(0)))
+
+    Path("book.txt").write_text(TEXT * 2)
+    Path("notes.txt").write_text("Sé, naïve:\n\nDipped in ink.\n")
+    fake_engine()()
+    engine.Engine.score = score
 
 
 def a_comparison() -> None:
@@ -141,6 +165,8 @@ SCENES: dict[str, Scene] = {
     "chat": Scene("chat --file book.txt", fake_engine(plans=False), stdin=SCRIPTED, modes="piped"),
     "chat-typed": Scene("chat --no-history", fake_engine(plans=False), typed=TYPED, modes="terminal"),
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),
+    "score": Scene("score book.txt notes.txt --worst 2", a_scoring),
+    "score-against": Scene("score book.txt --worst 1 --against demo-draft", a_scoring, modes=OUTPUT_MODES),
     "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
     "plan": Scene("plan"),
     "plan-two-gpus": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),

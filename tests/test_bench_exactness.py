@@ -111,7 +111,7 @@ def test_a_prompt_that_was_prefilled_wrongly_is_found(folders: tuple[Path, Path]
     engine = make(folders, dtype=dtype)
     real, calls = engine.prefix.prefill, []
 
-    def wrong_once(tokens: Sequence[int], on_progress: object) -> None:
+    def wrong_once(tokens: Sequence[int], on_progress: object, on_hidden: object = None) -> None:
         calls.append(len(tokens))
         real([*tokens[:-8], *[7] * 8] if len(calls) == 1 else tokens, on_progress)  # type: ignore[arg-type]
         if len(calls) == 1:

@@ -87,7 +87,7 @@ class CountedRows:
         )
         self.length, self.windows = 0, None
 
-    def prefill(self, tokens: list[int], on_tokens: Callable[[int], None]) -> None:
+    def prefill(self, tokens: list[int], on_tokens: Callable[[int], None], on_hidden: object = None) -> None:
         self.length += len(tokens)
 
     def truncate(self, length: int) -> None:

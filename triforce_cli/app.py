@@ -25,6 +25,7 @@ from triforce_cli.commands.generate import generate
 from triforce_cli.commands.models import models
 from triforce_cli.commands.plan import plan
 from triforce_cli.commands.pull import pull
+from triforce_cli.commands.score import score
 from triforce_cli.commands.sessions import sessions
 from triforce_cli.commands.verify import verify
 from triforce_cli.errors import debugging, describe, wants_json
@@ -39,6 +40,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(plan)
 app.command()(verify)
+app.command()(score)
 app.command()(bench)
 app.command()(doctor)
 app.command()(pull)

@@ -53,11 +53,27 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`, with the special tokens that tokenizer.json puts at the start. Raises ModelError where the
         tokenizer turns out to be damaged."""
+        found, count = self._encoded(text)
+        return cast("list[int]", found.ids)[:count]
+
+    def places(self, text: str) -> list[int]:
+        """Of each token of `encode`, where it begins in `text`, in characters; 0 where it is none of it. A token that
+        is a part of a character has the place of that. Raises ModelError as `encode` does."""
+        found, count = self._encoded(text)
+        return [first for first, _ in found.offsets[:count]]
+
+    def piece(self, token: int) -> str:
+        """A token by itself, as it is to be shown: its text, or its name where it is none."""
+        return self.decode([token]) or str(self._pipeline.id_to_token(token) or f"<{token}>")
+
+    def _encoded(self, text: str) -> tuple[Any, int]:
+        """The pipeline's encoding, and how many of its tokens count."""
         with self._checked("encode"):
             found = self._pipeline.encode(text)
-        tokens, was_put = cast("list[int]", found.ids), found.special_tokens_mask
+        tokens, was_put = found.ids, found.special_tokens_mask
         # Some tokenizers also close the text; a prompt goes on. What a person wrote at its end stays.
-        return tokens[:-1] if len(tokens) > 1 and was_put[-1] and tokens[-1] == self.eos_token_id else tokens
+        closed = len(tokens) > 1 and was_put[-1] and tokens[-1] == self.eos_token_id
+        return found, len(tokens) - int(closed)
 
     def start_tokens(self) -> list[int]:
         """The special tokens that the model wants at the start of a text."""

@@ -23,12 +23,14 @@ from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
+from offload.engine.scores import Reference, Scores, Scoring
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels.choice import gpu_kernels, of_model
 from offload.kernels.cpu import OFF
 from offload.kernels.gpu.flash import flash
 from offload.kv.retrieval import RetrievalCache
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
+from offload.model.decoder import OnHidden
 from offload.model.level import Level
 from offload.plan.composition import PLAIN
 from offload.plan.planner import Options, Plan
@@ -207,6 +209,29 @@ class Engine:
         worker.fetch_ahead()
         prefix.precomputed(tokens)
 
+    def score(
+        self,
+        tokens: Sequence[int],
+        *,
+        num_tokens: int | None = None,
+        keep_rows: bool = False,
+        reference: Reference | None = None,
+        on_progress: OnProgress = ignore,
+    ) -> Scores:
+        """How likely the model finds each of `tokens` after those before it. Afterwards the caches hold all but the
+        last.
+
+        num_tokens: of the vocabulary, the first so many can follow; None: all. keep_rows: have a `Scores.reference`.
+        reference: another model's, of the same tokens, to compare with. Raises UsageError, ModelError, DoesNotFit
+        before anything is computed, TriforceError where a probability is no number.
+        """
+        self._check(tokens, 0)
+        scoring = Scoring(self.worker, tokens, num_tokens=num_tokens, keep_rows=keep_rows, reference=reference)
+        self.prefix.truncate(0)
+        self._start(tokens, reuse=False, record_mass=False)
+        self._prefill(tokens[:-1], on_progress, scoring.take)
+        return scoring.scores()
+
     def replan(self, plan: Plan) -> None:
         """Go on under another plan, with the rows that are cached. Only where neither plan offloads.
 
@@ -319,8 +344,8 @@ class Engine:
         self._link_at_start = self._link_at_decode = self.worker.link_stats
         self._host_at_decode = self.worker.host_stats
 
-    def _prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
-        self.prefix.prefill(tokens, on_progress)
+    def _prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
+        self.prefix.prefill(tokens, on_progress, on_hidden)
         self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
         self._host_at_decode = self.worker.host_stats
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from offload.model.decoder import OnHidden
 from offload.progress import OnProgress, Progress, bytes_of
 from offload.worker.worker import Worker
 
@@ -44,8 +45,9 @@ class PrefixCache:
         """Tokens of `prompt` that no pass of the target level runs."""
         return max(len(prompt) - self._worker.plan.placement.rows, self._target.length)
 
-    def prefill(self, tokens: Sequence[int], on_progress: OnProgress) -> None:
-        """Add what is missing of `tokens`, which begin with those that are cached. Broken off, it adds nothing."""
+    def prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
+        """Add what is missing of `tokens`, which begin with those that are cached. Broken off, it adds nothing.
+        `on_hidden`: see `Worker.prefill`."""
         worker, start = self._worker, self._target.length
         if len(tokens) == start:
             return
@@ -53,7 +55,7 @@ class PrefixCache:
         def report(num_tokens: int) -> None:
             on_progress(Progress("prefill", num_tokens, len(tokens) - start, "tokens"))
 
-        worker.prefill(tokens[start:], report)
+        worker.prefill(tokens[start:], report, on_hidden)
         if len(self.tokens) == self._num_own and self._num_own % worker.plan.placement.prefill_block == 0:
             self._num_own = len(tokens)
         self.tokens = list(tokens)

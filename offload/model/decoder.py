@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from offload.model.few_rows import FewRows, normed_over_ranks, norms_over_ranks
 from offload.model.shared_blocks import SharedBlocks
 from offload.model.sums import Due, OneRank, Sums
 from offload.transfer.hidden_rows import HiddenRows
+from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerWeights
+
+# Called with a block's first row and the block [n, hidden], as the last layer left it; it is written to afterwards.
+OnHidden = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ class Decoder:
     def over(self, weights: Weights) -> Decoder:
         """The same model over other weights."""
         return Decoder(self.config, weights, self._sums, self._kernels)
+
+    def without_layers(self) -> Decoder:
+        """What makes logits of hidden rows, and keeps nothing else of the weights. On rank 0, which has the head."""
+        nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
+        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), rotated=())
+        return Decoder(self.config, weights, None, self._kernels)
 
     @property
     def device(self) -> torch.device:
@@ -104,10 +114,15 @@ class Decoder:
         return x
 
     def prefill(
-        self, segment: Segment, rows: HiddenRows, *, on_rows: Callable[[int], None] = lambda num_rows: None
+        self,
+        segment: Segment,
+        rows: HiddenRows,
+        *,
+        on_rows: Callable[[int], None] = lambda num_rows: None,
+        on_hidden: OnHidden | None = None,
     ) -> None:
         """The same of one segment in phase "prefill", in the blocks of `rows`, so that a layer's intermediates stay
-        small. Nothing comes out but what `rows` keep.
+        small. Nothing comes out but what `rows` keep, and what `on_hidden` makes of each block after the last layer.
 
         `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
         broken off between two blocks. Peak memory: one block's intermediates besides `rows`.
@@ -119,6 +134,8 @@ class Decoder:
                     self._embedded(segment.tokens[start : start + len(x)], x)
                 with self._due(x, 1):
                     self._layer(layer, weights, x, [segment])
+                if on_hidden is not None and layer == self.config.num_layers - 1:
+                    on_hidden(start, x)
                 on_rows(len(x))
 
     def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:

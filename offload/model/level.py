@@ -15,7 +15,7 @@ from offload.kernels.rows import MAX_ROWS, Blocks, power_of_two
 from offload.kv import Cache
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
-from offload.model.decoder import Decoder, Segment
+from offload.model.decoder import Decoder, OnHidden, Segment
 from offload.model.graphs import VARIABLE, Graphs
 from offload.model.shared_blocks import SharedBlocks
 from offload.transfer.hidden_rows import HiddenRows
@@ -306,8 +306,10 @@ def prefill(
     *,
     rows: HiddenRows,
     on_tokens: Callable[[int], None],
+    on_hidden: OnHidden | None = None,
 ) -> None:
-    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in the blocks of `rows`. No logits.
+    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in the blocks of `rows`. No logits, but what
+    `on_hidden` makes of the last layer's rows.
 
     `on_tokens` is called with the number of tokens done, counting a block in one layer as its share of the layers.
     """
@@ -323,6 +325,6 @@ def prefill(
     with torch.inference_mode():
         cache.begin("prefill", len(tokens))
         segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
-        decoder.prefill(segment, rows, on_rows=count)
+        decoder.prefill(segment, rows, on_rows=count, on_hidden=on_hidden)
         cache.advance(len(tokens))
         decoder.finish()

@@ -21,7 +21,7 @@ from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.metrics import RankStats
-from offload.model.decoder import Decoder
+from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Continuation, Level
 from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
@@ -180,11 +180,13 @@ class LeadingWorker(Worker):
         own = stats_of_rank(0, self, self._lead.sums.seconds)
         return [own, *(RankStats(**found) for found in self._lead.team.replies(told))]
 
-    def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
+    def prefill(
+        self, tokens: Sequence[int], on_tokens: Callable[[int], None], on_hidden: OnHidden | None = None
+    ) -> None:
         if tokens:
             self._record.append(self.full.length, tokens)
             self.tell("prefill", at=self.full.length, tokens=list(tokens))
-            super().prefill(tokens, on_tokens)
+            super().prefill(tokens, on_tokens, on_hidden)
 
     def record_mass(self, wanted: bool) -> None:
         self.tell("record_mass", wanted=wanted)

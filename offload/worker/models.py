@@ -95,10 +95,8 @@ class LoadedModels:
             self._quantised.pop(bits).release(self.memory)
 
     def num_scored(self, num_tokens: int) -> int:
-        """Entries of the target's logits that are tokens: models may pad theirs. num_tokens: one more than the highest
-        id of the tokenizer; ids that end a text count too. Raises ModelError where a draft scores fewer."""
-        ends = self.target.config.eos_token_ids
-        width = min(max(num_tokens, *(1 + end for end in ends), 0), self.target.config.vocab_size)
+        """See `num_scored`, of the target. Raises ModelError where a draft scores fewer."""
+        width = num_scored(self.target.config, num_tokens)
         if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
             raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
         return width
@@ -107,6 +105,12 @@ class LoadedModels:
         """End the link's threads."""
         if self.link is not None:
             self.link.close()
+
+
+def num_scored(config: ModelConfig, num_tokens: int) -> int:
+    """Entries of a model's logits that are tokens: models may pad theirs. num_tokens: one more than the highest id of
+    the tokenizer; ids that end a text count too."""
+    return min(max(num_tokens, *(1 + end for end in config.eos_token_ids), 0), config.vocab_size)
 
 
 def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:

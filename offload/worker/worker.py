@@ -16,7 +16,7 @@ from offload.kv.retrieval import RetrievalCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.metrics import HostStats, LinkStats, RankStats
-from offload.model.decoder import Decoder
+from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.model.loading import DTYPES
 from offload.plan.planner import Plan
@@ -135,10 +135,14 @@ class Worker:
         """Totals of each rank since the worker was loaded; none where there is one rank."""
         return []
 
-    def prefill(self, tokens: Sequence[int], on_tokens: Callable[[int], None]) -> None:
+    def prefill(
+        self, tokens: Sequence[int], on_tokens: Callable[[int], None], on_hidden: OnHidden | None = None
+    ) -> None:
         """Append `tokens` to the full cache, and to a quantised copy; the other levels below see what they need of
-        them later. Broken off, it appends nothing. `on_tokens` is called with how many are done."""
-        prefill(self.target, self._target_cache, tokens, rows=self._hidden_rows, on_tokens=on_tokens)
+        them later. Broken off, it appends nothing. `on_tokens` is called with how many are done, `on_hidden` with the
+        last layer's rows: of the tokens that are appended, the first is row 0."""
+        rows = self._hidden_rows
+        prefill(self.target, self._target_cache, tokens, rows=rows, on_tokens=on_tokens, on_hidden=on_hidden)
         if isinstance(self._copies, QuantisedCache):
             self._copies.refresh()
 

@@ -1,0 +1,61 @@
+"""Texts that are scored: where they come from, their tokens, and where in a text each of these is."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.errors import UsageError
+from triforce_cli.prompt import STDIN, Note, read_input, user_path
+from triforce_cli.render.text import counted, path_text
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and its tokens. places: where each token begins, in characters."""
+
+    name: str
+    content: str
+    tokens: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, content: str, tokenizer: Tokenizer) -> Text:
+        """Raises UsageError where the text has no token that another comes before."""
+        tokens = tokenizer.encode(content)
+        if len(tokens) < 2:
+            raise UsageError(
+                f"{name} has {counted(len(tokens), 'token')}; it needs at least 2, since a token is scored by those "
+                "before it"
+            )
+        return cls(name, content, tuple(tokens), tuple(tokenizer.places(content)))
+
+    def position(self, index: int) -> tuple[int, int]:
+        """Line and column, from 1 on, where the token of that index begins; columns are characters."""
+        line = bisect_right(self._line_starts, self.places[index])
+        return line, self.places[index] - self._line_starts[line - 1] + 1
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        return [0, *(place + 1 for place, character in enumerate(self.content) if character == "\n")]
+
+
+def read_texts(files: Sequence[Path], *, note: Note) -> dict[str, str]:
+    """The content of each file by its name, in order; "-" and no file at all are standard input. Raises UsageError."""
+    if not files and sys.stdin is not None and sys.stdin.isatty():
+        raise UsageError("there is no text; name a file (triforce score book.txt) or pipe one in")
+    found: dict[str, str] = {}
+    for file in files or [STDIN]:
+        name = "standard input" if file == STDIN else path_text(file)
+        if name in found:
+            raise UsageError(f"{name} is named twice; name each text once")
+        found[name] = read_input(file if file == STDIN else user_path(str(file)), "the text", note=note)
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
@@ -57,7 +57,6 @@ def made(sampling: SamplingParams, num_prompt: int, size: int = SIZE, ends: Sequ
     return distribution_of(sampling, letters, num_prompt=num_prompt, vocab_size=size, end_tokens=ends)
 
 
-@settings(max_examples=300, deadline=None)
 @given(params, st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12), st.data())
 def test_each_place_has_the_distribution_of_its_definition(
     sampling: SamplingParams, tokens: list[int], data: st.DataObject
@@ -81,7 +80,6 @@ def near_a_threshold(row: list[float], before: list[int], num_prompt: int, sampl
     return any(other != pytest.approx(first, abs=1e-3) for other in others)
 
 
-@settings(max_examples=100, deadline=None)
 @given(params, st.lists(st.integers(0, SIZE - 1), min_size=2, max_size=6), st.data())
 def test_the_same_object_gives_the_same_at_any_place_in_any_order(
     sampling: SamplingParams, prompt: list[int], data: st.DataObject

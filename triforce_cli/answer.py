@@ -44,14 +44,14 @@ class Answer:
         self.tokens: list[int] = []
         self._scores: list[TokenScore] = []
         self.stats: Stats | None = None  # of the tokens that have come
-        self._finish: str | None = None
+        self.finish: str | None = None
 
     def __enter__(self) -> Answer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut):
-            self._form.end(self._ended(self._finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._form.end(self._ended(self.finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
             self._show_table()
         elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
             self._form.fail(describe(error, debug=debugging()), self._ended(FAILED))
@@ -72,7 +72,7 @@ class Answer:
         self._pieces.append(step.text)
         self.tokens += step.tokens
         self._scores += step.scores
-        self._finish = step.finish
+        self.finish = step.finish
         self._form.add(step, self._logprobs(step.scores))
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> list[dict[str, Any]] | None:

@@ -55,6 +55,8 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
         if sampling is not None:
             check_sampling(sampling, request.target, tokenizer)
         device = "cpu" if request.hardware.is_cpu else "cuda"
+        if sampling is not None and sampling.looks_back and device == "cuda":
+            output.note("what is written depends on the tokens before it: the GPU waits for the host after each pass")
         for model in filter(is_gguf, filter(None, (models.target, models.draft))):
             output.note(unpacked_note(read_header(model), DTYPE_BYTES[request.dtype]))
         problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]

@@ -107,10 +107,10 @@ def check_exactness(
         replayed.append(_replayed(index, tokens[index], drawn_from[index], row, adjusted, distribution.warp))
         on_progress(Progress("replay", index + 1, len(tokens), "tokens"))
     chosen = _spread(len(tokens), num_recomputed)
-    recomputed = [
-        _recomputed(index, tokens[index], drawn_from[index], row)
-        for index, row in zip(chosen, _recompute(engine, prompt, tokens, chosen, on_progress), strict=True)
-    ]
+    recomputed = []
+    for index, row in zip(chosen, _recompute(engine, prompt, tokens, chosen, on_progress), strict=True):
+        best = int(distribution.adjusted(row[None], [*prompt, *tokens[:index]]).argmax())
+        recomputed.append(_recomputed(index, tokens[index], best, drawn_from[index], row))
     limit = TOLERANCES[engine.plan.request.dtype] if tolerance is None else tolerance
     return ExactnessReport(len(prompt), tokens, replayed, recomputed, limit)
 
@@ -184,9 +184,9 @@ def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, adjusted:
     )
 
 
-def _recomputed(index: int, token: int, drawn_from: Tensor, row: Tensor) -> Recomputed:
+def _recomputed(index: int, token: int, best: int, drawn_from: Tensor, row: Tensor) -> Recomputed:
     scale = float(row.std())
-    return Recomputed(index, token, int(row.argmax()), _difference(drawn_from, row) / scale, _margin(row) / scale)
+    return Recomputed(index, token, best, _difference(drawn_from, row) / scale, _margin(row) / scale)
 
 
 def _difference(first: Tensor, second: Tensor) -> float:

@@ -97,11 +97,10 @@ def distribution_of(
     """Of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: those that end the text. Raises
     UsageError where a bias names no token of the model's, or the constraint cannot be used."""
     biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
-    penalties = _penalties(sampling, tokenizer, end_tokens)
     warping = replace(sampling, seed=None)
-    if sampling.constraint is None and not penalties:
+    if not sampling.looks_back:
         return Distribution(None, Warping(warping, biases))
-    text = None
+    penalties, text = _penalties(sampling, tokenizer, end_tokens), None
     if sampling.constraint is not None:
         grammar = grammar_of(sampling.constraint, tokenizer, vocab_size, frozenset(end_tokens))
         text = GrammarText(grammar.state(), num_prompt, vocab_size)

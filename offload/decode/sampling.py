@@ -89,3 +89,15 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the distribution of a place depends on the tokens before it, otherwise than through the logits."""
+        repeats = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        return bool(
+            self.constraint is not None
+            or repeats
+            or self.no_repeat_ngram
+            or self.dry_multiplier
+            or (self.min_tokens and not self.ignore_eos)
+        )

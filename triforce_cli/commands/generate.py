@@ -171,6 +171,9 @@ class Generate:
                 answer.add(step)
                 if self.as_json or self.file:
                     output.report("decode", answer.num_tokens, plan.request.max_tokens, "tokens")
+            if answer.finish == "length" and (constraint := self.sampling.constraint) is not None:
+                output.end_shown_line()
+                output.note(f"cut off at --max-tokens {self.max_tokens}: the {constraint.name} may want more text")
             if self.compare:
                 steps = self._decode_plainly(engine, tokens, plan, output)
                 self._compare(answer, list(deadline.within(steps)), engine.stats, output)

@@ -1,0 +1,304 @@
+"""What `triforce` writes under penalties, samplers and constraints, on the real engine with tiny random models."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from models import save_pair
+from offload.decode.constraint import Constraint
+from offload.decode.on_gpu import Judge
+from offload.decode.sampling import SamplingParams
+from offload.decode.warp import Warping
+from offload.engine.engine import Engine, load_tokenizer, plan_request, timed
+from offload.engine.request import GenerationRequest
+from offload.engine.sequences import Sequences
+from offload.errors import UsageError
+from offload.plan.options import Options
+from offload.plan.request import Request
+from test_cli_engine import SMALL_LEVELS
+from triforce_cli.batch.records import Defaults, read_records
+from triforce_cli.chat.settings import Settings
+
+Triforce = Callable[..., tuple[int, str, str]]
+PROMPT = "one two three four five six seven one two three four"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SAMPLED = ("--temperature", "1", "--top-p", "1", "--seed", "3")
+CONTROLS = {
+    "penalties": ("--repetition-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "0.2"),
+    "a window": ("--repetition-penalty", "1.5", "--penalty-window", "4"),
+    "no triple twice": ("--no-repeat-ngram", "3"),
+    "DRY": ("--dry-multiplier", "2", "--dry-allowed-length", "1"),
+    "biases": ("--logit-bias", "97=-inf", "--logit-bias", "98=3"),
+    "a regex": ("--regex", "[a-c]{3} [0-9]+!"),
+    "a schema": ("--json-schema", json.dumps(SCHEMA)),
+    "samplers": ("--top-n-sigma", "1", "--typical-p", "0.9", "--xtc-probability", "0.5", "--min-tokens", "5"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder, context=512)
+    (folder / "prompt.txt").write_text(PROMPT)
+    return folder
+
+
+@pytest.fixture
+def written(folder: Path, triforce: Triforce) -> Callable[..., Any]:
+    """Of `triforce generate ARGS --json`."""
+
+    def run(*args: str, levels: bool = True, code: int = 0) -> Any:
+        pair = ("--model", str(folder / "target"), "--draft", str(folder / "draft") if levels else "none")
+        common = (
+            "--prompt-file",
+            str(folder / "prompt.txt"),
+            "--dtype",
+            "fp32",
+            "--max-tokens",
+            "40",
+            "--quiet",
+            "--json",
+        )
+        found, out, err = triforce("generate", *pair, *common, *(SMALL_LEVELS if levels else ()), *args)
+        assert (found, err) == (code, "")
+        return json.loads(out)
+
+    return run
+
+
+@pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
+def test_the_greedy_text_is_that_of_plain_decoding(control: tuple[str, ...], written: Callable[..., Any]) -> None:
+    ours = written(*control, "--temperature", "0")
+    plain = written(*control, "--temperature", "0", "--no-speculation")
+    assert ours["tokens"] == plain["tokens"]
+    assert ours["finish_reason"] == plain["finish_reason"]
+
+
+def test_controls_change_the_text(written: Callable[..., Any]) -> None:
+    usual = written("--temperature", "0")["tokens"]
+    others = [written("--temperature", "0", *CONTROLS[name])["tokens"] for name in ("penalties", "DRY", "biases")]
+    assert all(tokens != usual for tokens in others)
+    assert 97 not in others[-1]
+    tokens = written("--temperature", "0", "--no-repeat-ngram", "2")["tokens"]
+    pairs = list(pairwise(tokens))
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_a_text_is_what_its_schema_says(written: Callable[..., Any]) -> None:
+    found = written(*CONTROLS["a schema"], *SAMPLED, "--max-tokens", "200")
+    assert found["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(found["text"]), SCHEMA)
+    levels = {level["name"]: level["accepted_by"] for level in found["stats"]["levels"]}
+    assert levels["target"]["grammar"] > 0
+
+
+def test_a_text_is_what_its_regex_its_choices_or_its_grammar_say(written: Callable[..., Any]) -> None:
+    assert re.fullmatch("[a-c]{3} [0-9]+!", written("--regex", "[a-c]{3} [0-9]+!", *SAMPLED)["text"])
+    assert written("--choice", "red,green,blue", *SAMPLED)["text"] in ("red", "green", "blue")
+    assert written("--choice", "a,b", "--choice", "c", *SAMPLED)["text"] in ("a,b", "c")
+    grammar = Path(__file__).parent / "words.lark"
+    assert re.match("[a-z]+( [a-z]+)*", written("--grammar", str(grammar), *SAMPLED)["text"])
+
+
+def test_a_text_that_is_cut_off_says_so(folder: Path, triforce: Triforce) -> None:
+    args = (
+        "--prompt-file",
+        str(folder / "prompt.txt"),
+        "--max-tokens",
+        "3",
+        "--json-schema",
+        json.dumps(SCHEMA),
+        "--draft",
+        "none",
+    )
+    code, _, err = triforce("generate", "--model", str(folder / "target"), *args)
+    assert code == 0
+    assert "cut off at --max-tokens 3: the JSON schema may want more text" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--json-schema", "{"), "the JSON schema is not JSON"),
+        (("--json-schema", "nowhere.json"), "the JSON schema cannot be read from nowhere.json"),
+        (("--json-schema", '{"not": {}}'), "Unimplemented keys"),
+        (("--regex", "("), "the regex cannot be followed: column 1"),
+        (("--regex", "a", "--choice", "b"), "regex and choice both say what the text is"),
+        (("--logit-bias", "the"), "logit-bias is 'the', it must be TOKEN=X"),
+        (("--logit-bias", "7=much"), "logit-bias of '7' is 'much'"),
+        (("--logit-bias", "99999=1"), "logit-bias names token 99999"),
+        (("--min-tokens", "50", "--max-tokens", "9"), "min-tokens is 50, it must be at most max-tokens, 9"),
+        (("--repetition-penalty", "0"), "repetition-penalty is 0.0, it must be above 0"),
+        (("--ignore-eos", "--regex", "a"), "leave one of them out"),
+        (("--logprobs", "3"), "--logprobs go into JSON"),
+        (("--logprobs", "21", "--json"), "logprobs is 21, it must be from 0 to 20"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_model_is_loaded(
+    args: tuple[str, ...], said: str, folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "load", None)
+    prompt = ("--prompt-file", str(folder / "prompt.txt"))
+    code, out, err = triforce("generate", "--model", str(folder / "target"), *prompt, *args)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_verify_holds_under_controls(folder: Path, triforce: Triforce) -> None:
+    pair = ("--model", str(folder / "target"), "--draft", str(folder / "draft"), *SMALL_LEVELS)
+    prompt = str(folder / "prompt.txt")
+    for control in (CONTROLS["penalties"], CONTROLS["a regex"], (*CONTROLS["samplers"], *SAMPLED)):
+        code, out, err = triforce("verify", *pair, "--prompt-file", prompt, "--max-tokens", "12", "--json", *control)
+        assert code == 0, err
+        assert len(json.loads(out)["tokens"]) > 3
+
+
+def test_log_probabilities_are_the_models_own(folder: Path, written: Callable[..., Any]) -> None:
+    """Whatever sampling makes of them, and whoever drafted the tokens."""
+    controls = ("--repetition-penalty", "1.5", "--temperature", "0")
+    found, plain = (written(*controls, "--logprobs", "3", levels=levels) for levels in (True, False))
+    assert found["logprobs"] == plain["logprobs"]
+    tokenizer = load_tokenizer(folder / "target", None)
+    prompt = tokenizer.encode(PROMPT)
+    plan = plan_request(
+        folder / "target", None, Options(device="cpu", dtype="fp32"), num_prompt_tokens=99, max_tokens=9
+    )
+    with Engine.load(plan, folder / "target", None, tokenizer) as engine:
+        for place, score in enumerate(found["logprobs"][:5]):
+            engine.levels["target"].truncate(0)
+            [row] = engine.levels["target"].forward([*prompt, *found["tokens"][:place]], 1).log_softmax(-1)
+            assert score["token"] == found["tokens"][place]
+            assert score["logprob"] == pytest.approx(float(row[score["token"]]), abs=1e-4)
+            best = row.topk(3)
+            assert [each["token"] for each in score["top"]] == best.indices.tolist()
+            assert [each["logprob"] for each in score["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_events_have_log_probabilities_with_their_tokens(folder: Path, triforce: Triforce) -> None:
+    args = ("--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "6", "--jsonl", "--logprobs", "0", "--quiet")
+    _, out, _ = triforce("generate", "--model", str(folder / "target"), "--draft", "none", *args)
+    events = [json.loads(line) for line in out.splitlines()]
+    tokens = [event for event in events if event["event"] == "token"]
+    assert [[score["token"] for score in event["logprobs"]] for event in tokens] == [e["tokens"] for e in tokens]
+    assert all(score["top"] == [] for event in tokens for score in event["logprobs"])
+    assert "logprobs" not in events[-1]
+
+
+def test_lines_of_a_batch_have_controls_of_their_own(folder: Path, tmp_path: Path, triforce: Triforce) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a", "json_schema": SCHEMA, "max_tokens": 200},
+        {"prompt": "b", "choice": ["red", "green"]},
+        {"prompt": "c", "regex": "[0-9]{4}", "logprobs": 1},
+        {"prompt": "d", "logit_bias": {"97": "-inf", "98": 5}, "repetition_penalty": 1.2, "ignore_eos": True},
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    pair = ("--model", str(folder / "target"), "--draft", "none", *SAMPLED)
+    code, out, _ = triforce(
+        "generate", *pair, "--input-jsonl", str(source), "--quiet", "--max-tokens", "12", "--batch", "3"
+    )
+    assert code == 0
+    found = {line["id"]: line for line in map(json.loads, out.splitlines())}
+    jsonschema.validate(json.loads(found[1]["text"]), SCHEMA)
+    assert found[2]["text"] in ("red", "green")
+    assert re.fullmatch("[0-9]{4}", found[3]["text"])
+    assert [score["token"] for score in found[3]["logprobs"]] == found[3]["tokens"]
+    assert "logprobs" not in found[2]
+    assert 97 not in found[4]["tokens"]
+    assert len(found[4]["tokens"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"regex": 3}, "regex is 3, it must be a text"),
+        ({"choice": "a"}, "choice is"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice both say what the text is"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias is"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, it must be true or false"),
+        ({"repetition_penalty": 0}, "repetition-penalty is 0"),
+        ({"logprobs": 30}, "logprobs is 30"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(line: dict[str, Any], said: str) -> None:
+    defaults = Defaults(max_tokens=7, sampling=SamplingParams(), stops=())
+    with pytest.raises(UsageError, match=re.escape(said)) as error:
+        read_records(json.dumps({"prompt": "x"} | line), "lines", defaults)
+    assert "line 1" in str(error.value)
+
+
+def test_a_line_that_the_model_cannot_answer_is_named(folder: Path, tmp_path: Path, triforce: Triforce) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n{"prompt": "y", "regex": "("}')
+    code, out, err = triforce("generate", "--model", str(folder / "target"), "--input-jsonl", str(source))
+    assert (code, out) == (2, "")
+    assert "line 2 (id 2): the regex cannot be followed" in err
+
+
+def test_settings_of_a_chat_are_all_of_them() -> None:
+    settings = Settings(sampling=SamplingParams(constraint=Constraint("regex", "a+")), max_tokens=9)
+    changed = settings.changed("repetition-penalty", "1.2").changed("no-repeat-ngram", "3").changed("max-tokens", "5")
+    assert (changed.sampling.repetition_penalty, changed.sampling.no_repeat_ngram, changed.max_tokens) == (1.2, 3, 5)
+    assert changed.params().constraint == Constraint("regex", "a+")
+    assert "repetition-penalty 1.2, no-repeat-ngram 3" in str(changed)
+    assert "repetition-penalty" not in str(settings)
+    for name, value, said in [
+        ("repetition-penalty", "0", "must be above 0"),
+        ("no-repeat-ngram", "1.5", "must be a whole number"),
+        ("ignore-eos", "on", "leave one of them out"),
+        ("ignore-eos", "yes", "must be on or off"),
+        ("logit-bias", "3", "there is no setting"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            settings.changed(name, value)
+
+
+def test_tokens_of_a_request_are_scored_where_sequences_share_passes(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "target", None)
+    options = Options(device="cpu", dtype="fp32")
+
+    request = timed(Request.on_this_machine(folder / "target", None, options))
+    plan = request.together(request.plan(num_prompt_tokens=20, max_tokens=20), 3, most=3)
+    asked = [
+        GenerationRequest(tokenizer.encode(text), SamplingParams(temperature=0.0), max_tokens=9, logprobs=2)
+        for text in ("one two", "three", "four five six")
+    ]
+    with Engine.load(plan, folder / "target", None, tokenizer) as engine:
+        alone = [[score for step in engine.generate(each) for score in step.scores] for each in asked]
+        found: list[list[Any]] = [[], [], []]
+        with Sequences[int](engine) as sequences:
+            for number, each in enumerate(asked):
+                sequences.join(number, each)
+            while len(sequences):
+                for number, step in sequences.steps():
+                    found[number] += step.scores
+                    if step.finish is not None:
+                        sequences.leave(number)
+    assert found == alone
+    assert all(math.isfinite(score.logprob) for scores in found for score in scores)
+    assert all(len(scores) == 9 for scores in found)
+
+
+def test_a_gpus_decisions_hand_out_the_logits_too() -> None:
+    logits = torch.randn(2, 5)
+    given = torch.tensor([0.5, 0.5]).double(), torch.tensor([1, 3]), torch.full((1, 5), 0.2)
+    probs, numbers, kept = Judge(Warping(SamplingParams(temperature=1.0)), keeps_logits=True)(logits, *given)
+    plain = Judge(Warping(SamplingParams(temperature=1.0)))(logits, *given)
+    assert torch.equal(kept, logits)
+    assert torch.equal(probs, plain[0])
+    assert torch.equal(numbers, plain[1])

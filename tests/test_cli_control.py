@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -302,3 +304,55 @@ def test_a_gpus_decisions_hand_out_the_logits_too() -> None:
     assert torch.equal(kept, logits)
     assert torch.equal(probs, plain[0])
     assert torch.equal(numbers, plain[1])
+
+
+MIXES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.6, "penalty_window": 0},
+    "occurrences and a bias": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": ((98, 1.0),)},
+    "DRY and min-p": {"dry_multiplier": 1.5, "dry_allowed_length": 1, "min_p": 0.05},
+    "no pair twice and XTC": {"no_repeat_ngram": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+    "typical and top-n-sigma": {"typical_p": 0.97, "top_n_sigma": 3.0, "temperature": 1.5},
+}
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [pytest.param(mix, id=name, marks=[pytest.mark.deep] * (i > 0)) for i, (name, mix) in enumerate(MIXES.items())],
+)
+def test_many_texts_have_the_distribution_of_the_target(
+    mix: dict[str, Any], folder: Path, pytestconfig: pytest.Config
+) -> None:
+    """From outside: texts of three letters by the whole engine, counted, beside plain forward passes."""
+    count = 1500 if pytestconfig.getoption("deep") else 200
+    tokenizer = load_tokenizer(folder / "target", folder / "draft")
+    options = Options(device="cpu", dtype="fp32", gamma=3, draft_gamma=2, budget=64, chunk=8, window=32)
+    plan = plan_request(folder / "target", folder / "draft", options, num_prompt_tokens=60, max_tokens=20)
+    sampling = SamplingParams(
+        **({"temperature": 1.0, "top_p": 1.0, "constraint": Constraint("regex", "[abc]{3}")} | mix)
+    )
+    prompt = tokenizer.encode(PROMPT)
+    with Engine.load(plan, folder / "target", folder / "draft", tokenizer) as engine:
+        expected = _texts(engine, prompt, sampling)
+        found = Counter[tuple[int, ...]]()
+        for seed in range(count):
+            request = GenerationRequest(prompt, replace(sampling, seed=seed), max_tokens=3, reuse=True)
+            found[tuple(token for step in engine.generate(request) for token in step.tokens)] += 1
+    assert found.keys() <= expected.keys()
+    assert len(expected) > 4
+    deviation = sum((found[text] - count * chance) ** 2 / (count * chance) for text, chance in expected.items())
+    freedom = len(expected) - 1
+    assert deviation < freedom + 5 * math.sqrt(2 * freedom)  # five standard deviations of chi-squared
+
+
+def _texts(engine: Engine, prompt: list[int], sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Every text of three tokens that the target alone may write, with its probability."""
+    target, distribution = engine.levels["target"], engine.distribution(sampling, len(prompt), engine.end_tokens)
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, chance in texts.items():
+            target.truncate(0)
+            row = distribution.probs(target.forward([*prompt, *text], 1), [*prompt, *text])[0]
+            longer |= {(*text, token): chance * float(row[token]) for token in row.nonzero().flatten().tolist()}
+        texts = longer
+    return texts

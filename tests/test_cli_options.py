@@ -18,6 +18,7 @@ from triforce_cli.choice import choose_models
 from triforce_cli.commands.generate import Generate
 from triforce_cli.flags import _offloaded
 
+WORDS = Path(__file__).parent / "words.lark"
 FLAGS = [  # option, what is typed, where it arrives, as what
     ("--prompt", "In short:", "prompt", "In short:"),
     ("--prompt-file", "-", "prompt_file", Path("-")),
@@ -31,7 +32,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--json-schema", "true", "sampling.constraint", Constraint("json-schema", "true")),
     ("--regex", "[0-9]+", "sampling.constraint", Constraint("regex", "[0-9]+")),
     ("--choice", "yes,no", "sampling.constraint", Constraint("choice", '["yes", "no"]')),
-    ("--grammar", str(Path(__file__).parent / "words.lark"), "sampling.constraint.kind", "grammar"),
+    ("--grammar", str(WORDS), "sampling.constraint", Constraint("grammar", WORDS.read_text())),
     ("--repetition-penalty", "1.1", "sampling.repetition_penalty", 1.1),
     ("--presence-penalty", "0.5", "sampling.presence_penalty", 0.5),
     ("--frequency-penalty", "-0.5", "sampling.frequency_penalty", -0.5),
@@ -47,7 +48,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--xtc-probability", "0.5", "sampling.xtc_probability", 0.5),
     ("--xtc-threshold", "0.2", "sampling.xtc_threshold", 0.2),
     ("--logit-bias", "42=-5", "sampling.logit_bias", ((42, -5.0),)),
-    ("--logit-bias", " a=b=-inf", "sampling.logit_bias", ((" a=b", -math.inf),)),
+    ("--logit-bias", "a=b=-inf", "sampling.logit_bias", (("a=b", -math.inf),)),
     ("--min-tokens", "5", "sampling.min_tokens", 5),
     ("--stop", "END", "stops", ("END",)),
     ("--context", "4096", "options.context", 4096),

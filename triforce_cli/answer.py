@@ -119,10 +119,10 @@ class Form(Protocol):
         ...
 
 
-def make_form(name: FormName, output: Output, *, echo: bool) -> Form:
-    """The form called `name`. echo: text begins with the prompt."""
+def make_form(name: FormName, output: Output, *, echo: bool, ends_line: bool = False) -> Form:
+    """The form called `name`. echo: text begins with the prompt. ends_line: and ends with a line break."""
     if name == "text":
-        return _Text(output, echo)
+        return _Text(output, echo, ends_line)
     return _Object(output) if name == "json" else _Events(output)
 
 
@@ -144,9 +144,9 @@ class _Deaf:
 
 
 class _Text(_Deaf):
-    def __init__(self, output: Output, echo: bool) -> None:
+    def __init__(self, output: Output, echo: bool, ends_line: bool) -> None:
         super().__init__(output)
-        self._echo, self._prompt = echo, ""
+        self._echo, self._ends_line, self._prompt = echo, ends_line, ""
 
     def begin(self, plan: Plan, prompt: str) -> None:
         self._prompt = prompt
@@ -158,6 +158,10 @@ class _Text(_Deaf):
 
     def add(self, step: Step, logprobs: Sequence[Mapping[str, Any]] | None) -> None:
         self._output.text(step.text)
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        if self._ends_line:
+            self._output.end_line()
 
 
 class _Object(_Deaf):

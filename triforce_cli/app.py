@@ -16,6 +16,7 @@ from offload.plan.hardware import Launched
 from triforce_cli import __version__, log
 from triforce_cli.commands import Command
 from triforce_cli.commands import version as version_command
+from triforce_cli.commands.ask import ask
 from triforce_cli.commands.bench import bench
 from triforce_cli.commands.chat import chat
 from triforce_cli.commands.config import config
@@ -37,6 +38,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 app.command()(generate)
+app.command()(ask)
 app.command()(chat)
 app.command()(plan)
 app.command()(verify)

@@ -83,7 +83,7 @@ def decode_argument(option: str, value: str) -> str:
 
 def _sources(file: Path | None, text: str | None) -> list[str]:
     """The names of what makes up the prompt, in order."""
-    read = [_name(file or STDIN)] if file or not _stdin_is_terminal() else []
+    read = [_name(file or STDIN)] if file or not stdin_is_terminal() else []
     return read + (["--prompt"] if text is not None else [])
 
 
@@ -144,7 +144,7 @@ def _join(before: str, after: str) -> str:
     return before + separator + after
 
 
-def _stdin_is_terminal() -> bool:
+def stdin_is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 

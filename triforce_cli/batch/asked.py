@@ -14,9 +14,9 @@ from triforce_cli.deadline import Deadline, TimedOut
 
 if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
-    from offload.engine.sequences import Sequences
     from offload.metrics import Stats
     from offload.progress import Progress
+    from triforce_cli.chat.formats import ChatFormat
 
 
 @dataclass
@@ -40,14 +40,15 @@ def answered(
     records: Sequence[Record],
     prompts: Mapping[int, Sequence[int]],
     engine: Engine,
+    chat_format: ChatFormat | None = None,
     *,
     timeout: float | None,
     on_progress: Callable[[Progress], None],
 ) -> Iterator[tuple[Asked, Stats]]:
     """Each of `records`, with its statistics, as soon as it is over; another one takes its place then.
 
-    prompts: tokens, by the records' numbers. timeout: seconds for each from its prefill on. on_progress: of prefills.
-    Raises DoesNotFit where there is no memory for so many sequences as are planned.
+    prompts: tokens, by the records' numbers. chat_format: of conversations. timeout: seconds for each from its prefill
+    on. on_progress: of prefills. Raises DoesNotFit where there is no memory for so many sequences as are planned.
     """
     from offload.engine.sequences import Sequences
 
@@ -58,7 +59,8 @@ def answered(
                 asked = Asked(waiting.popleft(), Deadline(timeout))
                 under_way[asked.record.number] = asked
                 with suppress(TimedOut):  # within its prefill
-                    _join(sequences, asked, prompts[asked.record.number], engine.plan.request.capacity, on_progress)
+                    request = _request(asked.record, prompts[asked.record.number], engine, chat_format)
+                    sequences.join(asked.record.number, request, on_progress=asked.deadline.heard(on_progress))
             if not any(asked.is_over for asked in under_way.values()):
                 for number, step in sequences.steps():
                     under_way[number].steps.append(step)
@@ -67,22 +69,15 @@ def answered(
                 yield asked, sequences.leave(asked.record.number)
 
 
-def _join(
-    sequences: Sequences[int],
-    asked: Asked,
-    prompt: Sequence[int],
-    capacity: int,
-    on_progress: Callable[[Progress], None],
-) -> None:
-    record = asked.record
-    sequences.join(
-        record.number,
-        GenerationRequest(
-            list(prompt),
-            record.sampling,
-            max_tokens=min(record.max_tokens, capacity - len(prompt)),
-            stop=record.stops,
-            logprobs=record.logprobs,
-        ),
-        on_progress=asked.deadline.heard(on_progress),
+def _request(
+    record: Record, prompt: Sequence[int], engine: Engine, chat_format: ChatFormat | None
+) -> GenerationRequest:
+    replies = chat_format if record.conversation is not None else None
+    return GenerationRequest(
+        list(prompt),
+        record.sampling,
+        max_tokens=min(record.max_tokens, engine.plan.request.capacity - len(prompt)),
+        stop=(*record.stops, *(replies.stops if replies else ())),
+        end_tokens=replies.end_tokens if replies else (),
+        logprobs=record.logprobs,
     )

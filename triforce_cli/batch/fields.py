@@ -40,6 +40,12 @@ def is_meta(value: Any) -> bool:
     return isinstance(value, dict) and is_unicode(json.dumps(value, ensure_ascii=False))
 
 
+def are_objects(value: Any) -> bool:
+    """A list of them, with texts that UTF-8 can encode."""
+    is_list = isinstance(value, list) and value != [] and all(isinstance(each, dict) for each in value)
+    return is_list and is_unicode(json.dumps(value, ensure_ascii=False))
+
+
 def is_unicode(text: str) -> bool:
     """True if UTF-8 can encode it: JSON escapes can contain half of a surrogate pair."""
     return _HALF.search(text) is None

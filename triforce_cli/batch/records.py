@@ -12,10 +12,13 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
 from offload.seeds import seed_after
-from triforce_cli.batch.fields import Fields, is_id, is_meta, is_text, is_whole
+from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
+from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
+from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.messages import read as read_messages
 
-FIELDS = ("id", "prompt", "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
+FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
 
@@ -24,7 +27,8 @@ Id = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt. number: its line, from 1. id: from the line, else that number. meta: copied to the result."""
+    """One prompt, or one conversation, whose reply begins with `prompt` then. number: its line, from 1. id: from the
+    line, else that number. meta: copied to the result."""
 
     number: int
     id: Id
@@ -33,6 +37,7 @@ class Record:
     sampling: SamplingParams
     stops: tuple[str, ...]
     logprobs: int | None = None
+    conversation: Conversation | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,16 +71,22 @@ def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
 
 def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
     data = _object(line, place)
+    if is_openai(data):
+        data = own(data, place)
     unknown = next((key for key in data if key not in FIELDS), None)
     if unknown is not None:
         raise UsageError(f"{place}: there is no field {unknown!r}; there are {', '.join(FIELDS)} (any object in meta)")
-    if "prompt" not in data:
-        raise UsageError(f'{place} has no "prompt"')
+    if not {"prompt", "messages"} & data.keys():
+        raise UsageError(f'{place} has no "prompt" and no "messages"')
+    if {"prompt", "messages"} <= data.keys():
+        raise UsageError(f'{place} has a "prompt" and "messages"; leave one of them out')
     fields = Fields(data, place)
+    conversation, prompt = _said(fields)
     return Record(
         number=number,
         id=fields.get("id", is_id, "a text or a whole number", number),
-        prompt=fields.get("prompt", lambda value: is_text(value) and value != "", "a text of 1 or more characters"),
+        prompt=prompt,
+        conversation=conversation,
         max_tokens=fields.get(
             "max_tokens",
             lambda value: is_whole(value) and 1 <= value <= MOST_TOKENS,
@@ -92,6 +103,17 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         ),
         meta=fields.get("meta", is_meta, "an object without halves of surrogate pairs", {}),
     )
+
+
+def _said(fields: Fields) -> tuple[Conversation | None, str]:
+    if "messages" not in fields.data:
+        wanted = "a text of 1 or more characters"
+        return None, fields.get("prompt", lambda value: is_text(value) and value != "", wanted)
+    messages = fields.get("messages", are_objects, "a list of objects with role and content")
+    try:
+        return read_messages(messages)
+    except UsageError as error:
+        raise UsageError(f"{fields.place}: {error}") from error
 
 
 def _sampling(fields: Fields, default: SamplingParams) -> SamplingParams:

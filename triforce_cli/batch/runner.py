@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.plan.request import Request
+    from triforce_cli.chat.formats import ChatFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ class Batch:
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
         prepared = prepare(self.models, self.options, output)
         _check(prepared, records)
-        prompts = {record.number: array("i", prepared.tokenizer.encode(record.prompt)) for record in records}
+        chat_format = self._format(prepared, records, output)
+        prompts = {record.number: array("i", _tokens(record, prepared, chat_format)) for record in records}
         plan = _plan(prepared.request, records, prompts)
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
         output.planned(plan)
@@ -91,7 +93,7 @@ class Batch:
         num_tokens = 0
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
-            came = answered(rest, prompts, engine, timeout=self.timeout, on_progress=output.progress)
+            came = answered(rest, prompts, engine, chat_format, timeout=self.timeout, on_progress=output.progress)
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")
@@ -103,19 +105,44 @@ class Batch:
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
+    def _format(self, prepared: Prepared, records: Sequence[Record], output: Output) -> ChatFormat | None:
+        """Of conversations, where there are some."""
+        if all(record.conversation is None for record in records):
+            return None
+        from triforce_cli.chat.formats import ChatFormat
+
+        found = ChatFormat(prepared.tokenizer)
+        output.note(found.notice)
+        return found
+
     def _result(self, asked: Asked, stats: Stats, tokenizer: Tokenizer) -> dict[str, Any]:
         record, steps = asked.record, asked.steps
         scores = [score for step in steps for score in step.scores]
         return {
             "id": record.id,
-            **({"prompt": record.prompt} if self.echo else {}),
-            "text": "".join(step.text for step in steps),
+            **({"prompt": record.prompt} if self.echo and record.conversation is None else {}),
+            "text": _text(record, "".join(step.text for step in steps)),
             "tokens": [token for step in steps for token in step.tokens],
             **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
             "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
             "stats": stats.as_dict(),
             **({"meta": record.meta} if record.meta else {}),
         }
+
+
+def _tokens(record: Record, prepared: Prepared, chat_format: ChatFormat | None) -> Sequence[int]:
+    """Raises UsageError for a conversation that the template refuses."""
+    if record.conversation is None or chat_format is None:
+        return prepared.tokenizer.encode(record.prompt)
+    try:
+        return chat_format.reply_tokens(record.conversation, record.prompt)
+    except UsageError as error:
+        raise UsageError(f"{record.name}: {error}") from error
+
+
+def _text(record: Record, text: str) -> str:
+    """A reply has what it was to begin with, and no white space before it."""
+    return text if record.conversation is None else record.prompt + text if record.prompt else text.lstrip()
 
 
 def _check(prepared: Prepared, records: Sequence[Record]) -> None:

@@ -70,6 +70,11 @@ class ChatFormat:
             raise UsageError("there is no message to answer")
         return self._tokens(self._script(conversation).pieces(self._special))
 
+    def reply_tokens(self, conversation: Conversation, begin: str) -> list[int]:
+        """`prompt_tokens`, and behind them those of what the reply begins with."""
+        tokens = self.prompt_tokens(conversation)
+        return [*tokens, *self._tokenizer.encode_piece(begin)] if begin else tokens
+
     def closing_tokens(self, conversation: Conversation) -> list[int]:
         """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked."""
         script = self._script(replace(conversation, question=None))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from offload.engine.request import GenerationRequest, check_logprobs
 from offload.errors import Differs, UsageError
@@ -111,6 +111,26 @@ Compare = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Prompted:
+    """What the model reads, and how its answer ends and begins: besides the model's own ends, at `end_tokens` and
+    `stops`; behind `begin`, which is a part of it. trimmed: without the white space that the answer begins with."""
+
+    tokens: Sequence[int]
+    end_tokens: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    begin: str = ""
+    trimmed: bool = False
+
+    def shown(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """`steps` as they are to be shown."""
+        begin, trimming = self.begin, self.trimmed and not self.begin
+        for step in steps:
+            text = begin + (step.text.lstrip() if trimming else step.text)
+            begin, trimming = "", trimming and not text
+            yield step if text == step.text else replace(step, text=text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generate:
     """One `triforce generate` of one prompt, parsed."""
@@ -132,6 +152,7 @@ class Generate:
     compare: bool
     logprobs: int | None
     quiet: bool
+    ends_line: ClassVar[bool] = False  # of text that is complete
 
     @property
     def as_json(self) -> bool:
@@ -141,12 +162,20 @@ class Generate:
         """Read the prompt, plan, load, generate. Text appears as it is accepted."""
         deadline, output = Deadline(self.timeout), Output(quiet=self.quiet)
         with self._file(output), self._answer(output) as answer, output:
-            prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
-            self._generate(prompt, answer, output, deadline)
+            self._generate(self.read(output), answer, output, deadline)
+
+    def read(self, output: Output) -> str:
+        """The text that is sent."""
+        return read_prompt(self.prompt_file, self.prompt, note=output.note)
+
+    def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
+        """What the model reads of it."""
+        return Prompted(prepared.tokenizer.encode(text))
 
     def _generate(self, prompt: str, answer: Answer, output: Output, deadline: Deadline) -> None:
         prepared = prepare(self.models, self.options, output, sampling=self.sampling)
-        tokens = prepared.tokenizer.encode(prompt)
+        prompted = self.prompted(prepared, prompt, output)
+        tokens = prompted.tokens
         plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
         output.planned(plan)
         on_progress = deadline.heard(output.progress)
@@ -157,17 +186,10 @@ class Generate:
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             steps = engine.generate(
-                GenerationRequest(
-                    tokens,
-                    self.sampling,
-                    max_tokens=plan.request.max_tokens,
-                    stop=self.stops,
-                    reuse=store is not None,
-                    logprobs=self.logprobs,
-                ),
+                replace(self._request(prompted, plan), reuse=store is not None, logprobs=self.logprobs),
                 on_progress=on_progress,
             )
-            for step in deadline.within(steps):
+            for step in prompted.shown(deadline.within(steps)):
                 answer.add(step)
                 if self.as_json or self.file:
                     output.report("decode", answer.num_tokens, plan.request.max_tokens, "tokens")
@@ -175,23 +197,23 @@ class Generate:
                 output.end_shown_line()
                 output.note(f"cut off at --max-tokens {self.max_tokens}: the {constraint.name} may want more text")
             if self.compare:
-                steps = self._decode_plainly(engine, tokens, plan, output)
+                steps = self._decode_plainly(engine, prompted, plan, output)
                 self._compare(answer, list(deadline.within(steps)), engine.stats, output)
 
-    def _decode_plainly(self, engine: Engine, tokens: Sequence[int], plan: Plan, output: Output) -> Iterator[Step]:
+    def _request(self, prompted: Prompted, plan: Plan) -> GenerationRequest:
+        return GenerationRequest(
+            prompted.tokens,
+            self.sampling,
+            max_tokens=plan.request.max_tokens,
+            stop=(*self.stops, *prompted.stops),
+            end_tokens=prompted.end_tokens,
+        )
+
+    def _decode_plainly(self, engine: Engine, prompted: Prompted, plan: Plan, output: Output) -> Iterator[Step]:
         """The same request without speculation."""
         output.end_shown_line()
-        steps = engine.generate(
-            GenerationRequest(
-                tokens,
-                self.sampling,
-                max_tokens=plan.request.max_tokens,
-                stop=self.stops,
-                reuse=self.session is not None,
-                speculation=False,
-            ),
-            on_progress=output.progress,
-        )
+        request = replace(self._request(prompted, plan), reuse=self.session is not None, speculation=False)
+        steps = engine.generate(request, on_progress=output.progress)
         done = 0
         for step in steps:
             done += len(step.tokens)
@@ -246,7 +268,7 @@ class Generate:
         return file
 
     def _answer(self, output: Output) -> Answer:
-        form = make_form(self.form, output, echo=self.echo)
+        form = make_form(self.form, output, echo=self.echo, ends_line=self.ends_line)
         return Answer(output, form, model=self.models.as_dict(), echo=self.echo, show_stats=self.show_stats)
 
 
@@ -284,10 +306,10 @@ def generate(
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
     stops = tuple(decode_argument("--stop", text) for text in stop or ())
-    _check_stops(stops)
+    check_stops(stops)
     options.check_max_tokens(max_tokens)
     options.check_min_tokens(sampling.min_tokens, max_tokens)
-    _check_timeout(timeout)
+    check_timeout(timeout)
     check_logprobs(logprobs)
     if logprobs is not None and not (json or jsonl or input_jsonl):
         raise UsageError("--logprobs go into JSON; add --json, --jsonl or --input-jsonl")
@@ -357,11 +379,11 @@ def _number_at_a_time(text: str) -> int | None:
     return found
 
 
-def _check_timeout(timeout: float | None) -> None:
+def check_timeout(timeout: float | None) -> None:
     if timeout is not None and not 0 < timeout < 1e9:
         raise UsageError(f"timeout is {timeout:g}, it must be above 0 and below 1000000000 seconds")
 
 
-def _check_stops(stops: Sequence[str]) -> None:
+def check_stops(stops: Sequence[str]) -> None:
     if "" in stops:
         raise UsageError("stop is empty, it must be at least one character")

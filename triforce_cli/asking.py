@@ -1,0 +1,89 @@
+"""A question that is asked once: the model's chat template around documents and a message, and one answer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from offload.errors import UsageError
+from triforce_cli.commands.generate import Generate, Prompted
+from triforce_cli.engine import Prepared
+from triforce_cli.output import Output
+from triforce_cli.prompt import STDIN, read_input, read_text, stdin_is_terminal
+
+PIPED = "standard input"  # as a document
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Generate):
+    """One `triforce ask`, parsed. prompt: the question; prompt_file: where it stands otherwise; with neither it is
+    what is piped in, and with a question that is a document. variables: fill the placeholders of the question, the
+    system message and the beginning of the reply."""
+
+    system: str
+    files: tuple[Path, ...]
+    begin_reply: str
+    template: str
+    variables: Mapping[str, str]
+    ends_line: ClassVar[bool] = True
+
+    def read(self, output: Output) -> str:
+        """The question."""
+        if self.prompt is not None and self.prompt_file is not None:
+            raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
+        text = self.prompt
+        if text is None:
+            if self.prompt_file is None and stdin_is_terminal():
+                raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
+            text = read_input(self.prompt_file or STDIN, "the question", note=output.note)
+        return filled(text, self.variables, "the question")
+
+    def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
+        from triforce_cli.chat.conversation import Conversation, Document
+        from triforce_cli.chat.formats import ChatFormat
+
+        chat_format = ChatFormat(prepared.tokenizer, self.template)
+        output.note(chat_format.notice)
+        conversation = Conversation(date=time.strftime("%d %b %Y"))
+        conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
+        for path in self.files:
+            conversation = conversation.with_document(Document(path.name, read_text(path, "the document")))
+        if self.prompt is not None and not stdin_is_terminal() and STDIN not in self.files:
+            piped = read_input(STDIN, "a document", note=output.note)
+            if piped.strip():
+                conversation = conversation.with_document(Document(PIPED, piped))
+        begin = filled(self.begin_reply, self.variables, "the beginning of the reply")
+        return Prompted(
+            chat_format.reply_tokens(conversation.asked(text), begin),
+            end_tokens=chat_format.end_tokens,
+            stops=chat_format.stops,
+            begin=begin,
+            trimmed=True,
+        )
+
+
+def filled(text: str, variables: Mapping[str, str], what: str) -> str:
+    """`text` with its {placeholders} replaced; without variables as it is. Raises UsageError for one that is unknown.
+    {{ and }} are braces."""
+    if not variables:
+        return text
+    parts = re.split(r"(\{\{|\}\})", text)
+    return "".join(
+        part[0] if part in ("{{", "}}") else _PLACEHOLDER.sub(_value(variables, what), part) for part in parts
+    )
+
+
+def _value(variables: Mapping[str, str], what: str) -> Callable[[re.Match[str]], str]:
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in variables:
+            known = ", ".join(variables)
+            raise UsageError(f"{what} has the placeholder {{{name}}}; --var names {known}; {{{{ and }}}} are braces")
+        return variables[name]
+
+    return value

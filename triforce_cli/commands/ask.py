@@ -1,0 +1,150 @@
+"""`triforce ask`: one question, one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.engine.request import check_logprobs
+from offload.errors import UsageError
+from triforce_cli import options
+from triforce_cli.asking import Ask
+from triforce_cli.commands.chat import Files, System, Template
+from triforce_cli.commands.generate import (
+    AsEvents,
+    Compare,
+    Destination,
+    ShowStats,
+    Stop,
+    Timeout,
+    check_stops,
+    check_timeout,
+    destination,
+)
+from triforce_cli.control import ControlFlags
+from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, SessionFlags, plan_options, spread
+from triforce_cli.options import option
+from triforce_cli.prompt import decode_argument, read_text, user_path
+
+QUESTION = "Question"
+
+Question = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="QUESTION", help="What to ask. Without it, a file or piped text is the question.", show_default=False
+    ),
+]
+QuestionFile = Annotated[
+    Path | None,
+    option("--prompt-file", 'UTF-8 text with the question; "-" is standard input.', QUESTION, metavar="PATH"),
+]
+SystemFile = Annotated[
+    Path | None, option("--system-file", "The system message, from a file.", QUESTION, metavar="PATH")
+]
+BeginReply = Annotated[
+    str,
+    option(
+        "--begin-reply",
+        "What the answer begins with; the model goes on from there.",
+        QUESTION,
+        metavar="TEXT",
+        show_default=False,
+    ),
+]
+Variables = Annotated[
+    list[str] | None,
+    option(
+        "--var",
+        "Fill {NAME} in question, system message and begin-reply; @FILE is a file's text. Can be repeated.",
+        QUESTION,
+        metavar="NAME=TEXT",
+    ),
+]
+
+
+@spread
+def ask(
+    question: Question = None,
+    *,
+    models: ModelFlags,
+    file: Files = None,
+    prompt_file: QuestionFile = None,
+    system: System = "",
+    system_file: SystemFile = None,
+    begin_reply: BeginReply = "",
+    var: Variables = None,
+    template: Template = "auto",
+    max_tokens: options.MaxTokens = 1024,
+    sampling: ControlFlags,
+    stop: Stop = None,
+    timeout: Timeout = None,
+    decoding: CacheFlags,
+    placement: PlacementFlags,
+    session: SessionFlags,
+    output: Destination = None,
+    stats: ShowStats = False,
+    compare: Compare = False,
+    logprobs: options.Logprobs = None,
+    json: options.AsJson = False,
+    jsonl: AsEvents = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Ask:
+    """Ask a question about documents: one answer to standard output, by the model's chat template.
+
+    Piped text is a document, or without a question the question itself.
+
+    Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
+    """
+    from triforce_cli.chat.formats import NAMES
+
+    stops = tuple(decode_argument("--stop", text) for text in stop or ())
+    check_stops(stops)
+    options.check_max_tokens(max_tokens)
+    options.check_min_tokens(sampling.min_tokens, max_tokens)
+    check_timeout(timeout)
+    check_logprobs(logprobs)
+    if logprobs is not None and not (json or jsonl):
+        raise UsageError("--logprobs go into JSON; add --json or --jsonl")
+    if json and jsonl:
+        raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
+    if system and system_file is not None:
+        raise UsageError("--system and --system-file are two system messages; give one of them")
+    if template not in NAMES:
+        raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
+    if system_file is not None:
+        system = read_text(user_path(str(system_file)), "the system message")
+    return Ask(
+        prompt=None if question is None else decode_argument("QUESTION", question),
+        prompt_file=prompt_file,
+        files=tuple(file or ()),
+        system=decode_argument("--system", system),
+        begin_reply=decode_argument("--begin-reply", begin_reply),
+        template=template,
+        variables=dict(_variable(text) for text in var or ()),
+        max_tokens=max_tokens,
+        sampling=sampling.params(),
+        stops=stops,
+        timeout=timeout,
+        options=plan_options(decoding, **vars(placement)),
+        models=models.chosen(),
+        session=session.path(),
+        read_only=session.read_only,
+        form="json" if json else "jsonl" if jsonl else "text",
+        file=destination(output),
+        echo=False,
+        show_stats=stats,
+        compare=compare,
+        logprobs=logprobs,
+        quiet=quiet,
+    )
+
+
+def _variable(text: str) -> tuple[str, str]:
+    """From NAME=TEXT or NAME=@FILE."""
+    name, equals, value = decode_argument("--var", text).partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"var is {text!r}, it must be NAME=TEXT or NAME=@FILE")
+    return name, read_text(user_path(value[1:]), f"the variable {name}") if value.startswith("@") else value

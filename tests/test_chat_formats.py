@@ -117,12 +117,12 @@ def make(tokenizer: str, name: str) -> ChatFormat:
 
 
 def raw(format: ChatFormat) -> PreTrainedTokenizerFast:
-    return format._tokenizer._inner
+    return format.tokenizer._inner
 
 
 def tokens_of(format: ChatFormat, text: str) -> list[int]:
     """A model's reply: tokens of `text` in the middle of a text."""
-    return format._tokenizer.encode_piece(text)
+    return format.tokenizer.encode_piece(text)
 
 
 def library_text(format: ChatFormat, conversation: Conversation) -> str:
@@ -209,7 +209,7 @@ def replied(format: ChatFormat, reply: tuple[str, bool, str | None]) -> tuple[li
     body = [token for token in tokens if token not in special]
     other = min(special - format.end_tokens)
     ends = {None: [], "format": sorted(format.end_tokens), "other": [other]}[end]
-    return body + ends, format._tokenizer.decode(body)
+    return body + ends, format.tokenizer.decode(body)
 
 
 @pytest.mark.few(9)
@@ -659,9 +659,9 @@ def test_what_was_encoded_is_not_encoded_again(monkeypatch):
     conversation = Conversation().with_document(Document("a.txt", "hello there\n" * 500))
     format.closing_tokens(conversation)
     seen: list[int] = []
-    encode = format._tokenizer.encode_piece
+    encode = format.tokenizer.encode_piece
     monkeypatch.setattr(
-        format._tokenizer, "encode_piece", lambda text, **more: seen.append(len(text)) or encode(text, **more)
+        format.tokenizer, "encode_piece", lambda text, **more: seen.append(len(text)) or encode(text, **more)
     )
     answered = conversation.asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
     format.prompt_tokens(answered.asked("what is it?"))

@@ -69,7 +69,10 @@ class TestRecords:
             ('{"prompt": 3}', "prompt is 3, it must be a text"),
             ('{"prompt": ""}', 'prompt is "", it must be a text of 1 or more'),
             ('{"prompt": "\\ud800"}', "prompt is "),
-            ('{"prompt": "x", "max_token": 3}', "there is no field 'max_token'; there are id, prompt, messages, max_tokens"),
+            (
+                '{"prompt": "x", "max_token": 3}',
+                "there is no field 'max_token'; there are id, prompt, messages, max_tokens",
+            ),
             ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0, it must be a whole number from 1"),
             ('{"prompt": "x", "max_tokens": true}', "max_tokens is true"),
             ('{"prompt": "x", "temperature": "hot"}', 'temperature is "hot", it must be a number'),

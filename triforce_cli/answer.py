@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from triforce_cli import __version__, log
+from triforce_cli.citations import Citation, citations
 from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import Failure, debugging, describe
 from triforce_cli.output import Output
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
+    from triforce_cli.chat.conversation import Document
 
 FormName = Literal["text", "json", "jsonl"]
 INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"
@@ -43,6 +45,8 @@ class Answer:
         self._pieces: list[str] = []
         self.tokens: list[int] = []
         self._scores: list[TokenScore] = []
+        self._read: tuple[Sequence[int], Sequence[Document]] = (), ()
+        self._citations: list[Citation] | None = None
         self.stats: Stats | None = None  # of the tokens that have come
         self.finish: str | None = None
 
@@ -52,6 +56,7 @@ class Answer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut):
             self._form.end(self._ended(self.finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._show_citations()
             self._show_table()
         elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
             self._form.fail(describe(error, debug=debugging()), self._ended(FAILED))
@@ -60,6 +65,10 @@ class Answer:
         """Tell the form that generation begins. From here on there are statistics to write."""
         self._plan, self._engine, self._prompt = plan, engine, prompt
         self._form.begin(plan, prompt)
+
+    def cite(self, prompt: Sequence[int], documents: Sequence[Document]) -> None:
+        """What the model reads, which passages of an answer are found in."""
+        self._read = prompt, documents
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +82,8 @@ class Answer:
         self.tokens += step.tokens
         self._scores += step.scores
         self.finish = step.finish
+        if step.passages and self._engine is not None:
+            self._citations = citations(step.passages, *self._read, self._engine.tokenizer)
         self._form.add(step, self._logprobs(step.scores))
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> list[dict[str, Any]] | None:
@@ -89,11 +100,16 @@ class Answer:
             tokens=self.tokens,
             logprobs=self._logprobs(self._scores),
             finish_reason=finish_reason,
+            citations=None if self._citations is None else [each.as_dict() for each in self._citations],
             stats=stats,
             plan=self._plan,
             model=self._model,
             version=__version__,
         )
+
+    def _show_citations(self) -> None:
+        for number, citation in enumerate(self._citations or (), start=1):
+            self._output.note(f"[{number}] {citation}")
 
     def _show_table(self) -> None:
         if self._show_stats and self._plan and self.stats:

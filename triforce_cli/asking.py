@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from offload.errors import UsageError
+from triforce_cli.citations import ASKED
 from triforce_cli.commands.generate import Generate, Prompted
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
@@ -30,6 +31,7 @@ class Ask(Generate):
     begin_reply: str
     template: str
     variables: Mapping[str, str]
+    cites: bool
     ends_line: ClassVar[bool] = True
 
     def read(self, output: Output) -> str:
@@ -59,11 +61,13 @@ class Ask(Generate):
                 conversation = conversation.with_document(Document(PIPED, piped))
         begin = filled(self.begin_reply, self.variables, "the beginning of the reply")
         return Prompted(
-            chat_format.reply_tokens(conversation.asked(text), begin),
+            documents=conversation.documents,
+            tokens=chat_format.reply_tokens(conversation.asked(text), begin),
             end_tokens=chat_format.end_tokens,
             stops=chat_format.stops,
             begin=begin,
             trimmed=True,
+            passages=ASKED if self.cites else 0,
         )
 
 

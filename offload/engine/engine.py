@@ -21,6 +21,7 @@ from offload.decode.passes import Pass, Work, alone
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.engine.attended import Attended, Passage
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.engine.scores import Reference, Scores, Scoring
@@ -61,12 +62,13 @@ __all__ = [
 @dataclass(frozen=True)
 class Step:
     """Accepted tokens and the text that is complete with them. `finish` is set on the last step only. scores: of each
-    token, where they were asked for."""
+    token, where they were asked for. passages: on the last step, where they were."""
 
     text: str
     tokens: list[int]
     finish: FinishReason | None
     scores: tuple[TokenScore, ...] = ()
+    passages: tuple[Passage, ...] = ()
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
@@ -157,6 +159,8 @@ class Engine:
         needs it. Closing it leaves the caches consistent, too."""
         prompt, speculation = request.prompt, request.speculation
         self._check(prompt, request.max_tokens)
+        full = self.worker.full
+        attended = self._attended(len(prompt)) if request.passages else None
         text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(request.end_tokens)
         distribution = self.distribution(request.sampling, len(prompt), end_tokens)
         self._start(prompt, reuse=request.reuse, record_mass=speculation)
@@ -173,22 +177,30 @@ class Engine:
             end_tokens=end_tokens,
             stats=self.stats,
         )
+        full.keep_mass = attended is not None
         try:
             for run in runs:
                 if isinstance(run, Pass):
                     yield run
                     continue
+                if attended is not None and self.stats.output_tokens > len(
+                    run.tokens
+                ):  # the first rows read the prompt
+                    attended.add(full.mass(len(run.tokens)))
                 self.worker.fetch_ahead()
                 step = _show(run, detokenizer, stops, end_tokens)
                 if run.logits is not None and request.logprobs is not None:
                     step = replace(step, scores=tuple(scored(run.logits, step.tokens, request.logprobs)))
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
+                if attended is not None and step.finish is not None:
+                    step = replace(step, passages=tuple(attended.passages(request.passages)))
                 text_tokens += step.tokens
                 self._measure(run)
                 yield step
                 if step.finish is not None:
                     return
         finally:
+            full.keep_mass = False
             speculator.truncate(len(text_tokens))
             self.prefix.generated(text_tokens)
 
@@ -343,6 +355,12 @@ class Engine:
         self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self.worker.link_stats
         self._host_at_decode = self.worker.host_stats
+
+    def _attended(self, num_prompt: int) -> Attended:
+        """Raises UsageError where the plan records no masses."""
+        if (chunk := self.worker.full.mass_chunk) is None:
+            raise UsageError("passages are found by attention masses, and the plan records none; plan with masses=True")
+        return Attended(chunk, num_prompt)
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
         self.prefix.prefill(tokens, on_progress, on_hidden)

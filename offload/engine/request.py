@@ -26,6 +26,8 @@ class GenerationRequest:
     rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over (whole blocks that
     prompts begin with alike), and the text does not depend on what the engine was asked before.
     logprobs: how likely the target finds each token, and so many of the likeliest ones in its place; None: not asked.
+    passages: of the prompt, so many that the text's tokens attended to most come with its last step; 0: none. The plan
+    has to record masses.
     speculation: off, it is decoded plainly, whatever the plan has; what lies where stays as planned.
     """
 
@@ -37,6 +39,7 @@ class GenerationRequest:
     reuse: bool = False
     speculation: bool = True
     logprobs: int | None = None
+    passages: int = 0
 
     def __post_init__(self) -> None:
         check_logprobs(self.logprobs)

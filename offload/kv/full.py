@@ -31,7 +31,7 @@ class FullCache:
     In phase "decode" rows are attended in `blocks`, over whole tiles, whatever is hidden in them: so a
     row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
     any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
-    while `record_mass` is set.
+    while `record_mass` is set, or `keep_mass`.
     num_layers, scorings: of the growing layers; there may be none.
     offload: None, all tiles are on the device; in phase "prefill" all are attended to there. prefill: attends in phase
     "prefill"; None: torch's operators do. kernels: the device's own, for phase "decode". arena: phase "prefill" has its
@@ -66,7 +66,8 @@ class FullCache:
             self._host_attention = HostAttention(
                 memory, self.pages.store, offload.link, gpu=self._attention, host=host, chunk=mass_chunk
             )
-        self.record_mass = mass_chunk is not None  # from the next decode forward on
+        self.record_mass = mass_chunk is not None  # from the next decode forward on, for who chooses chunks by it
+        self.keep_mass = False  # the same for others
         self.length = 0
         self.num_ahead = 0  # drafted rows after these, see `AheadCache`
         self._start = 0
@@ -227,7 +228,7 @@ class FullCache:
     def _decode(self, layer: int, rows: Rows) -> Tensor:
         """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do
         in a rehearsal, since only `end_layer` waits for it."""
-        masses = self.mass_chunk is not None and self.record_mass
+        masses = self.mass_chunk is not None and (self.record_mass or self.keep_mass)
         access = self.pages.access["decode"]
         tiles = self.pages.store.order(layer, self.shape.count(rows.index + len(rows.q)))
         if self._host_attention is not None:

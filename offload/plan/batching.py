@@ -180,5 +180,5 @@ class Turns:
 def _full_pass(cost: Cost, drafting: Cost, gamma: int, idle_share: float) -> float:
     """Seconds of a full pass of one group, in which the other has drafted."""
     drafted = drafting.drafting(gamma)
-    computed = cost.full_computed(gamma + 1, masses=cost.composition.budget > 0)
+    computed = cost.full_computed(gamma + 1, masses=cost.composition.mass_chunk is not None)
     return max(cost.full_link_seconds + idle_share * drafted, computed + drafted)

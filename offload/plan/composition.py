@@ -32,7 +32,7 @@ class Composition:
     last ones. lookup: repeated parts of the text are proposed, too.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself; 16: those
     that it has. It does so over the retrieved tokens or, without a budget, over its whole cache, but then not with 16
-    bits of both.
+    bits of both. masses: how much each pass attends to each chunk is recorded, though no chunks may be retrieved.
     """
 
     gamma: int = 0
@@ -46,6 +46,12 @@ class Composition:
     lookup: bool = False
     weight_bits: int = 16
     kv_bits: int = 16
+    masses: bool = False
+
+    @property
+    def mass_chunk(self) -> int | None:
+        """Tokens of which the target's passes record softmax masses, None where they record none."""
+        return self.chunk if self.budget or self.masses else None
 
     @property
     def inner(self) -> Literal["self", "retrieval"] | None:
@@ -105,6 +111,7 @@ def compositions(
             adaptive=_adaptive(found, options),
             sinks=options.sinks,
             window=options.window,
+            masses=options.masses,
         )
 
 

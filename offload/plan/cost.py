@@ -117,7 +117,7 @@ class Cost(Passes):
     @cached_property
     def _round_seconds(self) -> list[float]:
         """By the number of tokens that are drafted."""
-        masses, lengths = self.composition.budget > 0, range(1, self.composition.gamma + 1)
+        masses, lengths = self.composition.mass_chunk is not None, range(1, self.composition.gamma + 1)
         besides = [self.drafting(gamma) + self.refresh for gamma in lengths]
         passes = [self.full_pass(gamma + 1, masses=masses) for gamma in lengths]
         return [self.full_pass(1), *map(sum, zip(passes, besides, strict=True))]
@@ -232,7 +232,7 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         full_host_bytes=round(cost.full_host_bytes),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
-        mass_share=cost.full_pass(1, masses=cost.composition.budget > 0) / cost.full_pass(1) - 1.0,
+        mass_share=cost.full_pass(1, masses=cost.composition.mass_chunk is not None) / cost.full_pass(1) - 1.0,
         retrieval_pass_seconds=cost.retrieval_pass(1),
         retrieval_sum_seconds=cost.device.sums(1) if cost.composition.inner else 0.0,
         retrieval_row_seconds=(cost.retrieval_pass(1 + far) - cost.retrieval_pass(1)) / far,

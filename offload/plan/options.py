@@ -27,6 +27,7 @@ class Options:
     of the weights 6.
     link_bits: of a cached number or a weight that crosses the link, 16, or 12: packed, none of its bits lost, or where
     its code in 4 or 6 bits is on the device what it has beside that, 9 or 8 bits.
+    masses: the target's passes record how much they attend to each part of the text.
     """
 
     context: int | None = None
@@ -49,6 +50,7 @@ class Options:
     host_gbps: float | None = None
     speculation: bool = True
     lookup: bool = True
+    masses: bool = False
 
     def __post_init__(self) -> None:
         _within("context", self.context, 2, 2**24)

@@ -293,7 +293,7 @@ class Sizing:
             sizes["quantised weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
         if composition.keeps_all_codes:
             sizes["quantised cache"] = self.quantised_cache_bytes(capacity, composition)
-        if composition.budget:
+        if composition.mass_chunk:
             sizes["selection"] = self._selection_bytes(capacity, composition)
         if composition.keeps_copies:
             sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # as they come, and in their order
@@ -356,7 +356,7 @@ class Sizing:
         layer there makes of them, in fp32, with masses."""
         target, rows = self.shard, self._padded(composition.gamma + 1)
         heads, dim = target.num_heads, target.head_dim
-        masses = num_tiles * self.tile_tokens(capacity) // composition.chunk if composition.budget else 0
+        masses = num_tiles * self.tile_tokens(capacity) // composition.chunk if composition.mass_chunk else 0
         return rows * ((heads + 2 * target.num_kv_heads) * dim * self.itemsize + heads * (dim + 1 + masses) * 4)
 
     def retrieval_bytes(self, capacity: int, composition: Composition) -> int:
@@ -423,7 +423,7 @@ class Sizing:
         rows, target = self._padded(composition.gamma + 1), self.shard
         spans = 2 * max(self.tile_tokens(capacity) // PAGE_TOKENS, self.window_pages(capacity))
         size = _partial_bytes(target, rows, spans)
-        if composition.budget:
+        if composition.mass_chunk:
             parts = self._all_tokens(capacity) // min(composition.chunk, MASS_TOKENS)
             size += rows * target.num_heads * parts * 4 * 3 // 2
         if composition.budget and composition.kv_bits == 16:

@@ -49,7 +49,7 @@ def full_cache(
         scorings=_of_layers(config.growing, scorings_of(plan, config, rotated)),
         blocks=blocks,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
-        mass_chunk=composition.chunk if composition.budget else None,
+        mass_chunk=composition.mass_chunk,
         prefill=_prefill_attention(plan, config),
         kernels=_attention_kernels(plan, config),
         arena=arena,

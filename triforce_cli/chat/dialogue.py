@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from offload.errors import DoesNotFit, TriforceError
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.interrupts import Interrupts, Stopped
+from triforce_cli.citations import ASKED, Citation, citations
 from triforce_cli.render import chat as render_chat
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ class Dialogue:
         *,
         conversation: Conversation,
         interactive: bool,
+        cites: bool = False,
     ) -> None:
         self.engine, self.format, self.settings, self.output = engine, chat_format, settings, output
         self.conversation, self.interactive = conversation, interactive
+        self.cites, self.citations = cites, list[Citation]()  # of the last reply
         self.draft = ""  # what the next message begins with, to be edited
         self.edits_drafts = interactive  # is there an editor that shows it?
         self._precomputed: list[int] = []  # what the work ahead runs, or ran
@@ -69,7 +72,7 @@ class Dialogue:
         try:
             tokens = self.format.prompt_tokens(asked)
             self._check_room(len(tokens) + 1)
-            reply, reply_tokens, finish = self._show_reply(tokens, on_progress)
+            reply, reply_tokens, finish = self._show_reply(tokens, asked.documents, on_progress)
         except TriforceError:
             self.draft = question
             raise
@@ -159,7 +162,9 @@ class Dialogue:
     def close(self) -> None:
         self._background.close()
 
-    def _show_reply(self, tokens: list[int], on_progress: OnProgress) -> tuple[str, list[int], str | None]:
+    def _show_reply(
+        self, tokens: list[int], documents: Sequence[Document], on_progress: OnProgress
+    ) -> tuple[str, list[int], str | None]:
         """Show the reply. Returns (text, tokens, how it ended); the last is None if the person stopped it."""
         pieces: list[str] = []
         spoken: list[int] = []
@@ -173,6 +178,7 @@ class Dialogue:
                 max_tokens=self.settings.max_tokens,
                 stop=self.format.stops,
                 end_tokens=self.format.end_tokens,
+                passages=ASKED if self.cites else 0,
                 on_progress=on_progress,
             )
             with closing(steps):
@@ -180,8 +186,10 @@ class Dialogue:
                     pieces.append(step.text if "".join(pieces) else step.text.lstrip())
                     spoken += step.tokens
                     finish = step.finish
+                    self.citations = citations(step.passages, tokens, documents, self.format.tokenizer)
                     self.output.text(pieces[-1])
             self.output.end_line()
+        self.output.note(render_chat.cited(self.citations))
         return "".join(pieces), spoken, finish
 
     def _wait_ahead(self, on_progress: OnProgress) -> None:

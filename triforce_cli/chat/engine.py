@@ -84,6 +84,7 @@ class ChatEngine:
         max_tokens: int,
         stop: Sequence[str],
         end_tokens: Collection[int],
+        passages: int = 0,
         on_progress: OnProgress,
     ) -> Generator[Step, None, None]:
         """Generate a reply; see `Engine.generate`. Only new tokens are prefilled. One token of reply must fit."""
@@ -95,7 +96,13 @@ class ChatEngine:
         try:
             yield from engine.generate(
                 GenerationRequest(
-                    tokens, sampling, max_tokens=max_tokens, stop=stop, end_tokens=end_tokens, reuse=True
+                    tokens,
+                    sampling,
+                    max_tokens=max_tokens,
+                    stop=stop,
+                    end_tokens=end_tokens,
+                    reuse=True,
+                    passages=passages,
                 ),
                 on_progress=on_progress,
             )

@@ -56,7 +56,7 @@ class ChatFormat:
         own = tokenizer.chat_template if name == AUTO else None
         self.name = AUTO if own is not None else name if name != AUTO else "plain"
         self.notice = _no_template(tokenizer.named_templates) if name == AUTO and own is None else ""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = own if own is not None else OWN[self.name]
         self._start = tokenizer.start_tokens() if own is None else []
         self._special = tokenizer.added_tokens(special=True)
@@ -73,7 +73,7 @@ class ChatFormat:
     def reply_tokens(self, conversation: Conversation, begin: str) -> list[int]:
         """`prompt_tokens`, and behind them those of what the reply begins with."""
         tokens = self.prompt_tokens(conversation)
-        return [*tokens, *self._tokenizer.encode_piece(begin)] if begin else tokens
+        return [*tokens, *self.tokenizer.encode_piece(begin)] if begin else tokens
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
         """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked."""
@@ -86,8 +86,8 @@ class ChatFormat:
         White space that comes before those goes with them: the template writes its own.
         """
         kept, reply = list(tokens), reply.strip()
-        if self._tokenizer.decode(kept).strip() != reply:
-            while kept and (not reply or len(self._tokenizer.decode(kept).lstrip()) > len(reply)):
+        if self.tokenizer.decode(kept).strip() != reply:
+            while kept and (not reply or len(self.tokenizer.decode(kept).lstrip()) > len(reply)):
                 kept.pop()
         return kept
 
@@ -124,7 +124,7 @@ class ChatFormat:
             variables = {"date_string": conversation.date} if conversation.date else {}
             try:
                 with limited_steps():
-                    return self._tokenizer.render_chat(messages, self._template, **variables)
+                    return self.tokenizer.render_chat(messages, self._template, **variables)
             except TooManySteps as error:
                 raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes
@@ -147,9 +147,9 @@ class ChatFormat:
         *parts, last = text.split(CUT)
         tokens: list[int] = []
         for part in parts:
-            tokens += self._tokenizer.encode_piece(part, first=first)
+            tokens += self.tokenizer.encode_piece(part, first=first)
             first = False
-        return (*tokens, *self._tokenizer.encode_piece(last, first=first, until=until))
+        return (*tokens, *self.tokenizer.encode_piece(last, first=first, until=until))
 
     def _own(self, text: str) -> tuple[int, ...]:
         """Tokens of somebody's text by itself."""
@@ -157,14 +157,14 @@ class ChatFormat:
 
     def _spell(self, tokens: Sequence[int], reply: str) -> bool:
         """Are they this tokenizer's tokens of the reply?"""
-        return max(tokens, default=0) < len(self._tokenizer) and self._tokenizer.decode(tokens).strip() == reply.strip()
+        return max(tokens, default=0) < len(self.tokenizer) and self.tokenizer.decode(tokens).strip() == reply.strip()
 
     def _controls(self) -> set[str]:
         """Strings that must not become one token if a person wrote them: special tokens, and those of the template.
 
         Templates write white space too; it ends nobody's turn.
         """
-        written = {string for string in self._tokenizer.added_tokens(special=False) if string in self._template}
+        written = {string for string in self.tokenizer.added_tokens(special=False) if string in self._template}
         return {string for string in (*self._special, *written) if not string.isspace()}
 
     def _ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -172,7 +172,7 @@ class ChatFormat:
         script = self._script(Conversation(turns=(Turn("A", (), "A", (0,), True),)))
         after = script.literals[2] if len(script.said) == 3 else ""
         text = after.lstrip()
-        end = frozenset(self._tokenizer.encode_piece(text)[:1])
+        end = frozenset(self.tokenizer.encode_piece(text)[:1])
         if end & set(self._special.values()):
             return end, ()
         line_break = "\n" if "\n" in after[: len(after) - len(text)] else ""

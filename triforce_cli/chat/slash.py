@@ -143,6 +143,14 @@ def _tokens(dialogue: Dialogue, argument: str) -> None:
     dialogue.output.table(render_chat.parts_table(parts, dialogue.num_used, dialogue.engine.limit))
 
 
+def _where(dialogue: Dialogue, argument: str) -> None:
+    if not dialogue.cites:
+        raise UsageError("what replies attend to is recorded with triforce chat --cite")
+    if not dialogue.citations:
+        raise UsageError("the last reply attended to no document, or there is none yet")
+    dialogue.output.note(render_chat.cited(dialogue.citations))
+
+
 _ALL = (
     Slash("/help", "this list", _help),
     Slash("/exit", "leave (Ctrl-D)", _exit),
@@ -155,6 +163,7 @@ _ALL = (
     Slash("/drop NAME|N", "forget a document, or the N oldest turns", _drop),
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
+    Slash("/where", "the passages that the last reply attended to most (--cite)", _where),
     Slash("/stats", "what the last reply cost", _stats),
     Slash("/set [KEY VALUE]", "show or change temperature, seed, max-tokens ...", _set),
     Slash("/tokens", "what takes how much of the context", _tokens),

@@ -74,6 +74,7 @@ class Chat:
     session: Path | None
     read_only: bool
     history: bool
+    cites: bool
     quiet: bool
 
     def run(self) -> None:
@@ -98,6 +99,7 @@ class Chat:
                 output,
                 conversation=self._beginning(engine.store, output),
                 interactive=interactive,
+                cites=self.cites,
             )
             stack.enter_context(closing(dialogue))
             chat_format.closing_tokens(dialogue.conversation.clear())  # is there a place for the system message?
@@ -224,6 +226,7 @@ def chat(
     placement: PlacementFlags,
     session: SessionFlags,
     no_history: NoHistory = False,
+    cite: options.Cite = False,
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Chat:
@@ -245,10 +248,11 @@ def chat(
         files=tuple(file or ()),
         template=template,
         settings=Settings(sampling=sampling.params(), max_tokens=max_tokens),
-        options=plan_options(decoding, **vars(placement)),
+        options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,
         history=not no_history,
+        cites=cite,
         quiet=quiet,
     )

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
+    from triforce_cli.chat.conversation import Document
 
 Stop = Annotated[
     list[str] | None,
@@ -114,13 +115,16 @@ Compare = Annotated[
 @dataclass(frozen=True)
 class Prompted:
     """What the model reads, and how its answer ends and begins: besides the model's own ends, at `end_tokens` and
-    `stops`; behind `begin`, which is a part of it. trimmed: without the white space that the answer begins with."""
+    `stops`; behind `begin`, which is a part of it. trimmed: without the white space that the answer begins with.
+    passages: of `documents`, that the answer attends to most, so many are looked at."""
 
     tokens: Sequence[int]
     end_tokens: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
     begin: str = ""
     trimmed: bool = False
+    passages: int = 0
+    documents: tuple[Document, ...] = ()
 
     def shown(self, steps: Iterable[Step]) -> Iterator[Step]:
         """`steps` as they are to be shown."""
@@ -183,6 +187,7 @@ class Generate:
             store = self._open_session(prepared, plan, stack)
             engine = stack.enter_context(open_engine(prepared, plan, on_progress=on_progress))
             answer.begin(plan, engine, prompt)
+            answer.cite(tokens, prompted.documents)
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             steps = engine.generate(
@@ -207,6 +212,7 @@ class Generate:
             max_tokens=plan.request.max_tokens,
             stop=(*self.stops, *prompted.stops),
             end_tokens=prompted.end_tokens,
+            passages=prompted.passages,
         )
 
     def _decode_plainly(self, engine: Engine, prompted: Prompted, plan: Plan, output: Output) -> Iterator[Step]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from triforce_cli.chat.background import BackgroundWork
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
+    from triforce_cli.citations import Citation
 
 _NUM_OFFERED = 4
 _SHOWN_REPLY = 600  # characters
@@ -69,6 +70,11 @@ def nearly_full(used: int, limit: int, droppable: Sequence[Part]) -> str:
     if used >= limit:
         return f"the context is full: {used:,} of {limit:,} tokens; {_offer(droppable)}"
     return f"the context is nearly full: {room(used, limit)}; {_offer(droppable)}"
+
+
+def cited(citations: Sequence[Citation]) -> str:
+    """The passages that a reply attended to most, a line each."""
+    return "\n".join(f"[{number}] {citation}" for number, citation in enumerate(citations, start=1))
 
 
 def cut_short(max_tokens: int | None) -> str:

@@ -1,0 +1,88 @@
+"""Where an answer comes from: the passages of documents that it attended to most, by name and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine.attended import Passage
+    from triforce_cli.chat.conversation import Document
+
+ASKED = 12  # passages of a prompt that are looked at: some are of no document
+SHOWN = 3
+_CUT = 4  # characters at either end of a passage's text that may be parts of others
+_WIDTH = 160  # characters of a text that are shown
+
+
+@dataclass(frozen=True)
+class Citation:
+    """Lines of a document, from 1, and their share of all attention to the prompt. text: of the passage."""
+
+    document: str
+    first_line: int
+    last_line: int
+    share: float
+    text: str
+
+    def __str__(self) -> str:
+        lines = f"line {self.first_line}" if self.first_line == self.last_line else self._lines()
+        text = " ".join(self.text.split())
+        return f"{self.document}, {lines} ({self.share:.0%}): {text if len(text) <= _WIDTH else text[:_WIDTH] + ' ...'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"share": round(self.share, 4)}
+
+    def _lines(self) -> str:
+        return f"lines {self.first_line} to {self.last_line}"
+
+
+def citations(
+    passages: Iterable[Passage], prompt: Sequence[int], documents: Sequence[Document], tokenizer: Tokenizer
+) -> list[Citation]:
+    """The first SHOWN of `passages` of `prompt` that are in one of `documents`; a text that occurs more than once is
+    taken for the occurrence that lies as far into the document as the passage does into the prompt."""
+    found: list[Citation] = []
+    for passage in passages:
+        text = tokenizer.decode(prompt[passage.start : passage.end])
+        place = passage.start / len(prompt)
+        citation = _citation(text[_CUT:-_CUT].strip(), place, passage.share, documents)
+        if citation is not None and len(found) < SHOWN:
+            found.append(citation)
+    return found
+
+
+def _citation(text: str, place: float, share: float, documents: Sequence[Document]) -> Citation | None:
+    before, whole = 0, sum(len(document.text) for document in documents)
+    best: tuple[float, Citation] | None = None
+    for document in documents:
+        for start in _occurrences(document.text, text):
+            distance = abs((before + start) / whole - place)
+            if best is None or distance < best[0]:
+                best = distance, _at(document, _whole_words(document.text, start, start + len(text)), share)
+        before += len(document.text)
+    return None if best is None else best[1]
+
+
+def _occurrences(text: str, wanted: str) -> Iterable[int]:
+    start = text.find(wanted) if wanted else -1
+    while start >= 0:
+        yield start
+        start = text.find(wanted, start + 1)
+
+
+def _whole_words(text: str, start: int, end: int) -> slice:
+    """The same part with the words that it begins and ends in, whole."""
+    while start and not text[start - 1].isspace():
+        start -= 1
+    while end < len(text) and not text[end].isspace():
+        end += 1
+    return slice(start, end)
+
+
+def _at(document: Document, part: slice, share: float) -> Citation:
+    text = document.text[part]
+    first = document.text.count("\n", 0, part.start) + 1
+    return Citation(document.name, first, first + text.count("\n"), share, text)

@@ -47,6 +47,7 @@ class Answer:
         self._scores: list[TokenScore] = []
         self._read: tuple[Sequence[int], Sequence[Document]] = (), ()
         self._citations: list[Citation] | None = None
+        self._thoughts: list[str] = []
         self.stats: Stats | None = None  # of the tokens that have come
         self.finish: str | None = None
 
@@ -70,6 +71,12 @@ class Answer:
         """What the model reads, which passages of an answer are found in."""
         self._read = prompt, documents
 
+    def thought(self, text: str, *, shown: bool) -> None:
+        """Of what the model thinks before it says something."""
+        self._thoughts.append(text)
+        if shown:
+            self._output.thought(text)
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
@@ -84,6 +91,8 @@ class Answer:
         self.finish = step.finish
         if step.passages and self._engine is not None:
             self._citations = citations(step.passages, *self._read, self._engine.tokenizer)
+        if step.text:
+            self._output.end_thought()
         self._form.add(step, self._logprobs(step.scores))
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> list[dict[str, Any]] | None:
@@ -100,6 +109,7 @@ class Answer:
             tokens=self.tokens,
             logprobs=self._logprobs(self._scores),
             finish_reason=finish_reason,
+            thoughts="".join(self._thoughts) if self._thoughts else None,
             citations=None if self._citations is None else [each.as_dict() for each in self._citations],
             stats=stats,
             plan=self._plan,

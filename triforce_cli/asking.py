@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from offload.errors import UsageError
 from triforce_cli.citations import ASKED
@@ -15,6 +15,9 @@ from triforce_cli.commands.generate import Generate, Prompted
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
 from triforce_cli.prompt import STDIN, read_input, read_text, stdin_is_terminal
+
+if TYPE_CHECKING:
+    from triforce_cli.chat.thoughts import Thinking
 
 PIPED = "standard input"  # as a document
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -24,7 +27,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 class Ask(Generate):
     """One `triforce ask`, parsed. prompt: the question; prompt_file: where it stands otherwise; with neither it is
     what is piped in, and with a question that is a document. variables: fill the placeholders of the question, the
-    system message and the beginning of the reply."""
+    system message and the beginning of the reply. With a constraint a model writes no thoughts: they would have to
+    follow it."""
 
     system: str
     files: tuple[Path, ...]
@@ -32,6 +36,9 @@ class Ask(Generate):
     template: str
     variables: Mapping[str, str]
     cites: bool
+    thinking: Thinking
+    thinking_tokens: int | None
+    template_variables: Mapping[str, Any]
     ends_line: ClassVar[bool] = True
 
     def read(self, output: Output) -> str:
@@ -49,7 +56,12 @@ class Ask(Generate):
         from triforce_cli.chat.conversation import Conversation, Document
         from triforce_cli.chat.formats import ChatFormat
 
-        chat_format = ChatFormat(prepared.tokenizer, self.template)
+        chat_format = ChatFormat(
+            prepared.tokenizer,
+            self.template,
+            variables=self.template_variables,
+            thinks=self.thinking != "off" and self.sampling.constraint is None,
+        )
         output.note(chat_format.notice)
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
@@ -60,9 +72,13 @@ class Ask(Generate):
             if piped.strip():
                 conversation = conversation.with_document(Document(PIPED, piped))
         begin = filled(self.begin_reply, self.variables, "the beginning of the reply")
+        tokens = chat_format.reply_tokens(conversation.asked(text), begin)
         return Prompted(
+            tokens,
             documents=conversation.documents,
-            tokens=chat_format.reply_tokens(conversation.asked(text), begin),
+            splitter=chat_format.splitter(tokens, begin),
+            shows_thoughts=self.thinking == "show",
+            thoughts=chat_format.thought_budget(self.thinking_tokens),
             end_tokens=chat_format.end_tokens,
             stops=chat_format.stops,
             begin=begin,

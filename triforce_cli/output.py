@@ -50,6 +50,7 @@ class Output:
         self._file: OutputFile | None = None
         self._console = _StderrConsole()
         self._display = self._new_display()
+        self._mid_thought = False
         self._mid_line = False  # the last text written does not end its line
 
     def __enter__(self) -> Output:
@@ -116,6 +117,20 @@ class Output:
         from prompt_toolkit.output import create_output
 
         return create_output(stdout=sys.stderr)
+
+    def thought(self, piece: str) -> None:
+        """What is no part of the text and may be read beside it: to standard error, dimmed at a terminal; not if
+        quiet."""
+        if not self._quiet:
+            self._display.stop()
+            self._console.print(Text(_shown_at(sys.stderr, piece), "dim"), soft_wrap=True, end="")
+            self._mid_thought = not piece.endswith("\n")
+
+    def end_thought(self) -> None:
+        """End the line of thoughts, if it has not ended."""
+        if self._mid_thought:
+            self._mid_thought = False
+            self._print("")
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Write one JSON object on one line to standard output."""

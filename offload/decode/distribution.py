@@ -16,7 +16,17 @@ from torch import Tensor
 from offload.decode.constraint import Constraint
 from offload.decode.grammar import Grammar
 from offload.decode.grammar_text import GrammarText
-from offload.decode.penalties import Dry, MinTokens, NoRepeatNgram, Occurrences, Penalty, Repetition, Text, Tokens
+from offload.decode.penalties import (
+    ClosedThoughts,
+    Dry,
+    MinTokens,
+    NoRepeatNgram,
+    Occurrences,
+    Penalty,
+    Repetition,
+    Text,
+    Tokens,
+)
 from offload.decode.sampling import SamplingParams
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
@@ -127,6 +137,9 @@ def _penalties(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Colle
         found.append(
             Dry(sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_window, breakers)
         )
+    if (thoughts := sampling.thoughts) is not None:
+        close, mark = (tuple(tokenizer.encode_piece(text)) for text in (thoughts.close, thoughts.close.strip()))
+        found.append(ClosedThoughts(thoughts.tokens, close, mark))
     if sampling.min_tokens and not sampling.ignore_eos:
         found.append(MinTokens(sampling.min_tokens, end_tokens))
     return found

@@ -147,6 +147,31 @@ class MinTokens:
         return without(logits, (banned & too_short[:, None]).to(logits.device))
 
 
+@dataclass(frozen=True)
+class ClosedThoughts:
+    """Allows `close` alone from the token at `budget` on, one after the other, where the generated text has not had
+    `mark` before."""
+
+    budget: int
+    close: tuple[int, ...]
+    mark: tuple[int, ...]
+
+    def __call__(self, logits: Tensor, text: Text, first: int) -> Tensor:
+        for row, place in enumerate(range(first, len(text.tokens) + 1)):
+            generated = text.tokens[text.num_prompt : place].tolist()
+            at = len(generated) - self.budget
+            if 0 <= at < len(self.close) and not _has(generated[: self.budget], self.mark):
+                only = torch.full_like(logits[row], -torch.inf)
+                only[self.close[at]] = 0.0
+                logits[row] = only
+        return logits
+
+
+def _has(tokens: list[int], wanted: tuple[int, ...]) -> bool:
+    starts = range(len(tokens) - len(wanted) + 1)
+    return any(tokens[start : start + len(wanted)] == list(wanted) for start in starts)
+
+
 def _counts(text: Text, start: int, first: int, logits: Tensor, window: int) -> Tensor:
     """How often each token stands among those from `start` on and the last `window` before each of the places of
     `logits`, [n, V] int32."""

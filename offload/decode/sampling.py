@@ -38,6 +38,18 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+@dataclass(frozen=True)
+class ThoughtBudget:
+    """A text that begins with thoughts: unless `close` was written before, it is written after so many tokens."""
+
+    tokens: int
+    close: str
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise UsageError(f"thinking-tokens is {self.tokens}, it must be 0 or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The distribution a request samples from, as a function of the tokens before a place and of the model's logits
@@ -71,6 +83,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    thoughts: ThoughtBudget | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +109,7 @@ class SamplingParams:
         repeats = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         return bool(
             self.constraint is not None
+            or self.thoughts is not None
             or repeats
             or self.no_repeat_ngram
             or self.dry_multiplier

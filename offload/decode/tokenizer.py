@@ -122,7 +122,7 @@ class Tokenizer:
         template = self._inner.chat_template
         return tuple(template) if isinstance(template, Mapping) else ()
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], template: str, **variables: str) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], template: str, **variables: object) -> str:
         """Text of `messages` (role; content: text or a list of parts), up to where the next reply begins.
 
         Special tokens have their names. template: Jinja, run in a sandbox. Raises whatever the template raises.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError
@@ -14,8 +15,10 @@ from triforce_cli.citations import ASKED, Citation, citations
 from triforce_cli.render import chat as render_chat
 
 if TYPE_CHECKING:
+    from offload.decode.sampling import SamplingParams
     from offload.engine.engine import Step
     from offload.progress import OnProgress, Progress
+    from triforce_cli.chat import thoughts
     from triforce_cli.chat.engine import ChatEngine
     from triforce_cli.chat.formats import ChatFormat, Part
     from triforce_cli.chat.settings import Settings
@@ -41,10 +44,13 @@ class Dialogue:
         conversation: Conversation,
         interactive: bool,
         cites: bool = False,
+        shows_thoughts: bool = True,
+        thought_tokens: int | None = None,
     ) -> None:
         self.engine, self.format, self.settings, self.output = engine, chat_format, settings, output
         self.conversation, self.interactive = conversation, interactive
         self.cites, self.citations = cites, list[Citation]()  # of the last reply
+        self._shows_thoughts, self._thought_tokens = shows_thoughts, thought_tokens
         self.draft = ""  # what the next message begins with, to be edited
         self.edits_drafts = interactive  # is there an editor that shows it?
         self._precomputed: list[int] = []  # what the work ahead runs, or ran
@@ -70,7 +76,7 @@ class Dialogue:
     def _answer(self, asked: Conversation, again: bool, on_progress: OnProgress) -> None:
         question = "" if again else asked.question or ""
         try:
-            tokens = self.format.prompt_tokens(asked)
+            tokens = self.format.reply_tokens(asked, "")
             self._check_room(len(tokens) + 1)
             reply, reply_tokens, finish = self._show_reply(tokens, asked.documents, on_progress)
         except TriforceError:
@@ -174,23 +180,38 @@ class Dialogue:
             self._background.forget()
             steps = self.engine.answer(
                 tokens,
-                self.settings.params(self._num_replies),
+                self._sampling(),
                 max_tokens=self.settings.max_tokens,
                 stop=self.format.stops,
                 end_tokens=self.format.end_tokens,
                 passages=ASKED if self.cites else 0,
                 on_progress=on_progress,
             )
+            splitter = self.format.splitter(tokens)
             with closing(steps):
                 for step in self._until_stopped(steps):
                     pieces.append(step.text if "".join(pieces) else step.text.lstrip())
                     spoken += step.tokens
                     finish = step.finish
                     self.citations = citations(step.passages, tokens, documents, self.format.tokenizer)
-                    self.output.text(pieces[-1])
+                    self._show_parts(splitter.push(pieces[-1]))
+            self._show_parts(splitter.flush())
             self.output.end_line()
         self.output.note(render_chat.cited(self.citations))
         return "".join(pieces), spoken, finish
+
+    def _sampling(self) -> SamplingParams:
+        sampling = self.settings.params(self._num_replies)
+        budget = self.format.thought_budget(self._thought_tokens)
+        return sampling if budget is None else replace(sampling, thoughts=budget)
+
+    def _show_parts(self, parts: Sequence[thoughts.Part]) -> None:
+        for part in parts:
+            if not part.is_thought:
+                self.output.end_thought()
+                self.output.text(part.text)
+            elif self._shows_thoughts:
+                self.output.thought(part.text)
 
     def _wait_ahead(self, on_progress: OnProgress) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from offload.decode.sampling import ThoughtBudget
 from offload.errors import ModelError, UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.script import Piece, Script, block, write
 from triforce_cli.chat.steps import TooManySteps, limited_steps
 from triforce_cli.chat.templates import OWN
+from triforce_cli.chat.thoughts import Splitter, marks_of, switched_off
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 NAMES = (AUTO, *OWN)
 _CACHED_PIECES = 512
+_LAST_TOKENS = 32  # of a prompt, in which thoughts may be opened
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,16 @@ class ChatFormat:
     notice: what to tell the person at the terminal, if anything.
     """
 
-    def __init__(self, tokenizer: Tokenizer, name: str = AUTO) -> None:
-        """name: one of NAMES; "auto" takes the tokenizer's own template, and the plain format where it has none."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str = AUTO,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        thinks: bool = True,
+    ) -> None:
+        """name: one of NAMES; "auto" takes the tokenizer's own template, and the plain format where it has none.
+        variables: of the template. thinks: False where a model that writes thoughts is to write none."""
         if name not in NAMES:
             raise UsageError(f"there is no chat template {name!r}; choose one of {', '.join(NAMES)}")
         own = tokenizer.chat_template if name == AUTO else None
@@ -58,6 +69,10 @@ class ChatFormat:
         self.notice = _no_template(tokenizer.named_templates) if name == AUTO and own is None else ""
         self.tokenizer = tokenizer
         self._template = own if own is not None else OWN[self.name]
+        self.marks = marks_of(self._template)
+        off = {} if thinks else switched_off(self._template)
+        self._variables = off | dict(variables or {})
+        self._no_thoughts = not thinks and not off
         self._start = tokenizer.start_tokens() if own is None else []
         self._special = tokenizer.added_tokens(special=True)
         self._guards = Guards(Guard(self._controls()), Guard(self._special))
@@ -73,7 +88,25 @@ class ChatFormat:
     def reply_tokens(self, conversation: Conversation, begin: str) -> list[int]:
         """`prompt_tokens`, and behind them those of what the reply begins with."""
         tokens = self.prompt_tokens(conversation)
+        if self._no_thoughts and self.marks is not None:
+            begin = (self.marks.end if self.splitter(tokens).is_thinking else self.marks.none) + begin
         return [*tokens, *self.tokenizer.encode_piece(begin)] if begin else tokens
+
+    def thought_budget(self, tokens: int | None) -> ThoughtBudget | None:
+        """So many tokens of thoughts; None where there is no limit, or the model writes none."""
+        if tokens is None or self.marks is None:
+            return None
+        return ThoughtBudget(tokens, self.marks.end)
+
+    def splitter(self, prompt: Sequence[int], begin: str = "") -> Splitter:
+        """Of the reply to `prompt`, which the template or `begin` may have begun with thoughts."""
+        if self.marks is None:
+            return Splitter(None)
+        before = self.tokenizer.decode(prompt[-_LAST_TOKENS:])
+        opened, closed = before.rfind(self.marks.open), before.rfind(self.marks.close)
+        over = bool(begin) or (closed > opened and not before[closed + len(self.marks.close) :].strip())
+        begun = opened > closed and not before[opened + len(self.marks.open) :].strip()
+        return Splitter(None if over and not begun else self.marks, begun=begun)
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
         """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked."""
@@ -121,7 +154,8 @@ class ChatFormat:
 
     def _script(self, conversation: Conversation) -> Script:
         def render(messages: Sequence[Mapping[str, object]]) -> str:
-            variables = {"date_string": conversation.date} if conversation.date else {}
+            date = {"date_string": conversation.date} if conversation.date else {}
+            variables = date | self._variables
             try:
                 with limited_steps():
                     return self.tokenizer.render_chat(messages, self._template, **variables)

@@ -11,7 +11,16 @@ from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.asking import Ask
-from triforce_cli.commands.chat import Files, System, Template
+from triforce_cli.commands.chat import (
+    Files,
+    System,
+    Template,
+    TemplateArguments,
+    ThinkingOption,
+    ThinkingTokens,
+    check_thinking,
+    template_variables,
+)
 from triforce_cli.commands.generate import (
     AsEvents,
     Compare,
@@ -87,6 +96,9 @@ def ask(
     stats: ShowStats = False,
     compare: Compare = False,
     cite: options.Cite = False,
+    thinking: ThinkingOption = "show",
+    thinking_tokens: ThinkingTokens = None,
+    template_arg: TemplateArguments = None,
     logprobs: options.Logprobs = None,
     json: options.AsJson = False,
     jsonl: AsEvents = False,
@@ -139,6 +151,9 @@ def ask(
         show_stats=stats,
         compare=compare,
         cites=cite,
+        thinking=check_thinking(thinking, thinking_tokens),
+        thinking_tokens=thinking_tokens,
+        template_variables=template_variables(template_arg or ()),
         logprobs=logprobs,
         quiet=quiet,
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+from offload import strict_json
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
@@ -23,7 +25,7 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
-from triforce_cli.options import option, switch
+from triforce_cli.options import option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import decode_argument, read_text
 from triforce_cli.render import chat as render_chat
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from triforce_cli.chat.formats import ChatFormat
     from triforce_cli.chat.reader import Reader
     from triforce_cli.chat.settings import Settings
+    from triforce_cli.chat.thoughts import Thinking
 
 CHAT = "Conversation"
 
@@ -58,6 +61,29 @@ Template = Annotated[
         metavar="NAME",
     ),
 ]
+ThinkingOption = Annotated[
+    str,
+    option(
+        "--thinking",
+        "Thoughts of models that write some: show (standard error), hide, or off: none are written.",
+        CHAT,
+        metavar="HOW",
+    ),
+]
+ThinkingTokens = Annotated[
+    int | None,
+    option("--thinking-tokens", "Thoughts end after so many tokens.", CHAT, metavar="N", parser=whole, hidden=True),
+]
+TemplateArguments = Annotated[
+    list[str] | None,
+    option(
+        "--template-arg",
+        "A variable of the chat template, its value in JSON, else a text. Can be repeated.",
+        CHAT,
+        metavar="NAME=VALUE",
+        hidden=True,
+    ),
+]
 NoHistory = Annotated[bool, switch("--no-history", "Do not keep what is typed for the next time.", CHAT)]
 
 
@@ -75,6 +101,9 @@ class Chat:
     read_only: bool
     history: bool
     cites: bool
+    thinking: Thinking
+    thinking_tokens: int | None
+    template_variables: Mapping[str, Any]
     quiet: bool
 
     def run(self) -> None:
@@ -90,7 +119,12 @@ class Chat:
                 engine = stack.enter_context(
                     ChatEngine(prepared, session=self.session, read_only=self.read_only, on_note=output.note)
                 )
-                chat_format = ChatFormat(prepared.tokenizer, self.template)
+                chat_format = ChatFormat(
+                    prepared.tokenizer,
+                    self.template,
+                    variables=self.template_variables,
+                    thinks=self.thinking != "off" and self.settings.params().constraint is None,
+                )
             interactive = output.has_person
             dialogue = Dialogue(
                 engine,
@@ -100,6 +134,8 @@ class Chat:
                 conversation=self._beginning(engine.store, output),
                 interactive=interactive,
                 cites=self.cites,
+                shows_thoughts=self.thinking == "show",
+                thought_tokens=self.thinking_tokens,
             )
             stack.enter_context(closing(dialogue))
             chat_format.closing_tokens(dialogue.conversation.clear())  # is there a place for the system message?
@@ -227,6 +263,9 @@ def chat(
     session: SessionFlags,
     no_history: NoHistory = False,
     cite: options.Cite = False,
+    thinking: ThinkingOption = "show",
+    thinking_tokens: ThinkingTokens = None,
+    template_arg: TemplateArguments = None,
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Chat:
@@ -254,5 +293,34 @@ def chat(
         read_only=session.read_only,
         history=not no_history,
         cites=cite,
+        thinking=check_thinking(thinking, thinking_tokens),
+        thinking_tokens=thinking_tokens,
+        template_variables=template_variables(template_arg or ()),
         quiet=quiet,
     )
+
+
+def check_thinking(text: str, tokens: int | None) -> Thinking:
+    """Raises UsageError."""
+    from triforce_cli.chat.thoughts import NAMES
+
+    if tokens is not None and tokens < 0:
+        raise UsageError(f"thinking-tokens is {tokens}, it must be 0 or more")
+    found = next((name for name in NAMES if name == text), None)
+    if found is None:
+        raise UsageError(f"thinking is {text!r}, it must be one of {', '.join(NAMES)}")
+    return found
+
+
+def template_variables(texts: Sequence[str]) -> dict[str, Any]:
+    """From NAME=VALUE each. Raises UsageError."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = decode_argument("--template-arg", text).partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"template-arg is {text!r}, it must be NAME=VALUE, such as enable_thinking=false")
+        try:
+            found[name] = strict_json.parse(value)
+        except (ValueError, RecursionError):
+            found[name] = value
+    return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -35,12 +36,13 @@ from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
 from triforce_cli.render.stats import compared
 
 if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
+    from offload.decode.sampling import SamplingParams, ThoughtBudget
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
     from triforce_cli.chat.conversation import Document
+    from triforce_cli.chat.thoughts import Splitter
 
 Stop = Annotated[
     list[str] | None,
@@ -116,7 +118,8 @@ Compare = Annotated[
 class Prompted:
     """What the model reads, and how its answer ends and begins: besides the model's own ends, at `end_tokens` and
     `stops`; behind `begin`, which is a part of it. trimmed: without the white space that the answer begins with.
-    passages: of `documents`, that the answer attends to most, so many are looked at."""
+    passages: of `documents`, that the answer attends to most, so many are looked at. splitter: tells thoughts apart.
+    shows_thoughts: to the person. thoughts: what limits them."""
 
     tokens: Sequence[int]
     end_tokens: frozenset[int] = frozenset()
@@ -125,14 +128,25 @@ class Prompted:
     trimmed: bool = False
     passages: int = 0
     documents: tuple[Document, ...] = ()
+    splitter: Splitter | None = None
+    shows_thoughts: bool = False
+    thoughts: ThoughtBudget | None = None
 
-    def shown(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """`steps` as they are to be shown."""
+    def shown(self, steps: Iterable[Step], on_thought: Callable[[str], None]) -> Iterator[Step]:
+        """`steps` with the text that is said; thoughts are heard by `on_thought`."""
         begin, trimming = self.begin, self.trimmed and not self.begin
         for step in steps:
-            text = begin + (step.text.lstrip() if trimming else step.text)
+            said = step.text if self.splitter is None else self._said(self.splitter, step, on_thought)
+            text = begin + (said.lstrip() if trimming else said)
             begin, trimming = "", trimming and not text
             yield step if text == step.text else replace(step, text=text)
+
+    def _said(self, splitter: Splitter, step: Step, on_thought: Callable[[str], None]) -> str:
+        parts = splitter.push(step.text) + (splitter.flush() if step.finish is not None else [])
+        for part in parts:
+            if part.is_thought:
+                on_thought(part.text)
+        return "".join(part.text for part in parts if not part.is_thought)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +208,8 @@ class Generate:
                 replace(self._request(prompted, plan), reuse=store is not None, logprobs=self.logprobs),
                 on_progress=on_progress,
             )
-            for step in prompted.shown(deadline.within(steps)):
+            on_thought = partial(answer.thought, shown=prompted.shows_thoughts)
+            for step in prompted.shown(deadline.within(steps), on_thought):
                 answer.add(step)
                 if self.as_json or self.file:
                     output.report("decode", answer.num_tokens, plan.request.max_tokens, "tokens")
@@ -208,7 +223,7 @@ class Generate:
     def _request(self, prompted: Prompted, plan: Plan) -> GenerationRequest:
         return GenerationRequest(
             prompted.tokens,
-            self.sampling,
+            replace(self.sampling, thoughts=prompted.thoughts) if prompted.thoughts else self.sampling,
             max_tokens=plan.request.max_tokens,
             stop=(*self.stops, *prompted.stops),
             end_tokens=prompted.end_tokens,

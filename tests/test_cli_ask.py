@@ -1,0 +1,303 @@
+"""`triforce ask`: a question, documents and a template in, one answer out; and where it comes from."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import save_pair
+from offload.decode.sampling import SamplingParams
+from offload.engine.attended import Attended, Passage
+from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
+from offload.errors import UsageError
+from offload.plan.options import Options
+from triforce_cli.app import app
+from triforce_cli.asking import filled
+from triforce_cli.batch.openai import own
+from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.formats import ChatFormat
+from triforce_cli.chat.messages import read
+from triforce_cli.citations import Citation, citations
+from triforce_cli.commands.ask import Ask
+
+Triforce = Callable[..., tuple[int, str, str]]
+BOOK = "It was a dull day.\nThe key is under the mat.\nNobody came.\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder, context=1024)
+    (folder / "book.txt").write_text(BOOK)
+    (folder / "question.txt").write_text("Where is the {thing}?\n")
+    return folder
+
+
+@pytest.fixture
+def asked(folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Of `triforce ask ARGS`; stdin: what is piped in, None: a terminal."""
+
+    def run(*args: str, stdin: str | None = None) -> str:
+        piped = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
+        monkeypatch.setattr("triforce_cli.prompt.stdin_is_terminal", lambda: stdin is None)
+        monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: stdin is None)
+        monkeypatch.setattr("triforce_cli.prompt._read_stdin", lambda what, note: piped.buffer.read())
+        common = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
+        code, out, err = triforce("ask", *common, "--max-tokens", "12", *args)
+        assert (code, err) == (0, ""), err
+        return out
+
+    return run
+
+
+def expected(folder: Path, conversation: Conversation, begin: str = "") -> list[int]:
+    """The tokens of the answer, by the engine."""
+    tokenizer = load_tokenizer(folder / "target", None)
+    chat_format = ChatFormat(tokenizer)
+    prompt = chat_format.reply_tokens(conversation, begin)
+    options = Options(device="cpu", dtype="fp32")
+    plan = plan_request(folder / "target", None, options, num_prompt_tokens=len(prompt), max_tokens=12)
+    request = GenerationRequest(
+        prompt,
+        SamplingParams(temperature=0.0),
+        max_tokens=12,
+        stop=chat_format.stops,
+        end_tokens=chat_format.end_tokens,
+    )
+    with Engine.load(plan, folder / "target", None, tokenizer) as engine:
+        return [token for step in engine.generate(request) for token in step.tokens]
+
+
+def test_the_question_stands_behind_documents_in_the_models_template(folder: Path, asked: Callable[..., str]) -> None:
+    conversation = Conversation().with_system("Be brief.").with_document(Document("book.txt", BOOK)).asked("Where?")
+    wanted = expected(folder, conversation)
+    system = folder / "system.txt"
+    system.write_text("Be brief.")
+    args = ("Where?", "--file", str(folder / "book.txt"), "--json")
+    assert json.loads(asked(*args, "--system", "Be brief."))["tokens"] == wanted
+    assert json.loads(asked(*args, "--system-file", str(system)))["tokens"] == wanted
+
+
+def test_piped_text_is_a_document_or_the_question(folder: Path, asked: Callable[..., str]) -> None:
+    piped = expected(folder, Conversation().with_document(Document("standard input", BOOK)).asked("Where?"))
+    assert json.loads(asked("Where?", "--json", stdin=BOOK))["tokens"] == piped
+    question = expected(folder, Conversation().asked("Where?"))
+    assert json.loads(asked("--json", stdin="Where?"))["tokens"] == question
+    assert json.loads(asked("Where?", "--json", stdin=""))["tokens"] == question
+
+
+def test_a_question_file_may_have_placeholders(folder: Path, asked: Callable[..., str]) -> None:
+    wanted = expected(folder, Conversation().asked("Where is the key?"))
+    found = asked("--prompt-file", str(folder / "question.txt"), "--var", "thing=key", "--json")
+    assert json.loads(found)["tokens"] == wanted
+
+
+def test_an_answer_begins_as_it_is_to_and_ends_with_a_line(folder: Path, asked: Callable[..., str]) -> None:
+    found = json.loads(asked("Where?", "--begin-reply", "Under", "--json"))
+    assert found["text"].startswith("Under")
+    assert found["tokens"] == expected(folder, Conversation().asked("Where?"), "Under")
+    text = asked("Where?", "--begin-reply", "Under")
+    assert text.startswith("Under")
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "there is no question"),
+        (("Why?", "--prompt-file", "x"), "there are two questions"),
+        (("Why?", "--system", "a", "--system-file", "x"), "two system messages"),
+        (("Where is {it}?", "--var", "that=x"), "has the placeholder {it}; --var names that"),
+        (("Why?", "--var", "1=x"), "var is '1=x'"),
+        (("Why?", "--file", "nowhere.txt"), "cannot be read from nowhere.txt"),
+        (("Why?", "--template", "none"), "template is 'none'"),
+        (("Why?", "--thinking", "loud"), "thinking is 'loud'"),
+        (("Why?", "--json", "--jsonl"), "two forms of one answer"),
+        (("Why?", "--logprobs", "1"), "--logprobs go into JSON"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    args: tuple[str, ...], said: str, folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    code, out, err = triforce("ask", "--model", str(folder / "target"), *args)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_placeholders_are_names_in_braces() -> None:
+    values = {"a": "{b}", "b": "x"}
+    assert filled("{a}{{a}} {1} {}", values, "it") == "{b}{a} {1} {}"
+    assert filled("{a} {{", {}, "it") == "{a} {{"
+    with pytest.raises(UsageError, match="placeholder"):
+        filled("{c}", values, "it")
+
+
+def test_messages_are_a_conversation() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": [{"type": "text", "text": "Where"}, {"type": "text", "text": "?"}]},
+    ]
+    conversation, begin = read(messages)
+    assert conversation.system == "Be brief."
+    assert [(turn.user, turn.reply) for turn in conversation.turns] == [("Hi", "Hello")]
+    assert (conversation.question, begin) == ("Where?", "")
+    assert read([*messages, {"role": "assistant", "content": "In"}])[1] == "In"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "take turns"),
+        ([{"role": "assistant", "content": "a"}], "take turns"),
+        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "may only be the first"),
+        ([{"role": "tool", "content": "a"}], "has the role 'tool'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "is no text"),
+        ([{"role": "user", "content": None}], "is no text"),
+        ([{"role": "system", "content": "a"}], "no message of the user"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read(messages)
+
+
+def test_lines_of_openais_format_are_lines_of_our_own() -> None:
+    body = {
+        "model": "x", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 5, "n": 1, "stop": None,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+        "logprobs": True, "top_logprobs": 2, "temperature": 0,
+    }  # fmt: skip
+    found = own({"custom_id": "a", "url": "/v1/chat/completions", "body": body}, "line 1")
+    assert found == {
+        "id": "a", "messages": body["messages"], "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2,
+        "temperature": 0,
+    }  # fmt: skip
+    assert own({"body": {"response_format": {"type": "json_object"}}}, "")["json_schema"] == {"type": "object"}
+    for wrong, said in [
+        ({"url": "/v1/embeddings", "body": {}}, "only requests to"),
+        ({"body": {"n": 2}}, "n is 2, it can only be 1"),
+        ({"body": {"response_format": {"type": "xml"}}}, "response_format"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            own(wrong, "line 1")
+
+
+def test_conversations_of_a_batch_are_answered_like_questions(folder: Path, tmp_path: Path, triforce: Triforce) -> None:
+    message = {"role": "user", "content": "Where?"}
+    lines = [
+        {"custom_id": "a", "body": {"messages": [message], "max_tokens": 12, "temperature": 0}},
+        {"messages": [message, {"role": "assistant", "content": "Under"}], "max_tokens": 12, "temperature": 0},
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    args = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--input-jsonl", str(source), "-q")
+    code, out, err = triforce("generate", *args)
+    assert (code, err) == (0, "")
+    found = {line["id"]: line for line in map(json.loads, out.splitlines())}
+    assert found["a"]["tokens"] == expected(folder, Conversation().asked("Where?"))
+    assert found[2]["tokens"] == expected(folder, Conversation().asked("Where?"), "Under")
+    assert found[2]["text"].startswith("Under")
+
+
+# Where an answer comes from
+
+
+def test_passages_are_the_chunks_with_the_most_mass_and_never_the_first() -> None:
+    attended = Attended(4, 43)
+    mass = torch.zeros(2, 3, 12)
+    mass[..., 0], mass[0, 1, 5], mass[1, 2, 6], mass[..., 9], mass[..., 11] = 50.0, 3.0, 1.0, 1.0 / 6, 9.0
+    attended.add(mass)
+    attended.add(mass)
+    first, second, *_ = attended.passages(2)
+    assert (first.start, first.end) == (16, 28)
+    assert (second.start, second.end) == (32, 40)  # the chunk after 40 is not whole: it ends in the answer
+    assert (first.share, second.share) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert Attended(4, 43).passages(3) == []
+
+
+def test_a_passage_is_named_by_document_and_lines() -> None:
+    class Letters:
+        def decode(self, tokens: Any) -> str:
+            return "".join(map(chr, tokens))
+
+    tokenizer: Any = Letters()
+    other = Document("other.txt", "Something else.\n" * 20)
+    twice = Document("book.txt", BOOK + "filler line of text\n" * 30 + BOOK)
+    prompt = list(map(ord, f"<system>{other.text}{twice.text}<question>"))
+    text = "".join(map(chr, prompt))
+    late, early = text.rfind("key is under"), text.find("key is under")
+    found = citations(
+        [Passage(late - 2, late + 16, 0.5), Passage(0, 8, 0.3), Passage(early - 2, early + 16, 0.2)],
+        prompt, [other, twice], tokenizer,
+    )  # fmt: skip
+    assert [(each.document, each.first_line, each.last_line) for each in found] == [
+        ("book.txt", 35, 35),
+        ("book.txt", 2, 2),
+    ]
+    assert "key is under" in found[0].text
+    assert str(found[1]).startswith("book.txt, line 2 (20%): ")
+    assert "lines 1 to 3" in str(Citation("x", 1, 3, 0.1, "a\nb\nc"))
+
+
+def test_masses_of_a_text_do_not_depend_on_who_drafted_it(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "target", folder / "draft")
+    prompt = tokenizer.encode(BOOK * 6)
+    found = []
+    for settings in ({"speculation": False}, {"gamma": 4, "draft_gamma": 2, "budget": 64, "chunk": 16}, {"chunk": 16}):
+        options = Options(device="cpu", dtype="fp32", masses=True, **settings)  # type: ignore[arg-type]
+        draft = folder / "draft" if "gamma" in settings else None
+        plan = plan_request(folder / "target", draft, options, num_prompt_tokens=len(prompt), max_tokens=24)
+        request = GenerationRequest(prompt, SamplingParams(temperature=0.0), max_tokens=24, passages=4)
+        with Engine.load(plan, folder / "target", draft, tokenizer) as engine:
+            *_, last = engine.generate(request)
+            assert not engine.worker.full.keep_mass
+        found.append(last.passages)
+    assert len(found[0]) == 4
+    for others in found[1:]:
+        assert [(each.start, each.end) for each in others] == [(each.start, each.end) for each in found[0]]
+        assert [each.share for each in others] == pytest.approx([each.share for each in found[0]], rel=1e-3)
+
+
+def test_passages_want_a_plan_that_records_masses(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "target", None)
+    options = Options(device="cpu", dtype="fp32", speculation=False)
+    plan = plan_request(folder / "target", None, options, num_prompt_tokens=9, max_tokens=4)
+    with (
+        Engine.load(plan, folder / "target", None, tokenizer) as engine,
+        pytest.raises(UsageError, match="masses=True"),
+    ):
+        list(engine.generate(GenerationRequest([1, 2, 3], SamplingParams(), max_tokens=2, passages=1)))
+
+
+def test_cite_names_passages_below_the_answer_and_in_json(folder: Path, triforce: Triforce) -> None:
+    book = folder / "long.txt"
+    book.write_text("".join(f"Line {i} says nothing of note.\n" for i in range(25)))
+    common = ("--model", str(folder / "target"), "--draft", "none", "--max-tokens", "8", "--file", str(book))
+    question = folder / "why.txt"
+    question.write_text("Why?")
+    args = (*common, "--prompt-file", str(question), "--cite")
+    code, out, err = triforce("ask", *args, "--json", "-q")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["citations"]
+    assert 1 <= len(found) <= 3
+    assert all(each["document"] == "long.txt" and 1 <= each["first_line"] <= each["last_line"] <= 25 for each in found)
+    code, _, err = triforce("ask", *args)
+    assert code == 0
+    assert "[1] long.txt, line" in err
+
+
+def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
+    for args, wanted in (((), False), (("--cite",), True)):
+        parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
+        assert isinstance(parsed, Ask)
+        assert parsed.options.masses is wanted

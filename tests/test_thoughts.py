@@ -1,0 +1,190 @@
+"""Thoughts at the beginning of a reply: told apart from what is said, limited, or not written at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.decode.distribution import distribution_of
+from offload.decode.sampling import SamplingParams, ThoughtBudget
+from offload.errors import UsageError
+from sampling_reference import Letters
+from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.formats import ChatFormat
+from triforce_cli.chat.thoughts import Marks, Splitter, marks_of, switched_off
+from triforce_cli.commands.chat import check_thinking, template_variables
+
+MARKS = Marks("<think>", "</think>")
+QWEN = (  # the shape of Qwen3's
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+R1 = (  # the shape of DeepSeek-R1's
+    "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+)
+
+LATE = (  # a model that opens its thoughts itself
+    "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def told(texts: list[str], *, begun: bool = False, marks: Marks | None = MARKS) -> tuple[str, str]:
+    """(thoughts, what is said)."""
+    splitter = Splitter(marks, begun=begun)
+    parts = [part for text in texts for part in splitter.push(text)] + splitter.flush()
+    thoughts, said = ("".join(part.text for part in parts if part.is_thought is thought) for thought in (True, False))
+    return thoughts, said
+
+
+CASES = [
+    ("<think>\nhm\n</think>\n\nYes.", False, ("hm", "Yes.")),
+    ("\n<think>a <b> </thin c</think>d", False, ("a <b> </thin c", "d")),
+    ("Yes, <think>no</think>.", False, ("", "Yes, <think>no</think>.")),
+    ("hm\n</think>\n\nYes.\n", True, ("hm", "Yes.\n")),
+    ("never ends ", True, ("never ends ", "")),
+    ("<think>\n\n</think>\n\nYes.", False, ("", "Yes.")),
+    ("<thin", False, ("", "<thin")),
+    ("  x", False, ("", "x")),
+]
+
+
+@pytest.mark.parametrize(("text", "begun", "expected"), CASES)
+def test_thoughts_are_told_apart_wherever_the_text_is_cut(text: str, begun: bool, expected: tuple[str, str]) -> None:
+    assert told([text], begun=begun) == expected
+    assert told(list(text), begun=begun) == expected
+    for at in range(1, len(text)):
+        assert told([text[:at], text[at:]], begun=begun) == expected
+
+
+@given(st.text("<>/think ab\n", max_size=30), st.lists(st.integers(1, 5), max_size=30), st.booleans())
+def test_pieces_do_not_matter_and_nothing_but_marks_and_space_is_lost(text: str, cuts: list[int], begun: bool) -> None:
+    pieces, left = list[str](), text
+    for cut in cuts:
+        pieces.append(left[:cut])
+        left = left[cut:]
+    thoughts, said = told([*pieces, left], begun=begun)
+    assert (thoughts, said) == told([text], begun=begun)
+    lost = len("".join(text.split())) - len("".join((thoughts + said).split()))
+    assert lost in (0, len(MARKS.close), len(MARKS.open), len(MARKS.open) + len(MARKS.close))
+
+
+def test_without_marks_all_is_said() -> None:
+    assert told(["<think>x</think>y"], marks=None) == ("", "<think>x</think>y")
+
+
+def test_marks_and_switches_are_the_templates_own() -> None:
+    assert marks_of(QWEN) == MARKS
+    assert marks_of("{{ messages }}") is None
+    assert switched_off(QWEN) == {"enable_thinking": False}
+    assert switched_off(R1) == {}
+    assert switched_off("a text about thinking") == {}
+
+
+class Piped:
+    """A tokenizer of characters with a template, as far as ChatFormat needs one."""
+
+    def __init__(self, template: str) -> None:
+        import jinja2
+
+        self.chat_template, self._jinja = template, jinja2.Environment()
+        self.named_templates = ()
+
+    def start_tokens(self) -> list[int]:
+        return []
+
+    def added_tokens(self, *, special: bool) -> dict[str, int]:
+        return {}
+
+    def encode_piece(self, text: str, *, first: bool = False, until: str = "") -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+    def render_chat(self, messages: Any, template: str, **variables: object) -> str:
+        rendered = self._jinja.from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
+        return str(rendered)
+
+
+def format_of(template: str, **settings: Any) -> ChatFormat:
+    tokenizer: Any = Piped(template)
+    return ChatFormat(tokenizer, **settings)
+
+
+def prompt(chat_format: ChatFormat, begin: str = "") -> str:
+    return chat_format.tokenizer.decode(chat_format.reply_tokens(Conversation().asked("Hi"), begin))
+
+
+def test_a_template_that_opens_thoughts_has_them_begun() -> None:
+    found = format_of(R1)
+    tokens = found.reply_tokens(Conversation().asked("Hi"), "")
+    assert [part.is_thought for part in found.splitter(tokens).push("hm")] == [True]
+    found = format_of(QWEN)
+    tokens = found.reply_tokens(Conversation().asked("Hi"), "")
+    assert [part.is_thought for part in found.splitter(tokens).push("Yes, I do")] == [False]
+    assert [part.is_thought for part in found.splitter(tokens).push("<think>I do")] == [True]
+
+
+def test_off_is_the_templates_switch_or_a_reply_that_begins_behind_its_thoughts() -> None:
+    assert prompt(format_of(QWEN, thinks=False)).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert prompt(format_of(R1, thinks=False)).endswith("[assistant]<think>\n\n</think>\n\n")
+    assert prompt(format_of(LATE, thinks=False)).endswith("[assistant]<think>\n\n</think>\n\n")
+    for template in (QWEN, R1, LATE):
+        found = format_of(template, thinks=False)
+        tokens = found.reply_tokens(Conversation().asked("Hi"), "")
+        assert told_by(found.splitter(tokens), "Yes.") == [("Yes.", False)]
+
+
+def told_by(splitter: Splitter, text: str) -> list[tuple[str, bool]]:
+    return [(part.text, part.is_thought) for part in splitter.push(text) + splitter.flush()]
+
+
+def test_thoughts_of_earlier_replies_are_fed_back_where_the_template_does_it_alone() -> None:
+    said = "<think>\nhm, secret\n</think>\n\nYes."
+    conversation = Conversation().asked("Hi").answered(said, tuple(map(ord, said)), complete=True).asked("And?")
+    for template in (QWEN, R1):
+        text = format_of(template).tokenizer.decode(format_of(template).prompt_tokens(conversation))
+        assert "secret" not in text
+        assert "Yes." in text
+    keeps = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]{# </think> #}"
+    assert "secret" in format_of(keeps).tokenizer.decode(format_of(keeps).prompt_tokens(conversation))
+
+
+def test_variables_reach_the_template() -> None:
+    found = format_of(QWEN, variables={"enable_thinking": False})
+    assert prompt(found).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_budget_ends_thoughts_once_and_is_a_function_of_the_text() -> None:
+    letters: Any = Letters(6)  # "f" closes
+    sampling = SamplingParams(temperature=0.0, thoughts=ThoughtBudget(2, "efe"))
+    sampling = replace(sampling, thoughts=ThoughtBudget(2, "efe"))
+    found = distribution_of(sampling, letters, num_prompt=1, vocab_size=6, end_tokens=())
+    rows = torch.tensor([[9.0, 0, 0, 0, 0, 0]] * 7)
+
+    def greedy(tokens: list[int], count: int) -> list[int]:
+        return found.probs(rows[:count], tokens).argmax(-1).tolist()
+
+    assert greedy([0, 1, 2, 4, 5, 4, 0], 7) == [0, 0, 4, 5, 4, 0, 0]  # after two tokens "efe", then freely
+    closed = distribution_of(
+        replace(sampling, thoughts=ThoughtBudget(2, "f")), letters, num_prompt=1, vocab_size=6, end_tokens=()
+    )
+    assert closed.probs(rows[:4], [0, 5, 1, 2]).argmax(-1).tolist() == [0, 0, 0, 0]  # closed before
+
+
+def test_what_is_wrong_is_said() -> None:
+    assert check_thinking("hide", 5) == "hide"
+    assert template_variables(["a=false", "b=x y", "c=3"]) == {"a": False, "b": "x y", "c": 3}
+    for wrong in (lambda: check_thinking("loud", None), lambda: check_thinking("show", -1)):
+        with pytest.raises(UsageError, match="must be"):
+            wrong()
+    with pytest.raises(UsageError, match="NAME=VALUE"):
+        template_variables(["a"])

@@ -24,6 +24,7 @@ from triforce_cli.batch.openai import own
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.messages import read
+from triforce_cli.chat.tools import calls, read_tools
 from triforce_cli.citations import Citation, citations
 from triforce_cli.commands.ask import Ask
 
@@ -301,3 +302,55 @@ def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
         parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
         assert isinstance(parsed, Ask)
         assert parsed.options.masses is wanted
+
+
+# Tools
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_read_as_the_openai_api_has_them() -> None:
+    assert read_tools(json.dumps(WEATHER)) == read_tools(json.dumps([WEATHER])) == [WEATHER]
+    for text, said in [("{", "not JSON"), ("[3]", "tool 1 is not"), ('[{"function": {}}]', "tool 1 is not")]:
+        with pytest.raises(UsageError, match=said):
+            read_tools(text)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        'I ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        '{"name": "weather", "parameters": {"city": "Oslo"}}',
+        '```json\n{"name": "weather", "arguments": {"city": "Oslo"}}\n```',
+    ],
+)
+def test_calls_come_out_as_json(reply: str) -> None:
+    assert calls(reply) == [{"name": "weather", "arguments": {"city": "Oslo"}}]
+
+
+def test_several_calls_and_answers_that_are_none() -> None:
+    two = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "ab")
+    assert [call["name"] for call in calls(two)] == ["a", "b"]
+    for answer in ("It is sunny.", '{"name": "Oslo"}', "<tool_call>{</tool_call>", "[1, 2]"):
+        assert calls(answer) == []
+
+
+def test_a_template_without_a_place_for_tools_says_so(folder: Path, triforce: Triforce, tmp_path: Path) -> None:
+    tools, question = tmp_path / "tools.json", tmp_path / "q.txt"
+    tools.write_text(json.dumps([WEATHER]))
+    question.write_text("Why?")
+    args = ("--model", str(folder / "target"), "--prompt-file", str(question), "--tools", str(tools))
+    code, out, err = triforce("ask", *args)
+    assert (code, out) == (2, "")
+    assert "has no place for tools" in err
+
+
+def test_who_asks_the_demo_model_is_told_which_one_answers(triforce: Triforce, tmp_path: Path) -> None:
+    question = tmp_path / "q.txt"
+    question.write_text("Why?")
+    code, _, err = triforce("ask", "--prompt-file", str(question), "--max-tokens", "2")
+    assert code == 0
+    assert "triforce pull qwen2.5-0.5b-instruct" in err
+    assert "988 MB, Apache 2.0" in err

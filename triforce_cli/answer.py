@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from triforce_cli import __version__, log
+from triforce_cli.chat.tools import calls
 from triforce_cli.citations import Citation, citations
 from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import Failure, debugging, describe
@@ -48,6 +49,7 @@ class Answer:
         self._read: tuple[Sequence[int], Sequence[Document]] = (), ()
         self._citations: list[Citation] | None = None
         self._thoughts: list[str] = []
+        self.calls_tools = False  # calls are looked for
         self.stats: Stats | None = None  # of the tokens that have come
         self.finish: str | None = None
 
@@ -109,6 +111,7 @@ class Answer:
             tokens=self.tokens,
             logprobs=self._logprobs(self._scores),
             finish_reason=finish_reason,
+            tool_calls=calls("".join(self._pieces)) if self.calls_tools else None,
             thoughts="".join(self._thoughts) if self._thoughts else None,
             citations=None if self._citations is None else [each.as_dict() for each in self._citations],
             stats=stats,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offload.errors import UsageError
+from triforce_cli.chat.tools import check_template
 from triforce_cli.citations import ASKED
 from triforce_cli.commands.generate import Generate, Prompted
 from triforce_cli.engine import Prepared
@@ -39,6 +40,7 @@ class Ask(Generate):
     thinking: Thinking
     thinking_tokens: int | None
     template_variables: Mapping[str, Any]
+    tools: list[dict[str, Any]] | None
     ends_line: ClassVar[bool] = True
 
     def read(self, output: Output) -> str:
@@ -56,13 +58,16 @@ class Ask(Generate):
         from triforce_cli.chat.conversation import Conversation, Document
         from triforce_cli.chat.formats import ChatFormat
 
+        output.note(self.models.answers_note)
         chat_format = ChatFormat(
             prepared.tokenizer,
             self.template,
-            variables=self.template_variables,
+            variables=dict(self.template_variables) | ({} if self.tools is None else {"tools": self.tools}),
             thinks=self.thinking != "off" and self.sampling.constraint is None,
         )
         output.note(chat_format.notice)
+        if self.tools is not None:
+            check_template(chat_format.template)
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
         for path in self.files:
@@ -77,6 +82,7 @@ class Ask(Generate):
             tokens,
             documents=conversation.documents,
             splitter=chat_format.splitter(tokens, begin),
+            calls_tools=self.tools is not None,
             shows_thoughts=self.thinking == "show",
             thoughts=chat_format.thought_budget(self.thinking_tokens),
             end_tokens=chat_format.end_tokens,

@@ -9,6 +9,7 @@ from pathlib import Path
 from offload.errors import ModelError
 
 NONE = "none"
+FIRST, FIRST_ABOUT = "qwen2.5-0.5b-instruct", "988 MB, Apache 2.0"  # the smallest that answers well enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,21 @@ class Models:
         if self.embedded:
             return f"no --model given: using the embedded demo model ({self.target})"
         return self.draft_note
+
+    @property
+    def answers_note(self) -> str:
+        """For who wants answers of the embedded model: it gives none. Which model does, with its size and licence."""
+        if not self.embedded:
+            return ""
+        from offload.hub.library import is_here
+        from offload.hub.names import pull_command
+
+        if is_here(FIRST, weights=True):
+            return f"the demo model continues prose and answers no questions; --model {FIRST} does, and is here"
+        return (
+            f"the demo model continues prose and answers no questions; {pull_command(FIRST)} fetches one that does "
+            f"({FIRST_ABOUT})"
+        )
 
     def as_dict(self) -> dict[str, str | None]:
         """The models as JSON."""

@@ -38,6 +38,7 @@ ALIASES = (
     Alias("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct"),
     Alias("qwen2.5-coder-1.5b-instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-0.5b-instruct"),
     Alias("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    Alias("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     Alias("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-135m-instruct"),
     Alias("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
 )

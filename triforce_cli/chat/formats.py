@@ -68,9 +68,9 @@ class ChatFormat:
         self.name = AUTO if own is not None else name if name != AUTO else "plain"
         self.notice = _no_template(tokenizer.named_templates) if name == AUTO and own is None else ""
         self.tokenizer = tokenizer
-        self._template = own if own is not None else OWN[self.name]
-        self.marks = marks_of(self._template)
-        off = {} if thinks else switched_off(self._template)
+        self.template = own if own is not None else OWN[self.name]
+        self.marks = marks_of(self.template)
+        off = {} if thinks else switched_off(self.template)
         self._variables = off | dict(variables or {})
         self._no_thoughts = not thinks and not off
         self._start = tokenizer.start_tokens() if own is None else []
@@ -158,7 +158,7 @@ class ChatFormat:
             variables = date | self._variables
             try:
                 with limited_steps():
-                    return self.tokenizer.render_chat(messages, self._template, **variables)
+                    return self.tokenizer.render_chat(messages, self.template, **variables)
             except TooManySteps as error:
                 raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes
@@ -198,7 +198,7 @@ class ChatFormat:
 
         Templates write white space too; it ends nobody's turn.
         """
-        written = {string for string in self.tokenizer.added_tokens(special=False) if string in self._template}
+        written = {string for string in self.tokenizer.added_tokens(special=False) if string in self.template}
         return {string for string in (*self._special, *written) if not string.isspace()}
 
     def _ends(self) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -11,6 +11,7 @@ from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.asking import Ask
+from triforce_cli.chat.tools import read_tools
 from triforce_cli.commands.chat import (
     Files,
     System,
@@ -73,6 +74,18 @@ Variables = Annotated[
 ]
 
 
+Tools = Annotated[
+    Path | None,
+    option(
+        "--tools",
+        "Tools that the model may call, in JSON as the OpenAI API has them; --json has its calls.",
+        QUESTION,
+        metavar="FILE",
+        hidden=True,
+    ),
+]
+
+
 @spread
 def ask(
     question: Question = None,
@@ -96,6 +109,7 @@ def ask(
     stats: ShowStats = False,
     compare: Compare = False,
     cite: options.Cite = False,
+    tools: Tools = None,
     thinking: ThinkingOption = "show",
     thinking_tokens: ThinkingTokens = None,
     template_arg: TemplateArguments = None,
@@ -154,6 +168,7 @@ def ask(
         thinking=check_thinking(thinking, thinking_tokens),
         thinking_tokens=thinking_tokens,
         template_variables=template_variables(template_arg or ()),
+        tools=None if tools is None else read_tools(read_text(user_path(str(tools)), "the tools")),
         logprobs=logprobs,
         quiet=quiet,
     )

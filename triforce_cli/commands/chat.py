@@ -112,6 +112,7 @@ class Chat:
         with ExitStack() as stack:
             with output:
                 prepared = prepare(self.models, self.options, output, sampling=self.settings.params())
+                output.note(self.models.answers_note)
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
                 from triforce_cli.chat.formats import ChatFormat

@@ -119,6 +119,7 @@ class Prompted:
     """What the model reads, and how its answer ends and begins: besides the model's own ends, at `end_tokens` and
     `stops`; behind `begin`, which is a part of it. trimmed: without the white space that the answer begins with.
     passages: of `documents`, that the answer attends to most, so many are looked at. splitter: tells thoughts apart.
+    calls_tools: the answer may be a call.
     shows_thoughts: to the person. thoughts: what limits them."""
 
     tokens: Sequence[int]
@@ -129,6 +130,7 @@ class Prompted:
     passages: int = 0
     documents: tuple[Document, ...] = ()
     splitter: Splitter | None = None
+    calls_tools: bool = False
     shows_thoughts: bool = False
     thoughts: ThoughtBudget | None = None
 
@@ -202,6 +204,7 @@ class Generate:
             engine = stack.enter_context(open_engine(prepared, plan, on_progress=on_progress))
             answer.begin(plan, engine, prompt)
             answer.cite(tokens, prompted.documents)
+            answer.calls_tools = prompted.calls_tools
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             steps = engine.generate(

@@ -155,6 +155,14 @@ def test_breakers_are_the_tokens_with_such_a_text() -> None:
     assert not set(tokenizer.encode_piece("Anne looked at the sea")) & found
 
 
+def test_a_breaker_costs_nothing_where_it_would_prolong_a_repetition() -> None:
+    """It did: DRY kept tables and lists from going on, unlike its author's code and llama.cpp's."""
+    dry = replace(ALL, dry_multiplier=1.0, dry_allowed_length=1, dry_breakers=("b",))
+    for tokens, costs in [((0, 1, 0), 0.0), ((0, 2, 0), 1.0)]:
+        adjusted = made(dry, 1).adjusted(torch.zeros(1, SIZE), tokens)[0]
+        assert adjusted.tolist() == [-costs if token == tokens[1] else 0.0 for token in range(SIZE)]
+
+
 def test_a_constraint_leaves_its_tokens_alone() -> None:
     tokenizer = Tokenizer.from_folder(DEMO)
     found = _of(replace(ALL, constraint=Constraint("choice", '["yes", "no"]')), tokenizer)

@@ -15,7 +15,8 @@ samplers, and probabilities behind them; what they lack to be logits, a sum, is 
 llama.cpp's with probability 0 and 1, mixed.
 
 A gap below 1e-3, or a distribution that is theirs once a threshold moves by 1e-5 of itself, is a near tie: arithmetic
-decides. Ends with exit code 1 where something differs that is none.
+decides. llama.cpp adds probabilities in fp32; by what their sum misses 1 a threshold may move, too. Ends with exit code
+1 where something differs that is none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import offload  # noqa: F401  # isort: skip  # before torch: how its threads wai
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -235,9 +236,9 @@ class Bench:
         yield self._places_found("logits", "llama.cpp", len(places), (distance, EQUAL), None)
         for name, fields in settings.items():
             sampling, found, effect = replace(SOFT, **fields), [], 0.0
-            for tokens, row in zip(places, logits, strict=True):
-                probs = partial(self._probs, tokens, row)
-                found.append(judged(sampling, probs, mixed(program, tokens, sampling)))
+            for tokens, row, its in zip(places, logits, theirs, strict=True):
+                probs, missed = partial(self._probs, tokens, row), abs(its.exp().sum().item() - 1)
+                found.append(judged(sampling, probs, mixed(program, tokens, sampling), MOVED + missed))
                 effect = max(effect, (probs(sampling) - probs(SOFT)).abs().max().item())
             yield self._places_found(name, "llama.cpp", len(places), worst(found), effect)
 
@@ -281,12 +282,15 @@ class Bench:
         return Found(*shared, verdict, distance=distance, effect=effect)
 
 
-def judged(sampling: SamplingParams, ours: Any, theirs: Tensor) -> tuple[float, str]:
-    """(largest distance, verdict) of two distributions, [V]. ours: a function of the sampling."""
+def judged(
+    sampling: SamplingParams, ours: Callable[[SamplingParams], Tensor], theirs: Tensor, share: float = MOVED
+) -> tuple[float, str]:
+    """(largest distance, verdict) of two distributions, [V]. ours: a function of the sampling. share: of a threshold,
+    by which it may be moved."""
     distance = (ours(sampling).double() - theirs).abs().max().item()
     if distance < DISTANCE:
         return distance, EQUAL
-    for moved in moved_thresholds(sampling):
+    for moved in moved_thresholds(sampling, share):
         if (ours(moved).double() - theirs).abs().max().item() < DISTANCE:
             return distance, NEAR_TIE
     return distance, DIFFERS
@@ -308,11 +312,11 @@ def repetitions(prompt: list[int], breakers: frozenset[int]) -> list[list[int]]:
     return [[*prompt, *prompt[found[len(found) // 2] - REPEATED : found[len(found) // 2]]] for found in cases]
 
 
-def moved_thresholds(sampling: SamplingParams) -> Iterator[SamplingParams]:
+def moved_thresholds(sampling: SamplingParams, share: float) -> Iterator[SamplingParams]:
     for name in THRESHOLDS:
         value = getattr(sampling, name)
-        for factor in (1 - MOVED, 1 + MOVED):
-            if value not in (0.0, 1.0):
+        for factor in (1 - share, 1 + share):
+            if 0.0 < value < 1.0 / factor or name == "top_n_sigma":
                 yield replace(sampling, **{name: value * factor})
 
 

@@ -143,6 +143,8 @@ def _dry(token: int, before: Sequence[int], params: SamplingParams) -> float:
     """What `token` costs."""
     text = list(before[max(len(before) - params.dry_window, 0) :] if params.dry_window else before)
     breakers = [ord(letter) - ord("a") for letter in params.dry_breakers]
+    if token in breakers:
+        return 0.0
     longest = 0
     for at in range(1, len(text)):
         if text[at] != token:

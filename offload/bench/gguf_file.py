@@ -1,7 +1,7 @@
 """A model as one GGUF file, which llama.cpp reads. Format: ggml's docs/gguf.md, version 3.
 
-A folder's is written from its tensors; a GGUF file's has the same tensors, byte for byte. No vocabulary is written:
-token i is called "ti", so prompts and texts are ids, the same for all who are compared.
+A folder's is written from its tensors; a GGUF file's has the same tensors, byte for byte. No vocabulary is written but
+where one is given: token i is called "ti", so prompts and texts are ids, the same for all who are compared.
 """
 
 from __future__ import annotations
@@ -98,18 +98,19 @@ class _Copied:
         return self.info.nbytes
 
 
-def write_gguf(folder: Path, file: Path, *, dtype: str) -> None:
+def write_gguf(folder: Path, file: Path, *, dtype: str, names: Sequence[str] = ()) -> None:
     """Write the model in `folder` to `file`, vectors in fp32 and matrices in `dtype`: bf16, fp16, fp32 or q4_0 (ggml's
-    4 bits, and 8 for embeddings and head). Where `folder` is a GGUF file, its tensors are copied as they are.
+    4 bits, and 8 for embeddings and head). Where `folder` is a GGUF file, its tensors are copied as they are. names: of
+    all tokens, as a byte-level vocabulary has them; none: ids.
 
     A model without an end token has its last token as one: llama.cpp wants it. Needs the memory of the largest tensor,
     twice. Raises ModelError, also for rotary scaling that llama.cpp does not know, DoesNotFit where the disk is full.
     """
     config = read_config(folder)
     if is_gguf(folder):
-        _copy(read_header(folder), metadata(config), file)
+        _copy(read_header(folder), metadata(config, names), file)
         return
-    values, entries = metadata(config), _entries(config, dtype)
+    values, entries = metadata(config, names), _entries(config, dtype)
     _check_room(entries, file)
     with Checkpoint.open(folder) as checkpoint, file.open("wb") as out:
         check_model(checkpoint, config)
@@ -138,8 +139,9 @@ def _check_room(entries: Sequence[_Entry | _Copied], file: Path) -> None:
         raise DoesNotFit(f"{file.parent} has {free / 1e9:.3g} GB free, {file.name} needs {needed / 1e9:.3g} GB")
 
 
-def metadata(config: ModelConfig) -> dict[str, Value]:
-    """Keys and values of the file. Raises ModelError where llama.cpp cannot rotate as the model does."""
+def metadata(config: ModelConfig, names: Sequence[str] = ()) -> dict[str, Value]:
+    """Keys and values of the file. names: of tokens; none: ids. Raises ModelError where llama.cpp cannot rotate as the
+    model does."""
     name = ARCHITECTURES.get(config.family)
     if name is None or config.names != TensorNames() or config.windowed:
         raise ModelError(f"{config.family} models are not written as GGUF here; leave llama.cpp out of the comparison")
@@ -164,7 +166,7 @@ def metadata(config: ModelConfig) -> dict[str, Value]:
         **{f"{name}.{key}": value for key, value in model.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [token_name(token) for token in range(config.vocab_size)],
+        "tokenizer.ggml.tokens": list(names) or [token_name(token) for token in range(config.vocab_size)],
         "tokenizer.ggml.token_type": [_NORMAL_TOKEN] * config.vocab_size,
         "tokenizer.ggml.merges": ["t 0"],
         "tokenizer.ggml.bos_token_id": config.bos_token_id or 0,

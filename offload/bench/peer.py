@@ -56,7 +56,7 @@ class Peer:
             env=environment,
         )
         try:
-            self._ask(options)
+            self.ask(options)
         except BaseException:
             self.close()
             raise
@@ -66,7 +66,7 @@ class Peer:
     ) -> tuple[list[int], list[float]]:
         """(tokens, seconds from the start at which each was known). The first time that a prompt is asked, all of it is
         read; after that, its rows are there but for the last."""
-        answer = self._ask({"prompt": list(prompt)} | _request(sampling, max_tokens, end_tokens))
+        answer = self.ask({"prompt": list(prompt)} | _request(sampling, max_tokens, end_tokens))
         return answer["tokens"], answer["seconds"]
 
     def generate_all(
@@ -78,7 +78,7 @@ class Peer:
         end_tokens: Collection[int],
     ) -> tuple[list[list[int]], float]:
         """(tokens of each, seconds from when all prompts have been read): they are continued side by side."""
-        answer = self._ask({"prompts": list(map(list, prompts))} | _request(sampling, max_tokens, end_tokens))
+        answer = self.ask({"prompts": list(map(list, prompts))} | _request(sampling, max_tokens, end_tokens))
         return answer["tokens"], answer["seconds"]
 
     @property
@@ -108,7 +108,8 @@ class Peer:
     ) -> None:
         self.close()
 
-    def _ask(self, document: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """A request as it is, and its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -232,16 +233,16 @@ def llama_cpp_program(dtype: str, start: Callable[[Setting, int], Peer]) -> Prog
 
 
 @contextmanager
-def model_files() -> Iterator[Callable[[Path, str], Path]]:
-    """A function that writes the model in a folder as a GGUF file of a dtype, in the user's cache folder. At the end
-    the files are removed."""
+def model_files() -> Iterator[Callable[..., Path]]:
+    """A function that writes the model in a folder as a GGUF file of a dtype, in the user's cache folder; names: as
+    `write_gguf` says. At the end the files are removed."""
     place = user_folder("cache", variable=FOLDER_VARIABLE)
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix="gguf-") as made:
 
-        def write(folder: Path, dtype: str) -> Path:
+        def write(folder: Path, dtype: str, names: Sequence[str] = ()) -> Path:
             file = Path(made) / f"{folder.absolute().name}-{dtype}.gguf"
-            write_gguf(folder, file, dtype=dtype)
+            write_gguf(folder, file, dtype=dtype, names=names)
             return file
 
         yield write

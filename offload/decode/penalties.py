@@ -90,7 +90,7 @@ class NoRepeatNgram:
 class Dry:
     """Takes multiplier * base^(n - allowed_length) from the logit of a token that would prolong a repetition of n
     tokens, n >= allowed_length, among the last `window` (0: all); of several the longest counts. `breakers` end a
-    repetition. (DRY: Weidmann, 2024.)"""
+    repetition, so they cost nothing themselves. (DRY: Weidmann, 2024.)"""
 
     multiplier: float
     base: float
@@ -121,8 +121,9 @@ class Dry:
             if not len(going):
                 break
             lengths[going] = length + 1
-        enough = lengths >= self.allowed_length
-        return tokens[ends[enough]], lengths[enough]
+        followers, enough = tokens[ends], lengths >= self.allowed_length
+        enough[enough] = [token not in self.breakers for token in followers[enough].tolist()]
+        return followers[enough], lengths[enough]
 
     def _longest(self, tokens: Tokens) -> int:
         """A repetition reaches back to the last breaker, and no further than its penalty is a number."""

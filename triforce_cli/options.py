@@ -123,13 +123,27 @@ Draft = Annotated[
     ),
 ]
 
-PromptFile = Annotated[
-    Path | None,
+PromptFiles = Annotated[
+    list[Path] | None,
     option(
         "--prompt-file",
-        'UTF-8 text to continue; "-" is standard input, the default where text is piped in.',
+        "Text to continue: UTF-8, PDF, a web page, .docx or EPUB, a pattern or a folder of them; can be repeated. "
+        '"-" is standard input, the default where text is piped in.',
         PROMPT,
         metavar="PATH",
+    ),
+]
+MoreFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="PATH", help="More of --prompt-file, as a shell writes them for *.pdf."),
+]
+Include = Annotated[
+    list[str] | None,
+    option(
+        "--include",
+        "Of folders and patterns, read only files that match this; !PATTERN leaves them out. Can be repeated.",
+        PROMPT,
+        metavar="PATTERN",
     ),
 ]
 Prompt = Annotated[

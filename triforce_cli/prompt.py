@@ -1,6 +1,6 @@
-"""The prompt: a file or standard input, then `--prompt`.
+"""The prompt: documents or standard input, then `--prompt`.
 
-The text is what the bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
+A text is what its bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import select
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from offload.errors import UsageError
 from offload.files import expanded
 from triforce_cli.signals import listening
+
+if TYPE_CHECKING:
+    from triforce_cli.documents.reading import OnRead
+    from triforce_cli.documents.selection import Named
 
 STDIN = Path("-")
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -26,6 +30,7 @@ _OTHER_FILES = {  # by their first bytes, the longer ones before those that they
     b"%PDF": "it is a PDF; pdftotext makes text of it",
     b"PK\x03\x04": "it is a ZIP archive, as .docx and .epub files are; pandoc -t plain makes text of those",
     b"\x1f\x8b": "it is compressed; gunzip it first",
+    b"\xd0\xcf\x11\xe0": "it is an old Word, Excel or PowerPoint file; save it as .docx or PDF",
 }
 _HEAD_BYTES = 4096  # that tell an encoding
 TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
@@ -40,15 +45,20 @@ class Note(Protocol):
     def __call__(self, line: str, *, urgent: bool = False) -> None: ...
 
 
-def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
-    """The content of `file`, then `text` on a new line. Without a file, standard input unless it is a terminal."""
-    sources = _sources(file, text)
+def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> str:
+    """The documents that are named, then `text` on a new line. Without any, standard input unless it is a terminal."""
+    from triforce_cli.documents.reading import joined, read_documents  # whose modules read texts by this one
+
+    sources = _sources(named, text)
     if not sources:
         raise UsageError(
             "there is no prompt; name a file (triforce generate --prompt-file book.txt), pipe one in "
             "(cat book.txt | triforce generate) or give --prompt TEXT"
         )
-    before = read_input(file or STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
+    if named:
+        before = joined(read_documents(named, "the prompt", note=note, on_read=on_read))
+    else:
+        before = read_input(STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
@@ -81,9 +91,9 @@ def decode_argument(option: str, value: str) -> str:
     return _decode(os.fsencode(value), option)
 
 
-def _sources(file: Path | None, text: str | None) -> list[str]:
+def _sources(named: Named, text: str | None) -> list[str]:
     """The names of what makes up the prompt, in order."""
-    read = [_name(file or STDIN)] if file or not _stdin_is_terminal() else []
+    read = [str(named) if named else _name(STDIN)] if named or not _stdin_is_terminal() else []
     return read + (["--prompt"] if text is not None else [])
 
 

@@ -127,28 +127,27 @@ PromptFiles = Annotated[
     list[Path] | None,
     option(
         "--prompt-file",
-        "Text to continue: UTF-8, PDF, a web page, .docx or EPUB, a pattern or a folder of them; can be repeated. "
-        '"-" is standard input, the default where text is piped in.',
+        'Document, folder or pattern; repeatable. "-" is standard input, the default where piped.',
         PROMPT,
         metavar="PATH",
     ),
 ]
 MoreFiles = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="PATH", help="More of --prompt-file, as a shell writes them for *.pdf."),
+    typer.Argument(metavar="PATH", help="More of --prompt-file, as a shell writes them for *.pdf.", hidden=True),
 ]
 Include = Annotated[
     list[str] | None,
     option(
         "--include",
-        "Of folders and patterns, read only files that match this; !PATTERN leaves them out. Can be repeated.",
+        "Of folders, read such files; !: no such.",
         PROMPT,
         metavar="PATTERN",
     ),
 ]
 Prompt = Annotated[
     str | None,
-    option("--prompt", "Text to continue; it follows a file or piped text on a new line.", PROMPT, metavar="TEXT"),
+    option("--prompt", "Text to continue, below documents.", PROMPT, metavar="TEXT"),
 ]
 
 MaxTokens = Annotated[int, option("--max-tokens", "New tokens at most.", SAMPLING, metavar="N", parser=whole)]

@@ -32,7 +32,9 @@ _OTHER_FILES = {  # by their first bytes, the longer ones before those that they
     b"\x1f\x8b": "it is compressed; gunzip it first",
     b"\xd0\xcf\x11\xe0": "it is an old Word, Excel or PowerPoint file; save it as .docx or PDF",
 }
-_HEAD_BYTES = 4096  # that tell an encoding
+HEAD_BYTES = 4096  # that tell an encoding, or a kind
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
+_UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's begins with one of them
 TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
 LIBRARY = "sources of Python's standard library"
 PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
@@ -134,18 +136,24 @@ def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
 def _remedy(data: bytes) -> str:
     """What makes UTF-8 text of `data`, which is something else."""
     remedies = (remedy for start, remedy in _OTHER_FILES.items() if data.startswith(start))
-    return next(remedies, "convert it, for example with iconv -f LATIN1 -t UTF-8")
+    latin = "convert it, for example with iconv -f LATIN1 -t UTF-8"
+    return next(remedies, "it is a binary file, of which no text is read" if is_binary(data[:HEAD_BYTES]) else latin)
+
+
+def is_binary(head: bytes) -> bool:
+    """Has the beginning of a file characters that no text has? UTF-16, which is told by its mark, is text."""
+    return not head.startswith(_UTF16_BOMS) and len(head) != len(head.translate(None, _CONTROLS))
 
 
 def _is_utf16(data: bytes) -> bool:
     """True for text in a Western language: nearly half of its bytes are zero, all at even or all at odd places."""
-    even, odd = (data[start:_HEAD_BYTES:2] for start in (0, 1))
+    even, odd = (data[start:HEAD_BYTES:2] for start in (0, 1))
     fewer, more = sorted((even.count(0), odd.count(0)))
     return len(odd) > 1 and fewer == 0 and more > 0.8 * len(odd)
 
 
 def _from_utf16(data: bytes) -> str:
-    order = "" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "BE" if data[0] == 0 else "LE"
+    order = "" if data.startswith(_UTF16_BOMS) else "BE" if data[0] == 0 else "LE"
     return f"iconv -f UTF-16{order} -t UTF-8"
 
 

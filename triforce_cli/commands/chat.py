@@ -52,15 +52,14 @@ Files = Annotated[
     list[Path] | None,
     option(
         "--file",
-        "A document to put before the first message: UTF-8, PDF, a web page, .docx or EPUB, a pattern or a folder of "
-        "them; can be repeated.",
+        "A document to put before the first message, a folder or a pattern of them; can be repeated.",
         CHAT,
         metavar="PATH",
     ),
 ]
 MoreFiles = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="PATH", help="More of --file, as a shell writes them for *.pdf."),
+    typer.Argument(metavar="PATH", help="More of --file, as a shell writes them for *.pdf.", hidden=True),
 ]
 Template = Annotated[
     str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from pathlib import Path
 from typing import Literal
@@ -10,10 +9,10 @@ from typing import Literal
 from offload.errors import UsageError
 from triforce_cli.documents import epub, word
 from triforce_cli.documents.archive import names_in
+from triforce_cli.prompt import HEAD_BYTES, is_binary
 
 Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
 
-HEAD_BYTES = 4096
 _PDF = re.compile(rb"%PDF-\d")
 _ZIP = b"PK\x03\x04"
 _WEB = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
@@ -25,8 +24,6 @@ _BY_NAME: dict[str, Kind] = {
     ".htm": "web page",
     ".xhtml": "web page",
 }
-_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
-_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's begins with one of them
 
 
 def kind_of(path: Path) -> Kind:
@@ -40,8 +37,8 @@ def kind_of(path: Path) -> Kind:
         return named
     if not path.suffix and found == "text" and _WEB.match(head):
         return "web page"
-    if named in ("PDF", "Word", "EPUB") and found in ("text", "binary"):
-        if found == "binary" and head.startswith(_ZIP):  # damaged; its reader says how
+    if named and found in ("text", "binary"):
+        if named != "PDF" and found == "binary" and head.startswith(_ZIP):  # damaged; its reader says how
             return named
         shown = "is empty" if not head else f"begins with {head[:16]!r}"
         raise UsageError(
@@ -49,11 +46,6 @@ def kind_of(path: Path) -> Kind:
             "give it the name that suits it"
         )
     return found
-
-
-def is_binary(head: bytes) -> bool:
-    """Has the beginning of a file characters that no text has? UTF-16, which is told by its mark, is text."""
-    return not head.startswith(_BOMS) and len(head) != len(head.translate(None, _CONTROLS))
 
 
 def _kind_of_content(path: Path, head: bytes) -> Kind:

@@ -72,7 +72,7 @@ def _sources(path: Path, include: Sequence[str], note: Note) -> Sequence[Source]
         return [_named_file(there)]
     root = _root(there)
     matched = (Path(match) for match in sorted(glob.iglob(str(there), recursive=True)))
-    return _found(there, ((match, "") for match in matched), root, include, note)
+    return _found(there, ((match, _passed_over(match.relative_to(root))) for match in matched), root, include, note)
 
 
 def _named_file(path: Path) -> Source:
@@ -88,6 +88,11 @@ def _root(pattern: Path) -> Path:
     """The folder above the first part that is a pattern."""
     parts = pattern.parts
     return Path(*parts[: next(number for number, part in enumerate(parts) if _WILD.search(part))])
+
+
+def _passed_over(path: Path) -> str:
+    """Why what a pattern matches is left out, "" if it is not."""
+    return next((f"file in {part}" for part in path.parts[:-1] if part in PASSED_OVER), "")
 
 
 def _below(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -179,11 +184,13 @@ def _summary(asked: Path, sources: Sequence[Source], left_out: Counter[str]) -> 
 
 def _counts(left_out: Counter[str]) -> str:
     """ "2 binary files, 1 hidden folder"."""
-    plurals = {"entry that is no file": "entries that are no files", "file that no --include names": ""}
-    plurals["file that no --include names"] = "files that no --include names"
-    return ", ".join(
-        f"{number:,} {what if number == 1 else plurals.get(what, what + 's')}" for what, number in left_out.items()
-    )
+    return ", ".join(f"{number:,} {what if number == 1 else _plural(what)}" for what, number in left_out.items())
+
+
+def _plural(what: str) -> str:
+    if what.startswith("entry"):
+        return "entries that are no files"
+    return what.replace("file ", "files ", 1) if what.startswith("file ") else f"{what}s"
 
 
 def _told_apart(sources: tuple[Source, ...]) -> tuple[Source, ...]:

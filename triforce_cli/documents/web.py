@@ -37,6 +37,7 @@ _BLOCKS = _words(
     "h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre section summary table tbody td tfoot th thead title "
     "tr ul"
 )
+_TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # by their tags
 _HIDDEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _DECLARED = re.compile(rb"""(?:<meta[^>]*?charset\s*=|<\?xml[^>]*?encoding\s*=)\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 _HEAD_BYTES = 4096  # in which a page names its encoding
@@ -205,6 +206,8 @@ class _Listener:
 
 def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
     """Of what is inside this element."""
+    if not attributes and tag not in _TOLD:
+        return place
     role = attributes.get("role", "").lower()
     names = {attributes.get("id", "").lower(), *attributes.get("class", "").lower().split()}
     is_inner = place.is_inner or tag in ("article", "main") or role == "main"

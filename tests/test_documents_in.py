@@ -26,6 +26,7 @@ from reportlab.lib.pagesizes import A4  # noqa: E402
 from reportlab.lib.styles import getSampleStyleSheet  # noqa: E402
 from reportlab.platypus import BaseDocTemplate, Frame, FrameBreak, PageTemplate, Paragraph  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 Run = Callable[..., tuple[int, str, str]]
 FIRST = [f"First column, sentence {number} about the sea and Zwölf Boxkämpfer." for number in range(12)]
 SECOND = [f"Second column, sentence {number} about the hills." for number in range(12)]
@@ -548,6 +549,12 @@ def test_tokens_are_counted_by_document_and_all(triforce: Run, folder: Path, mon
     assert "context of demo-target: 32,768 tokens" in out
     (folder / "long.txt").write_text("word " * 40_000)
     assert "too many" in triforce("tokens", "long.txt")[1]
+
+
+def test_the_documented_table_is_what_the_program_writes(triforce: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    documented = (ROOT / "docs/documents.md").read_text(encoding="utf-8")
+    assert f"$ triforce tokens examples\n{triforce('tokens', 'examples')[1]}```" in documented
 
 
 def test_score_has_a_row_for_each_document(triforce: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ Include = Annotated[
     list[str] | None,
     option(
         "--include",
-        "Of folders, read such files; !: no such.",
+        "Of folders, files like this; !X: not X.",
         PROMPT,
         metavar="PATTERN",
     ),

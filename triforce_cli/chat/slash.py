@@ -152,7 +152,7 @@ _ALL = (
     Slash("/regen", "answer the last message again", _regen),
     Slash("/edit [TEXT]", "change the last message and answer it again", _edit),
     Slash("/system [TEXT|none]", "show or change the system message", _system),
-    Slash("/file PATH", "put a document, or a folder of them, before the next message", _file, takes_path=True),
+    Slash("/file PATH", "put a document, or a folder, before the next message", _file, takes_path=True),
     Slash("/drop NAME|N", "forget a document, or the N oldest turns", _drop),
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),

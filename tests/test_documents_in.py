@@ -289,6 +289,7 @@ def test_page_with_hardly_any_main_text_is_read_whole_and_says_so(heard: Heard, 
         ("<p>Zwölf – ohne".encode(), "Zwölf – ohne\n"),
         ("<meta charset=latin-1><p>Zwölf".encode("utf-16"), "Zwölf\n"),
         ("\ufeff<p>Zwölf".encode(), "Zwölf\n"),
+        ("<meta charset=utf-16><p>Zwölf".encode(), "Zwölf\n"),  # what can be read as ASCII is not
     ],
 )
 def test_encoding_of_a_page_is_what_it_declares(data: bytes, text: str, heard: Heard, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ _HIDDEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGN
 _DECLARED = re.compile(rb"""(?:<meta[^>]*?charset\s*=|<\?xml[^>]*?encoding\s*=)\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 _HEAD_BYTES = 4096  # in which a page names its encoding
 _BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_AS_BROWSERS_DO = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16-le": "utf-8"}
+_AS_BROWSERS_DO = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16le": "utf-8"}
 _LEAST_SHARE = 3  # the main text is at least 1/3 of what is to be seen
 _NO_ENCODINGS = _words("punycode idna undefined unicode_escape raw_unicode_escape utf-7 utf_7")
 

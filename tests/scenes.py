@@ -67,6 +67,14 @@ def a_scoring() -> None:
     engine.Engine.score = score
 
 
+def some_documents() -> None:
+    Path("papers", ".git").mkdir(parents=True)
+    Path("papers/book.txt").write_text(TEXT * 2)
+    Path("papers/page.html").write_text("<nav>Home</nav><main><p>Sé, naïve:<p>Dipped in ink.</main>")
+    Path("papers/photo.png").write_bytes(b"\x89PNG\0")
+    Path("scan.pdf").write_bytes(b"%PDF-1.7\n")
+
+
 def a_comparison() -> None:
     from offload.bench.trial import Trial
     from test_cli_bench import PLAIN, TRIFORCE, comparison
@@ -167,6 +175,7 @@ SCENES: dict[str, Scene] = {
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),
     "score": Scene("score book.txt notes.txt --worst 2", a_scoring),
     "score-against": Scene("score book.txt --worst 1 --against demo-draft", a_scoring, modes=OUTPUT_MODES),
+    "tokens": Scene("tokens papers", some_documents),
     "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
     "plan": Scene("plan"),
     "plan-two-gpus": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),
@@ -192,6 +201,7 @@ SCENES: dict[str, Scene] = {
     "error-2-value": Scene("plan --gpus 3"),
     "error-2-option": Scene("generate --max-token 3"),
     "error-2-command": Scene("generat"),
+    "error-2-document": Scene("tokens papers scan.pdf", some_documents),
     "error-3": Scene(f"plan {PAIR} --gpus 1 --host-memory 10 --context 120000", some_configs, modes="terminal"),
     "error-4-model": Scene("verify --model yarn-llama-2-13b-128k --prompt x"),
     "error-4-session": Scene("sessions info torn", some_sessions),

@@ -149,7 +149,7 @@ def send(dialogue: Dialogue, line: str) -> None:
 def test_work_done_ahead_leaves_the_message_alone_to_compute(make: Make, ahead: bool) -> None:
     dialogue = make()
     dialogue.say("hello")
-    dialogue.add(Document("notes", "all work and no play " * 50))
+    dialogue.add({Document("notes", "all work and no play " * 50): ""})
     said = dialogue.num_used
     if ahead:
         finish_ahead(dialogue)
@@ -160,7 +160,7 @@ def test_work_done_ahead_leaves_the_message_alone_to_compute(make: Make, ahead: 
 
 def test_a_second_try_computes_the_message_again_and_nothing_before_it(make: Make) -> None:
     dialogue = make()
-    dialogue.add(Document("notes", "all work and no play " * 50))
+    dialogue.add({Document("notes", "all work and no play " * 50): ""})
     dialogue.say("hello")
     reply = dialogue.conversation.turns[-1]
     finish_ahead(dialogue)
@@ -349,7 +349,7 @@ def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
     dialogue.say("hello")
     finish_ahead(dialogue)
     before, said = dialogue.conversation, dialogue.num_used
-    dialogue.add(Document("book", "all work and no play " * 500))
+    dialogue.add({Document("book", "all work and no play " * 500): ""})
     dialogue.work_ahead()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (progress := dialogue._background.progress) is None or progress.done == 0:
@@ -366,7 +366,7 @@ def test_a_prefill_that_is_broken_off_leaves_all_as_it_was(make: Make) -> None:
 def test_leaving_waits_for_no_prefill_that_no_session_keeps(make: Make) -> None:
     """Ctrl-D after /file waited for all of it, and Ctrl-C then was an unexpected error."""
     dialogue = make()
-    dialogue.add(Document("book", "all work and no play " * 500))
+    dialogue.add({Document("book", "all work and no play " * 500): ""})
     dialogue.work_ahead()
     dialogue.finish_ahead()
     dialogue.close()
@@ -375,7 +375,7 @@ def test_leaving_waits_for_no_prefill_that_no_session_keeps(make: Make) -> None:
 
 def test_a_cache_that_grows_keeps_what_was_computed(make: Make) -> None:
     dialogue = make()
-    dialogue.add(Document("notes", "all work and no play " * 180))
+    dialogue.add({Document("notes", "all work and no play " * 180): ""})
     dialogue.say("hello")
     finish_ahead(dialogue)
     said = dialogue.num_used

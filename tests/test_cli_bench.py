@@ -36,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(folder: Path, *args: str) -> list[str]:
+def arguments(folder: Path, *args: str, text: str = "text.txt") -> list[str]:
     models = ("--model", str(folder / "target"), "--draft", str(folder / "draft"), "--dtype", "fp32")
-    common = ("--prompt-file", str(folder / "text.txt"), "--max-tokens", "12", "--repeats", "2")
+    common = ("--prompt-file", str(folder / text), "--max-tokens", "12", "--repeats", "2")
     return ["bench", *models, *common, *args]
 
 
@@ -151,7 +151,7 @@ class TestRuns:
         """The prompt is the beginning of the file, one token a byte."""
         (found,) = shell.document("--contexts", "400", *LEVELS)["contexts"]
         (folder / "beginning.txt").write_text(TEXT[:388])
-        args = arguments(folder, "--prompt-file", str(folder / "beginning.txt"), "--temperature", "0", "--json")
+        args = arguments(folder, "--temperature", "0", "--json", text="beginning.txt")
         generate = ["generate", *args[1 : args.index("--repeats")], *args[args.index("--repeats") + 2 :]]
         code, out, _ = triforce(*generate, "--quiet")
         assert code == 0

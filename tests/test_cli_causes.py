@@ -16,10 +16,12 @@ import pytest
 
 from offload.errors import UsageError
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
+from test_cli_prompt import read, unread
 from triforce_cli import configuration, prompt
 from triforce_cli.choice import embedded_model
+from triforce_cli.documents.selection import Named
 from triforce_cli.errors import describe
-from triforce_cli.prompt import read_prompt
+from triforce_cli.prompt import read_prompt, read_text
 
 Run = Callable[..., tuple[int, str, str]]
 NOBODY = 65534
@@ -147,37 +149,43 @@ def test_advice_makes_the_text_that_was_written(tmp_path, encoding, advice):
     file, text = tmp_path / "book.txt", "Déjà vu, naïve café. " * 9
     file.write_bytes(text.encode(encoding))
     with pytest.raises(UsageError) as refused:
-        read_prompt(file, None, note=silent)
+        read(file)
     assert advice in str(refused.value)
     made = subprocess.run([*advice.split(), str(file)], capture_output=True, check=True)
     file.write_bytes(made.stdout)
-    assert read_prompt(file, None, note=silent) == text
+    assert read(file) == text
 
 
 def test_text_of_another_script_in_utf16_is_told_by_its_mark(tmp_path):
     (tmp_path / "book.txt").write_bytes("吾輩は猫である。".encode("utf-16"))
     with pytest.raises(UsageError, match="it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8"):
-        read_prompt(tmp_path / "book.txt", None, note=silent)
+        read(tmp_path / "book.txt")
+
+
+def test_pdf_where_a_text_belongs_is_told_by_its_beginning(tmp_path):
+    (tmp_path / "schema.json").write_bytes(b"%PDF-1.7\n%\xe2\xe3")
+    with pytest.raises(UsageError, match="it is a PDF; pdftotext"):
+        read_text(tmp_path / "schema.json", "the JSON schema")
 
 
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
-        (b"%PDF-1.7\n%\xe2\xe3", "it is a PDF; pdftotext"),
         (b"PK\x03\x04\x14\0\x06\0\x08\xff", "it is a ZIP archive"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1", "it is an old Word"),
         (b"\x1f\x8b\x08\x08\x8b\x9a", "gunzip"),
     ],
 )
 def test_file_that_is_no_text_is_told_by_its_beginning(tmp_path, data, advice):
     (tmp_path / "book").write_bytes(data)
     with pytest.raises(UsageError, match=advice):
-        read_prompt(tmp_path / "book", None, note=silent)
+        read(tmp_path / "book")
 
 
 @pytest.mark.parametrize("text", ["\0", "\0\0\0\0", "one\0two\0three\0", "a\0bc\0def\0"])
 def test_zero_bytes_alone_make_no_utf16(tmp_path, text):
     (tmp_path / "names").write_bytes(text.encode())
-    assert read_prompt(tmp_path / "names", None, note=silent) == text
+    assert read(tmp_path / "names") == text
 
 
 def test_model_with_a_name_that_is_not_utf8_asks_for_another(triforce, model):
@@ -248,7 +256,7 @@ def test_open_standard_input_is_said_even_if_quiet(monkeypatch, capfd):
 
     with open(reader, encoding="utf-8") as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        assert read_prompt(None, "Hi", note=note) == "Hi"
+        assert read_prompt(Named(), "Hi", note=note, on_read=unread) == "Hi"
     assert capfd.readouterr().err == (
         "still waiting for the prompt: standard input is open, and nothing comes; </dev/null where there is none\n"
     )
@@ -281,10 +289,6 @@ def test_libraries_say_nothing_unless_asked(asked_for):
     assert (done.returncode, done.stdout) == (0, "ERROR\n")
     assert ("a library's warning" in done.stderr, "a third" in done.stderr) == (asked_for, asked_for)
     assert asked_for or done.stderr == ""
-
-
-def silent(line: str, *, urgent: bool = False) -> None:
-    """Says nothing."""
 
 
 def test_errors_with_paths_that_are_not_utf8_are_json(triforce, tmp_path):

@@ -42,8 +42,12 @@ class Shell:
             *("--dtype", "fp32", "--max-tokens", "24", "--quiet"),
         )
 
-    def code(self, *args: str) -> tuple[int, str, str]:
-        return self._triforce(*self._common, *args)
+    def code(self, *args: str, file: Path | None = None) -> tuple[int, str, str]:
+        """file: in place of the usual prompt."""
+        common = list(self._common)
+        if file is not None:
+            common[common.index("--prompt-file") + 1] = str(file)
+        return self._triforce(*common, *args)
 
     def text(self, *args: str) -> str:
         code, out, err = self.code(*args)
@@ -161,7 +165,7 @@ def test_embedded_pair_is_used_without_a_model_and_a_line_says_so(folder, trifor
 def test_prompt_longer_than_the_context_ends_with_3_and_numbers(shell, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text("x" * (CONTEXT + 1))
-    code, out, err = shell.code("--prompt-file", str(long))
+    code, out, err = shell.code(file=long)
     assert (code, out) == (3, "")
     assert str(CONTEXT + 1) in err
     assert str(CONTEXT) in err

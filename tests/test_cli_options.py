@@ -12,7 +12,7 @@ import typer
 from offload.decode.constraint import Constraint
 from offload.errors import UsageError
 from offload.session.names import session_folder
-from triforce_cli import choice
+from triforce_cli import choice, tree
 from triforce_cli.app import app, main
 from triforce_cli.choice import choose_models
 from triforce_cli.commands.generate import Generate
@@ -21,7 +21,7 @@ from triforce_cli.flags import _offloaded
 WORDS = Path(__file__).parent / "words.lark"
 FLAGS = [  # option, what is typed, where it arrives, as what
     ("--prompt", "In short:", "prompt", "In short:"),
-    ("--prompt-file", "-", "prompt_file", Path("-")),
+    ("--prompt-file", "-", "documents.paths", (Path("-"),)),
     ("--max-tokens", "7", "max_tokens", 7),
     ("--temperature", "0", "sampling.temperature", 0.0),
     ("--top-p", "0.5", "sampling.top_p", 0.5),
@@ -32,7 +32,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--json-schema", "true", "sampling.constraint", Constraint("json-schema", "true")),
     ("--regex", "[0-9]+", "sampling.constraint", Constraint("regex", "[0-9]+")),
     ("--choice", "yes,no", "sampling.constraint", Constraint("choice", '["yes", "no"]')),
-    ("--grammar", str(WORDS), "sampling.constraint", Constraint("grammar", WORDS.read_text())),
+    ("--grammar", str(WORDS), "sampling.constraint", Constraint("grammar", WORDS.read_text(encoding="utf-8"))),
     ("--repetition-penalty", "1.1", "sampling.repetition_penalty", 1.1),
     ("--presence-penalty", "0.5", "sampling.presence_penalty", 0.5),
     ("--frequency-penalty", "-0.5", "sampling.frequency_penalty", -0.5),
@@ -130,11 +130,12 @@ def test_switch_and_its_variable_say_the_same(flag, path, expected, model, monke
 
 def test_every_option_is_tested_here_and_has_its_variable():
     command = typer.main.get_command(app).commands["generate"]
-    declared = {parameter.opts[0]: parameter.envvar for parameter in command.params if parameter.name != "help_all"}
+    declared = {f"--{name}": parameter.envvar for name, parameter in tree.options(command).items()}
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
     apart |= {"--logprobs"}  # which JSON alone has
+    apart |= {"--include"}  # of documents
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
 

@@ -14,6 +14,7 @@ import pytest
 from offload.errors import UsageError
 from test_cli_fake import command, environment, run, start
 from triforce_cli import prompt
+from triforce_cli.documents.selection import Named
 from triforce_cli.prompt import decode_argument, read_prompt
 
 
@@ -39,7 +40,16 @@ def piped(data: bytes) -> Iterator[None]:
 
 
 def read(file: Path | None = None, text: str | None = None) -> str:
-    return read_prompt(file, text, note=lambda line: None)
+    return read_prompt(Named(() if file is None else (file,)), text, note=silent, on_read=unread)
+
+
+def silent(line: str, *, urgent: bool = False) -> None:
+    """Says nothing."""
+
+
+def unread(stage: str, done: int, total: int) -> None:
+    """Small texts are read before anybody looks."""
+    raise AssertionError(stage)
 
 
 @pytest.fixture
@@ -122,10 +132,10 @@ def test_invalid_utf8_names_file_byte_and_offset(data, offset, book):
         read()
 
 
-def test_missing_file_and_directory_are_named(book, tmp_path):
+def test_missing_file_and_empty_folder_are_named(book, tmp_path):
     with pytest.raises(UsageError, match=r"book\.txt: No such file"):
         read(book)
-    with pytest.raises(UsageError, match=f"{tmp_path}: Is a directory"):
+    with pytest.raises(UsageError, match=f"{tmp_path} has no document that can be read; name another"):
         read(tmp_path)
 
 
@@ -156,7 +166,7 @@ def test_silent_pipe_is_waited_for_but_not_without_a_word(monkeypatch):
 
     with open(reader, encoding="utf-8") as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        assert read_prompt(None, None, note=speak) == "at last"
+        assert read_prompt(Named(), None, note=speak, on_read=unread) == "at last"
     assert notes == ["waiting for the prompt on standard input (Ctrl-D ends it)"]
 
 

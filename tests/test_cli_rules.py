@@ -13,7 +13,7 @@ import triforce_cli
 PACKAGE = Path(triforce_cli.__file__).parent
 MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 HEAVY = {
-    *("torch", "transformers", "safetensors", "numpy", "huggingface_hub"),
+    *("torch", "transformers", "safetensors", "numpy", "huggingface_hub", "pypdf", "lxml"),
     *("offload.engine.engine", "offload.decode", "offload.model"),
     *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
 }

@@ -28,6 +28,7 @@ from triforce_cli.commands.plan import plan
 from triforce_cli.commands.pull import pull
 from triforce_cli.commands.score import score
 from triforce_cli.commands.sessions import sessions
+from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
 from triforce_cli.errors import debugging, describe, wants_json
 from triforce_cli.flags import flowing
@@ -43,6 +44,7 @@ app.command()(chat)
 app.command()(plan)
 app.command()(verify)
 app.command()(score)
+app.command()(tokens)
 app.command()(bench)
 app.command()(doctor)
 app.command()(pull)

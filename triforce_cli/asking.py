@@ -13,9 +13,11 @@ from offload.errors import UsageError
 from triforce_cli.chat.tools import check_template
 from triforce_cli.citations import ASKED
 from triforce_cli.commands.generate import Generate, Prompted
+from triforce_cli.deadline import Deadline
+from triforce_cli.documents.reading import read_documents
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN, read_input, read_text, stdin_is_terminal
+from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal
 
 if TYPE_CHECKING:
     from triforce_cli.chat.thoughts import Thinking
@@ -26,13 +28,13 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Generate):
-    """One `triforce ask`, parsed. prompt: the question; prompt_file: where it stands otherwise; with neither it is
-    what is piped in, and with a question that is a document. variables: fill the placeholders of the question, the
-    system message and the beginning of the reply. With a constraint a model writes no thoughts: they would have to
-    follow it."""
+    """One `triforce ask`, parsed. prompt: the question; question_file: where it stands otherwise; with neither it is
+    what is piped in, and with a question that is a document. documents: before it. variables: fill the placeholders of
+    the question, the system message and the beginning of the reply. With a constraint a model writes no thoughts: they
+    would have to follow it."""
 
     system: str
-    files: tuple[Path, ...]
+    question_file: Path | None
     begin_reply: str
     template: str
     variables: Mapping[str, str]
@@ -43,15 +45,15 @@ class Ask(Generate):
     tools: list[dict[str, Any]] | None
     ends_line: ClassVar[bool] = True
 
-    def read(self, output: Output) -> str:
+    def read(self, output: Output, deadline: Deadline) -> str:
         """The question."""
-        if self.prompt is not None and self.prompt_file is not None:
+        if self.prompt is not None and self.question_file is not None:
             raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
         text = self.prompt
         if text is None:
-            if self.prompt_file is None and stdin_is_terminal():
+            if self.question_file is None and stdin_is_terminal():
                 raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
-            text = read_input(self.prompt_file or STDIN, "the question", note=output.note)
+            text = read_input(self.question_file or STDIN, "the question", note=output.note)
         return filled(text, self.variables, "the question")
 
     def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
@@ -70,9 +72,9 @@ class Ask(Generate):
             check_template(chat_format.template)
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
-        for path in self.files:
-            conversation = conversation.with_document(Document(path.name, read_text(path, "the document")))
-        if self.prompt is not None and not stdin_is_terminal() and STDIN not in self.files:
+        for found in read_documents(self.documents, "the document", note=output.note, on_read=output.report):
+            conversation = conversation.with_document(Document(found.name, found.text))
+        if self.prompt is not None and not stdin_is_terminal() and STDIN not in self.documents.paths:
             piped = read_input(STDIN, "a document", note=output.note)
             if piped.strip():
                 conversation = conversation.with_document(Document(PIPED, piped))

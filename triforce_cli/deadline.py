@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from offload.errors import TriforceError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TimedOut(TriforceError):
@@ -35,11 +36,11 @@ class Deadline:
         if self.has_passed:
             raise TimedOut(f"the {self._seconds:g} s of --timeout are over")
 
-    def heard(self, listener: Callable[[T], None]) -> Callable[[T], None]:
+    def heard(self, listener: Callable[P, None]) -> Callable[P, None]:
         """`listener`, with a check after every call."""
 
-        def listen(news: T) -> None:
-            listener(news)
+        def listen(*news: P.args, **more: P.kwargs) -> None:
+            listener(*news, **more)
             self.check()
 
         return listen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
@@ -15,6 +15,7 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.choice import NONE, Models, choose_models
+from triforce_cli.documents.selection import Named
 from triforce_cli.prompt import user_path
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ class ModelFlags:
     def chosen(self, *, weights: bool = True) -> Models:
         """The chosen models. weights: False if config.json is enough. Raises ModelError."""
         return choose_models(self.model, self.draft, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentFlags:
+    """The documents that the prompt begins with."""
+
+    prompt_file: options.PromptFiles = None
+    more_files: options.MoreFiles = None
+    include: options.Include = None
+
+    def named(self) -> Named:
+        """Raises UsageError."""
+        return named_documents("--prompt-file", self.prompt_file, self.more_files, self.include)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +143,17 @@ class ProgramFlags:
     config: options.Config = None
     log_file: options.LogFile = None
     debug: options.Debug = False
+
+
+def named_documents(
+    option: str, files: Sequence[Path] | None, more: Sequence[Path] | None, include: Sequence[str] | None
+) -> Named:
+    """more: files after the option's own, which a shell makes of a pattern. Raises UsageError."""
+    if more and not files:
+        raise UsageError(f"{more[0]} is unexpected here; name documents with {option} FILE, text with --prompt TEXT")
+    if include and not files:
+        raise UsageError(f"--include chooses among documents and none are named; name a folder with {option} FOLDER")
+    return Named((*(files or ()), *(more or ())), tuple(include or ()))
 
 
 def plan_options(levels: LevelFlags, **placement: Any) -> Options:

@@ -123,18 +123,31 @@ Draft = Annotated[
     ),
 ]
 
-PromptFile = Annotated[
-    Path | None,
+PromptFiles = Annotated[
+    list[Path] | None,
     option(
         "--prompt-file",
-        'UTF-8 text to continue; "-" is standard input, the default where text is piped in.',
+        'Document, folder or pattern; repeatable. "-" is standard input, the default where piped.',
         PROMPT,
         metavar="PATH",
     ),
 ]
+MoreFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="PATH", help="More of --prompt-file, as a shell writes them for *.pdf.", hidden=True),
+]
+Include = Annotated[
+    list[str] | None,
+    option(
+        "--include",
+        "Of folders, files like this; !X: not X.",
+        PROMPT,
+        metavar="PATTERN",
+    ),
+]
 Prompt = Annotated[
     str | None,
-    option("--prompt", "Text to continue; it follows a file or piped text on a new line.", PROMPT, metavar="TEXT"),
+    option("--prompt", "Text to continue, below documents.", PROMPT, metavar="TEXT"),
 ]
 
 MaxTokens = Annotated[int, option("--max-tokens", "New tokens at most.", SAMPLING, metavar="N", parser=whole)]

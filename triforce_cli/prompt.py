@@ -1,6 +1,6 @@
-"""The prompt: a file or standard input, then `--prompt`.
+"""The prompt: documents or standard input, then `--prompt`.
 
-The text is what the bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
+A text is what its bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import select
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from offload.errors import UsageError
 from offload.files import expanded
 from triforce_cli.signals import listening
+
+if TYPE_CHECKING:
+    from triforce_cli.documents.reading import OnRead
+    from triforce_cli.documents.selection import Named
 
 STDIN = Path("-")
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -26,8 +30,11 @@ _OTHER_FILES = {  # by their first bytes, the longer ones before those that they
     b"%PDF": "it is a PDF; pdftotext makes text of it",
     b"PK\x03\x04": "it is a ZIP archive, as .docx and .epub files are; pandoc -t plain makes text of those",
     b"\x1f\x8b": "it is compressed; gunzip it first",
+    b"\xd0\xcf\x11\xe0": "it is an old Word, Excel or PowerPoint file; save it as .docx or PDF",
 }
-_HEAD_BYTES = 4096  # that tell an encoding
+HEAD_BYTES = 4096  # that tell an encoding, or a kind
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
+_UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's begins with one of them
 TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
 LIBRARY = "sources of Python's standard library"
 PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
@@ -40,15 +47,20 @@ class Note(Protocol):
     def __call__(self, line: str, *, urgent: bool = False) -> None: ...
 
 
-def read_prompt(file: Path | None, text: str | None, *, note: Note) -> str:
-    """The content of `file`, then `text` on a new line. Without a file, standard input unless it is a terminal."""
-    sources = _sources(file, text)
+def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> str:
+    """The documents that are named, then `text` on a new line. Without any, standard input unless it is a terminal."""
+    from triforce_cli.documents.reading import joined, read_documents  # whose modules read texts by this one
+
+    sources = _sources(named, text)
     if not sources:
         raise UsageError(
             "there is no prompt; name a file (triforce generate --prompt-file book.txt), pipe one in "
             "(cat book.txt | triforce generate) or give --prompt TEXT"
         )
-    before = read_input(file or STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
+    if named:
+        before = joined(read_documents(named, "the prompt", note=note, on_read=on_read))
+    else:
+        before = read_input(STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
@@ -81,9 +93,9 @@ def decode_argument(option: str, value: str) -> str:
     return _decode(os.fsencode(value), option)
 
 
-def _sources(file: Path | None, text: str | None) -> list[str]:
+def _sources(named: Named, text: str | None) -> list[str]:
     """The names of what makes up the prompt, in order."""
-    read = [_name(file or STDIN)] if file or not stdin_is_terminal() else []
+    read = [str(named) if named else _name(STDIN)] if named or not stdin_is_terminal() else []
     return read + (["--prompt"] if text is not None else [])
 
 
@@ -124,18 +136,24 @@ def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
 def _remedy(data: bytes) -> str:
     """What makes UTF-8 text of `data`, which is something else."""
     remedies = (remedy for start, remedy in _OTHER_FILES.items() if data.startswith(start))
-    return next(remedies, "convert it, for example with iconv -f LATIN1 -t UTF-8")
+    latin = "convert it, for example with iconv -f LATIN1 -t UTF-8"
+    return next(remedies, "it is a binary file, of which no text is read" if is_binary(data[:HEAD_BYTES]) else latin)
+
+
+def is_binary(head: bytes) -> bool:
+    """Has the beginning of a file characters that no text has? UTF-16, which is told by its mark, is text."""
+    return not head.startswith(_UTF16_BOMS) and len(head) != len(head.translate(None, _CONTROLS))
 
 
 def _is_utf16(data: bytes) -> bool:
     """True for text in a Western language: nearly half of its bytes are zero, all at even or all at odd places."""
-    even, odd = (data[start:_HEAD_BYTES:2] for start in (0, 1))
+    even, odd = (data[start:HEAD_BYTES:2] for start in (0, 1))
     fewer, more = sorted((even.count(0), odd.count(0)))
     return len(odd) > 1 and fewer == 0 and more > 0.8 * len(odd)
 
 
 def _from_utf16(data: bytes) -> str:
-    order = "" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "BE" if data[0] == 0 else "LE"
+    order = "" if data.startswith(_UTF16_BOMS) else "BE" if data[0] == 0 else "LE"
     return f"iconv -f UTF-16{order} -t UTF-8"
 
 

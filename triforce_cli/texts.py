@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
-from triforce_cli.prompt import STDIN, Note, read_input, user_path
+from triforce_cli.documents.reading import OnRead, read_documents
+from triforce_cli.documents.selection import Named
+from triforce_cli.prompt import STDIN, Note, user_path
 from triforce_cli.render.text import counted, path_text
 
 if TYPE_CHECKING:
@@ -48,14 +50,18 @@ class Text:
         return [0, *(place + 1 for place, character in enumerate(self.content) if character == "\n")]
 
 
-def read_texts(files: Sequence[Path], *, note: Note) -> dict[str, str]:
+def read_texts(files: Sequence[Path], *, note: Note, on_read: OnRead) -> dict[str, str]:
     """The content of each file by its name, in order; "-" and no file at all are standard input. Raises UsageError."""
     if not files and sys.stdin is not None and sys.stdin.isatty():
         raise UsageError("there is no text; name a file (triforce score book.txt) or pipe one in")
     found: dict[str, str] = {}
     for file in files or [STDIN]:
-        name = "standard input" if file == STDIN else path_text(file)
-        if name in found:
-            raise UsageError(f"{name} is named twice; name each text once")
-        found[name] = read_input(file if file == STDIN else user_path(str(file)), "the text", note=note)
+        path = file if file == STDIN else user_path(str(file))
+        readings = read_documents(Named((path,)), "the text", note=note, on_read=on_read)
+        for reading in readings:
+            shown = path_text(reading.source.path if reading.source.is_found else file)
+            name = "standard input" if file == STDIN else shown
+            if name in found:
+                raise UsageError(f"{name} is named twice; name each text once")
+            found[name] = reading.text
     return found

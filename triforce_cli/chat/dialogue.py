@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -102,15 +102,19 @@ class Dialogue:
                 self._background.break_off(self._show)
         self.conversation = conversation
 
-    def add(self, document: Document) -> None:
-        """Add a document before the next message."""
-        changed = self.conversation.with_document(document)
+    def add(self, kinds: Mapping[Document, str]) -> None:
+        """Add documents before the next message, all or none. kinds: what each was made of, "" for text."""
+        changed = self.conversation
+        for document in kinds:
+            changed = changed.with_document(document)
         used, before = len(self.format.closing_tokens(changed)), self.num_used
         self._check_room(used + 1)
         self.change(changed)
-        documents = [part.num_tokens for part in self.format.parts(changed) if part.kind == "document"]
-        own = documents[-1] if documents else used - before
-        self.output.note(render_chat.document_added(document.name, own, used, self.engine.limit))
+        counts = [part.num_tokens for part in self.format.parts(changed) if part.kind == "document"][-len(kinds) :]
+        named = [(document.name, kind) for document, kind in kinds.items()]
+        rows = zip(named, counts, strict=True) if len(counts) == len(named) else [(("documents", ""), used - before)]
+        for line in render_chat.documents_added(list(rows), used, self.engine.limit):
+            self.output.note(line)
         self._warn_of_the_end()
 
     @property

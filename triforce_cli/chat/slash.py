@@ -9,8 +9,10 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import write_whole
-from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.added import add_documents
+from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.dialogue import Dialogue
+from triforce_cli.documents.selection import Named
 from triforce_cli.options import count
 from triforce_cli.prompt import read_text, user_path
 from triforce_cli.render import chat as render_chat
@@ -91,8 +93,7 @@ def _system(dialogue: Dialogue, argument: str) -> None:
 
 
 def _file(dialogue: Dialogue, argument: str) -> None:
-    path = _path(argument, "/file")
-    dialogue.add(Document(path.name, read_text(path, "the document")))
+    add_documents(dialogue, Named((_path(argument, "/file"),)))
 
 
 def _drop(dialogue: Dialogue, argument: str) -> None:
@@ -159,7 +160,7 @@ _ALL = (
     Slash("/regen", "answer the last message again", _regen),
     Slash("/edit [TEXT]", "change the last message and answer it again", _edit),
     Slash("/system [TEXT|none]", "show or change the system message", _system),
-    Slash("/file PATH", "put a text file before the next message", _file, takes_path=True),
+    Slash("/file PATH", "put a document, or a folder, before the next message", _file, takes_path=True),
     Slash("/drop NAME|N", "forget a document, or the N oldest turns", _drop),
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),

@@ -34,7 +34,16 @@ from triforce_cli.commands.generate import (
     destination,
 )
 from triforce_cli.control import ControlFlags
-from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, SessionFlags, plan_options, spread
+from triforce_cli.flags import (
+    CacheFlags,
+    ModelFlags,
+    PlacementFlags,
+    ProgramFlags,
+    SessionFlags,
+    named_documents,
+    plan_options,
+    spread,
+)
 from triforce_cli.options import option
 from triforce_cli.prompt import decode_argument, read_text, user_path
 
@@ -92,6 +101,7 @@ def ask(
     *,
     models: ModelFlags,
     file: Files = None,
+    include: options.Include = None,
     prompt_file: QuestionFile = None,
     system: System = "",
     system_file: SystemFile = None,
@@ -145,8 +155,8 @@ def ask(
         system = read_text(user_path(str(system_file)), "the system message")
     return Ask(
         prompt=None if question is None else decode_argument("QUESTION", question),
-        prompt_file=prompt_file,
-        files=tuple(file or ()),
+        question_file=prompt_file,
+        documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),
         begin_reply=decode_argument("--begin-reply", begin_reply),
         template=template,

@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import __version__, options, plot
 from triforce_cli.choice import Models
+from triforce_cli.documents.selection import Named
 from triforce_cli.engine import Prepared, open_engine, prepare
-from triforce_cli.flags import GreedyFlags, LevelFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
+from triforce_cli.flags import (
+    GreedyFlags,
+    LevelFlags,
+    ModelFlags,
+    PlacementFlags,
+    ProgramFlags,
+    named_documents,
+    plan_options,
+    spread,
+)
 from triforce_cli.options import option, whole
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
@@ -39,11 +49,11 @@ MOST_REPEATS = 1000
 BENCH = "Benchmark"
 
 BenchText = Annotated[
-    Path | None,
+    list[Path] | None,
     option(
         "--prompt-file",
-        'UTF-8 text whose beginning is the prompt; "-" is standard input. Without it, sources of Python\'s standard '
-        "library.",
+        'Documents whose beginning is the prompt, as of triforce generate; "-" is standard input. Without it, sources '
+        "of Python's standard library.",
         BENCH,
         metavar="PATH",
     ),
@@ -125,7 +135,7 @@ class Findings:
 class Bench:
     """One `triforce bench`, parsed. contexts: ascending; None: chosen from the model's limit and the text's length."""
 
-    prompt_file: Path | None
+    documents: Named
     contexts: tuple[int, ...] | None
     max_tokens: int
     repeats: int
@@ -233,8 +243,8 @@ class Bench:
         return contexts
 
     def _text(self, output: Output) -> str:
-        if self.prompt_file is not None:
-            return read_prompt(self.prompt_file, None, note=output.note)
+        if self.documents:
+            return read_prompt(self.documents, None, note=output.note, on_read=output.report)
         output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
         return library_text()
 
@@ -253,7 +263,7 @@ class Bench:
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""
-        source = LIBRARY if self.prompt_file is None else str(self.prompt_file)
+        source = str(self.documents) if self.documents else LIBRARY
         return {
             "environment": environment,
             "model": self.models.as_dict(),
@@ -269,6 +279,8 @@ def bench(
     *,
     models: ModelFlags,
     prompt_file: BenchText = None,
+    more_files: options.MoreFiles = None,
+    include: options.Include = None,
     contexts: Contexts = None,
     repeats: Repeats = 5,
     against: Against = "none",
@@ -295,7 +307,7 @@ def bench(
     if not 1 <= repeats <= MOST_REPEATS:
         raise UsageError(f"repeats is {repeats}, it must be from 1 to {MOST_REPEATS}")
     return Bench(
-        prompt_file=prompt_file,
+        documents=named_documents("--prompt-file", prompt_file, more_files, include),
         contexts=_numbers("contexts", contexts),
         max_tokens=max_tokens,
         repeats=repeats,

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from offload import strict_json
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.control import ControlFlags
+from triforce_cli.documents.selection import Named
 from triforce_cli.engine import prepare
 from triforce_cli.flags import (
     CacheFlags,
@@ -22,12 +25,13 @@ from triforce_cli.flags import (
     PlacementFlags,
     ProgramFlags,
     SessionFlags,
+    named_documents,
     plan_options,
     spread,
 )
 from triforce_cli.options import option, switch, whole
 from triforce_cli.output import Output
-from triforce_cli.prompt import decode_argument, read_text
+from triforce_cli.prompt import decode_argument
 from triforce_cli.render import chat as render_chat
 from triforce_cli.signals import Terminated
 
@@ -49,7 +53,16 @@ System = Annotated[
 ]
 Files = Annotated[
     list[Path] | None,
-    option("--file", "A UTF-8 text to put before the first message; can be repeated.", CHAT, metavar="PATH"),
+    option(
+        "--file",
+        "A document to put before the first message, a folder or a pattern of them; can be repeated.",
+        CHAT,
+        metavar="PATH",
+    ),
+]
+MoreFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="PATH", help="More of --file, as a shell writes them for *.pdf.", hidden=True),
 ]
 Template = Annotated[
     str,
@@ -92,7 +105,7 @@ class Chat:
     """One `triforce chat`, parsed."""
 
     system: str
-    files: tuple[Path, ...]
+    documents: Named
     template: str
     settings: Settings
     options: Options
@@ -166,12 +179,10 @@ class Chat:
             output.note("/help lists commands; Ctrl-C stops a reply, Ctrl-D leaves")
 
     def _add_files(self, dialogue: Dialogue) -> None:
-        from triforce_cli.chat.conversation import Document
+        from triforce_cli.chat.added import add_documents
 
-        for path in self.files:
-            document = Document(path.name, read_text(path, "the document"))
-            if document not in dialogue.conversation.documents:  # a session may hold it already
-                dialogue.add(document)
+        if self.documents:
+            add_documents(dialogue, self.documents)
 
     def _reader(self, dialogue: Dialogue, output: Output) -> Reader:
         from triforce_cli.chat.reader import LineReader, PromptReader
@@ -256,6 +267,8 @@ def chat(
     models: ModelFlags,
     system: System = "",
     file: Files = None,
+    more_files: MoreFiles = None,
+    include: options.Include = None,
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
     sampling: ControlFlags,
@@ -285,7 +298,7 @@ def chat(
         raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
     return Chat(
         system=decode_argument("--system", system),
-        files=tuple(file or ()),
+        documents=named_documents("--file", file, more_files, include),
         template=template,
         settings=Settings(sampling=sampling.params(), max_tokens=max_tokens),
         options=plan_options(decoding, **vars(placement), masses=cite),

@@ -18,10 +18,12 @@ from triforce_cli.choice import Models
 from triforce_cli.commands import Command
 from triforce_cli.control import ControlFlags
 from triforce_cli.deadline import Deadline
+from triforce_cli.documents.selection import Named
 from triforce_cli.engine import Prepared, open_engine, open_session, prepare
 from triforce_cli.flags import (
     AUTO,
     CacheFlags,
+    DocumentFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -155,7 +157,7 @@ class Prompted:
 class Generate:
     """One `triforce generate` of one prompt, parsed."""
 
-    prompt_file: Path | None
+    documents: Named
     prompt: str | None
     max_tokens: int
     sampling: SamplingParams
@@ -182,11 +184,11 @@ class Generate:
         """Read the prompt, plan, load, generate. Text appears as it is accepted."""
         deadline, output = Deadline(self.timeout), Output(quiet=self.quiet)
         with self._file(output), self._answer(output) as answer, output:
-            self._generate(self.read(output), answer, output, deadline)
+            self._generate(self.read(output, deadline), answer, output, deadline)
 
-    def read(self, output: Output) -> str:
+    def read(self, output: Output, deadline: Deadline) -> str:
         """The text that is sent."""
-        return read_prompt(self.prompt_file, self.prompt, note=output.note)
+        return read_prompt(self.documents, self.prompt, note=output.note, on_read=deadline.heard(output.report))
 
     def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
         """What the model reads of it."""
@@ -300,7 +302,7 @@ class Generate:
 def generate(
     *,
     models: ModelFlags,
-    prompt_file: options.PromptFile = None,
+    documents: DocumentFlags,
     prompt: options.Prompt = None,
     input_jsonl: InputLines = None,
     output_jsonl: OutputLines = None,
@@ -339,7 +341,7 @@ def generate(
         raise UsageError("--logprobs go into JSON; add --json, --jsonl or --input-jsonl")
     num_sequences = _number_at_a_time(batch)
     if input_jsonl is not None or output_jsonl is not None or num_sequences is not None:
-        _check_batch(input_jsonl, (prompt_file, prompt, session.path(), output, jsonl, stats, compare))
+        _check_batch(input_jsonl, (documents.named(), prompt, session.path(), output, jsonl, stats, compare))
         return Batch(
             source=user_path(str(input_jsonl)),
             target=destination(output_jsonl),
@@ -357,7 +359,7 @@ def generate(
     if json and jsonl:
         raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
     return Generate(
-        prompt_file=prompt_file,
+        documents=documents.named(),
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=sampling.params(),

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
-from triforce_cli.flags import CacheFlags, ModelFlags, ProgramFlags, plan_options, spread
+from triforce_cli.documents.selection import Named
+from triforce_cli.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFlags, plan_options, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
+from triforce_cli.prompt import read_prompt
 from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
@@ -116,9 +118,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """One parsed `triforce plan`. fit: plan the longest context that fits."""
+    """One parsed `triforce plan`. documents: plan for a prompt of them. fit: plan the longest context that fits."""
 
     models: Models
+    documents: Named
     machine: Machine
     options: Options
     max_tokens: int
@@ -134,7 +137,7 @@ class Planning:
 
         with Output() as output:
             output.note(self.models.draft_note)
-            planned = self._planned()
+            planned = self._planned(self._num_prompt_tokens(output))
             for model in filter(is_gguf, filter(None, (self.models.target, self.models.draft))):
                 output.note(unpacked_note(read_header(model), DTYPE_BYTES[planned.request.dtype]))
             if self.as_json:
@@ -142,14 +145,17 @@ class Planning:
             else:
                 output.show(render_plan.report(planned, width=output.text_width))
 
-    def _planned(self) -> Planned:
+    def _planned(self, num_prompt_tokens: int | None) -> Planned:
         from offload.plan.what_if import in_16_bits
         from triforce_cli.render.plan import Planned
 
         with deferred():
             request = self._request(self.machine)
         longest = request.longest_context() if self.fit else None
-        sizes = self._sizes(request.context if longest is None else max(longest, self.max_tokens + 1))
+        if num_prompt_tokens is None:
+            sizes = self._sizes(request.context if longest is None else max(longest, self.max_tokens + 1))
+        else:
+            sizes = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": self.max_tokens}
         try:
             plan = request.plan(**sizes)
         except DoesNotFit as error:
@@ -164,6 +170,16 @@ class Planning:
             what_if=self._what_if(request, plan, sizes),
             in_16_bits=in_16_bits(request, plan, **sizes),
         )
+
+    def _num_prompt_tokens(self, output: Output) -> int | None:
+        """Of the documents, by the model's tokenizer; None where none are named."""
+        if not self.documents:
+            return None
+        prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report)
+        with deferred():
+            from offload.decode.tokenizer import Tokenizer
+
+            return len(Tokenizer.from_folder(self.models.target).encode(prompt))
 
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request
@@ -192,6 +208,7 @@ class Planning:
 def plan(
     *,
     models: ModelFlags,
+    documents: DocumentFlags,
     cache: CacheFlags,
     max_tokens: options.MaxTokens = 256,
     fit: Fit = False,
@@ -210,10 +227,11 @@ def plan(
 ) -> Planning:
     """Show the memory that a context needs on device and host, the traffic over the link, and the predicted speed.
 
-    Reads config.json alone; nothing is loaded and nothing is measured. Without --gpus it plans for this machine; with
-    it, for that many GPUs of 24 GB on links of 25 GB/s with 128 GB of host memory at 72 GB/s (165 for more than two
-    GPUs), unless you say otherwise; with --device cuda as well, for that many GPUs of this machine, with --device cpu
-    for that many processes here. Several GPUs are compared with one, and a changed machine with the one that is there.
+    Reads config.json alone, and with --prompt-file the tokenizer; nothing else is loaded and nothing is measured.
+    Without --gpus it plans for this machine; with it, for that many GPUs of 24 GB on links of 25 GB/s with 128 GB of
+    host memory at 72 GB/s (165 for more than two GPUs), unless you say otherwise; with --device cuda as well, for that
+    many GPUs of this machine, with --device cpu for that many processes here. Several GPUs are compared with one, and a
+    changed machine with the one that is there.
     Exit code 3 when the context does not fit; the message names the nearest changes that would make it fit.
 
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
@@ -222,8 +240,12 @@ def plan(
     _check_machine(gpus, gpu_memory=gpu_memory, host_memory=host_memory, link_gbps=link_gbps, host_gbps=host_gbps)
     if fit and cache.context is not None:
         raise UsageError(f"--fit looks for the longest context and --context says {cache.context}; give one of them")
+    named = documents.named()
+    if named and (fit or cache.context is not None):
+        raise UsageError("--prompt-file is what to plan for, and so are --fit and --context; give one of them")
     return Planning(
         models=models.chosen(weights=False),
+        documents=named,
         machine=Machine(
             gpus=gpus,
             gpu_memory=gpu_memory,

@@ -31,7 +31,10 @@ SCORES = "What is scored"
 
 Files = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="FILE", help='UTF-8 texts; "-" is standard input, the default where text is piped in.'),
+    typer.Argument(
+        metavar="FILE",
+        help='Texts: UTF-8, PDF, web pages, .docx, EPUB; "-" is standard input, the default where text is piped in.',
+    ),
 ]
 Against = Annotated[
     list[Path] | None,
@@ -72,7 +75,7 @@ class Score:
         """Models are loaded one after the other. Where there are several, the first one's final norm and head stay on
         the device, and its last hidden rows on the host: tokens of all texts x hidden size x 2 bytes (fp32: 4)."""
         with Output(quiet=self.quiet) as output:
-            contents = read_texts(self.files, note=output.note)
+            contents = read_texts(self.files, note=output.note, on_read=output.report)
             prepared = prepare(next(iter(self.models.values())), self.options, output)
             texts = [Text.of(name, content, prepared.tokenizer) for name, content in contents.items()]
             self._check(max(texts, key=_num_tokens))

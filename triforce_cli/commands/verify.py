@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.control import GreedyControlFlags
+from triforce_cli.documents.selection import Named
 from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import (
     CacheFlags,
+    DocumentFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -59,7 +60,7 @@ Tolerance = Annotated[
 class Verify:
     """One `triforce verify`, parsed."""
 
-    prompt_file: Path | None
+    documents: Named
     prompt: str | None
     max_tokens: int
     sampling: SamplingParams
@@ -74,7 +75,7 @@ class Verify:
         """Raises Differs, after the report."""
         output = Output(quiet=self.quiet)
         with output:
-            prompt = read_prompt(self.prompt_file, self.prompt, note=output.note)
+            prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report)
             prepared = prepare(self.models, self.options, output, sampling=self.sampling)
             sampling = self.sampling
             with deferred():
@@ -105,7 +106,7 @@ class Verify:
 def verify(
     *,
     models: ModelFlags,
-    prompt_file: options.PromptFile = None,
+    documents: DocumentFlags,
     prompt: options.Prompt = None,
     max_tokens: options.MaxTokens = 64,
     sampling: GreedyControlFlags,
@@ -134,7 +135,7 @@ def verify(
     if tolerance is not None and not 0 <= tolerance < 1e9:
         raise UsageError(f"tolerance is {tolerance:g}, it must be from 0 to below 1000000000")
     return Verify(
-        prompt_file=prompt_file,
+        documents=documents.named(),
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=sampling.params(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,14 @@ def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, wi
     return line if len(line) < width else line[: max(width - 2, 0)] + "\u2026"
 
 
-def document_added(name: str, num_tokens: int, used: int, limit: int) -> str:
-    return f"{name}: {num_tokens:,} tokens; {room(used, limit)}"
+def documents_added(rows: Sequence[tuple[tuple[str, str], int]], used: int, limit: int) -> Iterator[str]:
+    """A line for each of a few documents: ((name, kind), tokens); in the last one the room that is left."""
+    names = [f"{name}, {kind}" if kind else name for (name, kind), _ in rows]
+    lines = [f"{name}: {count:,} tokens" for name, (_, count) in zip(names, rows, strict=True)]
+    if len(lines) > _NUM_OFFERED:
+        lines = [*lines[:_NUM_OFFERED], f"{len(lines):,} documents: {sum(count for _, count in rows):,} tokens"]
+    yield from lines[:-1]
+    yield f"{lines[-1]}; {room(used, limit)}"
 
 
 def too_long(needed: int, limit: int, droppable: Sequence[Part]) -> str:

@@ -1,0 +1,94 @@
+"""`triforce tokens`: how long documents are, beside the model's context and what fits this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triforce_cli import options
+from triforce_cli.choice import Models
+from triforce_cli.documents.reading import joined, read_documents
+from triforce_cli.documents.selection import Named
+from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
+from triforce_cli.output import Output
+from triforce_cli.prompt import STDIN
+from triforce_cli.render import tokens as render_tokens
+from triforce_cli.render.tokens import Counted, Counts
+from triforce_cli.signals import deferred
+
+if TYPE_CHECKING:
+    from offload.plan.options import Options
+
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="FILE",
+        help='Documents, patterns or folders, as --prompt-file of triforce generate takes them; "-" is standard input, '
+        "the default.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """One `triforce tokens`, parsed."""
+
+    documents: Named
+    models: Models
+    options: Options
+    as_json: bool
+    quiet: bool
+
+    def run(self) -> None:
+        """Reads the model's config.json and tokenizer, and no weights."""
+        with Output(quiet=self.quiet) as output:
+            output.note(self.models.note)
+            readings = read_documents(self.documents, "the text", note=output.note, on_read=output.report)
+            output.wait("counting")
+            with deferred():
+                from offload.decode.tokenizer import Tokenizer
+                from offload.plan.request import Request
+
+                tokenizer = Tokenizer.from_folder(self.models.target)
+                request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
+            counts = Counts(
+                model=self.models.target.name,
+                documents=tuple(Counted(reading, len(tokenizer.encode(reading.text))) for reading in readings),
+                num_tokens=len(tokenizer.encode(joined(readings))),
+                context=request.target.context_limit,
+                fitting=request.longest_context(),
+            )
+            if self.as_json:
+                output.document(render_tokens.document(counts))
+            else:
+                output.text(render_tokens.report(counts))
+
+
+@spread
+def tokens(
+    files: Files = None,
+    *,
+    include: options.Include = None,
+    models: ModelFlags,
+    placement: PlacementFlags,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Tokens:
+    """Count the tokens of documents, each and all in one prompt, and say whether that fits.
+
+    Beside them stand the model's context and the longest context that this machine has memory for. Reads config.json
+    and the tokenizer; no weights are loaded.
+
+    Example: triforce tokens papers/ notes.md --include '*.pdf'
+    """
+    return Tokens(
+        documents=Named(tuple(files or (STDIN,)), tuple(include or ())),
+        models=models.chosen(weights=False),
+        options=plan_options(CacheFlags(), **vars(placement)),
+        as_json=json,
+        quiet=quiet,
+    )

@@ -1,0 +1,1 @@
+"""Documents: from the paths that a person names to texts."""

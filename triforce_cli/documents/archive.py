@@ -1,0 +1,83 @@
+"""A ZIP archive of which only so much is unpacked: sizes are counted while reading, whatever its directory says."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from offload.errors import UsageError
+from offload.units import size
+from triforce_cli.documents.limits import MOST_DIRECTORY_BYTES, MOST_MEMBERS, PIECE_BYTES, Meter
+
+_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, KeyError, OSError)
+
+
+class Archive:
+    """Its methods raise UsageError."""
+
+    def __init__(self, stream: IO[bytes], meter: Meter) -> None:
+        self._meter = meter
+        with _translated(meter.name):
+            self._zip = zipfile.ZipFile(_Sparing(stream, meter.name))
+        self.names = frozenset(self._zip.namelist())
+        if len(self._zip.infolist()) > MOST_MEMBERS:
+            raise UsageError(
+                f"{meter.name} holds {len(self._zip.infolist()):,} files, a document may hold {MOST_MEMBERS:,}; is it "
+                "a real one?"
+            )
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The content of a member, piece by piece."""
+        if name not in self.names:
+            raise UsageError(f"{self._meter.name} is damaged: it holds no {name}; fetch it again, or save it anew")
+        with _translated(self._meter.name), self._zip.open(name) as member:
+            while piece := member.read(PIECE_BYTES):
+                self._meter.unpacked(len(piece))
+                yield piece
+
+    def read(self, name: str) -> bytes:
+        """The content of a member that is a page at most."""
+        found = bytearray()
+        for piece in self.pieces(name):
+            found += piece
+            self._meter.markup(len(found), f"{name} in {self._meter.name}")
+        return bytes(found)
+
+
+class _Sparing(io.BufferedReader):
+    """Reads no huge piece at once: the only one that `zipfile` wants is the directory."""
+
+    def __init__(self, stream: IO[bytes], name: str) -> None:
+        super().__init__(stream)  # type: ignore[arg-type]
+        self._document = name
+
+    def read(self, size_: int | None = -1) -> bytes:
+        if size_ is not None and size_ > MOST_DIRECTORY_BYTES:
+            raise UsageError(
+                f"{self._document} has a directory of {size(size_)}, an archive's may have "
+                f"{size(MOST_DIRECTORY_BYTES)}; is it a real document?"
+            )
+        return super().read(size_)
+
+
+def names_in(path: Path) -> frozenset[str]:
+    """The members of an archive; none where the file is damaged, or is none. Raises UsageError past a limit."""
+    with path.open("rb") as stream:
+        return Archive(stream, Meter(str(path))).names if zipfile.is_zipfile(stream) else frozenset()
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError:
+        raise
+    except _FAULTS as error:
+        if "password" in str(error) or "encrypted" in str(error):
+            raise UsageError(f"{name} is encrypted; open it where the password is known and save it without") from error
+        raise UsageError(f"{name} is a damaged archive ({error}); fetch it again, or save it anew") from error

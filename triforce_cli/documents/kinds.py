@@ -1,0 +1,57 @@
+"""What kind of document a file is: by its content, and by its name where that does not tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from offload.errors import UsageError
+from triforce_cli.documents import epub, word
+from triforce_cli.documents.archive import names_in
+from triforce_cli.prompt import HEAD_BYTES, is_binary
+
+Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
+
+_PDF = re.compile(rb"%PDF-\d")
+_ZIP = b"PK\x03\x04"
+_WEB = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
+_BY_NAME: dict[str, Kind] = {
+    ".pdf": "PDF",
+    ".docx": "Word",
+    ".epub": "EPUB",
+    ".html": "web page",
+    ".htm": "web page",
+    ".xhtml": "web page",
+}
+
+
+def kind_of(path: Path) -> Kind:
+    """Of a file that can be read twice. OSError, UsageError where its name says one kind and its content another."""
+    with path.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    named, found = _BY_NAME.get(path.suffix.lower()), _kind_of_content(path, head)
+    if named == found or (named == "web page" and found == "text"):
+        return named
+    if named == "PDF" and _PDF.search(head):  # behind what a mail or a printer put before it
+        return named
+    if not path.suffix and found == "text" and _WEB.match(head):
+        return "web page"
+    if named and found in ("text", "binary"):
+        if named != "PDF" and found == "binary" and head.startswith(_ZIP):  # damaged; its reader says how
+            return named
+        shown = "is empty" if not head else f"begins with {head[:16]!r}"
+        raise UsageError(
+            f"{path} is named as a document of kind {named}, and its content is not: it {shown}; fetch it again, or "
+            "give it the name that suits it"
+        )
+    return found
+
+
+def _kind_of_content(path: Path, head: bytes) -> Kind:
+    if _PDF.match(head):
+        return "PDF"
+    if head.startswith(_ZIP):
+        names = names_in(path)
+        return "Word" if word.BODY in names else "EPUB" if epub.CONTAINER in names else "binary"
+    return "binary" if is_binary(head) else "text"

@@ -1,0 +1,73 @@
+"""Markup as events: nothing is kept of a document but what a listener keeps, and nothing outside of it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+from offload.errors import UsageError
+from triforce_cli.documents.limits import Meter, library
+
+Attributes = Mapping[str, str]
+
+
+class Listener(Protocol):
+    """Hears elements in document order."""
+
+    def start(self, tag: str, attributes: Attributes) -> None: ...
+
+    def end(self, tag: str) -> None: ...
+
+    def text(self, text: str) -> None: ...
+
+
+class _Events:
+    """What the parser calls: counts how deep elements are nested, and refuses definitions of entities."""
+
+    def __init__(self, listener: Listener, meter: Meter, *, is_xml: bool) -> None:
+        self._listener, self._meter, self._is_xml = listener, meter, is_xml
+        self._depth = 0
+        self.data = listener.text
+        self.is_over = False
+
+    def start(self, tag: str, attributes: Attributes) -> None:
+        self._depth += 1
+        self._meter.depth(self._depth)
+        self._listener.start(tag, attributes)
+
+    def end(self, tag: str) -> None:
+        self._depth -= 1
+        self._listener.end(tag)
+
+    def doctype(self, name: str, public: str | None, system: str | None) -> None:
+        if self._is_xml:
+            raise UsageError(
+                f"{self._meter.name} has a document type (<!DOCTYPE {name}>) where no such document has one; is it a "
+                "real one? save it anew"
+            )
+
+    def close(self) -> None:
+        self.is_over = True
+
+
+def parse(pieces: Iterable[bytes], kind: Literal["html", "xml"], listener: Listener, meter: Meter) -> None:
+    """Tell `listener` of every element and text. HTML is UTF-8, whatever it says, and is mended as browsers do. Raises
+    UsageError."""
+    etree: Any = library("lxml.etree", meter.name)
+    events = _Events(listener, meter, is_xml=kind == "xml")
+    if kind == "html":
+        parser = etree.HTMLParser(target=events, encoding="utf-8", huge_tree=True)
+    else:
+        parser = etree.XMLParser(target=events, resolve_entities=False, no_network=True, load_dtd=False)
+    try:
+        for piece in pieces:
+            meter.check()
+            parser.feed(piece)
+        parser.close()
+    except etree.LxmlError as error:
+        raise UsageError(f"{meter.name} is damaged: {error}; fetch it again, or save it anew") from error
+
+
+def local(tag: str) -> str:
+    """A tag without its namespace."""
+    return tag.rpartition("}")[2]

@@ -1,0 +1,122 @@
+"""PDFs: the text of their pages, in the order in which it is drawn, a blank line between two pages.
+
+Ligatures that a font draws as one character become the letters they stand for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from offload.errors import UsageError
+from triforce_cli.documents.limits import Meter, OnPart, library
+
+_LIGATURES = str.maketrans(
+    {"\ufb00": "ff", "\ufb01": "fi", "\ufb02": "fl", "\ufb03": "ffi", "\ufb04": "ffl", "\ufb05": "st", "\ufb06": "st"}
+)
+_NUM_NAMED = 8  # pages, in a remark
+_SHORT = 80  # characters of what the library says
+
+
+def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, list[str]]:
+    """(text, "12 pages", remarks). Raises UsageError. Reads a page at a time."""
+    pypdf = library("pypdf", meter.name)
+    with path.open("rb") as stream, _warnings() as warnings:
+        reader = _opened(pypdf, stream, meter)
+        pages = list(_page_texts(reader, meter, on_part))
+    number = f"{len(pages):,} page{'' if len(pages) == 1 else 's'}"
+    if not any(pages):
+        raise UsageError(
+            f"{meter.name} has {number} and no text: a scan, or pictures; ocrmypdf IN.pdf OUT.pdf puts text into it"
+        )
+    remarks = [_without_text(pages)] if not all(pages) else []
+    if warnings:
+        remarks.append(f"not well-formed ({warnings[0][:_SHORT]}), so look at its text; pdftotext may read more of it")
+    return "\n\n".join(filter(None, pages)) + "\n", number, remarks
+
+
+def _opened(pypdf: Any, stream: IO[bytes], meter: Meter) -> Any:
+    """The reader of a PDF that needs no password."""
+    try:
+        reader = pypdf.PdfReader(stream)
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise UsageError(
+                f"{meter.name} is encrypted and needs its password; qpdf --password=PASSWORD --decrypt IN.pdf OUT.pdf "
+                "makes one without"
+            )
+        len(reader.pages)
+    except UsageError:
+        raise
+    except pypdf.errors.DependencyError as error:
+        raise UsageError(
+            f"{meter.name} is encrypted, and what decrypts it is not installed: pip install cryptography"
+        ) from error
+    except Exception as error:  # whatever a damaged file makes the library raise
+        raise _damaged(meter.name, error) from error
+    return reader
+
+
+def _page_texts(reader: Any, meter: Meter, on_part: OnPart) -> Iterator[str]:
+    num_pages = len(reader.pages)
+    for number in range(num_pages):
+        meter.check()
+        yield _page_text(reader, number, meter)
+        on_part((number + 1) / num_pages)
+
+
+def _page_text(reader: Any, number: int, meter: Meter) -> str:
+    try:
+        text = reader.pages[number].extract_text(visitor_operand_before=lambda *drawn: meter.check())
+    except UsageError:
+        raise
+    except Exception as error:
+        raise _damaged(f"page {number + 1:,} of {meter.name}", error) from error
+    meter.check()  # the library goes on after errors in what a page draws by name
+    return _cleaned(str(text))
+
+
+def _cleaned(text: str) -> str:
+    lines = text.translate(_LIGATURES).replace("\0", "").split("\n")
+    whole = "\n".join(line.rstrip() for line in lines).strip("\n")
+    return whole.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs
+
+
+def _without_text(pages: Sequence[str]) -> str:
+    empty = [f"{number:,}" for number, text in enumerate(pages, 1) if not text]
+    named = ", ".join(empty[:_NUM_NAMED]) + (" ..." if len(empty) > _NUM_NAMED else "")
+    return f"{len(empty):,} of {len(pages):,} pages have no text ({named}): empty, or pictures"
+
+
+def _damaged(what: str, error: Exception) -> UsageError:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHORT]}"
+    return UsageError(f"{what} is damaged ({said}); fetch it again, or qpdf IN.pdf OUT.pdf may mend it")
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Hears what the library says of what it left out, in place of the log."""
+    heard = _Heard()
+    logger = logging.getLogger("pypdf")
+    propagates, level = logger.propagate, logger.level
+    logger.addHandler(heard)
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+    try:
+        yield heard.lines
+    finally:
+        logger.removeHandler(heard)
+        logger.propagate = propagates
+        logger.setLevel(level)
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.lines) < _NUM_NAMED:
+            self.lines.append(" ".join(record.getMessage().split()))

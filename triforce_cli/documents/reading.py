@@ -1,0 +1,138 @@
+"""Documents as texts: each by the reader of its kind, several below their names.
+
+A single text file is what its bytes say in UTF-8, as it is. Where one of several cannot be read, none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offload.errors import UsageError
+from triforce_cli.documents.epub import read_epub
+from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
+from triforce_cli.documents.pdf import read_pdf
+from triforce_cli.documents.selection import Named, Source, select, without
+from triforce_cli.documents.web import read_page
+from triforce_cli.documents.word import read_word
+from triforce_cli.prompt import Note, read_input
+
+SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
+_NUM_REMARKS = 8
+
+OnRead = Callable[[str, int, int], None]  # stage, bytes read, of all
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A document as text. detail: "12 pages". remarks: what of it is not in the text, or doubtful."""
+
+    source: Source
+    kind: str
+    text: str
+    detail: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shown_kind(self) -> str:
+        """ "PDF, 12 pages"."""
+        return f"{self.kind}, {self.detail}" if self.detail else self.kind
+
+
+def read_documents(named: Named, what: str, *, note: Note, on_read: OnRead) -> tuple[Reading, ...]:
+    """All that is named. what: what errors call it. Raises UsageError."""
+    sources = select(named, note=note)
+    total, done = sum(source.num_bytes for source in sources), 0
+    readings = []
+    for source in sources:
+        on_part: OnPart = _no_part
+        if total >= SHOWN_BYTES or len(sources) >= SHOWN_DOCUMENTS:
+            on_part = _part(source, done, total, on_read)
+        readings.append(_read(source, what, note, on_part))
+        done += source.num_bytes
+        on_part(1.0)
+    _say(readings, note)
+    return tuple(readings)
+
+
+def joined(readings: Sequence[Reading]) -> str:
+    """One text as it is; several below headings, with a blank line between."""
+    if len(readings) == 1:
+        return readings[0].text
+    return "\n".join(f"{heading(reading.name)}\n{_ended(reading.text)}" for reading in readings)
+
+
+def heading(name: str) -> str:
+    """The line above one of several documents."""
+    return f"===== {name.encode('unicode_escape').decode() if not name.isprintable() else name} ====="
+
+
+def _read(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+    try:
+        return _READERS[source.kind or "text"](source, what, note, on_part)
+    except UsageError as error:
+        if source.is_found:
+            raise UsageError(f"{error}; {without(source.name)}") from error
+        raise
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read from {source.path}: {error.strerror}") from error
+
+
+def _read_text(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+    return Reading(source, "text", read_input(source.path, what, note=note))
+
+
+def _read_pdf(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+    text, detail, remarks = read_pdf(source.path, Meter(str(source.path)), on_part)
+    return Reading(source, "PDF", text, detail, tuple(remarks))
+
+
+def _read_page(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+    meter = Meter(str(source.path))
+    with source.path.open("rb") as stream:
+        text, remark = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
+    return Reading(source, "web page", text, remarks=(remark,) if remark else ())
+
+
+def _read_word(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+    return Reading(source, "Word", read_word(source.path, Meter(str(source.path))))
+
+
+def _read_epub(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+    text, detail = read_epub(source.path, Meter(str(source.path)), on_part)
+    return Reading(source, "EPUB", text, detail)
+
+
+_READERS: dict[str, Callable[[Source, str, Note, OnPart], Reading]] = {
+    "text": _read_text,
+    "binary": _read_text,  # which refuses it, unless it is UTF-8
+    "PDF": _read_pdf,
+    "web page": _read_page,
+    "Word": _read_word,
+    "EPUB": _read_epub,
+}
+
+
+def _no_part(share: float) -> None:
+    """Few and small documents are read before anybody looks."""
+
+
+def _part(source: Source, done: int, total: int, on_read: OnRead) -> OnPart:
+    return lambda share: on_read("reading", done + int(share * source.num_bytes), total)
+
+
+def _say(readings: Sequence[Reading], note: Note) -> None:
+    """What is not in the texts, of a few documents."""
+    remarks = [f"{reading.name} ({reading.shown_kind}): {line}" for reading in readings for line in reading.remarks]
+    for line in remarks[:_NUM_REMARKS]:
+        note(line)
+    if len(remarks) > _NUM_REMARKS:
+        note(f"and {len(remarks) - _NUM_REMARKS:,} such remarks on other documents")
+
+
+def _ended(text: str) -> str:
+    return text if not text or text.endswith("\n") else f"{text}\n"

@@ -1,0 +1,228 @@
+"""Web pages: their main text, without navigation, margins and comments, or all that is to be seen.
+
+Paragraphs, headings and code are blocks, items of lists begin with a dash, cells of a table's row are between bars.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from offload.errors import UsageError
+from triforce_cli.documents.blocks import CELL_GAP, Block, joined, length
+from triforce_cli.documents.limits import Meter
+from triforce_cli.documents.markup import Attributes, local, parse
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_UNSEEN = _words(
+    "head script style noscript template svg button select option datalist textarea iframe object audio video canvas "
+    "dialog"
+)
+_MARGINS = frozenset(("nav", "aside"))
+_ENDS = frozenset(("header", "footer"))  # margins of a page; an article's own belong to it
+_MARGIN_ROLES = _words("navigation banner contentinfo complementary search dialog")
+_MARGIN_NAMES = _words(
+    "comments comment-list disqus_thread sidebar breadcrumb breadcrumbs cookie-banner cookies related related-articles "
+    "share sharing social newsletter advertisement ads"
+)
+_NEVER_MARGINS = _words("html body main article")
+_BLOCKS = _words(
+    "address article aside blockquote body caption center dd details div dl dt fieldset figcaption figure footer form "
+    "h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre section summary table tbody td tfoot th thead title "
+    "tr ul"
+)
+_TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # by their tags
+_HIDDEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_DECLARED = re.compile(rb"""(?:<meta[^>]*?charset\s*=|<\?xml[^>]*?encoding\s*=)\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
+_HEAD_BYTES = 4096  # in which a page names its encoding
+_BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_AS_BROWSERS_DO = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16le": "utf-8"}
+_LEAST_SHARE = 3  # the main text is at least 1/3 of what is to be seen
+_NO_ENCODINGS = _words("punycode idna undefined unicode_escape raw_unicode_escape utf-7 utf_7")
+
+
+class _Place(NamedTuple):
+    """Where in the page something stands."""
+
+    is_unseen: bool = False
+    is_margin: bool = False
+    is_main: bool = False
+    is_inner: bool = False  # in an article, or in the main element
+    is_code: bool = False
+    num_lists: int = 0
+
+
+@dataclass(frozen=True)
+class Page:
+    """Of all that is to be seen. chosen: what of it is its main text, or all of it."""
+
+    blocks: tuple[Block, ...]
+    chosen: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, blocks: tuple[Block, ...]) -> Page:
+        inner = tuple(block for block in blocks if not block.is_margin)
+        main = tuple(block for block in inner if block.is_main)
+        enough = [found for found in (main, inner) if _LEAST_SHARE * length(found) >= length(blocks)]
+        return cls(blocks, enough[0] if enough else blocks)
+
+    @property
+    def remark(self) -> str:
+        """What was left out, or why nothing was; "" where the page has nothing else."""
+        if all(not block.is_margin for block in self.blocks) and self.chosen == self.blocks:
+            return ""
+        if self.chosen == self.blocks:
+            return f"less than a third of the page seems to be its main text: all {length(self.blocks):,} characters"
+        left_out = "without navigation, margins and comments"
+        return f"main text, {length(self.chosen):,} of {length(self.blocks):,} visible characters, {left_out}"
+
+
+def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, str]:
+    """(text, remark) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long. Raises
+    UsageError."""
+    meter.markup(max(len(data), num_bytes))
+    page = Page.of(visible_blocks(decoded(data, meter.name), meter))
+    if not page.chosen:
+        raise UsageError(
+            f"{meter.name} has no visible text in its {len(data):,} bytes: scripts may make it; open it in a browser "
+            "and save the page as it is shown, or as PDF"
+        )
+    return joined(page.chosen), page.remark
+
+
+def visible_blocks(text: str, meter: Meter) -> tuple[Block, ...]:
+    """All that is to be seen, in document order. Raises UsageError."""
+    listener = _Listener()
+    parse(meter.pieces(text.encode("utf-8")), "html", listener, meter)
+    return listener.finished()
+
+
+def decoded(data: bytes, name: str) -> str:
+    """The page's text by its byte order mark, by the encoding that it declares, as UTF-8, or else as windows-1252, the
+    default of HTML. Raises UsageError where bytes are not in that encoding."""
+    encoding = _encoding(data)
+    try:
+        if encoding in _NO_ENCODINGS:
+            raise LookupError(encoding)
+        return data.decode(encoding).replace("\0", "")
+    except UnicodeDecodeError as error:
+        place = f"byte 0x{data[error.start]:02x} at offset {error.start:,}"
+        remedy = f"iconv -c -f {encoding} -t UTF-8 leaves out such bytes"
+        raise UsageError(f"{name} says that it is {encoding} and is not: {place}; {remedy}") from error
+    except LookupError as error:  # also an encoding of no texts, as base64
+        raise UsageError(f"{name} says that it is in {encoding!r}, which is not known; convert it to UTF-8") from error
+
+
+def _encoding(data: bytes) -> str:
+    for mark, encoding in _BOMS.items():
+        if data.startswith(mark):
+            return encoding
+    declared = _DECLARED.search(data[:_HEAD_BYTES])
+    if declared:
+        name = declared[1].decode("ascii", "replace").lower()
+        plain = {"latin-1": "iso8859-1", "latin1": "iso8859-1", "iso-8859-1": "iso8859-1", "us-ascii": "ascii"}
+        return _AS_BROWSERS_DO.get(plain.get(name, name), name)
+    is_utf8 = data.decode("utf-8", "ignore").encode("utf-8") == data
+    return "utf-8" if is_utf8 else "cp1252"
+
+
+class _Listener:
+    """Makes blocks of elements."""
+
+    def __init__(self) -> None:
+        self._places = [_Place()]
+        self._pieces: list[str] = []
+        self._prefix = ""  # of the next block: a dash
+        self._rows: list[list[list[Block]]] = []  # of the tables that are open, the innermost last: blocks by cell
+        self._blocks: list[Block] = []
+
+    def start(self, tag: str, attributes: Attributes) -> None:
+        tag = local(tag).lower()
+        if tag == "br":
+            self._pieces.append("\n")
+        if tag in _BLOCKS:
+            self._end_block()
+        self._places.append(_inner(self._places[-1], tag, attributes))
+        if tag == "li":
+            self._prefix = "  " * (self._places[-1].num_lists - 1) + "- "
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th") and self._rows:
+            self._rows[-1].append([])
+
+    def end(self, tag: str) -> None:
+        tag = local(tag).lower()
+        if tag in _BLOCKS:
+            self._end_block()
+        if tag == "li":
+            self._prefix = ""
+        elif tag == "tr" and self._rows:
+            self._end_row(self._rows.pop())
+        self._places.pop()
+
+    def text(self, text: str) -> None:
+        place = self._places[-1]
+        if not place.is_unseen:
+            self._pieces.append(text if place.is_code else re.sub(r"\s+", " ", text))
+
+    def finished(self) -> tuple[Block, ...]:
+        self._end_block()
+        return tuple(self._blocks)
+
+    def _end_block(self) -> None:
+        place, whole = self._places[-1], "".join(self._pieces)
+        self._pieces.clear()
+        text = whole.strip("\n") if place.is_code else _without_gaps(whole)
+        if not text.strip():
+            return
+        group = "list" if place.num_lists else ""
+        indent = "" if self._prefix or not place.num_lists or place.is_code else "  " * place.num_lists
+        self._add(Block(f"{self._prefix or indent}{text}", group, place.is_main, place.is_margin))
+        self._prefix = ""
+
+    def _end_row(self, cells: list[list[Block]]) -> None:
+        """A line, or where a cell holds more than one block, as in a table that lays out a page, these blocks."""
+        blocks = [block for cell in cells for block in cell]
+        if not blocks or max(map(len, cells)) > 1 or any("\n" in block.text for block in blocks):
+            for block in blocks:
+                self._add(block)
+            return
+        line = CELL_GAP.join(cell[0].text if cell else "" for cell in cells)
+        self._add(replace(blocks[0], text=line.rstrip(), group="table"))
+
+    def _add(self, block: Block) -> None:
+        """To the cell that is open, if there is one."""
+        if self._rows and self._rows[-1]:
+            self._rows[-1][-1].append(block)
+        else:
+            self._blocks.append(block)
+
+
+def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
+    """Of what is inside this element."""
+    if not attributes and tag not in _TOLD:
+        return place
+    role = attributes.get("role", "").lower()
+    names = {attributes.get("id", "").lower(), *attributes.get("class", "").lower().split()}
+    is_inner = place.is_inner or tag in ("article", "main") or role == "main"
+    is_end = tag in _ENDS and not place.is_inner
+    is_margin = tag in _MARGINS or is_end or role in _MARGIN_ROLES or bool(names & _MARGIN_NAMES)
+    is_hidden = "hidden" in attributes or bool(_HIDDEN_STYLE.search(attributes.get("style", "")))
+    return _Place(
+        is_unseen=place.is_unseen or tag in _UNSEEN or is_hidden,
+        is_margin=place.is_margin or (is_margin and tag not in _NEVER_MARGINS),
+        is_main=place.is_main or tag == "main" or role == "main",
+        is_inner=is_inner,
+        is_code=place.is_code or tag in ("pre", "listing"),
+        num_lists=place.num_lists + (tag in ("ul", "ol", "menu")),
+    )
+
+
+def _without_gaps(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in text.split("\n")).strip()

@@ -1,0 +1,93 @@
+"""Results of `triforce tokens` as text and as a JSON object: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from triforce_cli import __version__
+from triforce_cli.render.text import percent
+
+if TYPE_CHECKING:
+    from triforce_cli.documents.reading import Reading
+
+_HEADINGS = ("document", "kind", "characters", "tokens")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A document and its tokens, by itself."""
+
+    reading: Reading
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """num_tokens: of all documents as one prompt, with their headings. context: of the model. fitting: the longest
+    context that this machine has memory for, at most the model's; 0: none."""
+
+    model: str
+    documents: tuple[Counted, ...]
+    num_tokens: int
+    context: int
+    fitting: int
+
+    @property
+    def fits(self) -> bool:
+        """With room for one new token."""
+        return self.num_tokens < self.fitting
+
+
+def report(counts: Counts) -> str:
+    """A table of the documents, and what they have room in."""
+    rows = [_HEADINGS, *map(_row, counts.documents)]
+    if len(counts.documents) > 1:
+        rows.append(("all in one prompt", "", "", f"{counts.num_tokens:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = [
+        f"{row[0].ljust(widths[0])}  {row[1].ljust(widths[1])}  {row[2].rjust(widths[2])}  {row[3].rjust(widths[3])}"
+        for row in rows
+    ]
+    return "".join(f"{line}\n" for line in (*lines, "", *_room(counts)))
+
+
+def document(counts: Counts) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        "documents": [
+            {
+                "name": counted.reading.name,
+                "kind": counted.reading.kind,
+                "num_bytes": counted.reading.source.num_bytes,
+                "num_characters": len(counted.reading.text),
+                "num_tokens": counted.num_tokens,
+                "remarks": list(counted.reading.remarks),
+            }
+            for counted in counts.documents
+        ],
+        "total": {"num_tokens": counts.num_tokens},
+        "model": counts.model,
+        "context": counts.context,
+        "fitting": counts.fitting,
+        "fits": counts.fits,
+        "version": __version__,
+    }
+
+
+def _row(counted: Counted) -> tuple[str, str, str, str]:
+    reading = counted.reading
+    return reading.name, reading.shown_kind, f"{len(reading.text):,}", f"{counted.num_tokens:,}"
+
+
+def _room(counts: Counts) -> Iterator[str]:
+    share = f"{percent(counts.num_tokens, counts.context)}% of it"
+    yield f"context of {counts.model}: {counts.context:,} tokens, these are {share}"
+    if not counts.fitting:
+        yield "fits this machine: not even a short context (triforce plan says why)"
+        return
+    what = "all of it" if counts.fitting == counts.context else f"{counts.fitting:,} tokens"
+    left = counts.fitting - counts.num_tokens
+    rest = f"{left:,} are left for the reply" if counts.fits else f"{1 - left:,} too many"
+    yield f"fits this machine: {what}, prompt and reply together; {rest}"

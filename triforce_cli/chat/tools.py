@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from offload import strict_json
@@ -50,10 +51,9 @@ def _candidates(reply: str) -> Iterator[str]:
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    try:
+    found: Any = None
+    with suppress(ValueError, RecursionError):  # an answer is no JSON
         found = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
     given = found if isinstance(found, list) else [found]
     return [
         {"name": each["name"], "arguments": each.get("arguments", each.get("parameters", {}))}

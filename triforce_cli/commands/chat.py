@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -333,8 +333,7 @@ def template_variables(texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = decode_argument("--template-arg", text).partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"template-arg is {text!r}, it must be NAME=VALUE, such as enable_thinking=false")
-        try:
+        found[name] = value
+        with suppress(ValueError, RecursionError):
             found[name] = strict_json.parse(value)
-        except (ValueError, RecursionError):
-            found[name] = value
     return found

@@ -29,7 +29,7 @@ from offload.decode.constraint import Constraint
 from offload.decode.grammar import Grammar
 from offload.decode.grammar_tokenizer import spellings
 from offload.decode.tokenizer import Tokenizer
-from schemas import SCHEMAS
+from api_schemas import SCHEMAS
 
 WALKS = 2
 

@@ -17,7 +17,7 @@ from offload.decode.constraint import Kind
 from offload.decode.grammar import Grammar
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
-from schemas import record
+from api_schemas import record
 
 
 def test_every_end_token_is_allowed_where_the_text_may_end_and_nothing_after_it() -> None:

@@ -1,0 +1,68 @@
+"""The white space that somebody who writes JSON would write next, judged by what was written so far."""
+
+from __future__ import annotations
+
+import re
+
+STRUCTURE = '{}[],:"tfn-01'  # the letters that a value, or what is between two, may begin with; of the digits, two
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_OPEN, _CLOSE = "{[", "}]"
+
+
+def bare(text: str) -> str | None:
+    """Its structure, with empty strings in place of the strings; None where it ends inside one."""
+    found = _STRING.sub("\0", text)
+    return None if '"' in found else found.replace("\0", '""')
+
+
+def gap(written: str, following: str) -> str:
+    """What is still to be written before the letter `following`, or before a value of any kind ("").
+
+    written: structure so far, see `bare`. Lines are broken in a bracket as they are behind its opening one, and there
+    as behind the last one of the kind; at first they are, by two spaces.
+    """
+    inside = written.rstrip()
+    whole = _gap(inside, following)
+    started = written[len(inside) :]
+    return whole.removeprefix(started) if whole.startswith(started) else ""
+
+
+def _gap(inside: str, following: str) -> str:
+    last = inside[-1:]
+    if not last or following in (":", ","):
+        return ""
+    if last == ":":
+        return " "
+    start = _innermost(inside)
+    if last in _OPEN:
+        return _opened(inside, start) if following not in (*_CLOSE,) else ""
+    behind = inside[start + 1 :]
+    broken = re.match(r"[ \t]*\n[ \t]*", behind)
+    if last == ",":
+        return "\n" + broken[0].rpartition("\n")[2] if broken else " "
+    return "\n" + _indentation(inside[:start]) if broken and following in (*_CLOSE,) else ""
+
+
+def _opened(inside: str, start: int) -> str:
+    """Behind the opening bracket at `start`, the last letter."""
+    earlier = re.findall(re.escape(inside[start]) + r"(\s*)[^\s\]}]", inside)
+    if earlier and "\n" not in earlier[-1]:
+        return earlier[-1]
+    step = re.search(r"\n([ \t]+)", inside)
+    return "\n" + _indentation(inside[:start]) + (step[1] if step else "  ")
+
+
+def _innermost(inside: str) -> int:
+    """The place of the bracket that is open, -1 for none."""
+    depth = 0
+    for place in range(len(inside) - 1, -1, -1):
+        depth += (inside[place] in _CLOSE) - (inside[place] in _OPEN)
+        if depth < 0:
+            return place
+    return -1
+
+
+def _indentation(before: str) -> str:
+    """Of the line that `before` ends in."""
+    line = before.rpartition("\n")[2]
+    return line[: len(line) - len(line.lstrip(" \t"))]

@@ -28,6 +28,7 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 from report import about, emit, say
+from schemas import groups
 
 from offload import strict_json
 from offload.bench.peer import Peer, llama_cpp_python, open_llama_cpp
@@ -39,7 +40,6 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest, check_sampling
 from offload.errors import TriforceError, UsageError
 from offload.plan.planner import Options
-from schemas import groups
 
 PLAIN, GREEDY, WARM = "plain, greedy", "greedy", "temperature 0.8"
 LLAMA_CPP = "llama.cpp"

@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.decode.constraint import Constraint as Constraint
 from offload.decode.constraint import library_grammar, refusal
 from offload.decode.grammar_tokenizer import served
-from offload.decode.json_style import STRUCTURE, bare, gap
+from offload.decode.json_style import NUMBER, STRUCTURE, bare, gap
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
 
@@ -169,8 +169,8 @@ class GrammarState:
             self.rewind(start)
 
     def guessed(self) -> list[int]:
-        """How JSON goes on in the style of the text so far, up to the next place where more than white space is open;
-        maybe not at all. The place stays."""
+        """How JSON goes on in the style of the text so far, up to the next place where more than white space is open,
+        or whether something is a string; maybe not at all. The place stays."""
         if self._ended or not self._grammar.letters:
             return []
         start, text, added = self.place, self._grammar.text(self._tokens), ""
@@ -188,8 +188,11 @@ class GrammarState:
         written = None if more else bare(text)
         if written is not None:
             able = [letter for letter, tokens in self._grammar.letters.items() if self._matcher.validate_tokens(tokens)]
-            letter = able[0] if len(able) == 1 else ""
+            self._check()
+            letter = '"' if '"' in able else able[0] if len(able) == 1 else ""
             more = gap(written, letter) + letter
+            if not letter and not set(able) <= NUMBER:
+                more = more[:-1]  # words carry the space before them
         tokens = self._grammar.cut(more)
         return more if self.advance(tokens) == len(tokens) else ""
 

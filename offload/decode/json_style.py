@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-STRUCTURE = '{}[],:"tfn-01'  # the letters that a value, or what is between two, may begin with; of the digits, two
+NUMBER = frozenset("-01")  # what one may begin with, of the digits two
+STRUCTURE = '{}[],:"tfn-01'  # what a value, or what is between two, may begin with
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_OPEN, _CLOSE = "{[", "}]"
+_OPEN, _CLOSE = ("{", "["), ("}", "]")
 
 
 def bare(text: str) -> str | None:
@@ -19,7 +20,7 @@ def gap(written: str, following: str) -> str:
     """What is still to be written before the letter `following`, or before a value of any kind ("").
 
     written: structure so far, see `bare`. Lines are broken in a bracket as they are behind its opening one, and there
-    as behind the last one of the kind; at first they are, by two spaces.
+    as behind the last one of the kind; at first they are, by two spaces, but not in lists of values within others.
     """
     inside = written.rstrip()
     whole = _gap(inside, following)
@@ -35,19 +36,21 @@ def _gap(inside: str, following: str) -> str:
         return " "
     start = _innermost(inside)
     if last in _OPEN:
-        return _opened(inside, start) if following not in (*_CLOSE,) else ""
+        return "" if following in _CLOSE else _opened(inside, start, following)
     behind = inside[start + 1 :]
     broken = re.match(r"[ \t]*\n[ \t]*", behind)
     if last == ",":
         return "\n" + broken[0].rpartition("\n")[2] if broken else " "
-    return "\n" + _indentation(inside[:start]) if broken and following in (*_CLOSE,) else ""
+    return "\n" + _indentation(inside[:start]) if broken and following in _CLOSE else ""
 
 
-def _opened(inside: str, start: int) -> str:
+def _opened(inside: str, start: int, following: str) -> str:
     """Behind the opening bracket at `start`, the last letter."""
-    earlier = re.findall(re.escape(inside[start]) + r"(\s*)[^\s\]}]", inside)
+    earlier = re.findall(re.escape(inside[start]) + r"(\s*)(?=[^\s\]}])", inside[1:])
     if earlier and "\n" not in earlier[-1]:
         return earlier[-1]
+    if not earlier and inside[start] == "[" and start and following != "{":
+        return ""
     step = re.search(r"\n([ \t]+)", inside)
     return "\n" + _indentation(inside[:start]) + (step[1] if step else "  ")
 

@@ -39,7 +39,8 @@ def proposed(proposer: GrammarProposer, generated: list[int]) -> tuple[list[int]
     ('{\n  "name": "Ann",', '\n  "years": '),
     ('{\n    "name": "Ann",\n', '    "years": '),
     ('{"name": "Ann",', ' "years": '),
-    ('{"name":"Ann", "years"', ": "),
+    ('{"name":"Ann", "years"', ":"),
+    ('{"name":"Ann","years":3', ""),
     ('{\n  "name": "Ann",\n  "years": 30,\n  "alive": true', ',\n  "home": {\n    "city": "'),
 ])  # fmt: skip
 def test_names_and_the_space_between_values_are_proposed_in_the_style_of_the_text(

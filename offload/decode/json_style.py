@@ -19,8 +19,9 @@ def bare(text: str) -> str | None:
 def gap(written: str, following: str) -> str:
     """What is still to be written before the letter `following`, or before a value of any kind ("").
 
-    written: structure so far, see `bare`. Lines are broken in a bracket as they are behind its opening one, and there
-    as behind the last one of the kind; at first they are, by two spaces, but not in lists of values within others.
+    written: structure so far, see `bare`. Colons and commas are as the last ones. Lines are broken in a bracket as they
+    are behind its opening one, and there as behind the last one of the kind; at first they are, by two spaces, but not
+    in lists of values within others.
     """
     inside = written.rstrip()
     whole = _gap(inside, following)
@@ -33,20 +34,27 @@ def _gap(inside: str, following: str) -> str:
     if not last or following in (":", ","):
         return ""
     if last == ":":
-        return " "
+        return _within_line(inside, ":", " ")
     start = _innermost(inside)
     if last in _OPEN:
         return "" if following in _CLOSE else _opened(inside, start, following)
     behind = inside[start + 1 :]
     broken = re.match(r"[ \t]*\n[ \t]*", behind)
     if last == ",":
-        return "\n" + broken[0].rpartition("\n")[2] if broken else " "
+        colon = _within_line(inside, ":", " ")
+        return "\n" + broken[0].rpartition("\n")[2] if broken else _within_line(inside, ",", colon)
     return "\n" + _indentation(inside[:start]) if broken and following in _CLOSE else ""
+
+
+def _within_line(inside: str, letter: str, at_first: str) -> str:
+    """Behind the last `letter` that something follows in its line."""
+    found: list[str] = re.findall(letter + r"( *)(?=\S)", inside)
+    return found[-1] if found else at_first
 
 
 def _opened(inside: str, start: int, following: str) -> str:
     """Behind the opening bracket at `start`, the last letter."""
-    earlier = re.findall(re.escape(inside[start]) + r"(\s*)(?=[^\s\]}])", inside[1:])
+    earlier: list[str] = re.findall(re.escape(inside[start]) + r"(\s*)(?=[^\s\]}])", inside[1:])
     if earlier and "\n" not in earlier[-1]:
         return earlier[-1]
     if not earlier and inside[start] == "[" and start and following != "{":

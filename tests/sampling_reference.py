@@ -35,10 +35,12 @@ class Letters:
 
 @dataclass(frozen=True)
 class Rule:
-    """A grammar: `allowed(tokens)` are the tokens that may follow the generated `tokens`; none: the text is over."""
+    """A grammar: `allowed(tokens)` are the tokens that may follow the generated `tokens`; none: the text is over.
+    guesses: how it is thought to go on behind these, which nothing may depend on."""
 
     size: int
     allowed: Callable[[tuple[int, ...]], Collection[int]]
+    guesses: Callable[[tuple[int, ...]], list[int]] = lambda tokens: []
 
 
 class RuleState:
@@ -84,6 +86,9 @@ class RuleState:
         while len(allowed := self._rule.allowed((*self._tokens, *found))) == 1 and len(found) < 8:
             found += allowed
         return found
+
+    def guessed(self) -> list[int]:
+        return self._rule.guesses(self._tokens)
 
 
 def probabilities(

@@ -326,3 +326,14 @@ def test_a_batch_that_is_killed_has_a_row_for_each_run(run: Run, monkeypatch: py
     assert runs[0]["what"].startswith("results 0 to ")
     assert runs[1]["what"].endswith("to 4 of 4, 2 at a time")
     assert "tokens/s" in table
+
+
+def test_json_texts_are_judged_and_compared(run: Run, tmp_path: Path) -> None:
+    schemas = tmp_path / "schemas.jsonl"
+    schemas.write_text('{"const": {"a": [true, null]}}\n{"type": "string", "pattern": "(?=x)"}\n{"enum": ["one", 2]}\n')
+    demo = ROOT / "triforce_cli" / "models" / "demo-target"
+    written, table = run("json_texts.py", "--model", str(demo), "--schemas", str(schemas), "--tokens", "96")
+    _, ways = read(written)
+    assert "2 schemas can be followed, 1 cannot" in table
+    assert [(way["texts"], way["finished"], way["unfit"], way["differing"]) for way in ways] == [(2, 2, 0, 0)] * 3
+    assert ways[1]["accepted"]["grammar"] > 0

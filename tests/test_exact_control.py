@@ -27,7 +27,13 @@ def by_turns(tokens: tuple[int, ...]) -> set[int]:
     return {1} if tokens[-1] == 0 else {0, 1, 2}
 
 
+def guesses(tokens: tuple[int, ...]) -> list[int]:
+    """One that may follow or may not, and two behind it."""
+    return [len(tokens) % 3, sum(tokens) % 3, 1]
+
+
 TURNS = Rule(3, by_turns)
+GUESSED = Rule(3, by_turns, guesses)
 CONTROLS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 2.5, "penalty_window": 0},
     "repetition in a window": {"repetition_penalty": 2.5, "penalty_window": 2},
@@ -63,6 +69,12 @@ CASES: dict[str, Case] = {
             ", lookups among drafted tokens": {"lookup": True, "prompt": (0, 1, 0), "adapt": MixedLengths},
         }.items()
     },
+    "one level, a rule, guesses": controlled(one_level(3, 3, 4, rule=GUESSED)),
+    "one level, a rule, guesses alone": controlled(one_level(3, 3, 4, draft=None, rule=GUESSED)),
+    "two levels, a rule, guesses, lookups": controlled(
+        two_levels(3, 2, 1, rule=GUESSED, lookup=True, adapt=MixedLengths, prompt=PROMPT)
+    ),
+    "one level, a rule, guesses, greedy": controlled(one_level(3, 3, 4, draft=None, rule=GUESSED), temperature=0.0),
     "one level, a rule, proposals that break it": controlled(
         one_level(3, 3, 4, draft=None, ngram=True, rule=TURNS, prompt=(0, 1))
     ),

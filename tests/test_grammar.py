@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jsonschema
 import pytest
 
+from api_schemas import SCHEMAS
 from constrained import (
     ARITHMETIC,
     EACH,
@@ -29,7 +30,6 @@ from offload.decode.constraint import Constraint
 from offload.decode.grammar import Grammar
 from offload.decode.grammar_tokenizer import spellings
 from offload.decode.tokenizer import Tokenizer
-from schemas import SCHEMAS
 
 WALKS = 2
 

@@ -9,12 +9,12 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from api_schemas import record
 from constrained import compiled, demo
 from offload.decode.constraint import Constraint, Kind
 from offload.decode.grammar import Grammar
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
-from schemas import record
 from test_tokenizer import byte_level
 
 NOT_JSON: list[tuple[Kind, str, str]] = [

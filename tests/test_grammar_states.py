@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_schemas import record
 from constrained import ARITHMETIC, EACH, compiled, demo, gguf_bytes, ids, llama_like, of_schema, spelled, walk
 from offload.decode import grammar as grammar_module
 from offload.decode.constraint import Kind
 from offload.decode.grammar import Grammar
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
-from schemas import record
 
 
 def test_every_end_token_is_allowed_where_the_text_may_end_and_nothing_after_it() -> None:
@@ -63,7 +63,7 @@ OFFERED = st.lists(
     st.one_of(
         st.tuples(st.just("advance"), st.lists(st.integers(0, 5), max_size=5)),
         st.tuples(st.just("rewind"), st.integers(0, 12)),
-        st.tuples(st.sampled_from(["masks", "forced", "longest"]), st.lists(st.integers(0, 5), max_size=4)),
+        st.tuples(st.sampled_from(["masks", "forced", "guessed", "longest"]), st.lists(st.integers(0, 5), max_size=4)),
     ),
     max_size=12,
 )
@@ -93,14 +93,15 @@ def test_any_advances_and_rewinds_give_what_a_fresh_state_gives(
             tokens = drawn(grammar, taken, argument, draw)
             if action == "advance":
                 taken += tokens[: state.advance(tokens)]
-            elif action == "forced":
-                state.forced()
+            elif action in ("forced", "guessed"):
+                getattr(state, action)()
             else:
                 getattr(state, action)(tokens)
         fresh = grammar.state()
         assert fresh.advance(taken) == len(taken) == state.place
         assert torch.equal(state.allowed(), fresh.allowed())
         assert (state.is_complete, state.forced()) == (fresh.is_complete, fresh.forced())
+        assert state.guessed() == fresh.guessed()
 
 
 def drawn(grammar: Grammar, taken: list[int], kinds: list[int], draw: random.Random) -> list[int]:

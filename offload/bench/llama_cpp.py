@@ -34,7 +34,7 @@ class Way(Protocol):
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
         """(tokens, seconds from the start at which each was known). request: `prompt`, `max_tokens`, `end_tokens`, and
-        `temperature`, `top_k`, `top_p`, `min_p`, `seed` of the sampling."""
+        `temperature`, `top_k`, `top_p`, `min_p`, `seed` of the sampling, and perhaps a `json_schema`."""
         ...
 
     def generate_all(self, request: dict[str, Any]) -> tuple[list[list[int]], float]:
@@ -64,10 +64,14 @@ def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
 
 
 class LlamaCpp:
-    """A server inside this process. Each of its slots keeps the rows of its last prompt for the next."""
+    """A server inside this process. Each of its slots keeps the rows of its last prompt for the next.
+
+    Tokens are read from their names in GGUF files of ours. A schema needs a file with a real vocabulary: `about` has
+    the text then, why it ended (`finish`), and the server's own `timings`.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """options: `model`, a GGUF file of ours; `context`, tokens of each of `slots`; `threads` that decode,
+        """options: `model`, a GGUF file; `context`, tokens of each of `slots`; `threads` that decode,
         `prompt_threads` that read prompts; `cache`, "f16", "bf16" or "f32"; `flash`, whether to use flash attention;
         `ubatch`, tokens of a prompt that are computed at a time; `draft`, a GGUF file or null; `lookup`, a kind of
         n-gram lookups or null; `rows`, a file or null: the rows of the first prompt are written there, or read from
@@ -132,16 +136,22 @@ class LlamaCpp:
     def _complete(self, completion: dict[str, Any]) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         seconds: list[float] = []
+        parts: list[dict[str, Any]] = []
         start = time.perf_counter()
 
         def hear(part: dict[str, Any]) -> None:
             if "choices" not in part:
                 raise RuntimeError(f"the server answered {json.dumps(part)}")
+            parts.append(part)
             found = [int(token) for token in TOKEN.findall(part["choices"][0]["text"])]
             tokens.extend(found)
             seconds.extend([time.perf_counter() - start] * len(found))
 
         self._server.handle_completions(completion, hear)
+        if "json_schema" in completion:
+            said = [part["choices"][0] for part in parts]
+            text, finish = "".join(each["text"] for each in said), said[-1]["finish_reason"]
+            self.about |= {"text": text, "finish": finish, "timings": parts[-1]["timings"]}
         return tokens, seconds
 
     def _move_rows(self, action: str) -> None:
@@ -158,7 +168,7 @@ def _set_threads(params: Any, options: dict[str, Any]) -> None:
 
 def _completion(request: dict[str, Any]) -> dict[str, Any]:
     """The server's request for the same distribution. Samplers in our order, and no others."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "id_slot")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "id_slot", "json_schema")
     return {name: request[name] for name in names if name in request} | {
         "prompt": request["prompt"],
         "max_tokens": request["max_tokens"],

@@ -131,7 +131,10 @@ class Peer:
 
 
 def _request(sampling: SamplingParams, max_tokens: int, end_tokens: Collection[int]) -> dict[str, Any]:
-    return {
+    """sampling: a constraint in it is a JSON schema."""
+    constraint = sampling.constraint
+    schema = {} if constraint is None else {"json_schema": json.loads(constraint.text)}
+    return schema | {
         "max_tokens": max_tokens,
         "end_tokens": sorted(end_tokens),
         "temperature": sampling.temperature,

@@ -57,8 +57,8 @@ class Adjustment:
         on the CPU. A function of its arguments alone."""
         first, logits = len(tokens) - len(logits) + 1, finite(logits)
         if self._grammar is not None:
-            allowed = self._grammar.masks(tokens, first).to(logits.device)
-            logits = logits.masked_fill(~allowed, -torch.inf)
+            forbidden = self._grammar.masks(tokens, first).logical_not_().to(logits.device)
+            logits = logits.masked_fill_(forbidden, -torch.inf)  # `finite` made them anew
         if self._biases:
             logits = biased(logits, self._biases)
         if self._penalties:

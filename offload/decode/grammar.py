@@ -10,30 +10,45 @@ then one without. End tokens are never given to the library, which would forget 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.decode.constraint import Constraint as Constraint
 from offload.decode.constraint import library_grammar, refusal
 from offload.decode.grammar_tokenizer import served
+from offload.decode.json_style import NUMBER, STRUCTURE, bare, gap
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_FORCED = 32  # tokens that `forced` looks ahead
+MAX_GUESSED = 96  # letters that `guessed` looks ahead
 
 
 class Grammar:
     """A constraint for one tokenizer, ready for any number of sequences."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end_tokens: frozenset[int], end: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        vocab_size: int,
+        end_tokens: frozenset[int],
+        end: int,
+        *,
+        is_json: bool,
+    ) -> None:
         """See `compiled`. end: the end token that `forced` names where several could follow."""
-        self._matcher, self.vocab_size, self.end_tokens, self.end = matcher, vocab_size, end_tokens, end
+        self._matcher, self._tokenizer, self.vocab_size = matcher, tokenizer, vocab_size
+        self.end_tokens, self.end, self.cut = end_tokens, end, lru_cache(maxsize=1024)(self._cut)
+        self.letters = {letter: self.cut(letter) for letter in STRUCTURE} if is_json else {}
 
     @classmethod
     def compiled(
@@ -55,7 +70,8 @@ class Grammar:
             raise refusal(constraint, trial.get_error())
         own = tokenizer.eos_token_id
         usable = frozenset(library_tokenizer.eos_tokens)
-        return cls(matcher, vocab_size, usable, own if own is not None and own in usable else min(usable))
+        end, is_json = own if own is not None and own in usable else min(usable), constraint.kind == "json-schema"
+        return cls(matcher, library_tokenizer, vocab_size, usable, end, is_json=is_json)
 
     def state(self) -> GrammarState:
         """Of a sequence that begins."""
@@ -64,6 +80,14 @@ class Grammar:
     def matcher(self) -> LLMatcher:
         """One that has taken nothing in."""
         return self._matcher.deep_copy()
+
+    def _cut(self, text: str) -> list[int]:
+        """Tokens of a text in the middle of a longer one."""
+        return self._tokenizer.tokenize_str(text)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What they spell, as far as it is whole characters."""
+        return self._tokenizer.decode_bytes(list(tokens)).decode(errors="ignore")
 
 
 class GrammarState:
@@ -108,25 +132,23 @@ class GrammarState:
         """The tokens that may come next, bool [V]; all of them after an end token, where no text is."""
         if self._ended:
             return torch.ones(self._grammar.vocab_size, dtype=torch.bool)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        return torch.from_numpy(np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_))
+        return torch.from_numpy(self._unpacked(self._bits()))
 
     def masks(self, tokens: Sequence[int]) -> Tensor:
         """`allowed` here and after each of `tokens`, bool [len(tokens) + 1, V]; the place stays.
 
         After a token that may not follow, all is True: it is rejected with certainty, so these rows are never used.
         """
-        masks, start = torch.ones(len(tokens) + 1, self._grammar.vocab_size, dtype=torch.bool), self.place
+        masks, start = np.ones((len(tokens) + 1, self._grammar.vocab_size), np.bool_), self.place
         try:
-            masks[0] = self.allowed()
-            for row, token in enumerate(tokens, 1):
-                if not self._takes(token):
+            for row in range(len(masks)):
+                if row and not self._takes(tokens[row - 1]):
                     break
-                masks[row] = self.allowed()
+                if not self._ended:
+                    masks[row] = self._unpacked(self._bits())
         finally:
             self.rewind(start)
-        return masks
+        return torch.from_numpy(masks)
 
     def longest(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` could follow; the place stays."""
@@ -146,19 +168,57 @@ class GrammarState:
         finally:
             self.rewind(start)
 
+    def guessed(self) -> list[int]:
+        """How JSON goes on in the style of the text so far, up to the next place where more than white space is open,
+        or whether something is a string; maybe not at all. The place stays."""
+        if self._ended or not self._grammar.letters:
+            return []
+        start, text, added = self.place, self._grammar.text(self._tokens), ""
+        try:
+            while len(added) < MAX_GUESSED and (more := self._next(text + added)):
+                added += more
+            guess = self._grammar.cut(added)
+        finally:
+            self.rewind(start)
+        return guess[: self.longest(guess)]
+
+    def _next(self, text: str) -> str:
+        """A piece that may follow `text`, where this is, and was taken in."""
+        more = self._matcher.compute_ff_bytes().decode(errors="ignore")
+        written = None if more else bare(text)
+        if written is not None:
+            able = [letter for letter, tokens in self._grammar.letters.items() if self._matcher.validate_tokens(tokens)]
+            self._check()
+            letter = '"' if '"' in able else able[0] if len(able) == 1 else ""
+            more = gap(written, letter) + letter
+            if not letter and not set(able) <= NUMBER:
+                more = more[:-1]  # words carry the space before them
+        tokens = self._grammar.cut(more)
+        return more if self.advance(tokens) == len(tokens) else ""
+
     def _only(self) -> list[int]:
         """The tokens that come next where no others are allowed."""
         if self._ended:
             return []
         if tokens := self._matcher.compute_ff_tokens():
             return tokens
-        allowed = self.allowed()
-        if int(allowed.count_nonzero()) > len(self._grammar.end_tokens):
+        bits = self._bits()
+        if int.from_bytes(bits, "little").bit_count() > len(self._grammar.end_tokens):
             return []
-        found = allowed.nonzero().flatten().tolist()
+        found = np.flatnonzero(self._unpacked(bits)).tolist()
         if self._grammar.end_tokens.issuperset(found):
             return [self._grammar.end]
         return found if len(found) == 1 else []
+
+    def _bits(self) -> bytes:
+        """A bit for each token, set where it may come next."""
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        return bits
+
+    def _unpacked(self, bits: bytes) -> NDArray[np.bool_]:
+        found = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._grammar.vocab_size, bitorder="little")
+        return found.view(np.bool_)
 
     def _takes(self, token: int) -> bool:
         if self._ended or not 0 <= token < self._grammar.vocab_size:

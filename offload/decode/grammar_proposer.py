@@ -9,25 +9,29 @@ from offload.decode.lookup import LONGEST, LookupProposer
 from offload.decode.proposal import Offer, Proposal
 
 SURE = 7  # the highest grade of a lookup
+LIKELY = 5
 
 
 class GrammarProposer:
-    """Proposes what has to follow. Point masses, and the rule of verification is that of all proposals."""
+    """Proposes what has to follow, and else what would in the style of the text. Point masses, and the rule of
+    verification is that of all proposals."""
 
     name = "grammar"
 
     def __init__(self, text: GrammarText) -> None:
         self._text = text
-        self._forced: list[int] = []  # of the latest offer
+        self._tokens, self._grade = list[int](), SURE  # of the latest offer
 
     def offer(self, sequence: Sequence[int]) -> Offer:
-        self._forced = self._text.forced(sequence)
-        return Offer(len(self._forced), SURE)
+        self._tokens, self._grade = self._text.forced(sequence), SURE
+        if not self._tokens:
+            self._tokens, self._grade = self._text.guessed(sequence), LIKELY
+        return Offer(len(self._tokens), self._grade)
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Right behind the offer of the same sequence."""
-        tokens = self._forced[:num_tokens]
-        return Proposal(tokens, None, [SURE] * len(tokens), 0.0)
+        tokens = self._tokens[:num_tokens]
+        return Proposal(tokens, None, [self._grade] * len(tokens), 0.0)
 
     def truncate(self, length: int) -> None: ...
 

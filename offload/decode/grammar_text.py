@@ -38,6 +38,10 @@ class GrammarText:
         """What has to follow, as far as that is known."""
         return self._state.forced() if self.move(tokens[self._num_prompt :]) else []
 
+    def guessed(self, tokens: Sequence[int]) -> list[int]:
+        """What follows if the text keeps its style; it may."""
+        return self._state.guessed() if self.move(tokens[self._num_prompt :]) else []
+
     def num_allowed(self, tokens: Sequence[int], further: Sequence[int]) -> int:
         """How many of `further` may follow."""
         return self._state.longest(further) if self.move(tokens[self._num_prompt :]) else 0

@@ -71,7 +71,7 @@ class TestRecords:
             ('{"prompt": "\\ud800"}', "prompt is "),
             (
                 '{"prompt": "x", "max_token": 3}',
-                "there is no field 'max_token'; there are id, prompt, messages, max_tokens",
+                "there is no field 'max_token'; did you mean 'max_tokens'? docs/batch.md",
             ),
             ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0, it must be a whole number from 1"),
             ('{"prompt": "x", "max_tokens": true}', "max_tokens is true"),

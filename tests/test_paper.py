@@ -15,6 +15,7 @@ import torch
 import test_cuda
 from asked import Asked, together
 from models import GREEDY, Sizes, save_pair
+from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
@@ -261,6 +262,29 @@ FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pag
 APART = (OF_ROWS, BITS, FEWER_BITS)
 GPU_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
 QUICK = ("test_a_host_block", "test_a_block_can", "test_copies_arrive", "test_a_copy_home")  # without a model
+
+
+CONTROLS = {
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5, no_repeat_ngram=3),
+    "a constraint": SamplingParams(temperature=0.0, constraint=Constraint("regex", "[a-d]{3} [0-9]+!")),
+    "a bias": SamplingParams(temperature=0.0, logit_bias=((97, 3.0), (98, -float("inf"))), top_n_sigma=1.0),
+}
+
+
+@pytest.mark.parametrize("sampling", CONTROLS.values(), ids=CONTROLS)
+def test_controlled_texts_are_those_of_plain_decoding(sampling: SamplingParams, pair: Pair) -> None:
+    """Where the tokens before a place count, the host draws; a bias stays in the GPU's passes. Scores come along."""
+    found = []
+    for case in (BUSIEST, BUSIEST.plain()):
+        with engine_on_paper(case, pair) as (engine, gpu):
+            request = GenerationRequest(PROMPT, sampling, max_tokens=NUM_NEW, logprobs=2)
+            steps = list(engine.generate(request))
+        assert gpu.problems == []
+        tokens = [token for step in steps for token in step.tokens]
+        scores = [score for step in steps for score in step.scores]
+        assert [score.token for score in scores] == tokens
+        found.append((tokens, [round(score.logprob, 3) for score in scores]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

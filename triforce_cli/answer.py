@@ -78,6 +78,8 @@ class Answer:
         self._thoughts.append(text)
         if shown:
             self._output.thought(text)
+        else:
+            self._output.wait("thinking")
 
     @property
     def num_tokens(self) -> int:

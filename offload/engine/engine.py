@@ -360,6 +360,8 @@ class Engine:
         """Raises UsageError where the plan records no masses."""
         if (chunk := self.worker.full.mass_chunk) is None:
             raise UsageError("passages are found by attention masses, and the plan records none; plan with masses=True")
+        if not self.worker.full.num_layers:
+            raise UsageError("every layer of this model has a window: none attends to all of the prompt (--cite)")
         return Attended(chunk, num_prompt)
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,7 +76,11 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         data = own(data, place)
     unknown = next((key for key in data if key not in FIELDS), None)
     if unknown is not None:
-        raise UsageError(f"{place}: there is no field {unknown!r}; there are {', '.join(FIELDS)} (any object in meta)")
+        near = difflib.get_close_matches(unknown, FIELDS, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(
+            f"{place}: there is no field {unknown!r}; {meant}docs/batch.md names them, meta takes any object"
+        )
     if not {"prompt", "messages"} & data.keys():
         raise UsageError(f'{place} has no "prompt" and no "messages"')
     if {"prompt", "messages"} <= data.keys():

@@ -216,6 +216,8 @@ class Dialogue:
                 self.output.text(part.text)
             elif self._shows_thoughts:
                 self.output.thought(part.text)
+            else:
+                self.output.wait("thinking")
 
     def _wait_ahead(self, on_progress: OnProgress) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""

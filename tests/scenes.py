@@ -170,6 +170,7 @@ SCENES: dict[str, Scene] = {
         "generate --input-jsonl questions.jsonl --output-jsonl answers.jsonl", some_requests, modes=OUTPUT_MODES
     ),
     "generate-batch-refused": Scene("generate --input-jsonl questions.jsonl", a_bad_request, modes=OUTPUT_MODES),
+    "ask": Scene("ask --prompt-file book.txt", fake_engine()),
     "chat": Scene("chat --file book.txt", fake_engine(plans=False), stdin=SCRIPTED, modes="piped"),
     "chat-typed": Scene("chat --no-history", fake_engine(plans=False), typed=TYPED, modes="terminal"),
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),

@@ -56,6 +56,7 @@ class Step:
     tokens: list[int]
     finish: str | None
     scores: tuple[Any, ...] = ()
+    passages: tuple[Any, ...] = ()
 
 
 class Tokenizer:

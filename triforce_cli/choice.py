@@ -37,11 +37,8 @@ class Models:
         from offload.hub.names import pull_command
 
         if is_here(FIRST, weights=True):
-            return f"the demo model continues prose and answers no questions; --model {FIRST} does, and is here"
-        return (
-            f"the demo model continues prose and answers no questions; {pull_command(FIRST)} fetches one that does "
-            f"({FIRST_ABOUT})"
-        )
+            return f"the demo model answers no questions; --model {FIRST} does"
+        return f"the demo model answers no questions; {pull_command(FIRST)} gets one that does ({FIRST_ABOUT})"
 
     def as_dict(self) -> dict[str, str | None]:
         """The models as JSON."""

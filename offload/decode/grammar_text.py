@@ -46,10 +46,6 @@ class GrammarText:
         """How many of `further` may follow."""
         return self._state.longest(further) if self.move(tokens[self._num_prompt :]) else 0
 
-    def is_complete(self, tokens: Sequence[int]) -> bool:
-        """Whether the text may end here."""
-        return self.move(tokens[self._num_prompt :]) and self._state.is_complete
-
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Both begin with, found from the end: what was taken mostly stays."""

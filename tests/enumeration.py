@@ -396,9 +396,10 @@ class Case:
         text = None
         if self.rule is not None:
             text = decode.grammar_text.GrammarText(RuleState(self.rule), len(self.prompt), self.vocabulary)
+        rows = decode.warp.BiasRows(biases, self.vocabulary, torch.device("cpu")) if biases else None
         if text is None and not penalties:
-            return made.Distribution(None, decode.warp.Warping(self.params, biases))
-        adjust = made.Adjustment(len(self.prompt), text, biases, penalties)
+            return made.Distribution(None, decode.warp.Warping(self.params, biases, rows))
+        adjust = made.Adjustment(len(self.prompt), text, rows, penalties)
         return made.Distribution(adjust, decode.warp.Warping(self.params))
 
     def target_distribution(self, sequence: Tokens) -> Tensor:

@@ -408,7 +408,7 @@ def test_a_conversation_that_the_template_refuses_is_not_loaded(
     before = dialogue.conversation
     (tmp_path / "saved").write_text(Conversation(system="be brief").to_json())
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    monkeypatch.setattr(dialogue.format, "_template", refusing + dialogue.format._template)
+    monkeypatch.setattr(dialogue.format, "template", refusing + dialogue.format.template)
     with pytest.raises(UsageError, match="no system"):
         slash.run(dialogue, f"/load {tmp_path / 'saved'}")
     assert dialogue.conversation == before
@@ -433,7 +433,7 @@ def test_a_template_that_takes_no_other_message_says_so_when_there_is_one(
     """Bug: the work ahead was refused before anybody could type, again and again without end."""
     dialogue = make(interactive=True)
     refusing = "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}"
-    monkeypatch.setattr(dialogue.format, "_template", refusing + dialogue.format._template)
+    monkeypatch.setattr(dialogue.format, "template", refusing + dialogue.format.template)
     dialogue.say("hello")
     finish_ahead(dialogue)
     with pytest.raises(UsageError, match=r"\(one message\); begin a new conversation \(/clear\), or choose another"):

@@ -134,7 +134,7 @@ def library_text(format: ChatFormat, conversation: Conversation) -> str:
         messages.append({"role": "user", "content": laid + turn.user})
         messages.append({"role": "assistant", "content": turn.reply})
     return raw(format).apply_chat_template(
-        messages[:-1], chat_template=format._template, add_generation_prompt=True, tokenize=False
+        messages[:-1], chat_template=format.template, add_generation_prompt=True, tokenize=False
     )
 
 

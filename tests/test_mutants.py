@@ -504,7 +504,7 @@ MUTANTS = [
                 "biases are forgotten beside penalties",
                 "biases and repetition",
                 "distribution",
-                "if self._biases:",
+                "if self._biases is not None:",
                 "if False:",
             ),
         ]

@@ -30,8 +30,10 @@ from offload.decode.penalties import (
 from offload.decode.sampling import SamplingParams
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
-from offload.decode.warp import Biases, Warping, biased, finite
+from offload.decode.warp import Biases, BiasRows, Warping, finite
 from offload.errors import UsageError
+
+CPU = torch.device("cpu")
 
 
 class Adjustment:
@@ -41,7 +43,7 @@ class Adjustment:
     """
 
     def __init__(
-        self, num_prompt: int, grammar: GrammarText | None, biases: Biases, penalties: Sequence[Penalty]
+        self, num_prompt: int, grammar: GrammarText | None, biases: BiasRows | None, penalties: Sequence[Penalty]
     ) -> None:
         self._num_prompt, self._grammar, self._biases, self._penalties = num_prompt, grammar, biases, penalties
         self._tokens: Tokens = np.empty(0, np.int32)
@@ -59,8 +61,8 @@ class Adjustment:
         if self._grammar is not None:
             forbidden = self._grammar.masks(tokens, first).logical_not_().to(logits.device)
             logits = logits.masked_fill_(forbidden, -torch.inf)  # `finite` made them anew
-        if self._biases:
-            logits = biased(logits, self._biases)
+        if self._biases is not None:
+            logits = self._biases(logits)
         if self._penalties:
             text = Text(self._held(tokens), self._num_prompt)
             for penalty in self._penalties:
@@ -103,18 +105,21 @@ def distribution_of(
     num_prompt: int,
     vocab_size: int,
     end_tokens: Collection[int],
+    device: torch.device = CPU,
 ) -> Distribution:
-    """Of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: those that end the text. Raises
+    """Of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: those that end the text.
+    device: of the logits. Raises
     UsageError where a bias names no token of the model's, or the constraint cannot be used."""
     biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
+    rows = BiasRows(biases, vocab_size, device) if biases else None
     warping = replace(sampling, seed=None)
     if not sampling.looks_back:
-        return Distribution(None, Warping(warping, biases))
+        return Distribution(None, Warping(warping, biases, rows))
     penalties, text = _penalties(sampling, tokenizer, end_tokens), None
     if sampling.constraint is not None:
         grammar = grammar_of(sampling.constraint, tokenizer, vocab_size, frozenset(end_tokens))
         text = GrammarText(grammar.state(), num_prompt, vocab_size)
-    return Distribution(Adjustment(num_prompt, text, biases, penalties), Warping(warping))
+    return Distribution(Adjustment(num_prompt, text, rows, penalties), Warping(warping))
 
 
 @lru_cache(maxsize=16)

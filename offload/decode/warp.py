@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from offload.decode.sampling import SamplingParams
+from offload.transfer.memory import sent
 
 Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
 Biases = tuple[tuple[int, float], ...]  # (token, what is added to its logit)
@@ -18,15 +18,35 @@ _FLOAT = torch.finfo(torch.float32)
 _LIKELIEST = 256  # tokens that top-p looks at before it looks at all
 
 
+class BiasRows:
+    """What biases add to logits, fp32, and which tokens they ban: [1, size] both, on a device."""
+
+    def __init__(self, biases: Biases, size: int, device: torch.device) -> None:
+        added, banned = torch.zeros(1, size), torch.zeros(1, size, dtype=torch.bool)
+        for token, bias in biases:
+            if bias == -torch.inf:
+                banned[0, token] = True
+            else:
+                added[0, token] += bias
+        self._added, self._banned = sent(added, device), sent(banned, device)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """logits [T, V] fp32, here or where they are."""
+        device = logits.device
+        return without(logits + self._added.to(device), self._banned.to(device))
+
+
 @dataclass(frozen=True)
 class Warping:
-    """`warp` by these, after `biases`: equal for equal ones, which graphs of a GPU are told apart by."""
+    """`warp` by these, after `biases`: equal for equal ones, which graphs of a GPU are told apart by. rows: of the
+    biases, made before any graph is captured."""
 
     params: SamplingParams
     biases: Biases = ()
+    rows: BiasRows | None = field(default=None, compare=False)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        return warp(biased(finite(logits), self.biases) if self.biases else logits, self.params)
+        return warp(logits if self.rows is None else self.rows(finite(logits)), self.params)
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -63,29 +83,11 @@ def finite(logits: Tensor) -> Tensor:
     return logits.float().clamp(max=_FLOAT.max)
 
 
-def biased(logits: Tensor, biases: Biases) -> Tensor:
-    """logits [T, V] fp32 with what `biases` add; those of -inf ban their tokens."""
-    added, banned = _bias_rows(biases, logits.shape[-1], logits.device)
-    return without(logits + added, banned)
-
-
 def without(logits: Tensor, banned: Tensor) -> Tensor:
     """logits [T, V] with those of `banned` tokens, bool [T or 1, V], at -inf. A row of which nothing would be left
     stays as it is: something has to come."""
     left = logits.masked_fill(banned, -torch.inf)
     return torch.where((left == -torch.inf).all(-1, keepdim=True), logits, left)
-
-
-@lru_cache(maxsize=8)  # a GPU's graphs use what was there before they were captured
-def _bias_rows(biases: Biases, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(what is added, fp32; which tokens are banned), [1, size] both."""
-    added, banned = torch.zeros(1, size), torch.zeros(1, size, dtype=torch.bool)
-    for token, bias in biases:
-        if bias == -torch.inf:
-            banned[0, token] = True
-        else:
-            added[0, token] += bias
-    return added.to(device), banned.to(device)
 
 
 def _keep_top_n_sigma(logits: Tensor, count: float) -> Tensor:

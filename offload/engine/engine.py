@@ -390,6 +390,7 @@ class Engine:
             num_prompt=num_prompt,
             vocab_size=self.worker.vocab_size,
             end_tokens=end_tokens,
+            device=self.worker.memory.device,
         )
 
     def _make_speculator(

@@ -83,9 +83,8 @@ def test_without_marks_all_is_said() -> None:
 def test_marks_and_switches_are_the_templates_own() -> None:
     assert marks_of(QWEN) == MARKS
     assert marks_of("{{ messages }}") is None
-    assert switched_off(QWEN) == {"enable_thinking": False}
-    assert switched_off(R1) == {}
-    assert switched_off("a text about thinking") == {}
+    for template, off in ((QWEN, {"enable_thinking": False}), (R1, {}), (LATE, {})):
+        assert switched_off(format_of(template)._written) == off
 
 
 class Piped:

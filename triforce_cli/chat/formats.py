@@ -8,12 +8,13 @@ before it, as far as the template writes earlier turns as it did before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from offload.decode.sampling import ThoughtBudget
-from offload.errors import ModelError, UsageError
+from offload.errors import ModelError, TriforceError, UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.script import Piece, Script, block, write
@@ -70,12 +71,13 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template = own if own is not None else OWN[self.name]
         self.marks = marks_of(self.template)
-        off = {} if thinks else switched_off(self.template)
-        self._variables = off | dict(variables or {})
-        self._no_thoughts = not thinks and not off
+        self._variables = dict(variables or {})
         self._start = tokenizer.start_tokens() if own is None else []
         self._special = tokenizer.added_tokens(special=True)
         self._guards = Guards(Guard(self._controls()), Guard(self._special))
+        off = {} if thinks or self.marks is None else switched_off(self._written)
+        self._variables = off | self._variables
+        self._no_thoughts = not thinks and not off
         self._encode = lru_cache(_CACHED_PIECES)(self._encode_piece)
         self.end_tokens, self.stops = self._ends()
 
@@ -152,13 +154,19 @@ class ChatFormat:
             parts += [*own, Part("turn" if i < len(conversation.turns) else "template", left[i], i + 1)]
         return tuple(parts)
 
-    def _script(self, conversation: Conversation) -> Script:
+    def _written(self, **variables: object) -> str:
+        """What the template writes around a question; "" where it refuses one."""
+        with suppress(TriforceError):
+            return "".join(self._script(Conversation(question="A"), variables).literals)
+        return ""
+
+    def _script(self, conversation: Conversation, variables: Mapping[str, object] | None = None) -> Script:
         def render(messages: Sequence[Mapping[str, object]]) -> str:
             date = {"date_string": conversation.date} if conversation.date else {}
-            variables = date | self._variables
+            given = date | self._variables | dict(variables or {})
             try:
                 with limited_steps():
-                    return self.tokenizer.render_chat(messages, self.template, **variables)
+                    return self.tokenizer.render_chat(messages, self.template, **given)
             except TooManySteps as error:
                 raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Thinking = Literal["show", "hide", "off"]
 NAMES: tuple[Thinking, ...] = ("show", "hide", "off")
-_SWITCHES = {"enable_thinking": r"\benable_thinking\b", "thinking": r"\b(if|not|and|or) thinking\b"}  # in templates
+_SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ class Marks:
         return f"{self.open}\n\n{self.close}\n\n"
 
 
-_KNOWN = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"))
+_KNOWN = (
+    Marks("<think>", "</think>"),
+    Marks("[THINK]", "[/THINK]"),
+    *(Marks(f"<{name}>", f"</{name}>") for name in ("seed:think", "mm:think", "thinking")),
+)
 
 
 def marks_of(template: str) -> Marks | None:
@@ -37,9 +41,11 @@ def marks_of(template: str) -> Marks | None:
     return next((marks for marks in _KNOWN if marks.close in template), None)
 
 
-def switched_off(template: str) -> dict[str, Any]:
-    """The variables with which `template` asks for no thoughts; none where it has no such variable."""
-    return {name: False for name, pattern in _SWITCHES.items() if re.search(pattern, template)}
+def switched_off(render: Callable[..., str]) -> dict[str, bool]:
+    """The variables that ask a template for no thoughts: those that change what it writes. render: a conversation with
+    such variables."""
+    usual = render()
+    return {name: False for name in _SWITCHES if render(**{name: False}) != usual}
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,8 @@ def test_an_answer_begins_as_it_is_to_and_ends_with_a_line(folder: Path, asked: 
     text = asked("Where?", "--begin-reply", "Under")
     assert text.startswith("Under")
     assert text.endswith("\n")
+    assert asked("Where?", "--begin-reply", "Under", "-o", str(folder / "out.txt")) == ""
+    assert (folder / "out.txt").read_text() == text
 
 
 @pytest.mark.parametrize(

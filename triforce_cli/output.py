@@ -50,7 +50,7 @@ class Output:
         self._file: OutputFile | None = None
         self._console = _StderrConsole()
         self._display = self._new_display()
-        self._mid_thought = False
+        self._mid_thought = self._file_mid_line = False
         self._mid_line = False  # the last text written does not end its line
 
     def __enter__(self) -> Output:
@@ -76,6 +76,7 @@ class Output:
         terminal control characters are made visible; a file or a pipe gets them as they are."""
         if self._file is not None:
             self._file.write(piece.encode("utf-8"))
+            self._file_mid_line = not piece.endswith("\n") if piece else self._file_mid_line
         else:
             self._write(_shown_at(sys.stdout, piece))
 
@@ -99,7 +100,7 @@ class Output:
 
     def end_line(self) -> None:
         """End the line of the text so far, if it has not ended."""
-        if self._mid_line:
+        if self._mid_line or self._file_mid_line:
             self.text("\n")
 
     def end_shown_line(self) -> None:

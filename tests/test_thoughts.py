@@ -157,6 +157,20 @@ def test_thoughts_of_earlier_replies_are_fed_back_where_the_template_does_it_alo
     assert "secret" in format_of(keeps).tokenizer.decode(format_of(keeps).prompt_tokens(conversation))
 
 
+def test_the_next_prompt_begins_as_the_one_before_up_to_the_thoughts_that_are_left_out() -> None:
+    """So the rows of all before them are used again."""
+    said = "<think>\nhm, secret\n</think>\n\nYes."
+    for template, opened in ((QWEN, ""), (R1, "<think>\n"), (LATE, "")):
+        chat_format = format_of(template)
+        conversation = Conversation().asked("Hi")
+        first = chat_format.prompt_tokens(conversation)
+        answered = conversation.answered(said, tuple(map(ord, said)), complete=True)
+        second = chat_format.prompt_tokens(answered.asked("And?"))
+        kept = len(first) - len(opened)
+        assert second[:kept] == first[:kept]
+        assert chat_format.tokenizer.decode(second[kept:]).lstrip().startswith("Yes.")
+
+
 def test_variables_reach_the_template() -> None:
     found = format_of(QWEN, variables={"enable_thinking": False})
     assert prompt(found).endswith("<think>\n\n</think>\n\n")

@@ -248,6 +248,14 @@ def test_a_passage_is_named_by_document_and_lines() -> None:
         ("book.txt", 2, 2),
     ]
     assert "key is under" in found[0].text
+    end = text.find("<question>")
+    [over] = citations([Passage(end - 30, end + 10, 0.1)], prompt, [other, twice], tokenizer)
+    assert (over.document, over.last_line) == ("book.txt", 36)  # a passage that reaches over the document's end
+    short = Document("short.txt", "Yes.\n")
+    [all_of_it] = citations(
+        [Passage(0, 40, 0.1)], list(map(ord, f"<system of it>{short.text}<question>" * 2)), [short], tokenizer
+    )
+    assert (all_of_it.document, all_of_it.first_line, all_of_it.last_line) == ("short.txt", 1, 1)
     assert str(found[1]).startswith("book.txt, line 2 (20%): ")
     assert "lines 1 to 3" in str(Citation("x", 1, 3, 0.1, "a\nb\nc"))
 

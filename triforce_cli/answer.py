@@ -123,6 +123,8 @@ class Answer:
         )
 
     def _show_citations(self) -> None:
+        if self._citations == []:
+            self._output.note("no passage of a document is among those that the answer attended to most")
         for number, citation in enumerate(self._citations or (), start=1):
             self._output.note(f"[{number}] {citation}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 ASKED = 12  # passages of a prompt that are looked at: some are of no document
 SHOWN = 3
 _CUT = 4  # characters at either end of a passage's text that may be parts of others
+_TELLING = 12  # characters of half a passage at least, else it may be anywhere
 _WIDTH = 160  # characters of a text that are shown
 
 
@@ -58,19 +60,22 @@ def _citation(text: str, place: float, share: float, documents: Sequence[Documen
     before, whole = 0, sum(len(document.text) for document in documents)
     best: tuple[float, Citation] | None = None
     for document in documents:
-        for start in _occurrences(document.text, text):
-            distance = abs((before + start) / whole - place)
+        for part in _occurrences(document.text, text):
+            distance = abs((before + part.start) / whole - place)
             if best is None or distance < best[0]:
-                best = distance, _at(document, _whole_words(document.text, start, start + len(text)), share)
+                best = distance, _at(document, _whole_words(document.text, part.start, part.stop), share)
         before += len(document.text)
     return None if best is None else best[1]
 
 
-def _occurrences(text: str, wanted: str) -> Iterable[int]:
-    start = text.find(wanted) if wanted else -1
-    while start >= 0:
-        yield start
-        start = text.find(wanted, start + 1)
+def _occurrences(text: str, wanted: str) -> list[slice]:
+    """Of a passage in a document; where it reaches over an end of it, of one of its halves, or all of the document."""
+    middle = len(wanted) // 2
+    halves = [half for half in (wanted[middle:].strip(), wanted[:middle].strip()) if len(half) >= _TELLING]
+    for part in filter(None, (wanted, *halves)):
+        if found := [slice(match.start(), match.end()) for match in re.finditer(re.escape(part), text)]:
+            return found
+    return [slice(0, len(text))] if text.strip() and text.strip() in wanted else []
 
 
 def _whole_words(text: str, start: int, end: int) -> slice:
@@ -83,6 +88,6 @@ def _whole_words(text: str, start: int, end: int) -> slice:
 
 
 def _at(document: Document, part: slice, share: float) -> Citation:
-    text = document.text[part]
+    text = document.text[part].rstrip()
     first = document.text.count("\n", 0, part.start) + 1
     return Citation(document.name, first, first + text.count("\n"), share, text)

@@ -12,6 +12,7 @@ from triforce_cli.citations import Citation, citations
 from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import Failure, debugging, describe
 from triforce_cli.output import Output
+from triforce_cli.render.chat import cited
 from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.stats import answer_document, stats_table
 from triforce_cli.signals import Terminated
@@ -125,8 +126,7 @@ class Answer:
     def _show_citations(self) -> None:
         if self._citations == []:
             self._output.note("no passage of a document is among those that the answer attended to most")
-        for number, citation in enumerate(self._citations or (), start=1):
-            self._output.note(f"[{number}] {citation}")
+        self._output.note(cited(self._citations or ()))
 
     def _show_table(self) -> None:
         if self._show_stats and self._plan and self.stats:

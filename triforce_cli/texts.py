@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from offload.errors import UsageError
 from triforce_cli.documents.reading import OnRead, read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import STDIN, Note, user_path
+from triforce_cli.prompt import STDIN, Note, stdin_is_terminal, user_path
 from triforce_cli.render.text import counted, path_text
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Text:
 
 def read_texts(files: Sequence[Path], *, note: Note, on_read: OnRead) -> dict[str, str]:
     """The content of each file by its name, in order; "-" and no file at all are standard input. Raises UsageError."""
-    if not files and sys.stdin is not None and sys.stdin.isatty():
+    if not files and stdin_is_terminal():
         raise UsageError("there is no text; name a file (triforce score book.txt) or pipe one in")
     found: dict[str, str] = {}
     for file in files or [STDIN]:

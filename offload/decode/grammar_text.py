@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.decode.grammar import GrammarState
+from offload.decode.sequence import num_common
 
 
 class GrammarText:
@@ -26,7 +27,7 @@ class GrammarText:
 
     def move(self, generated: Sequence[int]) -> bool:
         """To the place behind these tokens. False where the grammar forbids them; then it is somewhere before."""
-        common = _num_common(self._taken, generated)
+        common = num_common(self._taken, generated)
         if common < len(self._taken):
             self._state.rewind(common)
             del self._taken[common:]
@@ -45,11 +46,3 @@ class GrammarText:
     def num_allowed(self, tokens: Sequence[int], further: Sequence[int]) -> int:
         """How many of `further` may follow."""
         return self._state.longest(further) if self.move(tokens[self._num_prompt :]) else 0
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Both begin with, found from the end: what was taken mostly stays."""
-    most = min(len(first), len(second))
-    if list(first[:most]) == list(second[:most]):
-        return most
-    return next(at for at in range(most) if first[at] != second[at])

@@ -32,3 +32,11 @@ class Extended(Sequence[int]):
             return [*self.head[start : min(stop, cut)], *self.tail[max(start - cut, 0) : max(stop - cut, 0)]]
         at = range(len(self))[index]
         return self.head[at] if at < cut else self.tail[at - cut]
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    most = min(len(first), len(second))
+    if list(first[:most]) == list(second[:most]):  # as it mostly is, and faster than token by token
+        return most
+    return next(at for at in range(most) if first[at] != second[at])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from offload.decode.sequence import num_common as num_common
 from offload.model.decoder import OnHidden
 from offload.progress import OnProgress, Progress, bytes_of
 from offload.worker.worker import Worker
@@ -161,9 +162,3 @@ class PrefixCache:
     def _num_reusable(self, prompt: Sequence[int]) -> int:
         precomputed = min(self.num_precomputed, len(prompt) - 1)
         return min(num_common(self.tokens, prompt), max(len(prompt) - self._worker.plan.placement.rows, precomputed))
-
-
-def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -29,9 +29,10 @@ from triforce_cli.commands.generate import (
     ShowStats,
     Stop,
     Timeout,
-    check_stops,
-    check_timeout,
+    check_lengths,
     destination,
+    form_of,
+    stops_of,
 )
 from triforce_cli.control import ControlFlags
 from triforce_cli.flags import (
@@ -137,16 +138,10 @@ def ask(
     """
     from triforce_cli.chat.formats import NAMES
 
-    stops = tuple(decode_argument("--stop", text) for text in stop or ())
-    check_stops(stops)
-    options.check_max_tokens(max_tokens)
-    options.check_min_tokens(sampling.min_tokens, max_tokens)
-    check_timeout(timeout)
+    check_lengths(max_tokens, sampling.min_tokens, timeout)
     check_logprobs(logprobs)
     if logprobs is not None and not (json or jsonl):
         raise UsageError("--logprobs go into JSON; add --json or --jsonl")
-    if json and jsonl:
-        raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
     if template not in NAMES:
@@ -163,13 +158,13 @@ def ask(
         variables=dict(_variable(text) for text in var or ()),
         max_tokens=max_tokens,
         sampling=sampling.params(),
-        stops=stops,
+        stops=stops_of(stop),
         timeout=timeout,
         options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,
-        form="json" if json else "jsonl" if jsonl else "text",
+        form=form_of(json=json, jsonl=jsonl),
         file=destination(output),
         echo=False,
         show_stats=stats,

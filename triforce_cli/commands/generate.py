@@ -331,11 +331,8 @@ def generate(
 
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
-    stops = tuple(decode_argument("--stop", text) for text in stop or ())
-    check_stops(stops)
-    options.check_max_tokens(max_tokens)
-    options.check_min_tokens(sampling.min_tokens, max_tokens)
-    check_timeout(timeout)
+    stops = stops_of(stop)
+    check_lengths(max_tokens, sampling.min_tokens, timeout)
     check_logprobs(logprobs)
     if logprobs is not None and not (json or jsonl or input_jsonl):
         raise UsageError("--logprobs go into JSON; add --json, --jsonl or --input-jsonl")
@@ -356,8 +353,6 @@ def generate(
             echo=echo,
             quiet=quiet,
         )
-    if json and jsonl:
-        raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
     return Generate(
         documents=documents.named(),
         prompt=prompt,
@@ -369,7 +364,7 @@ def generate(
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,
-        form="json" if json else "jsonl" if jsonl else "text",
+        form=form_of(json=json, jsonl=jsonl),
         file=destination(output),
         echo=echo,
         show_stats=stats,
@@ -405,11 +400,24 @@ def _number_at_a_time(text: str) -> int | None:
     return found
 
 
-def check_timeout(timeout: float | None) -> None:
+def form_of(*, json: bool, jsonl: bool) -> FormName:
+    """Raises UsageError."""
+    if json and jsonl:
+        raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
+    return "json" if json else "jsonl" if jsonl else "text"
+
+
+def check_lengths(max_tokens: int, min_tokens: int, timeout: float | None) -> None:
+    """Raises UsageError."""
+    options.check_max_tokens(max_tokens)
+    options.check_min_tokens(min_tokens, max_tokens)
     if timeout is not None and not 0 < timeout < 1e9:
         raise UsageError(f"timeout is {timeout:g}, it must be above 0 and below 1000000000 seconds")
 
 
-def check_stops(stops: Sequence[str]) -> None:
+def stops_of(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """Raises UsageError."""
+    stops = tuple(decode_argument("--stop", text) for text in texts or ())
     if "" in stops:
         raise UsageError("stop is empty, it must be at least one character")
+    return stops

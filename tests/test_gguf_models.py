@@ -145,7 +145,6 @@ def test_an_architecture_that_is_not_known_is_refused_by_name(tmp_path: Path) ->
         (lambda writer: writer.add_sliding_window(8), "llama.attention.sliding_window is 8"),
         (lambda writer: writer.add_value_length(16), "llama.attention.value_length is 16; .* attention.key_length, 8"),
         (lambda writer: writer.add_head_count([4, 2]), "llama.attention.head_count is .*the same in all layers"),
-        (lambda writer: writer.add_eos_token_id(96), "eos_token_id is 96; it must be from 0 to 95"),
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.array([1, 2], np.float32)), "has 2 numbers beside"),
         (lambda writer: writer.add_rope_scaling_factor(-1.0), "llama.rope.scaling.factor is -1.0"),
     ],

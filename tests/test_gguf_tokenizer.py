@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import nan
+from random import Random
 from typing import Any
 
 import pytest
@@ -128,13 +131,108 @@ def test_a_text_of_pieces_begins_as_the_file_says() -> None:
     assert pieces(add_space_prefix=False).encode("ab ab") == [1, 7, 9]
 
 
+def merged(text: str, scores: dict[str, float]) -> list[str]:
+    """The rule word for word: of all neighbours that make a token the two of the highest score, of equal ones the
+    leftmost."""
+    found = list(text)
+    while True:
+        pairs = [(scores[one + two], -at) for at, (one, two) in enumerate(pairwise(found)) if one + two in scores]
+        if not pairs:
+            return found
+        at = -max(pairs)[1]
+        found[at : at + 2] = [found[at] + found[at + 1]]
+
+
+def with_scores(tokens: list[str], scores: list[float] | None, **more: object) -> Tokenizer:
+    """Pieces without bytes; <unk> is 0, <s> 1, </s> 2."""
+    named = ["<unk>", "<s>", "</s>", *tokens]
+    all_scores = None if scores is None else [0.0] * 3 + scores
+    return pieces(tokens=named, scores=all_scores, **{"token_type": [2, 3, 3] + [1] * len(tokens), **more})
+
+
+@pytest.mark.parametrize("kind", ["one", "none", "few", "many", "signed zeros"])
+def test_of_equal_scores_the_leftmost_pair_is_merged_first(kind: str) -> None:
+    """Bug: pairs were merged in the order of their tokens' ids, so files that were converted without tokenizer.model,
+    where all pieces have one score or none, had other tokens than in llama.cpp in most texts."""
+    random = Random(kind)
+    letters = ["\u2581", "a", "b", "c"]
+    for _ in range(20):
+        longer = {"".join(random.choices(letters, k=random.randint(2, 5))) for _ in range(25)}
+        tokens = [*letters, *sorted(longer)]
+        scores = {
+            "one": [-1000.0] * len(tokens), "none": None, "few": [float(random.randint(-2, 0)) for _ in tokens],
+            "many": [random.random() for _ in tokens], "signed zeros": [random.choice([0.0, -0.0]) for _ in tokens],
+        }[kind]  # fmt: skip
+        tokenizer = with_scores(tokens, scores)
+        expected = dict(zip(tokens, scores or [0.0] * len(tokens), strict=True))
+        for _ in range(15):
+            text = "".join(random.choices("abc ", k=random.randint(1, 40)))
+            pieces_of_text = merged("\u2581" + text.replace(" ", "\u2581"), expected)
+            assert tokenizer.encode(text) == [1, *(3 + tokens.index(piece) for piece in pieces_of_text)]
+
+
+def test_tokens_of_every_type_are_merged_and_a_score_that_is_no_number_is_the_lowest() -> None:
+    tokens = ["\u2581", "a", "b", "ab", "ba"]
+    for text, expected in (("bab", [1, 3, 5, 6]), ("aba", [1, 3, 6, 4])):
+        assert with_scores(tokens, [0.0, 0.0, 0.0, -1.0, nan]).encode(text) == expected
+    assert with_scores(tokens, [0.0] * 5, token_type=[2, 3, 3, 1, 5, 0, 5, 0]).encode("bab") == [1, 3, 7, 5]
+
+
+def test_a_character_without_a_token_or_bytes_is_unknown_and_several_are_one() -> None:
+    tokenizer = with_scores(["\u2581", "a", "<0xC3>", "<0xA9>"], None)
+    assert tokenizer.encode("a\u00e9xyz xa") == [1, 3, 4, 5, 6, 0, 3, 0, 4]
+    assert tokenizer.places("a\u00e9xyz xa") == [0, 0, 0, 1, 1, 2, 5, 6, 7]
+    assert with_scores(["\u2581", "a"], None, unknown_token_id=99).encode("ax") == [1, 3, 4, 0]
+    assert with_scores(["\u2581", "a"], None, unknown_token_id=-1).encode("ax") == [1, 3, 4]
+
+
+def test_empty_tokens_are_there_any_number_of_times() -> None:
+    tokenizer = with_scores(["\u2581", "a", "", "b", "", ""], None)
+    assert tokenizer.encode("ab") == [1, 3, 4, 6]
+    assert tokenizer.decode([4, 5, 6, 7, 8]) == "ab"
+    assert "" not in tokenizer.vocabulary()
+
+
+@pytest.mark.parametrize("name", ["Phi3", "My Phi-3.5-mini", "PHI-3"])
+def test_the_special_tokens_of_phi_3_take_the_white_space_behind_them(name: str) -> None:
+    """Bug: its templates have line ends there, which became tokens of their own. llama.cpp goes by the name as well."""
+    tokens, types = ["\u2581", "a", "\n", "<|end|>", "<|user|>", "<x>"], [2, 3, 3, 1, 1, 1, 3, 3, 4]
+    text = "<|user|>\n a<|end|> \n\t<|user|><s> a</s> <unk> <x> a"
+    stripped, plain = (
+        with_scores(tokens, None, token_type=types, **{"general.name": each}).encode(text) for each in (name, "demo")
+    )
+    assert stripped == [1, 7, 3, 4, 6, 7, 1, 3, 3, 4, 2, 0, 3, 3, 8, 3, 4]
+    assert plain == [1, 7, 3, 5, 3, 4, 6, 3, 3, 5, 0, 7, 1, 3, 3, 4, 2, 3, 3, 0, 3, 3, 8, 3, 3, 4]
+
+
+def test_a_tokenizer_json_says_scores_as_ranks_or_is_refused() -> None:
+    """It cannot say that two merges are equal. A run of the file itself can."""
+    tokens = ["\u2581", "a", "b", "ab", "ba"]
+    values = {"model": "llama", "tokens": tokens, "scores": [0.0, 0.0, 0.0, -2.0, -1.0], "bos_token_id": -1}
+    pipeline, _ = gguf_tokenizer.of_values(values, ranked=True)
+    for text in ("bab", "abab", "baab"):
+        saved = RawTokenizer.from_str(pipeline.to_str()).encode(text, add_special_tokens=False).ids
+        assert saved == gguf_tokenizer.of_values(values)[0].encode(text, add_special_tokens=False).ids
+    with pytest.raises(ModelError, match=r"'ab' and 'ba' have one score, -1, .* run the GGUF file itself"):
+        gguf_tokenizer.of_values({**values, "scores": [-1.0] * 5}, ranked=True)
+
+
+def test_a_long_text_without_a_cut_is_encoded_in_time_that_grows_with_it() -> None:
+    """Every two letters are neighbours in some token here, so the text is one word; pair by pair it takes hours."""
+    tokens = ["\u2581", *("a" * count for count in range(1, 20)), "ab", "ba", "b", "bb", "a\u2581", "b\u2581"]
+    text = "".join(Random(0).choices("ab", k=100_000))
+    assert with_scores(tokens, None).decode(with_scores(tokens, None).encode(text)) == text
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"model": "t5"}, "has tokens of kind 't5', and known are gpt2 and llama"),
         ({"tokens": None}, "has no tokens"),
-        ({"tokens": ["a", "a"]}, "has one token twice"),
-        ({"scores": [0.0]}, "267 tokens, 1 scores and 267 types"),
+        ({"tokens": ["a", "a"]}, "has one token twice, 'a'"),
+        ({"scores": [0.0]}, "267 tokens and 1 scores, not a number for each"),
+        ({"scores": ["0"] * 267}, "267 tokens and 267 scores, not a number for each"),
+        ({"token_type": [1]}, "267 tokens and 1 types, not a number for each"),
     ],
 )
 def test_a_tokenizer_that_is_not_known_or_not_whole_is_refused(more: dict[str, object], said: str) -> None:

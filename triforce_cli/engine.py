@@ -43,7 +43,7 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
         from triforce_cli.busy import BUSY_SHARE, OtherPrograms
 
         others = OtherPrograms()  # while torch is imported and the first passes are timed
-        from offload.config.gguf import unpacked_note
+        from offload.config.gguf import notes
         from offload.config.gguf_header import is_gguf, read_header
         from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
         from offload.engine.request import check_sampling
@@ -58,7 +58,8 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
         if sampling is not None and sampling.looks_back and device == "cuda":
             output.note("what is written depends on the tokens before it: the GPU waits for the host after each pass")
         for model in filter(is_gguf, filter(None, (models.target, models.draft))):
-            output.note(unpacked_note(read_header(model), DTYPE_BYTES[request.dtype]))
+            for note in notes(read_header(model), DTYPE_BYTES[request.dtype]):
+                output.note(note)
         problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
         for problem in dict.fromkeys(filter(None, problems)):
             output.note(f"slower than need be, on torch's operators: {problem}")

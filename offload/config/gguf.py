@@ -25,7 +25,6 @@ from offload.formats.layout import GGUF_BLOCKS
 
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of numbers, with their bytes
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message
 
 
 def gguf_config(header: Header) -> ModelConfig:
@@ -57,6 +56,12 @@ def architecture_of(header: Header) -> Architecture:
             "fetch the model as safetensors if triforce models --families lists it"
         )
     return ARCHITECTURES[str(name)]
+
+
+def notes(header: Header, dtype_bytes: int) -> list[str]:
+    """What to say of a model before it runs. ModelError."""
+    told = [f"{header.path.name}: {note}" for note in Metadata(header).token_notes()]
+    return [*told, *filter(None, [unpacked_note(header, dtype_bytes)])]
 
 
 def unpacked_note(header: Header, dtype_bytes: int) -> str:
@@ -97,7 +102,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "tie_word_embeddings": HEAD not in header.tensors,
         "dtype": _dtype(header),
         "bos_token_id": values.token("bos"),
-        "eos_token_id": list(dict.fromkeys(i for end in _ENDS if (i := values.token(end)) is not None)),
+        "eos_token_id": values.ends(),
     }
     common |= rope_settings(values, head_dim)
     own = architecture.own(values, common)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from offload.config.gguf_header import Header, Items, Value, shortest
 from offload.config.gguf_names import TABLE
+from offload.config.gguf_tokens import end_ids, notes, token_id
 from offload.errors import ModelError, unreadable
 
 _MOST = 1 << 30
@@ -19,6 +20,7 @@ _SUSPECT = re.compile(
     r"parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
 )
 _MOST_FACTORS = 1 << 12
+_TOKENS = "tokenizer.ggml."
 
 
 class Metadata:
@@ -85,13 +87,25 @@ class Metadata:
 
     def token(self, name: str) -> int | None:
         """The id of a special token of the tokenizer, None where there is none."""
-        key = f"tokenizer.ggml.{name}_token_id"
-        value, limit = self.header.values.get(key), self.header.tensors[TABLE].shape[0]
-        if value is None or value in (-1, 0xFFFFFFFF):
-            return None
-        if type(value) is not int or not 0 <= value < limit:
-            raise ModelError(f"{self.header.path}: {key} is {reprlib.repr(value)}; it must be from 0 to {limit - 1}")
-        return value
+        return token_id(self._tokens(), name, self._num_tokens())
+
+    def ends(self) -> list[int]:
+        """Ids of the tokens that end a reply."""
+        return end_ids(self._tokens(), self.header.items(f"{_TOKENS}tokens") or (), self._num_tokens())
+
+    def token_notes(self) -> list[str]:
+        """What to say of special tokens that are named and not there."""
+        return notes(self._tokens(), self._num_tokens())
+
+    def _tokens(self) -> dict[str, Value]:
+        """Of the tokenizer."""
+        values = self.header.values.items()
+        return {key.removeprefix(_TOKENS): value for key, value in values if key.startswith(_TOKENS)}
+
+    def _num_tokens(self) -> int:
+        """That have a name and a row in the table."""
+        rows, named = self.header.tensors[TABLE].shape[0], self.header.values.get(f"{_TOKENS}tokens")
+        return min(rows, named.count) if isinstance(named, Items) else rows
 
     def has(self, tensor: str) -> bool:
         """Whether the first layer has it, such as attn_q.bias."""

@@ -1,61 +1,141 @@
-"""SentencePiece's tokens of a GGUF file, which say how likely each is, as a pipeline of merges."""
+"""SentencePiece's tokens of a GGUF file, each with a score, and the merges that cut a text into them.
+
+Of all neighbours that make a token together, the two are merged first whose token has the highest score; of equal
+scores, the leftmost. All tokens count, whatever their type. Source: llama.cpp's llama-vocab.cpp (llm_tokenizer_spm).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from math import inf, isnan
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers import PreTokenizedString, Token, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import PreTokenizer
 
+from offload.config.gguf_tokens import token_id
 from offload.errors import ModelError
 
-PIECES = "llama"  # the `tokenizer.ggml.model` of these files
 _SPACE = "\u2581"
-_NORMAL = 1  # the type of a token that may be merged
+_NUM_WORDS = 1 << 14  # that are remembered with their tokens
 
 
-def pieces(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    """As llama.cpp cuts text: the likeliest pair first, bytes of what has no token, and a space before each text that
-    is between special tokens, unless the file says otherwise. Raises ModelError where tokens have no scores."""
-    unknown = values.get("unknown_token_id", 0)
-    merges = read_merges(values["merges"]) if values.get("merges") else _merges(values, tokens)
-    model = BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        unk_token=tokens[unknown] if type(unknown) is int and unknown < len(tokens) else None,
-        fuse_unk=True,
-        byte_fallback=True,
+def pieces(values: Mapping[str, Any], tokens: list[str], *, ranked: bool) -> Tokenizer:
+    """A pipeline for texts between special tokens: a space before each, unless the file says otherwise, then merges;
+    bytes of what has no token, and the unknown token where there are none. ranked: one that a tokenizer.json can say,
+    which knows ranks of merges and no scores. Raises ModelError where two tokens of one score can be merged then."""
+    unknown, scores = token_id(values, "unknown", len(tokens)), _scores(values, len(tokens))
+    pipeline = Tokenizer(
+        BPE(
+            vocab=ids_of(tokens),
+            merges=_ranked(tokens, scores) if ranked else [],
+            unk_token=None if unknown is None else tokens[unknown] or None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
-    pipeline = Tokenizer(model)
     spaced = values.get("add_space_prefix") is not False
     written, read = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " "), decoders.ByteFallback()]
     pipeline.normalizer = normalizers.Sequence([*([normalizers.Prepend(_SPACE)] if spaced else []), *written])
+    if not ranked:
+        pipeline.pre_tokenizer = PreTokenizer.custom(PieceEncoder(tokens, scores, unknown))
     pipeline.decoder = decoders.Sequence([*read, decoders.Fuse(), *([decoders.Strip(" ", 1, 0)] if spaced else [])])
     return pipeline
 
 
-def read_merges(named: list[str]) -> list[tuple[str, str]]:
-    """Of a file that names them. Raises ModelError."""
-    merges = []
-    for merge in named:
-        at = merge.find(" ", 1)
-        if at < 0:
-            raise ModelError(f"its tokenizer merges {merge!r}, which is no pair; fetch it again")
-        merges.append((merge[:at], merge[at + 1 :]))
-    return merges
-
-
-def _merges(values: Mapping[str, Any], tokens: list[str]) -> list[tuple[str, str]]:
-    """All pairs that make a token, the likeliest first."""
-    scores, kinds = values.get("scores") or [], values.get("token_type") or [_NORMAL] * len(tokens)
-    if not len(scores) == len(kinds) == len(tokens):
-        raise ModelError(f"its tokenizer has {len(tokens)} tokens, {len(scores)} scores and {len(kinds)} types")
-    normal = {token: i for i, token in enumerate(tokens) if kinds[i] == _NORMAL}
-    found = []
-    for token, i in normal.items():
-        for at in range(1, len(token)):
-            left, right = token[:at], token[at:]
-            if left in normal and right in normal:
-                found.append((-scores[i], normal[left], normal[right], left, right))
+def _ranked(tokens: list[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs that make a token, the highest score first. ModelError where two tokens of one score can be merged."""
+    ids, of_score, found = ids_of(tokens), dict[float, str](), []
+    for token, i in ids.items():
+        parts = [(token[:at], token[at:]) for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids]
+        if parts and (other := of_score.setdefault(scores[i], token)) != token:
+            raise ModelError(
+                f"its tokens {other!r} and {token!r} have one score, {scores[i]:g}, which no tokenizer.json can say; "
+                "run the GGUF file itself"
+            )
+        found += [(-scores[i], ids[left], ids[right], left, right) for left, right in parts]
     return [(left, right) for *_, left, right in sorted(found)]
+
+
+def ids_of(tokens: Sequence[str]) -> dict[str, int]:
+    """Empty tokens are none."""
+    return {token: i for i, token in enumerate(tokens) if token}
+
+
+def _scores(values: Mapping[str, Any], count: int) -> list[float]:
+    """Of the tokens; 0 where the file has none, the lowest for what is no number."""
+    found = values.get("scores") or [0.0] * count
+    return [-inf if isnan(each) else each for each in found[:count]]
+
+
+class PieceEncoder:
+    """Tokens of normalised text. Time: n log n for a text of n characters and tokens that are short beside it."""
+
+    def __init__(self, tokens: Sequence[str], scores: Sequence[float], unknown: int | None) -> None:
+        """scores: of each token. unknown: the id for a character that has neither a token nor those of its bytes, None
+        where it has none."""
+        self._ids, self._unknown = ids_of(tokens), unknown
+        self._costs = {token: -scores[i] for token, i in self._ids.items()}
+        self._neighbours = {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
+        self._word = lru_cache(_NUM_WORDS)(self._merged)
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        """The hook of the tokenizers library: what has tokens then is not cut any further."""
+        text.tokenize(self._tokens)
+
+    def _tokens(self, text: str) -> list[Token]:
+        """Their places are in bytes of `text`. Several unknown characters are one token."""
+        found, stop = list[Token](), 0
+        for word in self._words(text):
+            for piece in self._word(word):
+                start, stop = stop, stop + len(piece.encode())
+                ids = self._ids_of(piece)
+                if found and ids == [self._unknown] == [found[-1].id]:
+                    start = found.pop().offsets[0]
+                found += [Token(i, piece, (start, stop)) for i in ids]
+        return found
+
+    def _ids_of(self, piece: str) -> list[int]:
+        if piece in self._ids:
+            return [self._ids[piece]]
+        found = [self._ids.get(f"<0x{byte:02X}>") for byte in piece.encode()]
+        known = [i for i in found if i is not None]
+        return known if len(known) == len(found) else [] if self._unknown is None else [self._unknown]
+
+    def _words(self, text: str) -> Iterator[str]:
+        """Parts that no token reaches over: merges in one do not change those in another."""
+        start = 0
+        for at in range(1, len(text)):
+            if text[at - 1 : at + 1] not in self._neighbours:
+                yield text[start:at]
+                start = at
+        yield text[start:]
+
+    def _merged(self, text: str) -> tuple[str, ...]:
+        """The pieces that are left when no two neighbours make a token."""
+        ends, starts = [*range(1, len(text) + 1)], [*range(-1, len(text))]  # of the piece from, and up to, each place
+        queue = [
+            (self._costs[text[at : at + 2]], at, at + 1, at + 2)
+            for at in range(len(text) - 1)
+            if text[at : at + 2] in self._costs
+        ]
+        heapify(queue)
+        while queue:
+            _, first, middle, last = heappop(queue)
+            if ends[first] != middle or ends[middle] != last:
+                continue  # one of the two was merged with another
+            ends[first], ends[middle], starts[last] = last, 0, first
+            around = [(starts[first], first, last)] if first else []
+            around += [(first, last, ends[last])] if last < len(text) else []
+            for each in around:
+                cost = self._costs.get(text[each[0] : each[2]])
+                if cost is not None:
+                    heappush(queue, (cost, *each))
+        found, at = list[str](), 0
+        while at < len(text):
+            found.append(text[at : ends[at]])
+            at = ends[at]
+        return tuple(found)

@@ -8,6 +8,7 @@ tokens without a word.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from offload.config.gguf_header import Header, Items, read_header
-from offload.decode.gguf_pieces import PIECES, pieces, read_merges
+from offload.config.gguf_tokens import PIECES, end_texts, token_id
+from offload.decode.gguf_pieces import ids_of, pieces
 from offload.errors import ModelError
 
 BYTE_LEVEL = "gpt2"  # the `tokenizer.ggml.model` of these files
-_CONTROL, _USER_DEFINED = (2, 3), 4  # types of tokens; 2 is the unknown one
+_NORMAL, _CONTROL, _USER_DEFINED = 1, (2, 3), 4  # types of tokens; 2 is the unknown one
 _SPECIAL = ("bos", "eos")
+_NAME = "general.name"
+_STRIPPING = ("phi-3", "phi3")  # models, by parts of their names, whose special tokens take the white space behind them
+_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -92,26 +97,28 @@ def load(path: Path) -> tuple[Any, Tokenizer]:
     return PreTrainedTokenizerFast(tokenizer_object=empty, name_or_path=str(path), **settings), pipeline
 
 
-def _of_file(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _of_file(path: Path, *, ranked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
     """See `of_values`. Raises ModelError."""
     try:
-        return of_values(values_of(read_header(path)))
+        return of_values(values_of(read_header(path)), ranked=ranked)
     except ModelError as error:
         said = str(error)
         raise (error if said.startswith(str(path)) else ModelError(f"{path}: {said}")) from error
 
 
 def write(path: Path, folder: Path) -> None:
-    """The same as tokenizer.json and tokenizer_config.json in `folder`."""
-    pipeline, settings = _of_file(path)
+    """The same as tokenizer.json and tokenizer_config.json in `folder`. Raises ModelError, also where a tokenizer.json
+    cannot say how the file cuts text."""
+    pipeline, settings = _of_file(path, ranked=True)
     pipeline.save(str(folder / "tokenizer.json"))
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def values_of(header: Header) -> dict[str, Any]:
-    """A file's metadata of its tokenizer, lists read, by the ends of their keys; those of templates whole."""
-    found: dict[str, Any] = {}
+    """A file's name and its metadata of its tokenizer, lists read, by the ends of their keys; those of templates
+    whole."""
+    found: dict[str, Any] = {_NAME: header.values.get(_NAME)}
     for key, value in header.values.items():
         if key.startswith("tokenizer."):
             name = key.removeprefix("tokenizer.ggml.")
@@ -119,8 +126,8 @@ def values_of(header: Header) -> dict[str, Any]:
     return found
 
 
-def of_values(values: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Pipeline and settings: names of special tokens, chat templates. Raises ModelError."""
+def of_values(values: Mapping[str, Any], *, ranked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
+    """Pipeline and settings: names of special tokens, chat templates. ranked: see `pieces`. Raises ModelError."""
     kind, tokens = values.get("model"), values.get("tokens")
     if (
         kind not in (BYTE_LEVEL, PIECES)
@@ -132,11 +139,10 @@ def of_values(values: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
             f"its tokenizer has {what}, and known are {BYTE_LEVEL} and {PIECES}; pull the model's safetensors, which "
             "have a tokenizer.json"
         )
-    if len(set(tokens)) < len(tokens):
-        raise ModelError("its tokenizer has one token twice; fetch it again")
-    special = {name: tokens[i] for name in _SPECIAL if (i := _token_id(values, name, len(tokens))) is not None}
-    make = _byte_level if kind == BYTE_LEVEL else pieces
-    pipeline = make(values, tokens)
+    _check_counts(values, tokens)
+    ids = {name: token_id(values, name, len(tokens)) for name in _SPECIAL}
+    special = {name: tokens[i] for name, i in ids.items() if i is not None and tokens[i]}
+    pipeline = _byte_level(values, tokens) if kind == BYTE_LEVEL else pieces(values, tokens, ranked=ranked)
     _add_tokens(pipeline, values, tokens, special.get("bos") if _begins(values, kind) else None)
     settings: dict[str, Any] = {f"{name}_token": token for name, token in special.items()}
     if (templates := _templates(values)) is not None:
@@ -144,9 +150,16 @@ def of_values(values: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     return pipeline, settings
 
 
-def _token_id(values: Mapping[str, Any], name: str, count: int) -> int | None:
-    found = values.get(f"{name}_token_id")
-    return found if type(found) is int and found < count else None
+def _check_counts(values: Mapping[str, Any], tokens: list[str]) -> None:
+    """Empty tokens may be there more than once: no text has them."""
+    count, named = len(tokens), Counter(filter(None, tokens))
+    if twice := [token for token, times in named.items() if times > 1]:
+        raise ModelError(f"its tokenizer has one token twice, {twice[0]!r}; fetch it again")
+    for key, what in (("scores", "scores"), ("token_type", "types")):
+        found = values.get(key) or [0] * count
+        if not isinstance(found, list) or len(found) < count or not all(type(each) in (int, float) for each in found):
+            told = f"{len(found)} {what}" if isinstance(found, list) else f"no list of {what}"
+            raise ModelError(f"its tokenizer has {count} tokens and {told}, not a number for each; fetch it again")
 
 
 def _begins(values: Mapping[str, Any], kind: str) -> bool:
@@ -170,11 +183,8 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
             f"its tokenizer {named}, and other cuts would give other tokens; known are {', '.join(sorted(CUTS))}. "
             "Pull the model's safetensors, which have a tokenizer.json"
         )
-    model = BPE(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=read_merges(values.get("merges") or []),
-        ignore_merges=pre in _WHOLE_WORDS,
-    )
+    merges = _read_merges(values.get("merges") or [])
+    model = BPE(vocab=ids_of(tokens), merges=merges, ignore_merges=pre in _WHOLE_WORDS)
     pipeline = Tokenizer(model)
     if pre in _COMPOSED:
         pipeline.normalizer = normalizers.NFC()
@@ -182,13 +192,28 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     return pipeline
 
 
+def _read_merges(named: list[str]) -> list[tuple[str, str]]:
+    """Raises ModelError. Of a pair that is there twice the first counts."""
+    merges = dict[tuple[str, str], None]()
+    for merge in named:
+        at = merge.find(" ", 1)
+        if at < 0:
+            raise ModelError(f"its tokenizer merges {merge!r}, which is no pair; fetch it again")
+        merges[merge[:at], merge[at + 1 :]] = None
+    return list(merges)
+
+
 def _add_tokens(pipeline: Tokenizer, values: Mapping[str, Any], tokens: list[str], begins: str | None) -> None:
-    kinds = list(zip(tokens, values.get("token_type") or (), strict=False))
-    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind in _CONTROL]
-    pipeline.add_special_tokens(special)
-    pipeline.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED])
-    if begins is not None:
-        pipeline.add_special_tokens([AddedToken(begins, special=True, normalized=False)])
+    name, ends = str(values.get(_NAME)).lower(), end_texts(values, len(tokens))
+    strips = any(part in name for part in _STRIPPING)
+    added = []
+    for token, kind in zip(tokens, values.get("token_type") or [_NORMAL] * len(tokens), strict=False):
+        special = kind in _CONTROL or token in ends or token == begins
+        if special or kind == _USER_DEFINED:
+            rstrip = strips and token not in _NOT_STRIPPING
+            added.append(AddedToken(token, special=special, normalized=False, rstrip=rstrip))
+    pipeline.add_tokens(added)
+    if begins:
         pipeline.post_processor = processors.TemplateProcessing(
             single=[begins, "$A"], pair=None, special_tokens=[(begins, tokens.index(begins))]
         )

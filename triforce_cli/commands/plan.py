@@ -130,7 +130,7 @@ class Planning:
 
     def run(self) -> None:
         """Plan and print the report. Reads config.json, or the header of a GGUF file, and nothing else of a model."""
-        from offload.config.gguf import unpacked_note
+        from offload.config.gguf import notes
         from offload.config.gguf_header import is_gguf, read_header
         from offload.plan.options import DTYPE_BYTES
         from triforce_cli.render import plan as render_plan
@@ -139,7 +139,8 @@ class Planning:
             output.note(self.models.draft_note)
             planned = self._planned(self._num_prompt_tokens(output))
             for model in filter(is_gguf, filter(None, (self.models.target, self.models.draft))):
-                output.note(unpacked_note(read_header(model), DTYPE_BYTES[planned.request.dtype]))
+                for note in notes(read_header(model), DTYPE_BYTES[planned.request.dtype]):
+                    output.note(note)
             if self.as_json:
                 output.document(render_plan.document(planned))
             else:

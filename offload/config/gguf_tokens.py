@@ -1,0 +1,60 @@
+"""The special tokens of a GGUF file: which its metadata name by their ids, and which end a reply by their texts.
+
+Source: llama.cpp's llama-vocab.cpp, which knows more ends than the one that a file names.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping
+
+PIECES = "llama"  # the `tokenizer.ggml.model` of SentencePiece's tokens
+_NONE = (-1, 0xFFFFFFFF)  # ids of no token
+_OF_PIECES = {"bos": 1, "eos": 2, "unknown": 0}  # where a file with pieces names no token that is there
+_NAMED_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message
+_ENDS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+))  # fmt: skip
+# Of models that fill in code: what ends a file, by the key that names it, or else by its texts.
+_CODE_ENDS: Mapping[str, frozenset[str]] = {
+    "fim_pad": frozenset(("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
+    "fim_rep": frozenset(("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
+    "fim_sep": frozenset(("<|file_sep|>",)),
+}
+
+
+def token_id(named: Mapping[str, object], name: str, count: int) -> int | None:
+    """The id of a special token, below `count`, or None. named: metadata by their keys without tokenizer.ggml."""
+    told = named.get(f"{name}_token_id")
+    if told in _NONE or (type(told) is int and 0 <= told < count):
+        return None if told in _NONE else int(told)
+    default = _OF_PIECES.get(name, count) if named.get("model") == PIECES else count
+    return default if default < count else None
+
+
+def end_texts(named: Mapping[str, object], count: int) -> frozenset[str]:
+    """Of the tokens that end a reply whatever the file says of them."""
+    return _ENDS.union(*(texts for name, texts in _CODE_ENDS.items() if token_id(named, name, count) is None))
+
+
+def end_ids(named: Mapping[str, object], tokens: Iterable[object], count: int) -> list[int]:
+    """Of all tokens that end a reply, that of a text first. tokens: all texts, by their ids."""
+    texts = end_texts(named, count)
+    found = [token_id(named, name, count) for name in (*_NAMED_ENDS, *_CODE_ENDS)]
+    found += [i for i, text in enumerate(tokens) if text in texts and i < count]
+    return list(dict.fromkeys(i for i in found if i is not None))
+
+
+def notes(named: Mapping[str, object], count: int) -> list[str]:
+    """What to say of special tokens that are named and not there."""
+    found = []
+    for name in (*_OF_PIECES, *_NAMED_ENDS[1:]):
+        told = named.get(f"{name}_token_id")
+        if told is not None and told not in _NONE and told != (used := token_id(named, name, count)):
+            instead = "there is none then" if used is None else f"{used} is taken for it, as llama.cpp does"
+            found.append(
+                f"tokenizer.ggml.{name}_token_id is {reprlib.repr(told)}, and there are {count} tokens: {instead}"
+            )
+    return found

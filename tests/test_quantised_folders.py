@@ -500,16 +500,34 @@ def test_rows_and_columns_of_blocks_are_those_of_the_matrix(name: str, tmp_path:
     assert same(StoredMatrix(place, kind).matrix(F32), whole[8:24, 32:96])
 
 
-def test_large_matrices_are_unpacked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("piece", [800, 1300])
+def test_large_matrices_are_unpacked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """1,300 numbers are 13 outputs, which would end inside a word of packed outputs."""
     whole, parts = [], []
     for name in CASES:
         case = CASES[name]
-        for piece, found in ((1 << 21, whole), (800, parts)):
-            monkeypatch.setattr("offload.weights.unpacking._PIECE", piece)
+        for numbers, found in ((1 << 21, whole), (piece, parts)):
+            monkeypatch.setattr("offload.weights.unpacking._PIECE", numbers)
             checkpoint, _ = opened(write(tmp_path / name, case))
             with checkpoint:
                 found.append(read(checkpoint, DOWN, (64, 96), F32))
     assert all(map(same, whole, parts))
+
+
+def test_groups_are_in_order_where_some_of_them_were_never_set(tmp_path: Path) -> None:
+    """compressed-tensors takes an order in which any group is -1 for none."""
+
+    def partly(tensors: Tensors) -> None:
+        tensors[f"{DOWN}.weight_g_idx"][50] = -1
+
+    numbers = []
+    for fault in (partly, drop(f"{DOWN}.weight_g_idx"), lambda tensors: None):
+        folder = changed(write(tmp_path / str(len(numbers)), CASES["packed-act-order"]), fault)
+        checkpoint, _ = opened(folder)
+        with checkpoint:
+            numbers.append(read(checkpoint, DOWN, (64, 96), F32))
+    assert same(numbers[0], numbers[1])
+    assert not same(numbers[0], numbers[2])
 
 
 LEFT = "model.layers.0.self_attn.o_proj"

@@ -13,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
+from models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache, tiny_plan
+from offload.config.reading import read_config
 from offload.kernels import rows as rows_module
 from offload.kernels.attention import Part
-from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
+from offload.kernels.device import NONE
+from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks, same_at_every_place
 from offload.model.level import Level, StreamingLevel
 from offload.plan.sizing import CPU_BLOCKS
+from offload.worker import assemble
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = st.sets(st.integers(1, 20), min_size=1).map(lambda sizes: Blocks(tuple(sorted(sizes))))
@@ -83,6 +86,69 @@ def test_a_product_that_rounds_differently_for_some_number_of_rows_is_found(
             patch.setattr(rows_module, "linear", other_order_for({size}, rows_module.linear, first_row=first_row))
             assert probe(dtype).sizes == tuple(kept for kept in usual.sizes if kept != size)
     rows_module.equal_blocks.cache_clear()
+
+
+def other_order_at(places: slice, sizes: set[int], inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`linear` that sums the rows at some places of a block in another order, in blocks of some sizes."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = inner(x, weight, bias)
+        if len(x) in sizes:
+            out[places] = inner(shuffled(x, 1), shuffled(weight, 1), bias)[places]
+        return out
+
+    return product
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    ("places", "sizes", "left"),
+    [
+        (slice(1, None, 2), set(CPU_BLOCKS), {1}),
+        (slice(0, 1), set(CPU_BLOCKS), {1}),
+        (slice(15, 16), {16, 32}, set(CPU_BLOCKS) - {16, 32}),
+        (slice(2, None, 3), {12}, set(CPU_BLOCKS) - {12}),
+    ],
+    ids=["odd rows", "first row", "sixteenth row", "every third of 12"],
+)
+def test_a_size_in_whose_blocks_a_rows_place_changes_its_bits_is_found(
+    places: slice, sizes: set[int], left: set[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: rows were compared with those at the same place of a larger block alone, so all sizes were kept where the
+    odd rows of all blocks were summed in another order. Rows by themselves are left."""
+    usual = set(probe(dtype).sizes)
+    monkeypatch.setattr(rows_module, "linear", other_order_at(places, sizes, rows_module.linear))
+    assert set(probe(dtype).sizes) == (usual & left or {1})
+    rows_module.equal_blocks.cache_clear()
+
+
+def test_rows_by_themselves_are_left_whatever_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "linear", other_order_at(slice(1, None, 2), {2, 4}, rows_module.linear))
+    rows_module.equal_blocks.cache_clear()
+    assert equal_blocks(SHAPES, (2, 4), torch.float32, torch.get_num_threads()).sizes == (1,)
+    rows_module.equal_blocks.cache_clear()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_check_of_places_finds_any_one_that_is_otherwise(place: int) -> None:
+    rows = torch.arange(1.0, 5.0)[:, None]
+
+    def otherwise(part: Tensor) -> list[Tensor]:
+        out = part * 3
+        out[place] += 1e-6
+        return [part.clone(), out]
+
+    assert same_at_every_place(lambda part: [part * 3], rows)
+    assert not same_at_every_place(otherwise, rows)
+
+
+def test_where_no_size_suits_all_layers_rows_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = save(random_model(), tmp_path), iter([Blocks((2, 4)), Blocks((3, 8))])
+    plan = tiny_plan(folder, None, Sizes(), num_prompt_tokens=20, max_tokens=10)
+    monkeypatch.setattr(assemble, "_kernels", lambda plan, config: NONE)
+    monkeypatch.setattr(assemble, "_shapes", lambda plan, config: [SHAPES, SHAPES])
+    monkeypatch.setattr(assemble, "equal_blocks", lambda *shapes: next(found))
+    assert assemble.equal_sizes(plan, read_config(folder)).sizes == (1,)
 
 
 def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
 """Blocks of rows: the numbers of rows that may run together so that a row's bits do not depend on its block.
 
-A matrix product may round differently for different numbers of rows. The machine's libraries decide which numbers round
-alike, and which are faster than several smaller blocks. Both are found by a trial with the model's shapes, once, before
-the first pass.
+A matrix product may round differently for different numbers of rows, and for different places in a block. The machine's
+libraries decide which numbers round alike, and which are faster than several smaller blocks. Both are found by a trial
+with the model's shapes, once, before the first pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -69,18 +69,19 @@ class Shapes:
 
 @cache
 def equal_blocks(shapes: Shapes, candidates: tuple[int, ...], dtype: torch.dtype, threads: int) -> Blocks:
-    """The largest set of `candidates`, ascending, that round alike on this CPU with `threads` threads.
+    """The largest set of `candidates`, ascending, that round alike on this CPU with `threads` threads, a row at any
+    place of its block. Where none does, a row is a block by itself, which has one place.
 
     Of several sets of that size, the one with the largest number of rows. The trial's inputs make every exact sum zero,
     so outputs are rounding errors only, and another order of summation shows in nearly all of them. Temporary memory:
     the largest operator and one tile.
     """
-    most: tuple[int, ...] = ()
+    candidates, most = _alike_at_any_place(shapes, candidates, dtype), tuple[int, ...]()
     while len(candidates) > len(most):
         kept = _equal_to_last(shapes, candidates, dtype)
         most = max(most, kept, key=len)
         candidates = tuple(size for size in candidates if size not in kept)
-    return Blocks(most)
+    return Blocks(most or (1,))
 
 
 @cache
@@ -117,38 +118,56 @@ def _seconds(run: Callable[[int], None], sizes: tuple[int, ...], times: int = 5)
     return taken
 
 
-def _equal_to_last(shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Those of `sizes`, ascending, that round like the largest in every product of a pass."""
-    generator = torch.Generator().manual_seed(0)
-    for num_pages in sorted({shapes.num_pages, 1}) if shapes.has_windows else (shapes.num_pages,):
-        for scores in (True, False):
-            tile = replace(shapes, num_pages=num_pages)
-            sizes = _equal_in_attention(tile, sizes, dtype, generator, scores=scores)
-    for product in dict.fromkeys((*shapes.products, shapes.head)):
-        if len(sizes) > 1:
-            sizes = _equal_in_product(product, sizes, dtype, generator)
+def same_at_every_place(run: Run, rows: Tensor) -> bool:
+    """Whether rows have the same bits one place further on in their block and, since so do those of the next place, at
+    all of its places."""
+    moved = [out.roll(1, 0) for out in run(rows)]
+    return all(map(torch.equal, run(rows.roll(1, 0)), moved))
+
+
+def _alike_at_any_place(shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Those of `sizes` in whose blocks a row's place changes none of its bits. The largest is tried first, so that one
+    wrong result of the machine costs a size that others can stand for."""
+    for run, x in _trials(shapes, max(sizes), dtype):
+        sizes = tuple(size for size in reversed(sizes) if same_at_every_place(run, x[:size]))[::-1]
     return sizes
 
 
-def _equal_in_product(
-    product: Product, sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> tuple[int, ...]:
+def _equal_to_last(shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Those of `sizes`, ascending, that round like the largest in every product of a pass."""
+    for run, x in _trials(shapes, max(sizes), dtype):
+        if len(sizes) > 1:
+            sizes = _sizes_with_equal_bits(run, x, sizes)
+    return sizes
+
+
+def _trials(shapes: Shapes, num_rows: int, dtype: torch.dtype) -> Iterator[tuple[Run, Tensor]]:
+    """The products of a pass and attention, each with rows for blocks of `num_rows` from every start."""
+    generator = torch.Generator().manual_seed(0)
+    for num_pages in sorted({shapes.num_pages, 1}) if shapes.has_windows else (shapes.num_pages,):
+        for scores in (True, False):
+            yield _attention(replace(shapes, num_pages=num_pages), num_rows, dtype, generator, scores=scores)
+    for product in dict.fromkeys((*shapes.products, shapes.head)):
+        yield _product(product, num_rows, dtype, generator)
+
+
+def _product(product: Product, num_rows: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Run, Tensor]:
     outputs, inputs, has_bias = product
-    x, some = _cancelling(sizes[-1] + max(_STARTS), 61, inputs, dtype, generator)
+    x, some = _cancelling(num_rows + max(_STARTS), 61, inputs, dtype, generator)
     weight = some.repeat(-(-outputs // len(some)), 1)[:outputs]
     bias = torch.zeros(outputs, dtype=dtype) if has_bias else None
 
     def run(part: Tensor) -> list[Tensor]:
         return [rms_norm(part, (inputs,)), linear(part, weight, bias)]
 
-    return _sizes_with_equal_bits(run, x, sizes)
+    return run, x
 
 
-def _equal_in_attention(
-    shapes: Shapes, sizes: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, scores: bool
-) -> tuple[int, ...]:
+def _attention(
+    shapes: Shapes, num_rows: int, dtype: torch.dtype, generator: torch.Generator, *, scores: bool
+) -> tuple[Run, Tensor]:
     """scores: expose the rounding of the products of queries and keys; otherwise of those of weights and values."""
-    count, dim = sizes[-1] + max(_STARTS), shapes.head_dim
+    count, dim = num_rows + max(_STARTS), shapes.head_dim
     tokens = shapes.num_pages * shapes.num_kv_heads * shapes.page_tokens
     queries, keys = _cancelling(count * shapes.num_heads, tokens, dim, dtype, generator)
     # Exact scores are zero. Terms this large leave rounding errors of about 1.
@@ -166,7 +185,7 @@ def _equal_in_attention(
         by_row = [tensor.unflatten(1, (-1, len(part))).movedim(2, 0) for tensor in (done.out, done.lse)]
         return [tensor.contiguous() for tensor in by_row]
 
-    return _sizes_with_equal_bits(run, queries.view(count, shapes.num_heads, dim), sizes)
+    return run, queries.view(count, shapes.num_heads, dim)
 
 
 def _sizes_with_equal_bits(run: Run, x: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:

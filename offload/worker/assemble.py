@@ -160,15 +160,15 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Ro
 
 
 def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
-    """The sizes of blocks that a pass may have on this machine, whatever is fast. config: of this rank's shard. A GPU's
-    blocks are all alike: fewer rows would not be faster there."""
+    """The sizes of blocks that a pass may have on this machine, whatever is fast; rows one by one where no size suits
+    all layers. config: of this rank's shard. A GPU's blocks are all alike: fewer rows would not be faster there."""
     if plan.request.device != "cpu":
         return Blocks((plan.placement.rows,))
     if _kernels(plan, config).usable:
         return Blocks(tuple(range(1, FEW_ROWS + 1)))
     dtype, threads = DTYPES[plan.request.dtype], torch.get_num_threads()
     found = [equal_blocks(shapes, CPU_BLOCKS, dtype, threads).sizes for shapes in _shapes(plan, config)]
-    return Blocks(tuple(size for size in found[0] if all(size in sizes for sizes in found)))
+    return Blocks(tuple(size for size in found[0] if all(size in sizes for sizes in found)) or (1,))
 
 
 def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:

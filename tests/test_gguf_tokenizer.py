@@ -27,11 +27,13 @@ PIECES = {
     "seed-coder": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊ", "Ġ", "Ġy"],
     "tekken": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "gpt-4o": ["It'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "tiny_aya": ["It'S", "Ġ", "12", "345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "deepseek-v3": ["It", "'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "deepseek-coder": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "Ċ", "Ċ", "Ġ", "Ġy"],
 }
 ALIKE = [("refact", "smollm"), ("starcoder", "smollm"), ("command-r", "smollm"), ("exaone", "smollm"),
-         ("olmo", "gpt-2"), ("deepseek-r1-qwen", "qwen2"), ("smaug-bpe", "llama-bpe")]  # fmt: skip
+         ("olmo", "gpt-2"), ("a.x-4.0", "gpt-2"), ("deepseek-r1-qwen", "qwen2"),
+         ("smaug-bpe", "llama-bpe")]  # fmt: skip
 UNKNOWN = ["falcon", "deepseek-llm", "bloom", "viking", "superbpe", "an unheard-of one", "default", None]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<\uff5cbegin\uff5c>", "<|end|>", "<tool>"]
@@ -93,6 +95,15 @@ def test_a_text_begins_as_the_file_or_else_the_kind_says() -> None:
 def test_words_that_are_tokens_are_whole_where_the_kind_takes_them_so() -> None:
     assert made("llama-bpe").encode("abc")[1:] == [257]
     assert made("qwen2").encode("abc") == [256, LETTERS.index("c")]
+
+
+def test_merges_that_are_there_twice_or_make_no_token_change_nothing() -> None:
+    """Bugs: of a pair that was there twice the last counted, and one that made no token was taken for a damaged
+    tokenizer.json. llama.cpp's count from the first, and what makes no token is its parts."""
+    tokenizer = made(
+        "smollm", merges=["b c", "a b", "x y", "y no", "b c"], tokens=[*LETTERS, "ab", "bc", "12", *SPECIAL]
+    )
+    assert tokenizer.encode("abcxy") == [LETTERS.index("a"), 257, LETTERS.index("x"), LETTERS.index("y")]
 
 
 def test_characters_are_composed_where_the_models_own_tokenizer_does() -> None:

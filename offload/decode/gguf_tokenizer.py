@@ -40,6 +40,7 @@ _QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_END}"
 _SEED = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_END}"
 _GPT4O = rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_END}"
+_THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # digits of a number, counted from its end
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -68,6 +69,7 @@ def _splits(*patterns: str) -> Callable[[], PreTokenizer]:
 
 _KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_gpt2, ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "mellum")),
+    (_gpt2, ("a.x-4.0",)),
     (_digits, ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")),
     (_splits(_LLAMA3), ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
     (_splits(_LLAMA3), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
@@ -76,6 +78,7 @@ _KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(_SEED), ("seed-coder",)),
     (_splits(_TEKKEN), ("tekken",)),
     (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
+    (_splits(_THREES, _GPT4O), ("tiny_aya",)),
     (_splits(*_DEEPSEEK_V3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
     (_splits(*_DEEPSEEK_CODER), ("deepseek-coder",)),
 )  # fmt: skip
@@ -183,8 +186,9 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
             f"its tokenizer {named}, and other cuts would give other tokens; known are {', '.join(sorted(CUTS))}. "
             "Pull the model's safetensors, which have a tokenizer.json"
         )
-    merges = _read_merges(values.get("merges") or [])
-    model = BPE(vocab=ids_of(tokens), merges=merges, ignore_merges=pre in _WHOLE_WORDS)
+    ids = ids_of(tokens)
+    merges = _read_merges(values.get("merges") or [], ids)
+    model = BPE(vocab=ids, merges=merges, ignore_merges=pre in _WHOLE_WORDS)
     pipeline = Tokenizer(model)
     if pre in _COMPOSED:
         pipeline.normalizer = normalizers.NFC()
@@ -192,14 +196,17 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     return pipeline
 
 
-def _read_merges(named: list[str]) -> list[tuple[str, str]]:
-    """Raises ModelError. Of a pair that is there twice the first counts."""
+def _read_merges(named: list[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Of a pair that is there twice the first counts; one that makes no token, or is of none, does not. Raises
+    ModelError."""
     merges = dict[tuple[str, str], None]()
     for merge in named:
         at = merge.find(" ", 1)
         if at < 0:
             raise ModelError(f"its tokenizer merges {merge!r}, which is no pair; fetch it again")
-        merges[merge[:at], merge[at + 1 :]] = None
+        left, right = merge[:at], merge[at + 1 :]
+        if left in ids and right in ids and left + right in ids:
+            merges[left, right] = None
     return list(merges)
 
 

@@ -226,6 +226,7 @@ def test_a_tokenizer_json_says_scores_as_ranks_or_is_refused() -> None:
         assert saved == gguf_tokenizer.of_values(values)[0].encode(text, add_special_tokens=False).ids
     with pytest.raises(ModelError, match=r"'ab' and 'ba' have one score, -1, .* run the GGUF file itself"):
         gguf_tokenizer.of_values({**values, "scores": [-1.0] * 5}, ranked=True)
+    gguf_tokenizer.of_values({**values, "scores": [-1.0] * 5, "token_type": [1, 1, 1, 1, 4]}, ranked=True)
 
 
 def test_a_long_text_without_a_cut_is_encoded_in_time_that_grows_with_it() -> None:

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and where its tensors lie. Format: ggml's docs/gguf.md, versions 2 and 3.
 
 Nothing that the file claims is believed: a header has at most MAX_HEADER_BYTES, what is counted must lie in it, and
-tensors lie in the file, beside each other. Lists stay in the file until they are asked for, so a plan costs no
-vocabulary. Memory: the tensors' descriptions, at most 32 bytes for each of theirs.
+tensors lie in the file, beside each other. Lists stay in the file until they are asked for: a plan reads the texts of
+the tokens and no other. Memory: the tensors' descriptions, at most 32 bytes for each of theirs.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 
 PIECES = "llama"  # the `tokenizer.ggml.model` of SentencePiece's tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _NONE = (-1, 0xFFFFFFFF)  # ids of no token
 _OF_PIECES = {"bos": 1, "eos": 2, "unknown": 0}  # where a file with pieces names no token that is there
 _NAMED_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message

@@ -16,7 +16,7 @@ from tokenizers import PreTokenizedString, Token, Tokenizer, decoders, normalize
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from offload.config.gguf_tokens import token_id
+from offload.config.gguf_tokens import CONTROL, UNKNOWN, USER_DEFINED, token_id
 from offload.errors import ModelError
 
 _SPACE = "\u2581"
@@ -31,7 +31,7 @@ def pieces(values: Mapping[str, Any], tokens: list[str], *, ranked: bool) -> Tok
     pipeline = Tokenizer(
         BPE(
             vocab=ids_of(tokens),
-            merges=_ranked(tokens, scores) if ranked else [],
+            merges=_ranked(tokens, scores, values.get("token_type") or ()) if ranked else [],
             unk_token=None if unknown is None else tokens[unknown] or None,
             fuse_unk=True,
             byte_fallback=True,
@@ -46,9 +46,12 @@ def pieces(values: Mapping[str, Any], tokens: list[str], *, ranked: bool) -> Tok
     return pipeline
 
 
-def _ranked(tokens: list[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs that make a token, the highest score first. ModelError where two tokens of one score can be merged."""
-    ids, of_score, found = ids_of(tokens), dict[float, str](), []
+def _ranked(tokens: list[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """All pairs that make a token, the highest score first; no tokens that are taken out of a text before merges.
+    ModelError where two tokens of one score can be merged."""
+    taken = {token for token, kind in zip(tokens, kinds, strict=False) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
+    ids = {token: i for token, i in ids_of(tokens).items() if token not in taken}
+    of_score, found = dict[float, str](), []
     for token, i in ids.items():
         parts = [(token[:at], token[at:]) for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids]
         if parts and (other := of_score.setdefault(scores[i], token)) != token:

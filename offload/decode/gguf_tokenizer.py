@@ -18,12 +18,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from offload.config.gguf_header import Header, Items, read_header
-from offload.config.gguf_tokens import PIECES, end_texts, token_id
+from offload.config.gguf_tokens import CONTROL, NORMAL, PIECES, UNKNOWN, USER_DEFINED, end_texts, token_id
 from offload.decode.gguf_pieces import ids_of, pieces
 from offload.errors import ModelError
 
 BYTE_LEVEL = "gpt2"  # the `tokenizer.ggml.model` of these files
-_NORMAL, _CONTROL, _USER_DEFINED = 1, (2, 3), 4  # types of tokens; 2 is the unknown one
 _SPECIAL = ("bos", "eos")
 _NAME = "general.name"
 _STRIPPING = ("phi-3", "phi3")  # models, by parts of their names, whose special tokens take the white space behind them
@@ -214,9 +213,9 @@ def _add_tokens(pipeline: Tokenizer, values: Mapping[str, Any], tokens: list[str
     name, ends = str(values.get(_NAME)).lower(), end_texts(values, len(tokens))
     strips = any(part in name for part in _STRIPPING)
     added = []
-    for token, kind in zip(tokens, values.get("token_type") or [_NORMAL] * len(tokens), strict=False):
-        special = kind in _CONTROL or token in ends or token == begins
-        if special or kind == _USER_DEFINED:
+    for token, kind in zip(tokens, values.get("token_type") or [NORMAL] * len(tokens), strict=False):
+        special = kind in (CONTROL, UNKNOWN) or token in ends or token == begins
+        if special or kind == USER_DEFINED:
             rstrip = strips and token not in _NOT_STRIPPING
             added.append(AddedToken(token, special=special, normalized=False, rstrip=rstrip))
     pipeline.add_tokens(added)

@@ -12,7 +12,7 @@ import pytest
 
 from offload.errors import UsageError
 from test_cli_prompt import piped
-from triforce_cli.documents import archive, limits, reading, selection
+from triforce_cli.documents import archive, limits, reading, selection, walk
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.reading import Reading, joined, read_documents
 from triforce_cli.documents.selection import Named
@@ -467,7 +467,7 @@ def test_nothing_to_read_and_too_much_are_refused(heard: Heard, folder: Path, mo
     monkeypatch.setattr(selection, "MOST_BYTES", 100)
     assert "4 files of" in (said := heard.refused(folder))
     assert "choose some with --include" in said
-    monkeypatch.setattr(selection, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(walk, "MOST_ENTRIES", 5)
     assert "has over 5 entries" in heard.refused(folder)
 
 

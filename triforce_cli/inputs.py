@@ -34,10 +34,12 @@ def read_file(path: Path, what: str, *, note: Note) -> bytes:
             found = os.fstat(stream.fileno())
             _check_kind(path, what, found.st_mode)
             _check_size(str(path), found.st_size)
-            if stat.S_ISFIFO(found.st_mode):
-                _wait(stream, what, f"{path} (Ctrl-C gives up)", f"nothing writes to {path}", note)
+            if not stat.S_ISFIFO(found.st_mode):
+                return _read(stream, str(path))
+            _wait(stream, what, f"{path} (Ctrl-C gives up)", f"nothing writes to {path}", note)
             os.set_blocking(stream.fileno(), True)
-            return _read(stream, str(path))
+            with listening():
+                return _read(stream, str(path))
     except OSError as error:
         raise UsageError(f"{what} cannot be read from {path}: {error.strerror}") from error
 
@@ -48,7 +50,8 @@ def read_stdin(what: str, *, note: Note) -> bytes:
         return b""
     silent = "standard input is open, and nothing comes; </dev/null where there is none"
     _wait(sys.stdin, what, "standard input (Ctrl-D ends it)", silent, note)
-    return _read(sys.stdin.buffer, "standard input")
+    with listening():
+        return _read(sys.stdin.buffer, "standard input")
 
 
 def _check_kind(path: Path, what: str, mode: int) -> None:
@@ -68,10 +71,9 @@ def _check_size(name: str, num_bytes: int, more: str = "") -> None:
 def _read(stream: IO[bytes], name: str) -> bytes:
     """To the end, whatever size the system says that it has; of one over the limit no more than the limit."""
     found = bytearray()
-    with listening():
-        while piece := stream.read(min(_PIECE_BYTES, MOST_TEXT_BYTES + 1 - len(found))):
-            found += piece
-            _check_size(name, len(found), "over ")
+    while piece := stream.read(min(_PIECE_BYTES, MOST_TEXT_BYTES + 1 - len(found))):
+        found += piece
+        _check_size(name, len(found), "over ")
     return bytes(found)
 
 

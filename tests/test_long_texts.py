@@ -253,9 +253,9 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 def test_a_stretch_that_nothing_cuts_is_refused_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_texts, "MOST_PART", 1 << 19)
-    with pytest.raises(DoesNotFit, match="no line or word ends in 524,288 characters, of 600,000; shorten it or break"):
+    with pytest.raises(DoesNotFit, match=r"at least 600,000 tokens .* in 524,288 of its 600,000 characters; shorten"):
         demo().encode("x" * 600_000)
     with pytest.raises(
-        DoesNotFit, match="this tokenizer takes there can be 524,288 characters, of 600,000; shorten it"
+        DoesNotFit, match="600,000 characters, and this model's tokenizer takes 524,288 at most: shorten"
     ):
         unigram().encode("x" * 600_000)

@@ -109,12 +109,19 @@ def _end(encode: Callable[[str], Any], coverage: Coverage | None, text: str, sta
             if _is_clean(encode, text, place):
                 return place
     if len(text) - start > MOST_PART:
-        what = "no line or word ends in" if coverage is not None else "of a text that this tokenizer takes there can be"
-        raise DoesNotFit(
-            f"the text is too long to be cut into tokens: {what} {MOST_PART:,} characters, of {len(text):,}; shorten it"
-            + (" or break its lines" if coverage is not None else "")
-        )
+        raise _too_long(coverage, text)
     return len(text)
+
+
+def _too_long(coverage: Coverage | None, text: str) -> DoesNotFit:
+    if coverage is None:
+        return DoesNotFit(
+            f"the text has {len(text):,} characters, and this model's tokenizer takes {MOST_PART:,} at most: shorten it"
+        )
+    return DoesNotFit(
+        f"the text has at least {coverage.fewest(text):,} tokens and cannot be counted: no line or word ends in "
+        f"{MOST_PART:,} of its {len(text):,} characters; shorten it, or break its lines"
+    )
 
 
 def _is_clean(encode: Callable[[str], Any], text: str, place: int) -> bool:

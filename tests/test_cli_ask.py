@@ -49,7 +49,7 @@ def asked(folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> 
         piped = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
         monkeypatch.setattr("triforce_cli.prompt.stdin_is_terminal", lambda: stdin is None)
         monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.prompt._read_stdin", lambda what, note: piped.buffer.read())
+        monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note: piped.buffer.read())
         common = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
         code, out, err = triforce("ask", *common, "--max-tokens", "12", *args)
         assert (code, err) == (0, ""), err

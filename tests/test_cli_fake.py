@@ -63,6 +63,9 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def limited(self, most: int) -> Tokenizer:
+        return self
+
 
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
     return Tokenizer()
@@ -74,6 +77,7 @@ class Request:
     hardware = types.SimpleNamespace(is_cpu=True)
     target = types.SimpleNamespace()
     draft = None
+    context = 1 << 20
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:

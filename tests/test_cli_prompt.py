@@ -13,7 +13,7 @@ import pytest
 
 from offload.errors import UsageError
 from test_cli_fake import command, environment, run, start
-from triforce_cli import prompt
+from triforce_cli import inputs
 from triforce_cli.documents.selection import Named
 from triforce_cli.prompt import decode_argument, read_prompt
 
@@ -140,10 +140,11 @@ def test_missing_file_and_empty_folder_are_named(book, tmp_path):
 
 
 def test_unreadable_file_is_named(book, monkeypatch):
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, flags: int) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root could read any file
+    book.write_text("closed")
+    monkeypatch.setattr(inputs.os, "open", refuse)  # root could read any file
     with pytest.raises(UsageError, match=r"book\.txt: Permission denied"):
         read(book)
 
@@ -155,7 +156,7 @@ def test_invalid_utf8_on_the_command_line_is_refused():
 
 
 def test_silent_pipe_is_waited_for_but_not_without_a_word(monkeypatch):
-    monkeypatch.setattr(prompt, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(inputs, "PATIENCE_SECONDS", 0.05)
     reader, writer = os.pipe()
     notes: list[str] = []
 

@@ -6,13 +6,15 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from offload.errors import UsageError
 from test_cli_prompt import piped
-from triforce_cli.documents import archive, limits, reading, selection
+from triforce_cli import inputs
+from triforce_cli.documents import archive, limits, reading, selection, walk
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.reading import Reading, joined, read_documents
 from triforce_cli.documents.selection import Named
@@ -467,7 +469,7 @@ def test_nothing_to_read_and_too_much_are_refused(heard: Heard, folder: Path, mo
     monkeypatch.setattr(selection, "MOST_BYTES", 100)
     assert "4 files of" in (said := heard.refused(folder))
     assert "choose some with --include" in said
-    monkeypatch.setattr(selection, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(walk, "MOST_ENTRIES", 5)
     assert "has over 5 entries" in heard.refused(folder)
 
 
@@ -493,7 +495,8 @@ def test_progress_is_shown_page_by_page(heard: Heard, tmp_path: Path, monkeypatc
     assert heard.parts == [("reading", total // 2, total), ("reading", total, total), ("reading", total, total)]
 
 
-def test_pipe_is_text(heard: Heard, tmp_path: Path) -> None:
+def test_pipe_is_text(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "listening", nullcontext)  # whose timer is that of the test as well
     reader, writer = os.pipe()
     os.write(writer, "Zwölf".encode())
     os.close(writer)

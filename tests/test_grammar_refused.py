@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from api_schemas import record
 from constrained import compiled, demo
 from offload.decode.constraint import Constraint, Kind
-from offload.decode.grammar import Grammar
+from offload.decode.grammar import Grammar, GrammarState
 from offload.decode.tokenizer import Tokenizer
-from offload.errors import UsageError
+from offload.errors import ModelError, UsageError
 from test_tokenizer import byte_level
 
 NOT_JSON: list[tuple[Kind, str, str]] = [
@@ -93,6 +93,60 @@ def test_what_is_too_large() -> None:
     said = refused("json-schema", json.dumps({"enum": list(range(100_000))}))
     limit = "initial lexer configuration (grammar) too big (limit for this grammar: 1000000)"
     assert said == f"the JSON schema cannot be followed: {limit}; {SMALLER}"
+
+
+NESTED = "(a{1,1000}){1,1000}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+        ("regex", NESTED),
+        ("regex", "(a{1,100}){1,100}"),
+        ("regex", "((ab){0,300}(ba)?){1,300}"),
+        ("regex", "a{1000000}"),
+        ("grammar", f"start: A\nA: /{NESTED}/"),
+        ("json-schema", json.dumps({"type": "string", "pattern": f"^{NESTED}$"})),
+        ("json-schema", json.dumps({"type": "array", "items": {"type": "string", "pattern": f"^{NESTED}$"}})),
+    ],
+)
+def test_repetitions_that_the_library_would_give_up_on_are_refused_before(kind: Kind, text: str) -> None:
+    """Bug: a text ended after 16 tokens, as "the library does not follow a text of 16 tokens twice"."""
+    said = refused(kind, text)
+    assert "lexer error: too many expressions constructed" in said
+    assert said.endswith(SMALLER)
+    assert "tokens of a trial: " in said or text == "a{1000000}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", r"([a-z0-9-]{1,63}\.){1,126}[a-z]{2,63}"),
+        ("regex", r"(.{1,1000}\n){1,1000}"),
+        ("regex", r"(\w+ ){1,5000}"),
+        ("regex", "(a{1,10}){1,100}"),
+        ("regex", "a{1,1000000}"),
+        ("json-schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000})),
+        ("json-schema", json.dumps({"type": "string", "maxLength": 1_000_000})),
+    ],
+)
+def test_large_bounds_alone_are_followed(kind: Kind, text: str) -> None:
+    compiled(demo, kind, text)
+
+
+def test_a_library_that_gives_up_says_why() -> None:
+    """Bug: its words were lost where it gives up on the same text again."""
+    state = compiled(demo, "regex", "(a{1,10}){1,1000}").state()
+    (letter,) = demo().encode_piece("a")
+    with pytest.raises(ModelError, match=r"after \d+ tokens: lexer error: too many expressions.*make the constraint"):
+        _follow(state, [letter] * 2000)
+
+
+def _follow(state: GrammarState, tokens: list[int]) -> None:
+    for token in tokens:
+        state.allowed()
+        state.advance([token])
 
 
 def refused(kind: Kind, text: str) -> str:

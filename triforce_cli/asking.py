@@ -62,7 +62,7 @@ class Ask(Generate):
 
         output.note(self.models.answers_note)
         chat_format = ChatFormat(
-            prepared.tokenizer,
+            prepared.prompt_tokenizer,
             self.template,
             variables=dict(self.template_variables) | ({} if self.tools is None else {"tools": self.tools}),
             thinks=self.thinking != "off" and self.sampling.constraint is None,

@@ -32,6 +32,11 @@ class Prepared:
     tokenizer: Tokenizer
     request: Request
 
+    @property
+    def prompt_tokenizer(self) -> Tokenizer:
+        """The tokenizer for texts that have to fit the context: it gives up on a long one that surely does not."""
+        return self.tokenizer.limited(self.request.context)
+
 
 def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
     """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when

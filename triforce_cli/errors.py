@@ -10,9 +10,13 @@ from typing import Any
 
 import typer
 
-from offload.errors import TriforceError, UsageError
+from offload.errors import DoesNotFit, TriforceError, UsageError
 
 DEBUG_VARIABLE = "TRIFORCE_DEBUG"
+_OUT_OF_MEMORY = (
+    "there is no more memory, on this machine or for this process (ulimit -v shows its limit); give less text, or end "
+    "other programs"
+)
 FILE_OF_DEFAULTS = "triforce.file"  # in a context's meta: where its default_map comes from
 
 
@@ -58,6 +62,8 @@ def _describe(error: Exception) -> Failure:
         return Failure(_usage_message(error), error.exit_code, UsageError.kind)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return Failure(f"{os.fsdecode(error.filename)}: {error.strerror}", TriforceError.exit_code)
+    if isinstance(error, MemoryError):
+        return Failure(_OUT_OF_MEMORY, DoesNotFit.exit_code, DoesNotFit.kind)
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     remedy = f"set {DEBUG_VARIABLE}=1 for the traceback"
     return Failure(f"unexpected {type(error).__name__}: {first_line} ({remedy})", TriforceError.exit_code)

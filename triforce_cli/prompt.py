@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import codecs
 import os
-import select
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
 from offload.files import expanded
-from triforce_cli.signals import listening
+from triforce_cli.inputs import Note, read_file, read_stdin
+from triforce_cli.output import Output
 
 if TYPE_CHECKING:
     from triforce_cli.documents.reading import OnRead
@@ -37,14 +37,6 @@ _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
 _UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's begins with one of them
 TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
 LIBRARY = "sources of Python's standard library"
-PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
-LONG_SECONDS = 8.0  # and after so many more not even --quiet is silent
-
-
-class Note(Protocol):
-    """Says a line to the person; urgent: even if they wanted no notes."""
-
-    def __call__(self, line: str, *, urgent: bool = False) -> None: ...
 
 
 def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> str:
@@ -69,16 +61,13 @@ def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) 
 
 def read_input(file: Path, what: str, *, note: Note) -> str:
     """The UTF-8 text of `file`, or of standard input for "-". Raises UsageError, which calls it `what`."""
-    return _decode_text(_read_stdin(what, note), STDIN) if file == STDIN else read_text(file, what)
+    return _decode_text(read_stdin(what, note=note) if file == STDIN else read_file(file, what, note=note), file)
 
 
 def read_text(file: Path, what: str) -> str:
-    """The UTF-8 text of `file`. Raises UsageError, which calls it `what`."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{what} cannot be read from {file}: {error.strerror}") from error
-    return _decode_text(data, file)
+    """The UTF-8 text of `file`, on an option's behalf: of notes only the urgent ones are said. Raises UsageError, which
+    calls it `what`."""
+    return _decode_text(read_file(file, what, note=Output(quiet=True).note), file)
 
 
 def user_path(text: str) -> Path:
@@ -102,25 +91,6 @@ def _sources(named: Named, text: str | None) -> list[str]:
 def _decode_text(data: bytes, file: Path) -> str:
     has_bom = data.startswith(UTF8_BOM)
     return _decode(data.removeprefix(UTF8_BOM), _name(file), offset=len(UTF8_BOM) if has_bom else 0)
-
-
-def _read_stdin(what: str, note: Note) -> bytes:
-    if sys.stdin is None:  # closed by the caller
-        return b""
-    if not _comes(PATIENCE_SECONDS):
-        note(f"waiting for {what} on standard input (Ctrl-D ends it)")
-        if not _comes(LONG_SECONDS):
-            note(
-                f"still waiting for {what}: standard input is open, and nothing comes; </dev/null where there is none",
-                urgent=True,
-            )
-    with listening():
-        return sys.stdin.buffer.read()
-
-
-def _comes(seconds: float) -> bool:
-    """Is there something to read, or the end, within so many seconds?"""
-    return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 def _decode(data: bytes, name: str, *, offset: int = 0) -> str:

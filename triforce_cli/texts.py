@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from offload.errors import UsageError
 from triforce_cli.documents.reading import OnRead, read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import STDIN, Note, stdin_is_terminal, user_path
+from triforce_cli.inputs import Note
+from triforce_cli.prompt import STDIN, stdin_is_terminal, user_path
 from triforce_cli.render.text import counted, path_text
 
 if TYPE_CHECKING:

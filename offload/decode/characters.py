@@ -41,7 +41,7 @@ class ByteLetters(Characters):
     def push(self, token: str) -> list[str]:
         letters = self._held + token
         try:
-            data = bytes(_letters()[letter] for letter in letters)
+            data = bytes(byte_letters()[letter] for letter in letters)
         except KeyError:  # an added token, which stands for itself
             return [*self.flush(), token]
         _, num_whole = _decoded(data, "replace")
@@ -53,7 +53,7 @@ class ByteLetters(Characters):
         return [held] if held else []
 
     def bytes_of(self, token: str) -> bytes:
-        letters = _letters()
+        letters = byte_letters()
         return bytes(map(letters.__getitem__, token)) if letters.keys() >= set(token) else token.encode()
 
 
@@ -103,7 +103,7 @@ def characters_of(decoder: Any) -> Characters:
 
 
 @cache
-def _letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """The byte of each letter: its own where it is printable, the others in order from U+0100 on (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

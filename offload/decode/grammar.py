@@ -10,6 +10,7 @@ then one without. End tokens are never given to the library, which would forget 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_FORCED = 32  # tokens that `forced` looks ahead
 MAX_GUESSED = 96  # letters that `guessed` looks ahead
+TRIED = 128  # tokens of a text that is followed before a grammar is used
 
 
 class Grammar:
@@ -56,7 +58,8 @@ class Grammar:
     ) -> Grammar:
         """vocab_size: the number of logits; ids that the tokenizer has not are never allowed.
 
-        Raises UsageError where the constraint cannot be followed, with the place and the remedy.
+        Raises UsageError where the constraint cannot be followed, with the place and the remedy; also where it is so
+        large that the library gives up within the first TRIED tokens.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -64,10 +67,8 @@ class Grammar:
         library_tokenizer = served(tokenizer, vocab_size, ends)
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(library_tokenizer, library_grammar(constraint), log_level=0, limits=limits)
-        trial = matcher.deep_copy()
-        trial.compute_bitmask()  # fails where no text fits
-        if trial.is_error():
-            raise refusal(constraint, trial.get_error())
+        if error := _tried(matcher.deep_copy(), ends):
+            raise refusal(constraint, error)
         own = tokenizer.eos_token_id
         usable = frozenset(library_tokenizer.eos_tokens)
         end, is_json = own if own is not None and own in usable else min(usable), constraint.kind == "json-schema"
@@ -236,7 +237,8 @@ class GrammarState:
         """Matchers never recover from an error: another one takes over where this one was."""
         if self._matcher.is_error():
             words = self._matcher.get_error().removesuffix("\n<non-verbose/>")
-            self._begin_again()
+            with suppress(ModelError):  # the first error says why
+                self._begin_again()
             raise ModelError(
                 f"the text cannot go on as the constraint wants it, after {self.place} tokens: {words}; make the "
                 "constraint simpler"
@@ -247,3 +249,22 @@ class GrammarState:
         tokens = self._tokens[: -1 if self._ended else None]
         if self._matcher.try_consume_tokens(tokens) < len(tokens):
             raise ModelError(f"the library does not follow a text of {len(tokens)} tokens twice; begin another one")
+
+
+def _tried(matcher: LLMatcher, ends: Collection[int]) -> str:
+    """The library's error where no text fits, or where it gives up on a text that repeats a token as long as it may;
+    "" where neither is so. Of nested repetitions that is the text with the most ways to go on."""
+    token, count = -1, 0
+    while count < TRIED and not matcher.is_error():
+        if token < 0 or matcher.try_consume_tokens([token]) != 1:
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()) - set(ends)
+            if not allowed:
+                break
+            token = max(allowed)  # the later ones are longer
+            matcher.try_consume_tokens([token])
+        count += 1
+    error = str(matcher.get_error()) if matcher.is_error() else ""
+    if count <= 1:
+        return error
+    return "" if error.startswith("NoExtension") else error and f"after {count} tokens of a trial: {error}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any, cast
 
 from offload.decode import tokenizer_files
 from offload.decode.characters import Characters, characters_of
-from offload.errors import ModelError, unreadable
+from offload.decode.long_texts import PART, Coverage, parts
+from offload.errors import DoesNotFit, ModelError, unreadable
 
 _BEFORE = ("\n", "0")  # what a piece is encoded behind, so that it does not count as the beginning of a text
 _NUM_BEFORE = 8  # tokens of a context that are looked at, special ones apart
@@ -25,10 +26,10 @@ class Tokenizer:
     A special token that stands in a text, by its name, becomes its id there, as every added token of tokenizer.json.
     """
 
-    def __init__(self, inner: Any, pipeline: Any = None) -> None:
+    def __init__(self, inner: Any, pipeline: Any = None, *, most: int | None = None) -> None:
         """inner: transformers' tokenizer, for special tokens and chat templates. pipeline: from text to ids and back, a
-        `tokenizers.Tokenizer`; None: the one of `inner`."""
-        self._inner = inner
+        `tokenizers.Tokenizer`; None: the one of `inner`. most: see `limited`."""
+        self._inner, self._most = inner, most
         self._pipeline = inner.backend_tokenizer if pipeline is None else pipeline
 
     @classmethod
@@ -50,30 +51,65 @@ class Tokenizer:
         token = self._inner.eos_token
         return None if token is None else cast("int | None", self._pipeline.token_to_id(str(token)))
 
+    def limited(self, most: int) -> Tokenizer:
+        """The same, with which encoding a long text raises DoesNotFit as soon as it surely has more tokens."""
+        return Tokenizer(self._inner, self._pipeline, most=most)
+
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`, with the special tokens that tokenizer.json puts at the start. Raises ModelError where the
-        tokenizer turns out to be damaged."""
-        found, count = self._encoded(text)
-        return cast("list[int]", found.ids)[:count]
+        tokenizer turns out to be damaged, DoesNotFit where the text is longer than can be cut into tokens."""
+        return [token for tokens, _ in self._parts(text) for token in tokens]
 
     def places(self, text: str) -> list[int]:
         """Of each token of `encode`, where it begins in `text`, in characters; 0 where it is none of it. A token that
-        is a part of a character has the place of that. Raises ModelError as `encode` does."""
-        found, count = self._encoded(text)
-        return [first for first, _ in found.offsets[:count]]
+        is a part of a character has the place of that. Raises as `encode` does."""
+        return [place for _, places in self._parts(text) for place in places]
+
+    def num_tokens(self, text: str) -> int:
+        """As many as `encode` has, in memory that does not grow with the text. Raises as that does."""
+        return sum(len(tokens) for tokens, _ in self._parts(text))
 
     def piece(self, token: int) -> str:
         """A token by itself, as it is to be shown: its text, or its name where it is none."""
         return self.decode([token]) or str(self._pipeline.id_to_token(token) or f"<{token}>")
 
-    def _encoded(self, text: str) -> tuple[Any, int]:
-        """The pipeline's encoding, and how many of its tokens count."""
-        with self._checked("encode"):
-            found = self._pipeline.encode(text)
+    def _parts(self, text: str, *, special: bool = True) -> Iterator[tuple[list[int], list[int]]]:
+        """(tokens, their places) of consecutive parts. special: with special tokens at the start."""
+        if len(text) <= PART:
+            yield self._whole(text, special)
+            return
+        if self._most is not None and self._coverage is not None:
+            self._check(self._coverage.fewest(text))
+        start = self.start_tokens() if special else []
+        yield start, [0] * len(start)
+        count = len(start)
+        for tokens, places in parts(partial(self._encoded, special=False), self._coverage, text):
+            count += len(tokens)
+            self._check(count)
+            yield tokens, places
+
+    def _whole(self, text: str, special: bool) -> tuple[list[int], list[int]]:
+        found = self._encoded(text, special=special)
         tokens, was_put = found.ids, found.special_tokens_mask
         # Some tokenizers also close the text; a prompt goes on. What a person wrote at its end stays.
-        closed = len(tokens) > 1 and was_put[-1] and tokens[-1] == self.eos_token_id
-        return found, len(tokens) - int(closed)
+        closed = special and len(tokens) > 1 and was_put[-1] and tokens[-1] == self.eos_token_id
+        count = len(tokens) - int(closed)
+        return tokens[:count], [first for first, _ in found.offsets[:count]]
+
+    def _encoded(self, text: str, *, special: bool) -> Any:
+        with self._checked("encode"):
+            return self._pipeline.encode(text, add_special_tokens=special)
+
+    @cached_property
+    def _coverage(self) -> Coverage | None:
+        return Coverage.of(self._pipeline)
+
+    def _check(self, count: int) -> None:
+        if self._most is not None and count > self._most:
+            raise DoesNotFit(
+                f"the text has at least {count:,} tokens and the context is {self._most:,}: shorten the text, or raise "
+                "the context where the model's limit allows it (--context)"
+            )
 
     def start_tokens(self) -> list[int]:
         """The special tokens that the model wants at the start of a text."""
@@ -102,8 +138,7 @@ class Tokenizer:
         return whole[len(head) : end] if fits else None
 
     def _pieces(self, text: str) -> list[int]:
-        with self._checked("encode"):
-            return cast("list[int]", self._pipeline.encode(text, add_special_tokens=False).ids)
+        return [token for tokens, _ in self._parts(text, special=False) for token in tokens]
 
     def added_tokens(self, *, special: bool) -> dict[str, int]:
         """Strings that become one token wherever they stand in a text. special: only those that are no text."""
@@ -175,7 +210,7 @@ def _refusing(what: str, remedy: str) -> Iterator[None]:
     except PermissionError as error:
         raise unreadable(Path(what), error) from error
     except BaseException as error:
-        if isinstance(error, ModelError) or not _is_theirs(error):
+        if isinstance(error, ModelError | MemoryError) or not _is_theirs(error):
             raise
         raise ModelError(f"{what} ({error}); {remedy}") from error
 

@@ -111,7 +111,7 @@ class Batch:
             return None
         from triforce_cli.chat.formats import ChatFormat
 
-        found = ChatFormat(prepared.tokenizer)
+        found = ChatFormat(prepared.prompt_tokenizer)
         output.note(found.notice)
         return found
 
@@ -133,7 +133,7 @@ class Batch:
 def _tokens(record: Record, prepared: Prepared, chat_format: ChatFormat | None) -> Sequence[int]:
     """Raises UsageError for a conversation that the template refuses."""
     if record.conversation is None or chat_format is None:
-        return prepared.tokenizer.encode(record.prompt)
+        return prepared.prompt_tokenizer.encode(record.prompt)
     try:
         return chat_format.reply_tokens(record.conversation, record.prompt)
     except UsageError as error:

@@ -134,7 +134,7 @@ class Chat:
                     ChatEngine(prepared, session=self.session, read_only=self.read_only, on_note=output.note)
                 )
                 chat_format = ChatFormat(
-                    prepared.tokenizer,
+                    prepared.prompt_tokenizer,
                     self.template,
                     variables=self.template_variables,
                     thinks=self.thinking != "off" and self.settings.params().constraint is None,

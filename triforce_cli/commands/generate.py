@@ -192,7 +192,7 @@ class Generate:
 
     def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
         """What the model reads of it."""
-        return Prompted(prepared.tokenizer.encode(text))
+        return Prompted(prepared.prompt_tokenizer.encode(text))
 
     def _generate(self, prompt: str, answer: Answer, output: Output, deadline: Deadline) -> None:
         prepared = prepare(self.models, self.options, output, sampling=self.sampling)

@@ -180,7 +180,7 @@ class Planning:
         with deferred():
             from offload.decode.tokenizer import Tokenizer
 
-            return len(Tokenizer.from_folder(self.models.target).encode(prompt))
+            return Tokenizer.from_folder(self.models.target).num_tokens(prompt)
 
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request

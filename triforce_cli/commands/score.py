@@ -77,7 +77,7 @@ class Score:
         with Output(quiet=self.quiet) as output:
             contents = read_texts(self.files, note=output.note, on_read=output.report)
             prepared = prepare(next(iter(self.models.values())), self.options, output)
-            texts = [Text.of(name, content, prepared.tokenizer) for name, content in contents.items()]
+            texts = [Text.of(name, content, prepared.prompt_tokenizer) for name, content in contents.items()]
             self._check(max(texts, key=_num_tokens))
             tokenizer, width = prepared.tokenizer, self._common_width(prepared)
             references: list[Reference | None] = [None] * len(texts)

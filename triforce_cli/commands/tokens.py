@@ -56,8 +56,8 @@ class Tokens:
                 request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
             counts = Counts(
                 model=self.models.target.name,
-                documents=tuple(Counted(reading, len(tokenizer.encode(reading.text))) for reading in readings),
-                num_tokens=len(tokenizer.encode(joined(readings))),
+                documents=tuple(Counted(reading, tokenizer.num_tokens(reading.text)) for reading in readings),
+                num_tokens=tokenizer.num_tokens(joined(readings)),
                 context=request.target.context_limit,
                 fitting=request.longest_context(),
             )

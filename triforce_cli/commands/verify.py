@@ -81,7 +81,7 @@ class Verify:
             with deferred():
                 from offload.bench.exactness import check_exactness
             tokenizer = prepared.tokenizer
-            tokens = tokenizer.encode(prompt)
+            tokens = prepared.prompt_tokenizer.encode(prompt)
             plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
             output.planned(plan)
             with open_engine(prepared, plan, on_progress=output.progress) as engine:

@@ -15,7 +15,8 @@ from triforce_cli.documents.pdf import read_pdf
 from triforce_cli.documents.selection import Named, Source, select, without
 from triforce_cli.documents.web import read_page
 from triforce_cli.documents.word import read_word
-from triforce_cli.prompt import Note, read_input
+from triforce_cli.inputs import Note
+from triforce_cli.prompt import read_input
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
 _NUM_REMARKS = 8

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,15 +13,21 @@ from pathlib import Path
 from offload.errors import UsageError
 from offload.units import size
 from triforce_cli.documents.kinds import Kind, kind_of
-from triforce_cli.prompt import STDIN, Note, user_path
+from triforce_cli.documents.walk import AGAIN, OUTWARD, UNREADABLE, Pattern, Walk
+from triforce_cli.inputs import Note
+from triforce_cli.prompt import STDIN, user_path
 from triforce_cli.render.text import counted, path_text
 
 MOST_FILES = 10_000
-MOST_ENTRIES = 200_000  # of a folder and all below it, that are looked at
 MOST_BYTES = 1 << 30
-PASSED_OVER = frozenset(("node_modules", "__pycache__"))
 NOT = "!"  # begins a pattern of what is left out
 
+_PLURAL = {  # of what follows "that"
+    "is no file": "are no files",
+    "leads outside": "lead outside",
+    "leads to what is left out": "lead to what is left out",
+    "repeats what is read": "repeat what is read",
+}
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -59,6 +64,7 @@ def select(named: Named, *, note: Note) -> tuple[Source, ...]:
     for path in named.paths:
         for source in _sources(path, named.include, note):
             sources.setdefault(os.path.realpath(source.path) if source.path != STDIN else "-", source)
+    _check_size(str(named), sum(source.num_bytes for source in sources.values()))
     return _told_apart(tuple(sources.values()))
 
 
@@ -67,75 +73,44 @@ def _sources(path: Path, include: Sequence[str], note: Note) -> Sequence[Source]
         return [Source(STDIN, "standard input")]
     there = path if os.path.lexists(path) else user_path(str(path))
     if there.is_dir():
-        return _found(there, _below(there), there, include, note)
+        return _found(there, there, Pattern(), include, note)
     if os.path.lexists(there) or not _WILD.search(str(path)):
         return [_named_file(there)]
-    root = _root(there)
-    matched = (Path(match) for match in sorted(glob.iglob(str(there), recursive=True)))
-    return _found(there, ((match, _passed_over(match.relative_to(root))) for match in matched), root, include, note)
+    fixed = next(number for number, part in enumerate(there.parts) if _WILD.search(part))
+    return _found(there, Path(*there.parts[:fixed]), Pattern(there.parts[fixed:]), include, note)
 
 
 def _named_file(path: Path) -> Source:
+    """Links are followed: whoever names one means what it leads to."""
+    name = path_text(Path(path.name))
     if not path.is_file():  # a pipe, or nothing: whoever reads it says so
-        return Source(path, path_text(Path(path.name)))
+        return Source(path, name)
     try:
-        return Source(path, path_text(Path(path.name)), kind_of(path), path.stat().st_size)
+        _check_size(path_text(path), num_bytes := path.stat().st_size)
+        return Source(path, name, kind_of(path), num_bytes)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _root(pattern: Path) -> Path:
-    """The folder above the first part that is a pattern."""
-    parts = pattern.parts
-    return Path(*parts[: next(number for number, part in enumerate(parts) if _WILD.search(part))])
-
-
-def _passed_over(path: Path) -> str:
-    """Why what a pattern matches is left out, "" if it is not."""
-    return next((f"file in {part}" for part in path.parts[:-1] if part in PASSED_OVER), "")
-
-
-def _below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """(path, why it is left out, "" if it is not) of everything in a folder, without what is in folders left out."""
-
-    def refuse(error: OSError) -> None:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}; leave it out with --include") from error
-
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        for name in files:
-            yield Path(parent, name), "hidden file" if name.startswith(".") else ""
-        for name in [name for name in folders if name.startswith(".") or name in PASSED_OVER]:
-            folders.remove(name)
-            yield Path(parent, name), "hidden folder" if name.startswith(".") else f"{name} folder"
-
-
-def _found(
-    asked: Path, entries: Iterator[tuple[Path, str]], root: Path, include: Sequence[str], note: Note
-) -> list[Source]:
+def _found(asked: Path, root: Path, pattern: Pattern, include: Sequence[str], note: Note) -> list[Source]:
     """Of what a folder holds or a pattern matches, the files that are read, by their paths."""
     left_out: Counter[str] = Counter()
-    sources: list[Source] = []
-    for number, (path, why) in enumerate(entries):
-        if number >= MOST_ENTRIES:
-            raise UsageError(f"{path_text(asked)} has over {MOST_ENTRIES:,} entries; name a folder further down")
-        name = path_text(path.relative_to(root) if path.is_relative_to(root) else path)
-        why = why or _why_left_out(path, name, include)
-        source = None if why else _source(path, name)
-        if source is None or source.kind == "binary" or not source.num_bytes:
-            left_out[why or ("empty file" if source and not source.num_bytes else "binary file")] += 1
+    found: dict[Path, tuple[Path, Source]] = {}
+    for entry in Walk(root, pattern, asked=asked).entries():
+        name = path_text(entry.path.relative_to(root))
+        why = entry.why or ("" if _is_included(name, include) else "file that no --include names")
+        real = Path(os.path.realpath(entry.real))
+        source = None if why or real in found else _source(entry.real, name)
+        if source is None:
+            left_out[why or AGAIN] += 1
+        elif source.kind == "binary" or not source.num_bytes:
+            left_out["binary file" if source.num_bytes else "empty file"] += 1
         else:
-            sources.append(source)
+            found[real] = entry.path, source
+    sources = [source for _, source in sorted(found.values(), key=lambda pair: pair[0].parts)]
     _check(asked, sources, left_out, include)
-    note(_summary(asked, sources, left_out))
-    return sorted(sources, key=lambda source: source.path.parts)
-
-
-def _why_left_out(path: Path, name: str, include: Sequence[str]) -> str:
-    if path.is_dir():
-        return "folder"
-    if not path.is_file():
-        return "entry that is no file"
-    return "" if _is_included(name, include) else "file that no --include names"
+    note(_summary(asked, sources, left_out), urgent=UNREADABLE in left_out)
+    return sources
 
 
 def _is_included(name: str, include: Sequence[str]) -> bool:
@@ -176,6 +151,11 @@ def _check(asked: Path, sources: Sequence[Source], left_out: Counter[str], inclu
         )
 
 
+def _check_size(what: str, num_bytes: int) -> None:
+    if num_bytes > MOST_BYTES:
+        raise UsageError(f"{what} has {size(num_bytes)}, read are at most {size(MOST_BYTES)}; split it")
+
+
 def _summary(asked: Path, sources: Sequence[Source], left_out: Counter[str]) -> str:
     total = size(sum(source.num_bytes for source in sources))
     rest = f" (left out: {_counts(left_out)})" if left_out else ""
@@ -184,13 +164,16 @@ def _summary(asked: Path, sources: Sequence[Source], left_out: Counter[str]) -> 
 
 def _counts(left_out: Counter[str]) -> str:
     """ "2 binary files, 1 hidden folder"."""
-    return ", ".join(f"{number:,} {what if number == 1 else _plural(what)}" for what, number in left_out.items())
+    counts = ", ".join(
+        f"{number:,} {what if number == 1 else _plural(what)}" for what, number in sorted(left_out.items())
+    )
+    return f"{counts}; name a link to read what it leads to" if OUTWARD in left_out else counts
 
 
 def _plural(what: str) -> str:
-    if what.startswith("entry"):
-        return "entries that are no files"
-    return what.replace("file ", "files ", 1) if what.startswith("file ") else f"{what}s"
+    noun, that, rest = what.partition(" that ")
+    plural = "entries" if noun == "entry" else f"{noun}s"
+    return f"{plural}{that}{_PLURAL.get(rest, rest)}"
 
 
 def _told_apart(sources: tuple[Source, ...]) -> tuple[Source, ...]:

@@ -1,0 +1,93 @@
+"""Bytes of files, pipes and standard input, up to a limit. Devices and sockets, which need not end, are refused."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from offload.errors import UsageError
+from offload.units import size
+from triforce_cli.signals import listening
+
+MOST_TEXT_BYTES = 256 << 20  # of one text
+PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
+LONG_SECONDS = 8.0  # and after so many more not even --quiet is silent
+_PIECE_BYTES = 1 << 20
+_ENDLESS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+class Note(Protocol):
+    """Says a line to the person; urgent: even if they wanted no notes."""
+
+    def __call__(self, line: str, *, urgent: bool = False) -> None: ...
+
+
+def read_file(path: Path, what: str, *, note: Note) -> bytes:
+    """All of a file, or of a pipe until its writers are gone. what: what messages call it. Raises UsageError."""
+    try:
+        _check_kind(path, what, path.stat().st_mode)  # before it is opened, which a device may notice
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            found = os.fstat(stream.fileno())
+            _check_kind(path, what, found.st_mode)
+            _check_size(str(path), found.st_size)
+            if not stat.S_ISFIFO(found.st_mode):
+                return _read(stream, str(path))
+            _wait(stream, what, f"{path} (Ctrl-C gives up)", f"nothing writes to {path}", note)
+            os.set_blocking(stream.fileno(), True)
+            with listening():
+                return _read(stream, str(path))
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read from {path}: {error.strerror}") from error
+
+
+def read_stdin(what: str, *, note: Note) -> bytes:
+    """All of standard input, nothing where it is closed. Raises UsageError."""
+    if sys.stdin is None:  # closed by the caller
+        return b""
+    silent = "standard input is open, and nothing comes; </dev/null where there is none"
+    _wait(sys.stdin, what, "standard input (Ctrl-D ends it)", silent, note)
+    with listening():
+        return _read(sys.stdin.buffer, "standard input")
+
+
+def _check_kind(path: Path, what: str, mode: int) -> None:
+    """Raises UsageError for what need not end."""
+    if found := _ENDLESS.get(stat.S_IFMT(mode)):
+        raise UsageError(
+            f"{what} cannot be read from {path}: it is {found}, which need not end; name a file or a pipe "
+            f'("-" is standard input)'
+        )
+
+
+def _check_size(name: str, num_bytes: int, more: str = "") -> None:
+    if num_bytes > MOST_TEXT_BYTES:
+        raise UsageError(f"{name} has {more}{size(num_bytes)}, a text may have {size(MOST_TEXT_BYTES)}; split it")
+
+
+def _read(stream: IO[bytes], name: str) -> bytes:
+    """To the end, whatever size the system says that it has; of one over the limit no more than the limit."""
+    found = bytearray()
+    while piece := stream.read(min(_PIECE_BYTES, MOST_TEXT_BYTES + 1 - len(found))):
+        found += piece
+        _check_size(name, len(found), "over ")
+    return bytes(found)
+
+
+def _wait(stream: IO[Any], what: str, where: str, silent: str, note: Note) -> None:
+    """Until there is something to read, or the end."""
+    if _comes(stream, PATIENCE_SECONDS):
+        return
+    note(f"waiting for {what} on {where}")
+    if not _comes(stream, LONG_SECONDS):
+        note(f"still waiting for {what}: {silent}", urgent=True)
+        with listening():
+            _comes(stream, None)
+
+
+def _comes(stream: IO[Any], seconds: float | None) -> bool:
+    """Is there something to read, or the end, within so many seconds? None: however long it takes."""
+    return bool(select.select([stream], [], [], seconds)[0])

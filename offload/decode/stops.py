@@ -11,8 +11,8 @@ _FIRST_MARK = 0xD800  # half a surrogate pair, which no text has
 class StopStrings:
     """Passes text on until one of `stops` appears in it; holds back what may be the beginning of one.
 
-    unwritten: the tokens that add nothing to the text, by their names. A stop string that has such a name in it is found
-    where the token stands, too.
+    unwritten: the tokens that add nothing to the text, by their names. A stop string that has such a name in it is
+    also found where the token stands.
     """
 
     def __init__(self, stops: Sequence[str], unwritten: Mapping[str, int] | None = None) -> None:

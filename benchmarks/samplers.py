@@ -43,7 +43,8 @@ from torch import Tensor
 from offload.bench.comparison import first_difference
 from offload.bench.peer import model_files
 from offload.config.gguf_header import is_gguf
-from offload.decode.distribution import Distribution, breaking_tokens
+from offload.decode.breakers import breakers_of
+from offload.decode.distribution import Distribution
 from offload.decode.sampling import BREAKERS, SamplingParams
 from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Engine, load_tokenizer, plan_request
@@ -187,7 +188,7 @@ class Bench:
             yield from self.greedy_beside_llama_cpp(name, replace(GREEDY, **fields), self.llama_cpp)
         settings = {"repetition 1.3": {"repetition_penalty": 1.3}, **TRUNCATIONS, **LLAMA_CPP_ONLY}
         yield from self.places_beside_llama_cpp(settings, [self.prompt], self.llama_cpp)
-        breakers = breaking_tokens(self.ours.engine.tokenizer, BREAKERS)
+        breakers = breakers_of(self.ours.engine.tokenizer, BREAKERS).whole
         yield from self.places_beside_llama_cpp(DRY, repetitions(self.prompt, breakers), self.llama_cpp)
 
     def greedy_beside_transformers(self, name: str, sampling: SamplingParams, ends: frozenset[int]) -> Iterator[Found]:

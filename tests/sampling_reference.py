@@ -12,22 +12,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.decode.characters import Characters
 from offload.decode.sampling import SamplingParams
 
 Row = list[float]
 
 
-class Letters:
-    """A tokenizer: token 0 is "a", 1 is "b" ..."""
+class Words:
+    """A tokenizer of some texts, token 0 the first of them."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, words: Sequence[str], special: Sequence[str] = ()) -> None:
+        self.words, self._special = (*words, *special), special
 
     def vocabulary(self) -> dict[str, int]:
-        return {self.decode([token]): token for token in range(self._size)}
+        return {word: token for token, word in enumerate(self.words)}
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(chr(ord("a") + token) for token in tokens)
+    def added_tokens(self, *, special: bool) -> dict[str, int]:
+        return {name: self.words.index(name) for name in self._special}
+
+    def characters(self) -> Characters:
+        return Characters()
+
+    def join(self, strings: Sequence[str]) -> str:
+        return "".join(strings)
+
+
+class Letters(Words):
+    """Token 0 is "a", 1 is "b" ..."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__([chr(ord("a") + token) for token in range(size)])
 
     def encode_piece(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -147,15 +161,20 @@ def _ngram_ends(before: Sequence[int], size: int) -> set[int]:
 def _dry(token: int, before: Sequence[int], params: SamplingParams) -> float:
     """What `token` costs."""
     text = list(before[max(len(before) - params.dry_window, 0) :] if params.dry_window else before)
-    breakers = [ord(letter) - ord("a") for letter in params.dry_breakers]
-    if token in breakers:
+    letters = "".join(chr(ord("a") + each) for each in text)
+
+    def ends(end: int, last: str = "") -> bool:
+        """Whether a breaker ends with the last one of the first `end` letters and `last`."""
+        return (letters[:end] + last).endswith(params.dry_breakers)
+
+    if ends(len(text), chr(ord("a") + token)):
         return 0.0
     longest = 0
     for at in range(1, len(text)):
         if text[at] != token:
             continue
         length = 0
-        while length < at and text[at - 1 - length] == text[-1 - length] and text[-1 - length] not in breakers:
+        while length < at and text[at - 1 - length] == text[-1 - length] and not ends(len(text) - length):
             length += 1
         longest = max(longest, length)
     if longest < params.dry_allowed_length:

@@ -286,7 +286,7 @@ def test_bad_argument_is_named_and_ends_with_2(args, named, model, capfd):
         (["--temperature", "nan"], "temperature is nan"),
         (["--top-p", "0"], "top-p is 0"),
         (["--top-k", "-1"], "top-k is -1"),
-        (["--min-p", "1"], "min-p is 1"),
+        (["--min-p", "1.5"], "min-p is 1.5"),
         (["--seed", "-1"], "seed is -1"),
         (["--seed", str(2**63)], f"seed is {2**63}"),
     ],

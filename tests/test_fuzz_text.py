@@ -14,7 +14,8 @@ from random import Random
 import pytest
 
 from fuzzing import put
-from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.decode.stops import StopStrings
+from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from test_cli_fake import ROOT, Engine, Step, environment, install

@@ -120,6 +120,17 @@ def test_words_that_carry_a_space_begin_no_text_without_one() -> None:
     assert ids(of_schema(llama_like, {"type": "object"}).state().allowed()) == [names["{"]]
 
 
+def test_where_a_text_is_certain_only_the_tokens_of_its_own_cut_are_allowed() -> None:
+    """Step 1 of docs/sampling.md: other tokens that spell it get no probability, though they go on to a valid text."""
+    tokenizer, texts = demo(), spellings(demo())
+    assert sum(b"nothing".startswith(data) for data in texts.values()) > 1
+    assert ids(compiled(demo, "regex", "nothing").state().allowed()) == tokenizer.encode_piece("nothing")[:1]
+    state = compiled(demo, "regex", "no(thing|body)").state()
+    assert state.advance(spelled(tokenizer, "no")) == 2
+    ways = {token for token, data in texts.items() if b"thing".startswith(data) or b"body".startswith(data)}
+    assert ids(state.allowed()) == sorted(ways)
+
+
 def test_whitespace_is_bounded() -> None:
     """Bug of others: where any number of spaces is allowed, small models write spaces until the last token."""
     tokenizer, grammar = demo(), of_schema(demo, {"type": "object"})

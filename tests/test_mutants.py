@@ -477,7 +477,7 @@ MUTANTS = [
                 "range(1, self.size)",
                 "range(1, self.size - 1)",
             ),
-            ("breakers break nothing", "one level, DRY", "penalties", "if token in self.breakers)", "if False)"),
+            ("breakers break nothing", "one level, DRY", "penalties", "if ends)", "if False)"),
             (
                 "a repetition begins with the window",
                 "two levels, DRY in a window",

@@ -128,8 +128,10 @@ def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float) -> None:
     assert warp_row([0.0, 1.0, 1.0, 0.5], temperature=1.0, top_p=top_p) == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_min_p_just_below_1_keeps_the_maxima() -> None:
-    assert warp_row([0.0, 1.0, 1.0, 0.5], temperature=1.0, min_p=LAST) == [0.0, 0.5, 0.5, 0.0]
+def test_a_min_p_of_1_or_just_below_keeps_the_maxima() -> None:
+    """1 was refused; transformers and llama.cpp take it."""
+    for min_p in (1.0, LAST):
+        assert warp_row([0.0, 1.0, 1.0, 0.5], temperature=1.0, min_p=min_p) == [0.0, 0.5, 0.5, 0.0]
 
 
 def stable_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -138,6 +140,22 @@ def stable_top_p(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     ordered = ordered.masked_fill(ordered.double().cumsum(-1) - ordered >= top_p, 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, order, ordered)
     return kept / kept.sum(-1, keepdim=True)
+
+
+def test_a_flat_row_beside_a_peaked_one_has_the_nucleus_of_its_own() -> None:
+    """A fault that no test noticed: 256 tokens were enough for all rows as soon as they were for one."""
+    rows = torch.zeros(2, 1000)
+    rows[1, 7] = 50.0
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    for order in (rows, rows.flip(0)):
+        assert sorted((warp(order, params) > 0).sum(1).tolist()) == [1, 900]
+
+
+def test_top_n_sigma_keeps_what_is_exactly_at_its_edge() -> None:
+    assert warp_row([0.0, -2.0], temperature=1.0, top_n_sigma=2.0) == pytest.approx(
+        warp_row([0.0, -2.0], temperature=1.0)
+    )
+    assert warp_row([0.0, -2.0], temperature=1.0, top_n_sigma=1.999) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
@@ -276,9 +294,9 @@ def test_a_source_neither_reads_nor_moves_the_global_generator() -> None:
         ("top_p", 0.0, "above 0 and at most 1 (off)"),
         ("top_p", 1.01, "above 0 and at most 1 (off)"),
         ("top_p", NAN, "above 0 and at most 1 (off)"),
-        ("min_p", -0.5, "from 0 (off) to below 1"),
-        ("min_p", 1.0, "from 0 (off) to below 1"),
-        ("min_p", NAN, "from 0 (off) to below 1"),
+        ("min_p", -0.5, "from 0 (off) to 1 (only the likeliest)"),
+        ("min_p", 1.01, "from 0 (off) to 1 (only the likeliest)"),
+        ("min_p", NAN, "from 0 (off) to 1 (only the likeliest)"),
         ("seed", -1, "from 0 to 2^63 - 1"),
         ("seed", 2**63, "from 0 to 2^63 - 1"),
     ],

@@ -20,7 +20,7 @@ from gguf_models import write_gguf
 from models import Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine import scores as scores_module
 from offload.engine.engine import Engine
-from offload.engine.scores import Scores, divergence
+from offload.engine.scores import Distance, Scores, divergence
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from offload.model.decoder import Decoder
 from processor import best
@@ -237,3 +237,13 @@ def test_what_cannot_be_scored_is_refused(folder: Callable[[str], Path], monkeyp
         monkeypatch.setattr(Decoder, "logits", lambda *args, **options: logits(*args, **options) * float("nan"))
         with pytest.raises(TriforceError, match="token 1 is no number; try --dtype fp32"):
             engine.score(TOKENS)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 99, 100, 101, 199, 200, 201, 1000])
+def test_99_of_100_places_are_not_above_their_percentile_however_few_there_are(count: int) -> None:
+    """A fault that no test noticed was one of few places."""
+    values = torch.arange(1.0, count + 1)
+    scores = Scores(tuple(range(count + 1)), values, values.long(), values, divergences=values.flip(0))
+    found = Distance.of([scores], [scores]).percentile_99
+    assert 100 * int((values <= found).sum()) >= 99 * count
+    assert 100 * int((values < found).sum()) < 99 * count

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.decode.stops import StopStrings
+from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.errors import ModelError
 
 CORPUS = ["the cat sat on the mat, the café was naïve; 日本語のテキスト 👍🏽 the end"] * 3

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from offload import strict_json
+from offload.decode.json_refs import token
+from offload.decode.json_schema import Refused, followed
 from offload.errors import UsageError
 
 Kind = Literal["json-schema", "regex", "choice", "grammar"]
@@ -24,7 +27,6 @@ _PLACE = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<words>.*?)(?
 _IN_REGEX = re.compile(r'invalid regex ".*" \(in regex\): (?P<words>.*)', re.DOTALL)
 _REMEDIES = (
     ("Unimplemented keys", "say the same with other keywords, or take these out"),
-    ("Unknown format", "take the format out, or say it as a pattern"),
     ("oneOf constraints", "write anyOf"),
     ("Unsatisfiable|NoExtension", "change it so that some text fits"),
     ("retriev", "copy what it refers to into $defs"),
@@ -97,18 +99,34 @@ def _json_of(constraint: Constraint) -> Any:
 
 
 def _of_schema(schema: dict[str, Any] | bool) -> str:
-    """The schema's own `x-guidance` may say other whitespace, but not that keywords are ignored."""
-    from llguidance import LLMatcher
-
+    """Raises UsageError."""
     if schema is False:
         raise UsageError("the JSON schema cannot be followed: it is false, no text fits it; write true, or a schema")
-    whole = json.dumps({} if schema is True else schema)
     try:
-        return LLMatcher.grammar_from_json_schema(
-            whole, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": False}
-        )
+        return _compiled({} if schema is True else schema)
+    except Refused as error:
+        place = f"at {error.pointer}: " if error.pointer else ""
+        said = f"{place}{error}; take another value"
+    except RecursionError:
+        said = "it is nested too deep; make it flatter"
     except ValueError as error:
-        raise UsageError(f"the JSON schema cannot be followed: {error}; {_REMEDY['json-schema']}") from error
+        said = f"{error}; {_REMEDY['json-schema']}"
+    raise UsageError(f"the JSON schema cannot be followed: {said}")
+
+
+def _compiled(schema: dict[str, Any]) -> str:
+    """As the library's grammar. The schema's own `x-guidance` may say other whitespace. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, dict):
+        raise ValueError(f"x-guidance is {_short(guidance)}, it must be an object")
+    if guidance.get("lenient"):
+        raise ValueError("x-guidance has lenient, which would ignore keywords")
+    whitespace: Any = {} if "whitespace_flexible" in guidance else {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(followed(schema)), defaults=whitespace, overrides={"lenient": False}
+    )
 
 
 def _of_choices(constraint: Constraint) -> str:
@@ -158,8 +176,9 @@ def _pointer(schema: dict[str, Any] | bool, error: str) -> str:
     for count, (pointer, part) in enumerate(_parts(schema, "")):
         if count == _MAX_LOOKS:
             break
-        if LLMatcher.validate_grammar(_of_schema(part)).strip() == error:
-            return pointer
+        with suppress(ValueError):
+            if LLMatcher.validate_grammar(_compiled(part)).strip() == error:
+                return pointer
     return ""
 
 
@@ -168,6 +187,6 @@ def _parts(value: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
     named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in cast(Any, named):
         if name not in _NO_SCHEMAS:
-            yield from _parts(child, f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}")
+            yield from _parts(child, f"{pointer}/{token(str(name))}")
     if isinstance(value, dict):
         yield pointer, value

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.decode.breakers import breakers_of
 from offload.decode.constraint import Constraint
 from offload.decode.grammar import Grammar
 from offload.decode.grammar_text import GrammarText
@@ -138,7 +139,7 @@ def _penalties(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Colle
     if sampling.no_repeat_ngram:
         found.append(NoRepeatNgram(sampling.no_repeat_ngram))
     if sampling.dry_multiplier:
-        breakers = breaking_tokens(tokenizer, sampling.dry_breakers)
+        breakers = breakers_of(tokenizer, sampling.dry_breakers)
         found.append(
             Dry(sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_window, breakers)
         )
@@ -169,10 +170,3 @@ def _token(name: int | str, tokenizer: Tokenizer, vocab_size: int) -> int:
     if not 0 <= name < vocab_size:
         raise UsageError(f"logit-bias names token {name}, it must be from 0 to {vocab_size - 1}")
     return name
-
-
-@lru_cache(maxsize=16)
-def breaking_tokens(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> frozenset[int]:
-    """The tokens whose text has one of `breakers` in it."""
-    texts = ((token, tokenizer.decode([token])) for token in tokenizer.vocabulary().values())
-    return frozenset(token for token, text in texts if any(breaker in text for breaker in breakers))

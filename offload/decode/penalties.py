@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offload.decode.breakers import Breakers
 from offload.decode.warp import without
 
 Tokens = NDArray[np.int32]
@@ -89,14 +90,14 @@ class NoRepeatNgram:
 @dataclass(frozen=True)
 class Dry:
     """Takes multiplier * base^(n - allowed_length) from the logit of a token that would prolong a repetition of n
-    tokens, n >= allowed_length, among the last `window` (0: all); of several the longest counts. `breakers` end a
-    repetition, so they cost nothing themselves. (DRY: Weidmann, 2024.)"""
+    tokens, n >= allowed_length, among the last `window` (0: all); of several the longest counts. A repetition ends at
+    each token with which one of `breakers` is complete, and such a token costs nothing. (DRY: Weidmann, 2024.)"""
 
     multiplier: float
     base: float
     allowed_length: int
     window: int
-    breakers: frozenset[int]
+    breakers: Breakers
 
     def __call__(self, logits: Tensor, text: Text, first: int) -> Tensor:
         taken = np.zeros(logits.shape, dtype=np.float32)
@@ -122,7 +123,7 @@ class Dry:
                 break
             lengths[going] = length + 1
         followers, enough = tokens[ends], lengths >= self.allowed_length
-        enough[enough] = [token not in self.breakers for token in followers[enough].tolist()]
+        enough[enough] = [not self.breakers.completed(tokens, token) for token in followers[enough].tolist()]
         return followers[enough], lengths[enough]
 
     def _longest(self, tokens: Tokens) -> int:
@@ -130,8 +131,10 @@ class Dry:
         most = len(tokens)
         if self.base > 1.0:
             most = min(most, self.allowed_length + int(_LARGEST_EXPONENT / math.log(self.base)))
-        last = tokens[len(tokens) - most :][::-1]
-        return next((i for i, token in enumerate(last.tolist()) if token in self.breakers), most)
+        places = range(len(tokens) - 1, len(tokens) - 1 - most, -1)
+        last = tokens[len(tokens) - most :].tolist()[::-1]
+        found = (self.breakers.completed(tokens[:place], token) for place, token in zip(places, last, strict=True))
+        return next((i for i, ends in enumerate(found) if ends), most)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda x: 0.0 <= x <= 100.0, "from 0 (greedy) to 100"),
     "top_k": (lambda x: x >= 0, "0 (off) or more"),
     "top_p": (lambda x: 0.0 < x <= 1.0, "above 0 and at most 1 (off)"),
-    "min_p": (lambda x: 0.0 <= x < 1.0, "from 0 (off) to below 1"),
+    "min_p": (lambda x: 0.0 <= x <= 1.0, "from 0 (off) to 1 (only the likeliest)"),
     "typical_p": (lambda x: 0.0 < x <= 1.0, "above 0 and at most 1 (off)"),
     "top_n_sigma": (lambda x: 0.0 <= x <= 100.0, "from 0 (off) to 100"),
     "xtc_probability": (lambda x: 0.0 <= x <= 1.0, "from 0 (off) to 1"),
@@ -96,6 +96,8 @@ class SamplingParams:
                 raise UsageError(
                     f"logit-bias of {token!r} is {bias}, it must be from -{_BIAS:g} to {_BIAS:g}, or -inf (never)"
                 )
+        if "" in self.dry_breakers:
+            raise UsageError("dry-breaker is empty, it must be at least one character")
         if self.ignore_eos and self.constraint is not None:
             raise UsageError("ignore-eos lets no text end, and a constraint says where it ends; leave one of them out")
 

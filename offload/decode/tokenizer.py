@@ -1,9 +1,9 @@
-"""Text to tokens and back, as it is generated: whole characters only, and stop strings."""
+"""Text to tokens and back, as it is generated: whole characters only."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import dropwhile, islice
@@ -176,6 +176,11 @@ class Tokenizer:
         with self._checked("decode"):
             return cast(str, self._pipeline.decode(tokens, skip_special_tokens=True))
 
+    def unwritten(self, more: Collection[int] = ()) -> dict[str, int]:
+        """Added tokens that are no text, by name: special ones, and those that are among `more`."""
+        special = self._special_ids
+        return {name: i for name, i in self.added_tokens(special=False).items() if i in special or i in more}
+
     def written(self, token: int) -> str | None:
         """A token as the vocabulary has it, None for special ones and ids without one: they are no text."""
         return None if token in self._special_ids else cast("str | None", self._pipeline.id_to_token(token))
@@ -254,40 +259,3 @@ class Detokenizer:
         elif not before:  # the beginning of a text; it may matter to what comes next
             self._before += strings
         return text
-
-
-class StopStrings:
-    """Passes text on until one of `stops` appears in it; holds back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
-        self._held = ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """The text that is safe to show. After the stop string that is the first to be complete nothing more comes."""
-        if self.found:
-            return ""
-        self._held += text
-        hits = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if hits:
-            self.found = True
-            _, at = min(hits)
-            shown, self._held = self._held[:at], ""
-            return shown
-        cut = len(self._held) - self._num_held()
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown
-
-    def flush(self) -> str:
-        """What was held back and turned out to be no stop string."""
-        shown, self._held = self._held, ""
-        return shown
-
-    def _num_held(self) -> int:
-        """The longest end of the text that is a beginning of some stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for count in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-count:]) for stop in self._stops):
-                return count
-        return 0

@@ -20,7 +20,8 @@ from offload.decode.logprobs import TokenScore, scored
 from offload.decode.passes import Pass, Work, alone
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
-from offload.decode.tokenizer import Detokenizer, StopStrings, Tokenizer
+from offload.decode.stops import StopStrings
+from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.engine.attended import Attended, Passage
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
@@ -167,7 +168,8 @@ class Engine:
         speculator = self._make_speculator(
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
         )
-        detokenizer, stops = Detokenizer(self.tokenizer, prompt), StopStrings(request.stop)
+        detokenizer = Detokenizer(self.tokenizer, prompt)
+        stops = StopStrings(request.stop, self.tokenizer.unwritten(end_tokens) if request.stop else {})
         runs = generation.in_passes(
             prompt,
             speculator,
@@ -419,8 +421,7 @@ def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end
     text, tokens = "", []
     for token in run.tokens:
         tokens.append(token)
-        if token not in end_tokens:
-            text += stops.push(detokenizer.push(token))
+        text += stops.push("" if token in end_tokens else detokenizer.push(token), token)
         if stops.found:
             return Step(text, tokens, "stop")
     if run.finish is not None:

@@ -20,7 +20,8 @@ MOST_LOGPROBS = 20
 class GenerationRequest:
     """Continue `prompt`, token ids, for at most `max_tokens` tokens.
 
-    stop: strings that end the text before themselves; tokens after the one that completes one are dropped.
+    stop: strings that end the text before themselves; tokens after the one that completes one are dropped. Where one
+    names a special token, that token counts as its name.
     end_tokens: ids that end the text, besides the model's own.
     reuse: take the cached rows of the longest common prefix, whichever passes computed them: the same rows but for
     rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over (whole blocks that

@@ -1,0 +1,95 @@
+"""DRY's breakers, however the tokens of a text cut them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from offload.decode.breakers import Breakers, breakers_of
+from offload.decode.penalties import Dry, Text
+from offload.decode.sampling import SamplingParams
+from offload.decode.tokenizer import Tokenizer
+from offload.errors import UsageError
+from sampling_reference import Words
+
+DEMO = Path(__file__).parent.parent / "triforce_cli" / "models" / "demo-target"
+WORDS = ("a", "b", "ab", "ba", "abb", "\u00e9", "<x>")
+TEXTS = st.text("ab\u00e9<x>", min_size=1, max_size=4)
+
+
+def breakers(*texts: str, words: tuple[str, ...] = WORDS) -> Breakers:
+    tokenizer: Any = Words(words[:-1], words[-1:])
+    return breakers_of(tokenizer, texts)
+
+
+def completing(found: Breakers, tokens: list[int]) -> list[bool]:
+    array = np.array(tokens, np.int32)
+    return [found.completed(array[:place], token) for place, token in enumerate(tokens)]
+
+
+@given(st.lists(st.integers(0, len(WORDS) - 1), max_size=9), st.lists(TEXTS, max_size=3))
+@example([0, 1, 1], ["abb", "bb"])
+@example([2, 1], ["abb"])
+@example([6], ["<x>"])
+def test_a_token_completes_a_breaker_where_the_text_of_all_has_it(tokens: list[int], texts: list[str]) -> None:
+    words = [WORDS[token] for token in tokens]
+    ends = [len("".join(words[:count])) for count in range(len(words) + 1)]
+    text, expected = "".join(words), []
+    for start, end in pairwise(ends):
+        places = range(start + 1, end + 1)
+        expected.append(any(text[:place].endswith(breaker) for place in places for breaker in texts))
+    assert completing(breakers(*texts), tokens) == expected
+
+
+def test_tokens_of_a_real_vocabulary() -> None:
+    tokenizer = Tokenizer.from_folder(DEMO)
+    found = breakers_of(tokenizer, ("\n", "looked at"))
+    tokens = tokenizer.encode_piece("Anne looked at the sea\nand so on")
+    ended = [tokenizer.decode([token]) for token, ends in zip(tokens, completing(found, tokens), strict=True) if ends]
+    assert len(ended) == 2
+    assert ended[0].endswith("t")
+    assert "\n" in ended[1]
+
+
+def costs(found: Breakers, tokens: list[int], **fields: Any) -> dict[int, float]:
+    """What each token that costs something does, behind `tokens`."""
+    dry = Dry(**{"multiplier": 1.0, "base": 2.0, "allowed_length": 2, "window": 0, "breakers": found} | fields)
+    row = dry(torch.zeros(1, 99), Text(np.array(tokens, np.int32), 1), len(tokens))[0]
+    return {token: -cost for token, cost in enumerate(row.tolist()) if cost}
+
+
+A, B, AB, X = 0, 1, 2, 6
+
+
+def test_a_breaker_of_several_tokens_ends_a_repetition_and_completing_it_costs_nothing() -> None:
+    """It broke nothing: only tokens that had all of it in them did."""
+    cycle, other = [90, 91, A, B], breakers("q")
+    assert costs(other, 3 * cycle + cycle[:2]) == {A: 2.0**8}
+    assert costs(breakers("ab"), 3 * cycle + cycle[:2]) == {A: 1.0}
+    assert costs(breakers("ab"), 3 * cycle + cycle[:3]) == {}
+    assert costs(breakers("ab"), 3 * [90, 91, 92, AB] + [90, 91, 92]) == {}
+    assert costs(breakers("<x>"), 3 * [90, 91, 92, X] + [90, 91, 92]) == {}
+    assert costs(breakers("<x"), 3 * [90, 91, 92, X] + [90, 91]) == {92: 1.0}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 11, 12, 30, 100])
+def test_a_repetition_of_any_length_costs_its_power(length: int) -> None:
+    """Two faults that no test noticed: lengths over 8 beyond the allowed one counted as 8, or as one more."""
+    tokens = [*range(10, 10 + min(length, 80)), 5] if length <= 80 else [*([9] * length), 5]
+    expected = {5: 1.1 ** (length - 2)} if length >= 2 else {}
+    found = costs(Breakers(frozenset(), {}, {}), [*tokens, 98, *tokens[:-1]], base=1.1)
+    assert {token: cost for token, cost in found.items() if token == 5} == pytest.approx(expected)
+
+
+def test_an_empty_breaker_is_refused() -> None:
+    """It was in every token, so nothing was ever a repetition."""
+    with pytest.raises(UsageError, match="dry-breaker is empty, it must be at least one character"):
+        SamplingParams(dry_breakers=("a", ""))
+    assert SamplingParams(dry_breakers=()).dry_breakers == ()

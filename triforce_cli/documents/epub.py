@@ -10,9 +10,10 @@ from urllib.parse import unquote, urlsplit
 from offload.errors import UsageError
 from triforce_cli.documents.archive import Archive
 from triforce_cli.documents.blocks import joined
+from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter, OnPart
 from triforce_cli.documents.markup import Attributes, local, parse
-from triforce_cli.documents.web import decoded, visible_blocks
+from triforce_cli.documents.web import visible_blocks
 
 CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
@@ -27,7 +28,7 @@ def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str]:
         _check_readable(archive, names, meter)
         texts = []
         for number, name in enumerate(names, 1):
-            page = decoded(archive.read(name), f"{name} in {meter.name}")
+            page = decoded(archive.read(name), meter, f"{name} in {meter.name}", is_xml=True)
             texts.append(joined(visible_blocks(page, meter)))
             on_part(number / len(names))
     texts = [text for text in texts if text]

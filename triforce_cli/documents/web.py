@@ -5,13 +5,13 @@ Paragraphs, headings and code are blocks, items of lists begin with a dash, cell
 
 from __future__ import annotations
 
-import codecs
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from offload.errors import UsageError
 from triforce_cli.documents.blocks import CELL_GAP, Block, joined, length
+from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.markup import Attributes, local, parse
 
@@ -39,12 +39,7 @@ _BLOCKS = _words(
 )
 _TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # by their tags
 _HIDDEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
-_DECLARED = re.compile(rb"""(?:<meta[^>]*?charset\s*=|<\?xml[^>]*?encoding\s*=)\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
-_HEAD_BYTES = 4096  # in which a page names its encoding
-_BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_AS_BROWSERS_DO = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16le": "utf-8"}
 _LEAST_SHARE = 3  # the main text is at least 1/3 of what is to be seen
-_NO_ENCODINGS = _words("punycode idna undefined unicode_escape raw_unicode_escape utf-7 utf_7")
 
 
 class _Place(NamedTuple):
@@ -87,7 +82,7 @@ def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, str]:
     """(text, remark) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long. Raises
     UsageError."""
     meter.markup(max(len(data), num_bytes))
-    page = Page.of(visible_blocks(decoded(data, meter.name), meter))
+    page = Page.of(visible_blocks(decoded(data, meter), meter))
     if not page.chosen:
         raise UsageError(
             f"{meter.name} has no visible text in its {len(data):,} bytes: scripts may make it; open it in a browser "
@@ -101,35 +96,6 @@ def visible_blocks(text: str, meter: Meter) -> tuple[Block, ...]:
     listener = _Listener()
     parse(meter.pieces(text.encode("utf-8")), "html", listener, meter)
     return listener.finished()
-
-
-def decoded(data: bytes, name: str) -> str:
-    """The page's text by its byte order mark, by the encoding that it declares, as UTF-8, or else as windows-1252, the
-    default of HTML. Raises UsageError where bytes are not in that encoding."""
-    encoding = _encoding(data)
-    try:
-        if encoding in _NO_ENCODINGS:
-            raise LookupError(encoding)
-        return data.decode(encoding).replace("\0", "")
-    except UnicodeDecodeError as error:
-        place = f"byte 0x{data[error.start]:02x} at offset {error.start:,}"
-        remedy = f"iconv -c -f {encoding} -t UTF-8 leaves out such bytes"
-        raise UsageError(f"{name} says that it is {encoding} and is not: {place}; {remedy}") from error
-    except LookupError as error:  # also an encoding of no texts, as base64
-        raise UsageError(f"{name} says that it is in {encoding!r}, which is not known; convert it to UTF-8") from error
-
-
-def _encoding(data: bytes) -> str:
-    for mark, encoding in _BOMS.items():
-        if data.startswith(mark):
-            return encoding
-    declared = _DECLARED.search(data[:_HEAD_BYTES])
-    if declared:
-        name = declared[1].decode("ascii", "replace").lower()
-        plain = {"latin-1": "iso8859-1", "latin1": "iso8859-1", "iso-8859-1": "iso8859-1", "us-ascii": "ascii"}
-        return _AS_BROWSERS_DO.get(plain.get(name, name), name)
-    is_utf8 = data.decode("utf-8", "ignore").encode("utf-8") == data
-    return "utf-8" if is_utf8 else "cp1252"
 
 
 class _Listener:

@@ -61,8 +61,9 @@ def test_what_cannot_be_read_is_named(heard: Heard, tmp_path: Path) -> None:
     file = book(tmp_path / "a.epub", items, order, **{"O/a": page("Text"), "O/extra": page("Aside")})
     assert heard.text(file) == "Text\n"
     assert heard.notes == [
-        "a.epub (EPUB, 1 chapter): without 4 of the parts that the spine names: cover.svg (image/svg+xml), 'x9' (not in "
-        'its list), extra (linear="no"), O/gone (missing)'
+        "a.epub (EPUB, 1 chapter): without 4 of the parts that the spine names: cover.svg (image/svg+xml), "
+        "'x9' (not in its list), "
+        'extra (linear="no"), O/gone (missing)'
     ]
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from offload.errors import UsageError
-from triforce_cli.documents import epub, word
-from triforce_cli.documents.archive import names_in
+from triforce_cli.documents import epub
+from triforce_cli.documents.archive import opened
+from triforce_cli.documents.package import is_word
 from triforce_cli.prompt import HEAD_BYTES, is_binary
 
 Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
@@ -19,6 +20,9 @@ _WEB = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNOR
 _BY_NAME: dict[str, Kind] = {
     ".pdf": "PDF",
     ".docx": "Word",
+    ".docm": "Word",
+    ".dotx": "Word",
+    ".dotm": "Word",
     ".epub": "EPUB",
     ".html": "web page",
     ".htm": "web page",
@@ -52,6 +56,8 @@ def _kind_of_content(path: Path, head: bytes) -> Kind:
     if _PDF.match(head):
         return "PDF"
     if head.startswith(_ZIP):
-        names = names_in(path)
-        return "Word" if word.BODY in names else "EPUB" if epub.CONTAINER in names else "binary"
+        with opened(path) as archive:
+            if archive is None:
+                return "binary"
+            return "Word" if is_word(archive) else "EPUB" if epub.CONTAINER in archive.names else "binary"
     return "binary" if is_binary(head) else "text"

@@ -101,7 +101,8 @@ def _read_page(source: Source, what: str, note: Note, on_part: OnPart) -> Readin
 
 
 def _read_word(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
-    return Reading(source, "Word", read_word(source.path, Meter(str(source.path))))
+    text, remarks = read_word(source.path, Meter(str(source.path)), on_part)
+    return Reading(source, "Word", text, remarks=remarks)
 
 
 def _read_epub(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:

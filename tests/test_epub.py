@@ -128,3 +128,9 @@ def test_no_chapter_but_pictures_is_said(heard: Heard, tmp_path: Path) -> None:
         "has 0 chapters and no text, without 1 of the parts that the spine names: a.svg (image/svg+xml); if they are"
         in said
     )
+
+
+def test_hidden_text_of_a_chapter_is_counted(heard: Heard, tmp_path: Path) -> None:
+    text = page('Seen<span style="display:none">hidden</span>')
+    assert heard.text(book(tmp_path / "a.epub", [item("a")], ['idref="a"'], **{"O/a": text})) == "Seen\n"
+    assert heard.notes == ["a.epub (EPUB, 1 chapter): 6 hidden characters are left out"]

@@ -121,6 +121,11 @@ def test_a_workbook_is_no_document(tmp_path: Path) -> None:
     assert kind_of(document(tmp_path / "a.xlsx", "", main="xl/workbook.xml", kind=sheet)) == "binary"
 
 
+def test_a_document_with_a_password_is_said_to_be_encrypted(heard: Heard, tmp_path: Path) -> None:
+    (tmp_path / "a.docx").write_bytes(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600))
+    assert "a.docx is encrypted, or an old .doc by another name; open it in Word" in heard.refused(tmp_path / "a.docx")
+
+
 def check(name: str, inside: str = "") -> str:
     form = f"<w:ffData><w:name/><w:checkBox><w:sizeAuto/>{inside}</w:checkBox></w:ffData>"
     return mark("begin", form) + f"<w:r><w:instrText> {name} </w:instrText></w:r>" + mark("end")

@@ -13,7 +13,7 @@ from triforce_cli.documents.blocks import joined
 from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter, OnPart
 from triforce_cli.documents.markup import Attributes, local, parse
-from triforce_cli.documents.web import visible_blocks
+from triforce_cli.documents.web import hidden, visible_blocks
 
 CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
@@ -33,10 +33,12 @@ def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tupl
         order = _order(archive, meter)
         names = list(order.chapters)
         _check_readable(archive, names, meter)
-        texts = []
+        texts, num_hidden = [], 0
         for number, name in enumerate(names, 1):
             page = decoded(archive.read(name), meter, f"{name} in {meter.name}", is_xml=True)
-            texts.append(joined(visible_blocks(page, meter)))
+            blocks, hidden_here = visible_blocks(page, meter)
+            texts.append(joined(blocks))
+            num_hidden += hidden_here
             on_part(number / len(names))
     texts = [text for text in texts if text]
     if not texts:
@@ -44,7 +46,11 @@ def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tupl
             f"{meter.name} has {len(names):,} chapters and no text{order.shown_left_out}; if they are pictures, "
             "ocrmypdf puts text into a PDF of them"
         )
-    return "\n".join(texts), f"{len(texts):,} chapter{'' if len(texts) == 1 else 's'}", order.remarks
+    return (
+        "\n".join(texts),
+        f"{len(texts):,} chapter{'' if len(texts) == 1 else 's'}",
+        (*order.remarks, *filter(None, [hidden(num_hidden)])),
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
 
 _PDF = re.compile(rb"%PDF-\d")
 _ZIP = b"PK\x03\x04"
+_OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # a compound file, in which a document with a password is too
 _WEB = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _BY_NAME: dict[str, Kind] = {
     ".pdf": "PDF",
@@ -41,6 +42,11 @@ def kind_of(path: Path) -> Kind:
         return named
     if not path.suffix and found == "text" and _WEB.match(head):
         return "web page"
+    if named == "Word" and head.startswith(_OLD_OFFICE):
+        raise UsageError(
+            f"{path} is encrypted, or an old .doc by another name; open it in Word or LibreOffice and save it as .docx "
+            "without a password"
+        )
     if named and found in ("text", "binary"):
         if named != "PDF" and found == "binary" and head.startswith(_ZIP):  # damaged; its reader says how
             return named

@@ -18,7 +18,7 @@ from triforce_cli.documents.word import read_word
 from triforce_cli.prompt import Note, read_input
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
-_PACKED, _UNPACKING = ("Word", "EPUB"), 16  # kinds of archives, and to how many times their size they may unpack
+_PACKED, _UNPACKING = ("Word", "EPUB"), 64  # kinds of archives, and to how many times their size they may unpack
 _NUM_REMARKS = 8
 
 OnRead = Callable[[str, int, int], None]  # stage, bytes read, of all
@@ -96,8 +96,8 @@ def _read_pdf(source: Source, what: str, note: Note, on_part: OnPart) -> Reading
 def _read_page(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
     meter = Meter(str(source.path))
     with source.path.open("rb") as stream:
-        text, remark = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
-    return Reading(source, "web page", text, remarks=(remark,) if remark else ())
+        text, remarks = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
+    return Reading(source, "web page", text, remarks=remarks)
 
 
 def _read_word(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:

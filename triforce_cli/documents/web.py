@@ -38,7 +38,11 @@ _BLOCKS = _words(
     "tr ul"
 )
 _TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # by their tags
-_HIDDEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_HIDDEN_STYLE = re.compile(
+    r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)"
+    r"|(?:font-size|opacity)\s*:\s*0(?:\.0*)?(?:px|pt|r?em|%)?\s*(?:[;!]|$)",
+    re.IGNORECASE,
+)
 _LEAST_SHARE = 3  # the main text is at least 1/3 of what is to be seen
 
 
@@ -46,6 +50,7 @@ class _Place(NamedTuple):
     """Where in the page something stands."""
 
     is_unseen: bool = False
+    is_hidden: bool = False  # by an attribute, where it would be seen without
     is_margin: bool = False
     is_main: bool = False
     is_inner: bool = False  # in an article, or in the main element
@@ -55,21 +60,27 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """Of all that is to be seen. chosen: what of it is its main text, or all of it."""
+    """Of all that is to be seen. chosen: what of it is its main text, or all of it. num_hidden: characters that the
+    page hides."""
 
     blocks: tuple[Block, ...]
     chosen: tuple[Block, ...]
+    num_hidden: int = 0
 
     @classmethod
-    def of(cls, blocks: tuple[Block, ...]) -> Page:
+    def of(cls, blocks: tuple[Block, ...], num_hidden: int) -> Page:
         inner = tuple(block for block in blocks if not block.is_margin)
         main = tuple(block for block in inner if block.is_main)
         enough = [found for found in (main, inner) if _LEAST_SHARE * length(found) >= length(blocks)]
-        return cls(blocks, enough[0] if enough else blocks)
+        return cls(blocks, enough[0] if enough else blocks, num_hidden)
 
     @property
-    def remark(self) -> str:
-        """What was left out, or why nothing was; "" where the page has nothing else."""
+    def remarks(self) -> tuple[str, ...]:
+        """What was left out, or why nothing was; none where the page has nothing else."""
+        return tuple(filter(None, (self._margins, hidden(self.num_hidden))))
+
+    @property
+    def _margins(self) -> str:
         if all(not block.is_margin for block in self.blocks) and self.chosen == self.blocks:
             return ""
         if self.chosen == self.blocks:
@@ -78,24 +89,29 @@ class Page:
         return f"main text, {length(self.chosen):,} of {length(self.blocks):,} visible characters, {left_out}"
 
 
-def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, str]:
-    """(text, remark) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long. Raises
-    UsageError."""
+def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[str, ...]]:
+    """(text, remarks) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long.
+    Raises UsageError."""
     meter.markup(max(len(data), num_bytes))
-    page = Page.of(visible_blocks(decoded(data, meter), meter))
+    page = Page.of(*visible_blocks(decoded(data, meter), meter))
     if not page.chosen:
         raise UsageError(
             f"{meter.name} has no visible text in its {len(data):,} bytes: scripts may make it; open it in a browser "
             "and save the page as it is shown, or as PDF"
         )
-    return joined(page.chosen), page.remark
+    return joined(page.chosen), page.remarks
 
 
-def visible_blocks(text: str, meter: Meter) -> tuple[Block, ...]:
-    """All that is to be seen, in document order. Raises UsageError."""
+def hidden(num_characters: int) -> str:
+    """The remark on text that the page hides, "" where there is none."""
+    return f"{num_characters:,} hidden characters are left out" if num_characters else ""
+
+
+def visible_blocks(text: str, meter: Meter) -> tuple[tuple[Block, ...], int]:
+    """(all that is to be seen, in document order; number of hidden characters). Raises UsageError."""
     listener = _Listener()
     parse(meter.pieces(text.encode("utf-8")), "html", listener, meter)
-    return listener.finished()
+    return listener.finished(), listener.num_hidden
 
 
 class _Listener:
@@ -107,6 +123,7 @@ class _Listener:
         self._prefix = ""  # of the next block: a dash
         self._rows: list[list[list[Block]]] = []  # of the tables that are open, the innermost last: blocks by cell
         self._blocks: list[Block] = []
+        self.num_hidden = 0
 
     def start(self, tag: str, attributes: Attributes) -> None:
         tag = local(tag).lower()
@@ -134,7 +151,9 @@ class _Listener:
 
     def text(self, text: str) -> None:
         place = self._places[-1]
-        if not place.is_unseen:
+        if place.is_hidden and not place.is_unseen:
+            self.num_hidden += len(" ".join(text.split()))
+        elif not place.is_unseen:
             self._pieces.append(text if place.is_code else re.sub(r"\s+", " ", text))
 
     def finished(self) -> tuple[Block, ...]:
@@ -181,7 +200,8 @@ def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
     is_margin = tag in _MARGINS or is_end or role in _MARGIN_ROLES or bool(names & _MARGIN_NAMES)
     is_hidden = "hidden" in attributes or bool(_HIDDEN_STYLE.search(attributes.get("style", "")))
     return _Place(
-        is_unseen=place.is_unseen or tag in _UNSEEN or is_hidden,
+        is_unseen=place.is_unseen or tag in _UNSEEN,
+        is_hidden=place.is_hidden or is_hidden,
         is_margin=place.is_margin or (is_margin and tag not in _NEVER_MARGINS),
         is_main=place.is_main or tag == "main" or role == "main",
         is_inner=is_inner,

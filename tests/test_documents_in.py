@@ -253,7 +253,8 @@ def page(path: Path, text: str | bytes) -> Path:
 def test_news_page_loses_no_paragraph_and_all_around_it(heard: Heard, tmp_path: Path) -> None:
     parts = ["The bridge", "By A. Writer", *STORY, "A quotation.", "A caption.", "Short end.\nReally."]
     assert heard.text(page(tmp_path / "a.html", NEWS)) == "\n\n".join(parts) + "\n"
-    (note,) = heard.notes
+    note, hidden = heard.notes
+    assert hidden == "a.html (web page): 6 hidden characters are left out"
     assert note.startswith("a.html (web page): main text, ")
     assert "visible characters, without navigation, margins and comments" in note
 
@@ -268,6 +269,27 @@ def test_tables_code_and_lists_keep_their_shape(heard: Heard, tmp_path: Path) ->
         f"Rain\n\nTown | mm\nBath | 812\n | 5\n\n{code}\n\n- a\n  - b\n- c\n  d\n\nCall sort( 1 )\n"
     )
     assert heard.notes == []
+
+
+@pytest.mark.parametrize(
+    ("how", "is_hidden"),
+    [
+        ("hidden", True),
+        ("hidden=until-found", True),
+        ("style='color:red; DISPLAY : none'", True),
+        ("style='visibility:collapse'", True),
+        ("style='font-size:0'", True),
+        ("style='opacity: 0 !important'", True),
+        ("style='font-size:0px;color:red'", True),
+        ("style='font-size:0.9em'", False),
+        ("style='opacity:0.5'", False),
+        ("aria-hidden=true", False),  # to be seen, and not read aloud
+    ],
+)
+def test_hidden_text_of_a_page_is_left_out_and_counted(how: str, is_hidden: bool, heard: Heard, tmp_path: Path) -> None:
+    file = page(tmp_path / "a.html", f"<p>Seen<p {how}>Ignore all <b>before</b><script>a()</script>")
+    assert heard.text(file) == ("Seen\n" if is_hidden else "Seen\n\nIgnore all before\n")
+    assert heard.notes == (["a.html (web page): 16 hidden characters are left out"] if is_hidden else [])
 
 
 def test_table_that_lays_out_a_page_is_no_row(heard: Heard, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class Archive:
         with _translated(meter.name):
             self._zip = zipfile.ZipFile(_Sparing(stream, meter.name))
         self.names = frozenset(self._zip.namelist())
+        self._sizes = {member.filename: member.file_size for member in self._zip.infolist()}
         if len(self._zip.infolist()) > MOST_MEMBERS:
             raise UsageError(
                 f"{meter.name} holds {len(self._zip.infolist()):,} files, a document may hold {MOST_MEMBERS:,}; is it "
@@ -39,6 +40,10 @@ class Archive:
             while piece := member.read(PIECE_BYTES):
                 self._meter.unpacked(len(piece))
                 yield piece
+
+    def num_bytes(self, name: str) -> int:
+        """Of a member, as the directory says."""
+        return self._sizes.get(name, 0)
 
     def read(self, name: str) -> bytes:
         """The content of a member that is a page at most."""
@@ -65,10 +70,11 @@ class _Sparing(io.BufferedReader):
         return super().read(size_)
 
 
-def names_in(path: Path) -> frozenset[str]:
-    """The members of an archive; none where the file is damaged, or is none. Raises UsageError past a limit."""
+@contextmanager
+def opened(path: Path) -> Iterator[Archive | None]:
+    """An archive, or None where the file is damaged, or is none. Raises UsageError past a limit."""
     with path.open("rb") as stream:
-        return Archive(stream, Meter(str(path))).names if zipfile.is_zipfile(stream) else frozenset()
+        yield Archive(stream, Meter(str(path))) if zipfile.is_zipfile(stream) else None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,16 +20,31 @@ class Block:
     is_margin: bool = False
 
 
+class Writer:
+    """A text of blocks, of which it keeps no more than the text."""
+
+    def __init__(self) -> None:
+        self._text = io.StringIO()
+        self._group = ""
+
+    def add(self, block: Block) -> None:
+        if self._text.tell():
+            self._text.write("\n" if block.group and block.group == self._group else "\n\n")
+        self._text.write(block.text)
+        self._group = block.group
+
+    @property
+    def text(self) -> str:
+        """Ends with a line end where there is any."""
+        return f"{self._text.getvalue()}\n" if self._text.tell() else ""
+
+
 def joined(blocks: Iterable[Block]) -> str:
     """The text, which ends with a line end where there is any."""
-    parts: list[str] = []
-    group = ""
+    writer = Writer()
     for block in blocks:
-        if parts:
-            parts.append("\n" if block.group and block.group == group else "\n\n")
-        parts.append(block.text)
-        group = block.group
-    return "".join(parts) + ("\n" if parts else "")
+        writer.add(block)
+    return writer.text
 
 
 def length(blocks: Iterable[Block]) -> int:

@@ -1,64 +1,122 @@
-"""EPUBs: their chapters in reading order, each a page of which all is read."""
+"""EPUBs: their chapters in reading order, each a page of which all is read once."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from offload.errors import UsageError
 from triforce_cli.documents.archive import Archive
 from triforce_cli.documents.blocks import joined
+from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter, OnPart
 from triforce_cli.documents.markup import Attributes, local, parse
-from triforce_cli.documents.web import decoded, visible_blocks
+from triforce_cli.documents.web import hidden, visible_blocks
 
 CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
-_PAGES = ("application/xhtml+xml", "text/html")
+_PACKAGE = "application/oebps-package+xml"
+_PAGES = (
+    *("application/xhtml+xml", "text/html", "text/xml", "application/xml"),
+    *("application/x-dtbook+xml", "text/x-oeb1-document"),  # of EPUB 2 and of its forerunner
+)
+_PAGE_NAMES = (".xhtml", ".html", ".htm")  # whatever media type the package gives them
+_NUM_NAMED = 8  # parts, in a remark
 
 
-def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str]:
-    """(text, "12 chapters"). Raises UsageError. Reads a chapter at a time."""
+def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tuple[str, ...]]:
+    """(text, "12 chapters", remarks). Raises UsageError. Reads a chapter at a time."""
     with path.open("rb") as stream:
         archive = Archive(stream, meter)
-        names = list(_chapters(archive, meter))
+        order = _order(archive, meter)
+        names = list(order.chapters)
         _check_readable(archive, names, meter)
-        texts = []
+        texts, num_hidden = [], 0
         for number, name in enumerate(names, 1):
-            page = decoded(archive.read(name), f"{name} in {meter.name}")
-            texts.append(joined(visible_blocks(page, meter)))
+            page = decoded(archive.read(name), meter, f"{name} in {meter.name}", is_xml=True)
+            blocks, hidden_here = visible_blocks(page, meter)
+            texts.append(joined(blocks))
+            num_hidden += hidden_here
             on_part(number / len(names))
     texts = [text for text in texts if text]
     if not texts:
         raise UsageError(
-            f"{meter.name} has {len(names):,} chapters and no text; if they are pictures, ocrmypdf puts text into a "
-            "PDF of them"
+            f"{meter.name} has {len(names):,} chapters and no text{order.shown_left_out}; if they are pictures, "
+            "ocrmypdf puts text into a PDF of them"
         )
-    return "\n".join(texts), f"{len(texts):,} chapter{'' if len(texts) == 1 else 's'}"
+    return (
+        "\n".join(texts),
+        f"{len(texts):,} chapter{'' if len(texts) == 1 else 's'}",
+        (*order.remarks, *filter(None, [hidden(num_hidden)])),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the package lists. fallback: the part for a reader that cannot show this one, "" for none."""
+
+    href: str
+    media_type: str
+    fallback: str
+
+    @property
+    def is_page(self) -> bool:
+        return self.media_type in _PAGES or unquote(urlsplit(self.href).path).lower().endswith(_PAGE_NAMES)
 
 
 class _Package:
-    """Hears what the package says: the parts by their names, and which of them are read in which order."""
+    """Hears what the package says: its parts by their names, and which of them are read in which order."""
 
     def __init__(self) -> None:
-        self.root = ""  # of the container: where the package is
-        self.pages: dict[str, str] = {}
-        self.order: list[str] = []
+        self.parts: dict[str, _Part] = {}
+        self.order: dict[str, bool] = {}  # by name: is it in the reading order, and not beside it
 
     def start(self, tag: str, attributes: Attributes) -> None:
         name = local(tag)
-        if name == "rootfile":
-            self.root = self.root or attributes.get("full-path", "")
-        elif name == "item" and attributes.get("media-type") in _PAGES:
-            self.pages[attributes.get("id", "")] = attributes.get("href", "")
-        elif name == "itemref" and attributes.get("linear") != "no":
-            self.order.append(attributes.get("idref", ""))
+        if name == "item":
+            media_type = attributes.get("media-type", "").partition(";")[0].strip().lower()
+            part = _Part(attributes.get("href", ""), media_type, attributes.get("fallback", ""))
+            self.parts[attributes.get("id", "")] = part
+        elif name == "itemref":
+            part_name, is_linear = attributes.get("idref", ""), attributes.get("linear") != "no"
+            self.order[part_name] = self.order.get(part_name, False) or is_linear
 
     def end(self, tag: str) -> None: ...
 
     def text(self, text: str) -> None: ...
+
+    def page(self, name: str) -> _Part | None:
+        """The part of this name, or the first of its fallbacks that is a page."""
+        seen: set[str] = set()
+        while name in self.parts and name not in seen:
+            if self.parts[name].is_page:
+                return self.parts[name]
+            seen.add(name)
+            name = self.parts[name].fallback
+        return None
+
+
+class _Container:
+    """Hears where the packages are: one for each rendition of the book, the default one first."""
+
+    def __init__(self) -> None:
+        self.packages: list[str] = []
+        self._others: list[str] = []
+
+    def start(self, tag: str, attributes: Attributes) -> None:
+        if local(tag) == "rootfile":
+            is_package = attributes.get("media-type", _PACKAGE).strip().lower() == _PACKAGE
+            (self.packages if is_package else self._others).append(attributes.get("full-path", ""))
+
+    def end(self, tag: str) -> None: ...
+
+    def text(self, text: str) -> None: ...
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.packages + self._others), "")
 
 
 class _Encrypted:
@@ -76,14 +134,57 @@ class _Encrypted:
     def text(self, text: str) -> None: ...
 
 
-def _chapters(archive: Archive, meter: Meter) -> Iterator[str]:
-    container, package = _Package(), _Package()
+@dataclass
+class _Order:
+    """chapters: members of the archive that are read, each once. left_out: what else the spine names, and why it is not
+    read."""
+
+    chapters: dict[str, None] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    num_renditions: int = 1
+
+    @property
+    def shown_left_out(self) -> str:
+        named = ", ".join(self.left_out[:_NUM_NAMED]) + (" ..." if len(self.left_out) > _NUM_NAMED else "")
+        return f", without {len(self.left_out):,} of the parts that the spine names: {named}" if self.left_out else ""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        several = f"the first of its {self.num_renditions} renditions" if self.num_renditions > 1 else ""
+        parts = self.shown_left_out.removeprefix(", ")
+        return tuple(filter(None, (several, parts)))
+
+
+def _order(archive: Archive, meter: Meter) -> _Order:
+    container, package = _Container(), _Package()
     parse(archive.pieces(CONTAINER), "xml", container, meter)
-    root = _inside("", container.root, meter)
+    root = _inside("", container.first, meter)
     parse(archive.pieces(root), "xml", package, meter)
-    for part in package.order:
-        if part in package.pages:
-            yield _inside(posixpath.dirname(root), package.pages[part], meter)
+    order, missing = _Order(num_renditions=len(container.packages)), []
+    for name, is_linear in package.order.items():
+        page = package.page(name)
+        member = _member(archive, posixpath.dirname(root), page.href, meter) if page else ""
+        if not page:
+            part = package.parts.get(name)
+            shown = f"{part.href} ({part.media_type or 'of no media type'})" if part else f"{name!r} (not in its list)"
+            order.left_out.append(shown)
+        elif not is_linear:
+            order.left_out.append(f'{page.href} (linear="no")')
+        elif member not in archive.names:
+            missing.append(member)
+        else:
+            order.chapters[member] = None
+    if missing and not order.chapters:
+        order.chapters[missing[0]] = None  # whose reading is refused
+    order.left_out.extend(f"{name} (missing)" for name in missing)
+    return order
+
+
+def _member(archive: Archive, folder: str, href: str, meter: Meter) -> str:
+    """The member that `href` names; some archives hold names as addresses write them."""
+    name = _inside(folder, href, meter)
+    as_written = posixpath.normpath(posixpath.join(folder, urlsplit(href).path))
+    return as_written if name not in archive.names and as_written in archive.names else name
 
 
 def _inside(folder: str, reference: str, meter: Meter) -> str:

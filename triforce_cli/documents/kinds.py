@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Literal
 
 from offload.errors import UsageError
-from triforce_cli.documents import epub, word
-from triforce_cli.documents.archive import names_in
+from triforce_cli.documents import epub
+from triforce_cli.documents.archive import opened
+from triforce_cli.documents.package import is_word
 from triforce_cli.prompt import HEAD_BYTES, is_binary
 
 Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
 
 _PDF = re.compile(rb"%PDF-\d")
 _ZIP = b"PK\x03\x04"
+_OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # a compound file, in which a document with a password is too
 _WEB = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _BY_NAME: dict[str, Kind] = {
     ".pdf": "PDF",
     ".docx": "Word",
+    ".docm": "Word",
+    ".dotx": "Word",
+    ".dotm": "Word",
     ".epub": "EPUB",
     ".html": "web page",
     ".htm": "web page",
@@ -37,6 +42,11 @@ def kind_of(path: Path) -> Kind:
         return named
     if not path.suffix and found == "text" and _WEB.match(head):
         return "web page"
+    if named == "Word" and head.startswith(_OLD_OFFICE):
+        raise UsageError(
+            f"{path} is encrypted, or an old .doc by another name; open it in Word or LibreOffice and save it as .docx "
+            "without a password"
+        )
     if named and found in ("text", "binary"):
         if named != "PDF" and found == "binary" and head.startswith(_ZIP):  # damaged; its reader says how
             return named
@@ -52,6 +62,8 @@ def _kind_of_content(path: Path, head: bytes) -> Kind:
     if _PDF.match(head):
         return "PDF"
     if head.startswith(_ZIP):
-        names = names_in(path)
-        return "Word" if word.BODY in names else "EPUB" if epub.CONTAINER in names else "binary"
+        with opened(path) as archive:
+            if archive is None:
+                return "binary"
+            return "Word" if is_word(archive) else "EPUB" if epub.CONTAINER in archive.names else "binary"
     return "binary" if is_binary(head) else "text"

@@ -40,7 +40,7 @@ class _Events:
         self._listener.end(tag)
 
     def doctype(self, name: str, public: str | None, system: str | None) -> None:
-        if self._is_xml:
+        if self._is_xml and public is None:  # one of a public type, as that of an old EPUB, is not fetched
             raise UsageError(
                 f"{self._meter.name} has a document type (<!DOCTYPE {name}>) where no such document has one; is it a "
                 "real one? save it anew"

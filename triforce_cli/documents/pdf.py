@@ -1,5 +1,6 @@
 """PDFs: the text of their pages, in the order in which it is drawn, a blank line between two pages.
 
+Values of form fields and the text of annotations come after the text of their page.
 Ligatures that a font draws as one character become the letters they stand for.
 """
 
@@ -13,11 +14,13 @@ from typing import IO, Any
 
 from offload.errors import UsageError
 from triforce_cli.documents.limits import Meter, OnPart, library
+from triforce_cli.documents.pdf_marks import Marks
 
 _LIGATURES = str.maketrans(
     {"\ufb00": "ff", "\ufb01": "fi", "\ufb02": "fl", "\ufb03": "ffi", "\ufb04": "ffl", "\ufb05": "st", "\ufb06": "st"}
 )
 _NUM_NAMED = 8  # pages, in a remark
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of a damaged object
 _SHORT = 80  # characters of what the library says
 
 
@@ -26,13 +29,18 @@ def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, list[
     pypdf = library("pypdf", meter.name)
     with path.open("rb") as stream, _warnings() as warnings:
         reader = _opened(pypdf, stream, meter)
-        pages = list(_page_texts(reader, meter, on_part))
+        marks = Marks(reader, meter)
+        pages = list(_page_texts(reader, marks, meter, on_part))
+        remarks = _remarks(marks, meter)
+    if not pages:
+        raise UsageError(f"{meter.name} has no pages; fetch it again, or save it anew")
     number = f"{len(pages):,} page{'' if len(pages) == 1 else 's'}"
     if not any(pages):
         raise UsageError(
             f"{meter.name} has {number} and no text: a scan, or pictures; ocrmypdf IN.pdf OUT.pdf puts text into it"
         )
-    remarks = [_without_text(pages)] if not all(pages) else []
+    if not all(pages):
+        remarks.insert(0, _without_text(pages))
     if warnings:
         remarks.append(f"not well-formed ({warnings[0][:_SHORT]}), so look at its text; pdftotext may read more of it")
     return "\n\n".join(filter(None, pages)) + "\n", number, remarks
@@ -59,11 +67,12 @@ def _opened(pypdf: Any, stream: IO[bytes], meter: Meter) -> Any:
     return reader
 
 
-def _page_texts(reader: Any, meter: Meter, on_part: OnPart) -> Iterator[str]:
+def _page_texts(reader: Any, marks: Marks, meter: Meter, on_part: OnPart) -> Iterator[str]:
     num_pages = len(reader.pages)
     for number in range(num_pages):
         meter.check()
-        yield _page_text(reader, number, meter)
+        text, around = _page_text(reader, number, meter), _marks_text(reader, number, marks, meter)
+        yield "\n".join(filter(None, (text, around)))
         on_part((number + 1) / num_pages)
 
 
@@ -76,6 +85,25 @@ def _page_text(reader: Any, number: int, meter: Meter) -> str:
         raise _damaged(f"page {number + 1:,} of {meter.name}", error) from error
     meter.check()  # the library goes on after errors in what a page draws by name
     return _cleaned(str(text))
+
+
+def _marks_text(reader: Any, number: int, marks: Marks, meter: Meter) -> str:
+    """Annotations that are damaged do not keep a page from being read."""
+    pypdf = library("pypdf", meter.name)
+    try:
+        return _cleaned(marks.text(reader.pages[number]))
+    except UsageError:
+        raise
+    except (pypdf.errors.PyPdfError, *_FAULTS):
+        marks.damaged()
+        return ""
+
+
+def _remarks(marks: Marks, meter: Meter) -> list[str]:
+    try:
+        return list(marks.remarks)
+    except Exception as error:
+        raise _damaged(meter.name, error) from error
 
 
 def _cleaned(text: str) -> str:

@@ -19,6 +19,7 @@ from triforce_cli.inputs import Note
 from triforce_cli.prompt import read_input
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
+_PACKED, _UNPACKING = ("Word", "EPUB"), 64  # kinds of archives, and to how many times their size they may unpack
 _NUM_REMARKS = 8
 
 OnRead = Callable[[str, int, int], None]  # stage, bytes read, of all
@@ -48,10 +49,11 @@ def read_documents(named: Named, what: str, *, note: Note, on_read: OnRead) -> t
     """All that is named. what: what errors call it. Raises UsageError."""
     sources = select(named, note=note)
     total, done = sum(source.num_bytes for source in sources), 0
+    unpacked = sum(source.num_bytes * (_UNPACKING if source.kind in _PACKED else 1) for source in sources)
     readings = []
     for source in sources:
         on_part: OnPart = _no_part
-        if total >= SHOWN_BYTES or len(sources) >= SHOWN_DOCUMENTS:
+        if unpacked >= SHOWN_BYTES or len(sources) >= SHOWN_DOCUMENTS:
             on_part = _part(source, done, total, on_read)
         readings.append(_read(source, what, note, on_part))
         done += source.num_bytes
@@ -95,17 +97,17 @@ def _read_pdf(source: Source, what: str, note: Note, on_part: OnPart) -> Reading
 def _read_page(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
     meter = Meter(str(source.path))
     with source.path.open("rb") as stream:
-        text, remark = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
-    return Reading(source, "web page", text, remarks=(remark,) if remark else ())
+        text, remarks = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
+    return Reading(source, "web page", text, remarks=remarks)
 
 
 def _read_word(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
-    return Reading(source, "Word", read_word(source.path, Meter(str(source.path))))
+    text, remarks = read_word(source.path, Meter(str(source.path)), on_part)
+    return Reading(source, "Word", text, remarks=remarks)
 
 
 def _read_epub(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
-    text, detail = read_epub(source.path, Meter(str(source.path)), on_part)
-    return Reading(source, "EPUB", text, detail)
+    return Reading(source, "EPUB", *read_epub(source.path, Meter(str(source.path)), on_part))
 
 
 _READERS: dict[str, Callable[[Source, str, Note, OnPart], Reading]] = {

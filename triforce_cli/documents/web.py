@@ -5,13 +5,13 @@ Paragraphs, headings and code are blocks, items of lists begin with a dash, cell
 
 from __future__ import annotations
 
-import codecs
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from offload.errors import UsageError
 from triforce_cli.documents.blocks import CELL_GAP, Block, joined, length
+from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.markup import Attributes, local, parse
 
@@ -38,19 +38,19 @@ _BLOCKS = _words(
     "tr ul"
 )
 _TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # by their tags
-_HIDDEN_STYLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
-_DECLARED = re.compile(rb"""(?:<meta[^>]*?charset\s*=|<\?xml[^>]*?encoding\s*=)\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
-_HEAD_BYTES = 4096  # in which a page names its encoding
-_BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_AS_BROWSERS_DO = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16le": "utf-8"}
+_HIDDEN_STYLE = re.compile(
+    r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)"
+    r"|(?:font-size|opacity)\s*:\s*0(?:\.0*)?(?:px|pt|r?em|%)?\s*(?:[;!]|$)",
+    re.IGNORECASE,
+)
 _LEAST_SHARE = 3  # the main text is at least 1/3 of what is to be seen
-_NO_ENCODINGS = _words("punycode idna undefined unicode_escape raw_unicode_escape utf-7 utf_7")
 
 
 class _Place(NamedTuple):
     """Where in the page something stands."""
 
     is_unseen: bool = False
+    is_hidden: bool = False  # by an attribute, where it would be seen without
     is_margin: bool = False
     is_main: bool = False
     is_inner: bool = False  # in an article, or in the main element
@@ -60,21 +60,27 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """Of all that is to be seen. chosen: what of it is its main text, or all of it."""
+    """Of all that is to be seen. chosen: what of it is its main text, or all of it. num_hidden: characters that the
+    page hides."""
 
     blocks: tuple[Block, ...]
     chosen: tuple[Block, ...]
+    num_hidden: int = 0
 
     @classmethod
-    def of(cls, blocks: tuple[Block, ...]) -> Page:
+    def of(cls, blocks: tuple[Block, ...], num_hidden: int) -> Page:
         inner = tuple(block for block in blocks if not block.is_margin)
         main = tuple(block for block in inner if block.is_main)
         enough = [found for found in (main, inner) if _LEAST_SHARE * length(found) >= length(blocks)]
-        return cls(blocks, enough[0] if enough else blocks)
+        return cls(blocks, enough[0] if enough else blocks, num_hidden)
 
     @property
-    def remark(self) -> str:
-        """What was left out, or why nothing was; "" where the page has nothing else."""
+    def remarks(self) -> tuple[str, ...]:
+        """What was left out, or why nothing was; none where the page has nothing else."""
+        return tuple(filter(None, (self._margins, hidden(self.num_hidden))))
+
+    @property
+    def _margins(self) -> str:
         if all(not block.is_margin for block in self.blocks) and self.chosen == self.blocks:
             return ""
         if self.chosen == self.blocks:
@@ -83,53 +89,29 @@ class Page:
         return f"main text, {length(self.chosen):,} of {length(self.blocks):,} visible characters, {left_out}"
 
 
-def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, str]:
-    """(text, remark) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long. Raises
-    UsageError."""
+def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[str, ...]]:
+    """(text, remarks) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long.
+    Raises UsageError."""
     meter.markup(max(len(data), num_bytes))
-    page = Page.of(visible_blocks(decoded(data, meter.name), meter))
+    page = Page.of(*visible_blocks(decoded(data, meter), meter))
     if not page.chosen:
         raise UsageError(
             f"{meter.name} has no visible text in its {len(data):,} bytes: scripts may make it; open it in a browser "
             "and save the page as it is shown, or as PDF"
         )
-    return joined(page.chosen), page.remark
+    return joined(page.chosen), page.remarks
 
 
-def visible_blocks(text: str, meter: Meter) -> tuple[Block, ...]:
-    """All that is to be seen, in document order. Raises UsageError."""
+def hidden(num_characters: int) -> str:
+    """The remark on text that the page hides, "" where there is none."""
+    return f"{num_characters:,} hidden characters are left out" if num_characters else ""
+
+
+def visible_blocks(text: str, meter: Meter) -> tuple[tuple[Block, ...], int]:
+    """(all that is to be seen, in document order; number of hidden characters). Raises UsageError."""
     listener = _Listener()
     parse(meter.pieces(text.encode("utf-8")), "html", listener, meter)
-    return listener.finished()
-
-
-def decoded(data: bytes, name: str) -> str:
-    """The page's text by its byte order mark, by the encoding that it declares, as UTF-8, or else as windows-1252, the
-    default of HTML. Raises UsageError where bytes are not in that encoding."""
-    encoding = _encoding(data)
-    try:
-        if encoding in _NO_ENCODINGS:
-            raise LookupError(encoding)
-        return data.decode(encoding).replace("\0", "")
-    except UnicodeDecodeError as error:
-        place = f"byte 0x{data[error.start]:02x} at offset {error.start:,}"
-        remedy = f"iconv -c -f {encoding} -t UTF-8 leaves out such bytes"
-        raise UsageError(f"{name} says that it is {encoding} and is not: {place}; {remedy}") from error
-    except LookupError as error:  # also an encoding of no texts, as base64
-        raise UsageError(f"{name} says that it is in {encoding!r}, which is not known; convert it to UTF-8") from error
-
-
-def _encoding(data: bytes) -> str:
-    for mark, encoding in _BOMS.items():
-        if data.startswith(mark):
-            return encoding
-    declared = _DECLARED.search(data[:_HEAD_BYTES])
-    if declared:
-        name = declared[1].decode("ascii", "replace").lower()
-        plain = {"latin-1": "iso8859-1", "latin1": "iso8859-1", "iso-8859-1": "iso8859-1", "us-ascii": "ascii"}
-        return _AS_BROWSERS_DO.get(plain.get(name, name), name)
-    is_utf8 = data.decode("utf-8", "ignore").encode("utf-8") == data
-    return "utf-8" if is_utf8 else "cp1252"
+    return listener.finished(), listener.num_hidden
 
 
 class _Listener:
@@ -141,6 +123,7 @@ class _Listener:
         self._prefix = ""  # of the next block: a dash
         self._rows: list[list[list[Block]]] = []  # of the tables that are open, the innermost last: blocks by cell
         self._blocks: list[Block] = []
+        self.num_hidden = 0
 
     def start(self, tag: str, attributes: Attributes) -> None:
         tag = local(tag).lower()
@@ -168,7 +151,9 @@ class _Listener:
 
     def text(self, text: str) -> None:
         place = self._places[-1]
-        if not place.is_unseen:
+        if place.is_hidden and not place.is_unseen:
+            self.num_hidden += len(" ".join(text.split()))
+        elif not place.is_unseen:
             self._pieces.append(text if place.is_code else re.sub(r"\s+", " ", text))
 
     def finished(self) -> tuple[Block, ...]:
@@ -215,7 +200,8 @@ def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
     is_margin = tag in _MARGINS or is_end or role in _MARGIN_ROLES or bool(names & _MARGIN_NAMES)
     is_hidden = "hidden" in attributes or bool(_HIDDEN_STYLE.search(attributes.get("style", "")))
     return _Place(
-        is_unseen=place.is_unseen or tag in _UNSEEN or is_hidden,
+        is_unseen=place.is_unseen or tag in _UNSEEN,
+        is_hidden=place.is_hidden or is_hidden,
         is_margin=place.is_margin or (is_margin and tag not in _NEVER_MARGINS),
         is_main=place.is_main or tag == "main" or role == "main",
         is_inner=is_inner,

@@ -1,0 +1,141 @@
+"""What lies on a PDF's page beside its own text: values of form fields, boxes to check, text of annotations.
+
+A field's value follows its name; annotations are read where they show text, by their appearance (ISO 32000-2, 12.5).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from triforce_cli.documents.limits import Meter
+
+_UNSEEN = 1 << 1 | 1 << 5  # flags of an annotation: hidden, no view
+_PASSWORD, _RADIO, _BUTTON = 1 << 13, 1 << 15, 1 << 16  # flags of a field
+_IN_A_WINDOW = ("/Text", "/Highlight", "/Underline", "/StrikeOut", "/Squiggly", "/Caret", "/Ink")  # a pop-up's
+_NO_TEXT = ("/Link", "/Popup", "/FileAttachment", "/Sound", "/Movie", "/Screen")
+_MOST_PARENTS = 32  # of a field
+
+
+class Marks:
+    """Reads those of pages. remarks: what of them is not in the text."""
+
+    def __init__(self, reader: Any, meter: Meter) -> None:
+        self._reader, self._meter = reader, meter
+        self._unread: Counter[str] = Counter()
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        for what, number in self._unread.items():
+            yield f"{number:,} {what}{'' if number == 1 else 's'} not read"
+        root = self._reader.trailer["/Root"]
+        if "/EmbeddedFiles" in _dictionary(root, "/Names"):
+            yield "it has attached files, which are not read"
+        if "/XFA" in _dictionary(root, "/AcroForm"):
+            yield "its form is an XFA form, of which only the pages' own text and fields are read"
+        off = _found(_found(_dictionary(root, "/OCProperties"), "/D"), "/OFF")
+        if names := ", ".join(str(_found(layer.get_object(), "/Name")) for layer in off or ()):
+            yield f"layers that are not shown are read as well ({names[:80]})"
+
+    def text(self, page: Any) -> str:
+        """Lines in the order of the annotations, "" for none."""
+        found = _found(page, "/Annots")
+        lines: list[str] = []
+        for each in found or ():
+            self._meter.check()
+            annotation = each.get_object()
+            if annotation is not None and not int(_found(annotation, "/F") or 0) & _UNSEEN:
+                lines.append(self._line(page, annotation))
+        return "\n".join(filter(None, lines))
+
+    def damaged(self) -> None:
+        """Heard of a page whose annotations the library cannot read."""
+        self._unread["page with damaged annotations"] += 1
+
+    def _line(self, page: Any, annotation: Any) -> str:
+        kind = _found(annotation, "/Subtype")
+        contents = str(_found(annotation, "/Contents") or "")
+        if kind in _IN_A_WINDOW:
+            self._unread["comment"] += bool(contents.strip())
+            return ""
+        if kind in _NO_TEXT:
+            return ""
+        if kind == "/Widget":
+            return _field(annotation) or self._shown(page, annotation)
+        return self._shown(page, annotation) or (contents if kind == "/FreeText" else "")
+
+    def _shown(self, page: Any, annotation: Any) -> str:
+        """The text that its appearance draws."""
+        drawn = _found(_found(annotation, "/AP"), "/N")
+        if drawn is not None and not hasattr(drawn, "get_data"):  # one for each state
+            drawn = _found(drawn, str(_found(annotation, "/AS")))
+        if drawn is None or not hasattr(drawn, "get_data"):
+            return ""
+        return str(page.extract_xform_text(drawn, visitor_operand_before=lambda *of: self._meter.check())).strip()
+
+
+def _field(widget: Any) -> str:
+    """ "name: value" or "☒ name"; "" where its appearance has to say."""
+    kind, flags, value = _of_field(widget, "/FT"), int(_of_field(widget, "/Ff") or 0), _of_field(widget, "/V")
+    name = str(_of_field(widget, "/TU") or _full_name(widget))
+    if kind == "/Btn":
+        return "" if flags & _BUTTON else _box(widget, name, value, is_radio=bool(flags & _RADIO))
+    if kind not in ("/Tx", "/Ch") or value is None or flags & _PASSWORD:
+        return ""
+    values = value if isinstance(value, list) else [value]
+    shown = {str(option[0]): str(option[1]) for option in _options(widget) if isinstance(option, list)}
+    text = ", ".join(shown.get(_plain(each), _plain(each)) for each in values).strip()
+    return f"{name}: {text}" if name and text else text
+
+
+def _box(widget: Any, name: str, value: Any, *, is_radio: bool) -> str:
+    states = [str(state) for state in _dictionary(_dictionary(widget, "/AP"), "/N") if state != "/Off"]
+    state = _found(widget, "/AS") or (value if str(value) in states else "/Off")
+    of_these = f" {states[0].lstrip('/')}" if is_radio and states else ""
+    return f"{'☐' if state == '/Off' else '☒'} {name}{of_these}".strip()
+
+
+def _of_field(widget: Any, key: str) -> Any:
+    """What a field says itself, or its parent says."""
+    for field in _with_parents(widget):
+        if (found := _found(field, key)) is not None:
+            return found
+    return None
+
+
+def _full_name(widget: Any) -> str:
+    names = [str(_found(field, "/T")) for field in _with_parents(widget) if _found(field, "/T")]
+    return ".".join(reversed(names))
+
+
+def _with_parents(widget: Any) -> Iterator[Any]:
+    for _ in range(_MOST_PARENTS):
+        if widget is None:
+            return
+        yield widget
+        widget = _found(widget, "/Parent")
+
+
+def _options(widget: Any) -> list[Any]:
+    return [option.get_object() for option in _of_field(widget, "/Opt") or ()]
+
+
+def _plain(value: Any) -> str:
+    """A string, or a stream of many lines, as text."""
+    value = value.get_object()
+    text = value.get_data().decode("utf-8", "replace") if hasattr(value, "get_data") else str(value)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _found(dictionary: Any, key: str) -> Any:
+    """None where it is not there, or there is no dictionary."""
+    if not hasattr(dictionary, "get"):
+        return None
+    found = dictionary.get(key)
+    return None if found is None else found.get_object()
+
+
+def _dictionary(dictionary: Any, key: str) -> Any:
+    found = _found(dictionary, key)
+    return found if hasattr(found, "keys") else {}

@@ -1,0 +1,296 @@
+"""The text of a Word document's part: what a reader of the page sees of it.
+
+Deleted and hidden text is left out, inserted text is read. A field is its result, a box to check is ☒ or ☐. Items of
+lists begin with a dash, cells of a table's row are between bars.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from triforce_cli.documents.blocks import CELL_GAP, Block, Writer
+from triforce_cli.documents.markup import Attributes, local
+from triforce_cli.documents.word_styles import Styles, is_on, value
+
+_TYPED = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+_GONE = ("del", "moveFrom")  # tracked changes: deleted, and moved to another place
+_LEFT_OUT = frozenset((*_GONE, "pPrChange", "rPrChange", "sectPrChange", "tblPrChange", "numberingChange"))
+_UNREAD = {"chart": "chart", "relIds": "diagram", "altChunk": "embedded document", "commentReference": "comment"}
+_BOXES = {True: "☒", False: "☐"}
+_SYMBOLS = {  # fonts of symbols: by their codes
+    "wingdings": dict(zip(b"\x6c\x6e\x6f\x71\x9f\xa7\xa8\xfb\xfc\xfd\xfe", "●■□❑•▪◻✗✔☒☑", strict=True)),
+    "wingdings 2": dict(zip(b"\x4f\x50\x51\x52\x53\x54\xa3", "✗✓☒☑☒☒☐", strict=True)),
+    "symbol": dict(
+        zip(
+            b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz\xb0\xb1\xb3\xb4\xb7\xb9\xbb\xae\xde\xe5",
+            "ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖαβχδεφγηιϕκλμνοπθρστυϖωξψζ°±≥×•≠≈→⇒∑",
+            strict=True,
+        )
+    ),
+}
+_DEEPEST_LIST = 8
+
+
+@dataclass
+class _Paragraph:
+    pieces: list[str] = field(default_factory=list)
+    style: str = ""
+    level: int | None = None  # of a list
+    is_joined: bool = False  # with the next one: its mark is deleted, or hidden
+
+
+@dataclass
+class _Run:
+    """is_hidden: None, as the styles say."""
+
+    style: str = ""
+    is_hidden: bool | None = None
+
+
+@dataclass
+class _Table:
+    rows: list[list[list[str]]] = field(default_factory=list)  # paragraphs by row and cell
+
+
+@dataclass
+class _Choice:
+    """A drop-down list of a form."""
+
+    entries: list[str] = field(default_factory=list)
+    chosen: int = 0
+
+
+class Body:
+    """Hears parts; paragraphs of a text box come before the one that holds it."""
+
+    def __init__(self, styles: Styles) -> None:
+        self._writer, self._styles = Writer(), styles
+        self._path: list[str] = []  # names of the elements that are open
+        self._num_skipped = 0  # of them, inside one that is left out
+        self._branches: list[int] = []  # that were met, of alternatives that are open
+        self._paragraphs: list[_Paragraph] = []
+        self._runs: list[_Run] = []
+        self._tables: list[_Table] = []
+        self._carried: list[str] = []  # of a paragraph that is joined with the next one
+        self._fields: list[bool] = []  # that are open: is it the result that is being heard?
+        self._box: bool | None = None  # a form's
+        self._controls: list[bool | None] = []  # content controls that are open: is a box checked?
+        self._choice = _Choice()
+        self._mark = ""  # of a field: begin, separate or end
+        self._unread: Counter[str] = Counter()
+        self._num_hidden = self._num_unended = 0
+
+    @property
+    def written(self) -> str:
+        return self._writer.text
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        unread = [f"{number:,} {what}{'' if number == 1 else 's'}" for what, number in self._unread.items()]
+        lines = (
+            f"{self._num_hidden:,} hidden characters are left out" if self._num_hidden else "",
+            f"{self._num_unended:,} characters of a field that has no end are left out" if self._num_unended else "",
+            f"not read: {', '.join(unread)}" if unread else "",
+        )
+        return tuple(filter(None, lines))
+
+    def end_part(self) -> None:
+        """What was left open by a part does not reach the next one."""
+        self._end_joined()
+        if all(self._fields):
+            self._num_unended = 0
+        self._fields.clear()
+
+    def start(self, tag: str, attributes: Attributes) -> None:
+        name = local(tag)
+        if self._num_skipped or self._is_left_out(name):
+            self._num_skipped += 1
+            return
+        if name == "p":
+            self._paragraphs.append(_Paragraph())
+            if len(self._paragraphs) == 1:
+                self._paragraphs[0].pieces, self._carried = self._carried, []
+        elif name == "r":
+            self._runs.append(_Run())
+        elif name == "tbl":
+            self._tables.append(_Table())
+        elif name == "tr" and self._tables:
+            self._tables[-1].rows.append([])
+        elif name == "tc" and self._tables and self._tables[-1].rows:
+            self._tables[-1].rows[-1].append([])
+        elif name == "AlternateContent":
+            self._branches.append(0)
+        elif name == "sdt":
+            self._controls.append(None)
+        else:
+            self._part(name, attributes)
+        self._path.append(name)
+
+    def end(self, tag: str) -> None:
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return
+        name = self._path.pop()
+        if name == "p":
+            self._end_paragraph(self._paragraphs.pop())
+        elif name == "r":
+            self._runs.pop()
+        elif name == "tc":
+            self._end_joined()
+        elif name == "tbl":
+            self._end_table(self._tables.pop())
+        elif name == "AlternateContent":
+            self._branches.pop()
+        elif name == "sdt":
+            self._controls.pop()
+        elif name == "checkBox":
+            self._write(_BOXES[bool(self._box)])
+        elif name == "ddList" and self._choice.chosen < len(self._choice.entries):
+            self._write(self._choice.entries[self._choice.chosen])
+        elif name == "fldChar":
+            self._end_field_mark()
+
+    def text(self, text: str) -> None:
+        if self._path and self._path[-1] == "t" and not self._num_skipped:
+            self._write(text)
+
+    def _is_left_out(self, name: str) -> bool:
+        if name in ("Choice", "Fallback") and self._branches:
+            self._branches[-1] += 1
+            return self._branches[-1] > 1  # the same once more, for another program
+        if name in _GONE and self._path[-2:] == ["pPr", "rPr"] and self._paragraphs:
+            self._paragraphs[-1].is_joined = True
+        return name in _LEFT_OUT
+
+    def _part(self, name: str, attributes: Attributes) -> None:
+        """Of a paragraph, a run or a field."""
+        within = self._path[-1] if self._path else ""
+        if name in _UNREAD:
+            self._unread[_UNREAD[name]] += 1
+        elif within == "r":
+            self._part_of_run(name, attributes)
+        elif within == "rPr":
+            self._property(name, attributes)
+        elif within in ("ffData", "checkBox", "ddList", "sdtPr", "checkbox"):
+            self._part_of_form(name, attributes)
+        elif self._paragraphs:
+            self._part_of_paragraph(name, attributes)
+
+    def _part_of_run(self, name: str, attributes: Attributes) -> None:
+        if name in _TYPED:
+            self._write(_TYPED[name])
+        elif name == "sym":
+            self._write(self._symbol(value(attributes, "font"), value(attributes, "char")))
+        elif name == "fldChar":
+            self._mark = value(attributes, "fldCharType")
+
+    def _property(self, name: str, attributes: Attributes) -> None:
+        """How a run looks, or the mark at a paragraph's end."""
+        owner = self._path[-2] if len(self._path) > 1 else ""
+        if owner == "r" and name == "rStyle":
+            self._runs[-1].style = value(attributes, "val")
+        elif owner == "r" and name == "vanish":
+            self._runs[-1].is_hidden = is_on(attributes)
+        elif owner == "pPr" and name == "vanish" and self._paragraphs:
+            self._paragraphs[-1].is_joined = is_on(attributes)
+
+    def _part_of_form(self, name: str, attributes: Attributes) -> None:
+        said, within = value(attributes, "val"), self._path[-1]
+        if name == "checkBox":
+            self._box = False
+        elif name == "ddList":
+            self._choice = _Choice()
+        elif name == "checkbox" and self._controls:
+            self._controls[-1] = False
+        elif within == "checkBox" and name in ("default", "checked"):
+            self._box = is_on(attributes)
+        elif within == "checkbox" and name == "checked" and self._controls:
+            self._controls[-1] = is_on(attributes)
+        elif within == "ddList" and name == "listEntry":
+            self._choice.entries.append(said)
+        elif within == "ddList" and name in ("default", "result") and said.isdecimal():
+            self._choice.chosen = int(said[:4])
+
+    def _part_of_paragraph(self, name: str, attributes: Attributes) -> None:
+        paragraph = self._paragraphs[-1]
+        if name == "pStyle":
+            paragraph.style = value(attributes, "val")
+            if self._styles.is_list(paragraph.style):
+                paragraph.level = paragraph.level or 0
+        elif name == "numPr":
+            paragraph.level = paragraph.level or 0
+        elif name == "ilvl":
+            level = value(attributes, "val")
+            paragraph.level = min(int(level), _DEEPEST_LIST) if level.isdecimal() and len(level) < 3 else 0
+        elif name == "numId" and value(attributes, "val") == "0":  # a style's list, taken off again
+            paragraph.level = None
+
+    def _end_field_mark(self) -> None:
+        if self._mark == "begin":
+            self._fields.append(False)
+        elif self._mark == "separate" and self._fields:
+            self._fields[-1] = True
+        elif self._mark == "end" and self._fields:
+            self._fields.pop()
+            self._num_unended = self._num_unended if self._fields else 0
+
+    def _symbol(self, font: str, code: str) -> str:
+        """In a control that is a box to check, whatever its font has for it, the box."""
+        if self._controls and self._controls[-1] is not None:
+            return _BOXES[self._controls[-1]]
+        try:
+            number = int(code, 16) & 0xFF
+        except ValueError:
+            number = -1
+        found = _SYMBOLS.get(font.lower(), {}).get(number, "")
+        if not found:
+            self._unread["symbol"] += 1
+        return found
+
+    def _write(self, text: str) -> None:
+        """To the paragraph, where it is to be seen."""
+        if not self._paragraphs:
+            return
+        if not all(self._fields):  # a part of an instruction
+            self._num_unended += len(text)
+        elif self._is_hidden():
+            self._num_hidden += len(text)
+        else:
+            self._paragraphs[-1].pieces.append(text)
+
+    def _is_hidden(self) -> bool:
+        run = self._runs[-1] if self._runs else _Run()
+        if run.is_hidden is not None:
+            return run.is_hidden
+        return self._styles.is_hidden(self._paragraphs[-1].style, run.style)
+
+    def _end_paragraph(self, paragraph: _Paragraph) -> None:
+        if paragraph.is_joined and not self._paragraphs:
+            self._carried = paragraph.pieces
+            return
+        text = "".join(paragraph.pieces).strip("\n")
+        if not text.strip():
+            return
+        group = "" if paragraph.level is None else "list"
+        if paragraph.level is not None:
+            text = f"{'  ' * paragraph.level}- {text.lstrip()}"
+        if self._tables and self._tables[-1].rows and self._tables[-1].rows[-1]:
+            self._tables[-1].rows[-1][-1].append(text)
+        else:
+            self._writer.add(Block(text, group))
+
+    def _end_joined(self) -> None:
+        """A paragraph that has no next one."""
+        pieces, self._carried = self._carried, []
+        self._end_paragraph(_Paragraph(pieces))
+
+    def _end_table(self, table: _Table) -> None:
+        """Rows as lines; those of a table in a cell are that cell's."""
+        lines = [CELL_GAP.join(" ".join(" ".join(cell).split()) for cell in row).rstrip() for row in table.rows]
+        lines = [line for line in lines if line.strip(CELL_GAP)]
+        if self._tables and self._tables[-1].rows and self._tables[-1].rows[-1]:
+            self._tables[-1].rows[-1][-1].extend(lines)
+        else:
+            for line in lines:
+                self._writer.add(Block(line, "table"))

@@ -1,0 +1,80 @@
+"""Styles of a Word document: which make a paragraph an item of a list, and which hide text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from triforce_cli.documents.markup import Attributes, local
+
+_NOT_ITS_OWN = ("tblStylePr", "pPrChange", "rPrChange")  # of parts of a table; as it was before a tracked change
+
+
+@dataclass
+class _Style:
+    """None: what the style that it is based on says."""
+
+    based_on: str = ""
+    is_list: bool | None = None
+    is_hidden: bool | None = None
+
+
+class Styles:
+    """Hears the part with the styles."""
+
+    def __init__(self) -> None:
+        self._styles: dict[str, _Style] = {}
+        self._open = _Style()
+        self._default = ""  # of paragraphs without one
+        self._num_skipped = 0
+
+    def start(self, tag: str, attributes: Attributes) -> None:
+        name = local(tag)
+        self._num_skipped += bool(self._num_skipped) or name in _NOT_ITS_OWN
+        if self._num_skipped:
+            return
+        if name == "style":
+            self._open = self._styles.setdefault(value(attributes, "styleId"), _Style())
+            if value(attributes, "type") == "paragraph" and value(attributes, "default") in ("1", "true", "on"):
+                self._default = value(attributes, "styleId")
+        elif name == "basedOn":
+            self._open.based_on = value(attributes, "val")
+        elif name == "numPr":
+            self._open.is_list = True
+        elif name == "numId" and value(attributes, "val") == "0":
+            self._open.is_list = False
+        elif name == "vanish":
+            self._open.is_hidden = is_on(attributes)
+
+    def end(self, tag: str) -> None:
+        self._num_skipped = max(self._num_skipped - 1, 0)
+
+    def text(self, text: str) -> None: ...
+
+    def is_list(self, paragraph: str) -> bool:
+        return self._says(paragraph or self._default, "is_list")
+
+    def is_hidden(self, paragraph: str, run: str) -> bool:
+        """Of text whose paragraph and run have the styles: one that hides undoes another (ECMA-376, 17.7.3)."""
+        return self._says(paragraph or self._default, "is_hidden") != self._says(run, "is_hidden")
+
+    def _says(self, name: str, what: Literal["is_list", "is_hidden"]) -> bool:
+        seen: set[str] = set()
+        while name in self._styles and name not in seen:
+            style = self._styles[name]
+            said: bool | None = getattr(style, what)
+            if said is not None:
+                return said
+            seen.add(name)
+            name = style.based_on
+        return False
+
+
+def value(attributes: Attributes, name: str) -> str:
+    """Of an attribute in whatever namespace, "" for none."""
+    return next((value for key, value in attributes.items() if local(key) == name), "")
+
+
+def is_on(attributes: Attributes) -> bool:
+    """Of a switch, which says yes where it has no value."""
+    return value(attributes, "val") not in ("0", "false", "off")

@@ -144,6 +144,13 @@ def test_without_reuse_only_rows_are_taken_that_a_prefill_would_give_bit_for_bit
     assert reused(prefix, [1, 2, 8, 9, 7, 0, 0], reuse=False) == 5
 
 
+def test_a_longer_prefill_gives_whole_blocks_even_where_the_prompt_ends_within_one() -> None:
+    """A planted fault lived: the last block of a longer prefill, cut in its middle, was taken for the prompt's own."""
+    prefix = cached([1, 2, 3, 4, 5])
+    assert reused(prefix, [1, 2, 3, 8, 9], reuse=False) == 2  # all three of its rows are there, by a block of more rows
+    assert reused(prefix, [1, 2, 3, 4, 8, 9], reuse=False) == 4
+
+
 def test_rows_that_generation_added_are_not_those_of_a_prefill() -> None:
     prefix = cached([1, 2])
     prefix._worker.prefill([3, 4, 5], print)  # by passes of the target

@@ -500,6 +500,13 @@ def test_rows_and_columns_of_blocks_are_those_of_the_matrix(name: str, tmp_path:
     assert same(StoredMatrix(place, kind).matrix(F32), whole[8:24, 32:96])
 
 
+@pytest.mark.parametrize("columns", [range(16, 64), range(32, 80)])
+def test_columns_that_cut_a_block_at_either_end_are_refused(columns: range, tmp_path: Path) -> None:
+    checkpoint, _ = opened(write(tmp_path, CASES["awq"]))
+    with checkpoint, pytest.raises(ModelError, match=rf"{columns.start} to {columns.stop} would cut"):
+        checkpoint.read_stored(f"{DOWN}.weight", torch.empty(64, 1, dtype=torch.uint8), columns=columns)
+
+
 @pytest.mark.parametrize("piece", [800, 1300])
 def test_large_matrices_are_unpacked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """1,300 numbers are 13 outputs, which would end inside a word of packed outputs."""

@@ -182,6 +182,7 @@ MADE_UP: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda record: record["identity"].update(dtype="int8"), "dtype is 'int8', not one of bf16, fp16, fp32"),
     (lambda record: record["identity"].update(page_tokens=0), "page_tokens is 0, not an integer from 1 to"),
     (lambda record: record["identity"].update(num_layers=2**40), "num_layers is 1099511627776, not an integer"),
+    (lambda record: record["identity"].update(num_layers=0), "num_layers is 0, not an integer from 1 to"),
     (lambda record: record["identity"].update(head_dim=4.0), "head_dim is 4.0, not an integer"),
     (lambda record: record["identity"].update(model_name="\x1b[2J"), "model_name is '\\x1b[2J', not a line"),
     (lambda record: record["identity"].update(model="m" * 257), "not a line of at most 256 characters"),

@@ -18,6 +18,9 @@ from torch import Tensor
 from forked import Forked, forked_ranks
 from gguf_models import write_gguf
 from models import GREEDY, Sizes, random_tokens
+from offload.config.encodings import encoded
+from offload.config.matrices import Matrix
+from offload.config.model import llama_shaped
 from offload.config.reading import read_config
 from offload.decode import gguf_tokenizer
 from offload.engine.engine import Engine
@@ -221,6 +224,22 @@ def test_ranks_cut_no_block(pairs: Callable[[str], Pair]) -> None:
     check_divides(config, 2)
     with pytest.raises(UsageError, match=r"gpus is 4, .* in blocks of 256 do not divide so; --gpus may be 1, 2$"):
         check_divides(config, 4)
+
+
+@pytest.mark.parametrize("operator", ["self_attn.o_proj", "mlp.down_proj"])
+def test_ranks_cut_no_block_of_either_matrix_that_they_share_by_inputs(operator: str) -> None:
+    """A planted fault lived: blocks of the feed-forward network alone could be cut."""
+    plain = llama_shaped("llama", 264, 256, 256, 1, num_heads=4, num_kv_heads=4, head_dim=64, max_positions=400)
+    check_divides(plain, 2)
+    stored = encoded(plain, lambda name: "Q4_K" if operator in name else "")
+    with pytest.raises(UsageError, match=r"in blocks of 256 do not divide so; --gpus may be 1$"):
+        check_divides(stored, 2)
+
+
+def test_a_tied_head_is_stored_as_its_table_is() -> None:
+    plain = llama_shaped("llama", 264, 256, 256, 1, num_heads=4, num_kv_heads=4, head_dim=64, max_positions=400)
+    tied = encoded(replace(plain, tie_embeddings=True), lambda name: "Q4_K" if name == plain.names.embeddings else "")
+    assert tied.head == tied.table == Matrix(264, 256, "Q4_K")
 
 
 def test_no_second_copy_of_quantised_weights_is_made(pairs: Callable[[str], Pair]) -> None:

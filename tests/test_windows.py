@@ -73,14 +73,14 @@ def decoder(folder: Path, request: pytest.FixtureRequest) -> Decoder:
 ONE_LAYER = llama_shaped("llama", 32, 64, 32, 1, 2 * HEADS, HEADS, DIM, 400)
 
 
-def ring(operators: str, *, num_pages: int) -> WindowCache:
+def ring(operators: str, *, num_pages: int, windows: Sequence[int] = (WINDOW,)) -> WindowCache:
     table = rope_table(ONE_LAYER, 400, 400, "cpu", ONE_LAYER.rope)
     return WindowCache(
         Memory(torch.device("cpu")),
         TileShape(HEADS, DIM, PAGE, 1, torch.float32),
         num_pages=num_pages,
-        windows=[WINDOW],
-        scorings=[Scoring(table)],
+        windows=windows,
+        scorings=[Scoring(table)] * len(windows),
         blocks=SIZES.blocks,
         kernels=of(operators),
     )
@@ -193,6 +193,32 @@ def test_it_reaches_as_far_as_what_was_written_is_there(num_pages: int, drafted:
         for length in range(1, count + 1):
             assert cache.reaches(length) == (max(length + 1 - WINDOW, 0) >= oldest)
             assert has_all_seen(cache, length) or not cache.reaches(length)
+
+
+def test_it_reaches_no_further_than_it_has_rows() -> None:
+    cache = filled(9, 30)
+    assert cache.reaches(30)
+    assert not cache.reaches(31)
+
+
+def test_layers_of_several_windows_reach_as_far_as_the_longest_one() -> None:
+    cache = ring("torch", num_pages=3, windows=(3, WINDOW))
+    cache.restored(0)
+    cache.filled(7, cache.page_to_fill(7))
+    cache.restored(72)
+    assert cache.reaches(7 * PAGE + WINDOW - 1)  # whose longest window begins with page 7
+    assert not cache.reaches(7 * PAGE + WINDOW - 2)
+
+
+def test_rows_that_were_drafted_far_ahead_took_the_place_of_pages_whatever_is_drafted_after_them() -> None:
+    """A planted fault lived: a second, shorter draft made the first one's pages forgotten."""
+    cache, (q, k, v) = filled(4, 60), rows(200, 6)
+    for count in (13, 1):
+        cache.begin("prefill", count, cache.length)
+        cache.attend(0, q[:count], k[:count], v[:count])
+        cache.advance(count)
+    for length in range(1, 61):
+        assert has_all_seen(cache, length) or not cache.reaches(length)
 
 
 def test_what_was_copied_goes_on_with_the_same_bits() -> None:

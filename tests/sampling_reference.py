@@ -26,6 +26,9 @@ class Letters:
     def vocabulary(self) -> dict[str, int]:
         return {self.decode([token]): token for token in range(self._size)}
 
+    def added_tokens(self, *, special: bool) -> dict[str, int]:
+        return {}
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(ord("a") + token) for token in tokens)
 

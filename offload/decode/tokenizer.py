@@ -192,9 +192,10 @@ class Detokenizer:
     for a token does not grow with the sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        """context: the prompt; only its end is looked at."""
-        self._tokenizer, self._characters = tokenizer, tokenizer.characters()
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, named: Mapping[int, str] | None = None) -> None:
+        """context: the prompt; only its end is looked at. named: tokens that are written by these names, special ones
+        too, which otherwise are no text."""
+        self._tokenizer, self._characters, self._named = tokenizer, tokenizer.characters(), named or {}
         self._before: list[str] = []
         last = list(islice(filter(None, map(tokenizer.written, reversed(context))), _NUM_BEFORE))
         for token in dropwhile(_INSIDE.fullmatch, reversed(last)):
@@ -202,6 +203,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, maybe none."""
+        if token in self._named:
+            return self.flush() + self._named[token]
         written = self._tokenizer.written(token)
         return self._text(self._characters.push(written)) if written else ""
 

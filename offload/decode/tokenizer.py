@@ -10,7 +10,7 @@ from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any, cast
 
-from offload.decode import tokenizer_files
+from offload.decode import chat_template, tokenizer_files
 from offload.decode.characters import Characters, characters_of
 from offload.errors import ModelError, unreadable
 
@@ -125,16 +125,10 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, object]], template: str, **variables: object) -> str:
         """Text of `messages` (role; content: text or a list of parts), up to where the next reply begins.
 
-        Special tokens have their names. template: Jinja, run in a sandbox. Raises whatever the template raises.
+        Special tokens have their names. template: Jinja, run in a sandbox. Raises TooMuchText, and whatever the
+        template raises.
         """
-        rendered = self._inner.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **variables,
-        )
-        return cast(str, rendered)
+        return chat_template.render(template, messages, self._inner.special_tokens_map | variables)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`, U+FFFD where their bytes are no character. Raises ModelError as `encode` does."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from offload.decode.chat_template import TooMuchText
 from offload.decode.tokenizer import Detokenizer
 from offload.errors import ModelError, TriforceError, UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 NAMES = (AUTO, *OWN)
 _CACHED_PIECES = 512
+_MOST_SAID = 400  # characters of what a template says when it refuses
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class ChatFormat:
             try:
                 with limited_steps():
                     return self.tokenizer.render_chat(messages, self.template, **given)
-            except TooManySteps as error:
+            except (TooManySteps, TooMuchText) as error:
                 raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes
                 raise UsageError(_refusal(error, conversation)) from error
@@ -256,4 +258,6 @@ def _refusal(error: Exception, conversation: Conversation) -> str:
     remedy = f"begin a new conversation (/clear), or {_REMEDY}" if again else _REMEDY
     if conversation.system:
         remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
-    return f"the model's chat template refuses this conversation ({error}); {remedy}"
+    said = str(error) or type(error).__name__
+    shown = said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."
+    return f"the model's chat template refuses this conversation ({shown}); {remedy}"

@@ -17,9 +17,9 @@ from jinja2 import nodes
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
-from transformers.utils import chat_template_utils as theirs
 
 from offload.decode import template_sizes as sizes
+from offload.errors import ModelError
 
 MOST_BYTES = 1 << 28
 TIMES_GIVEN = 64  # bytes more for each that a template is given: some put a conversation together message by message
@@ -48,7 +48,7 @@ _OF_ITEMS = {
 _SLICE = "[:]"
 
 
-class TooMuchText(Exception):
+class TooMuchText(ModelError):
     """A template made too much. The message says how much is allowed."""
 
 
@@ -73,6 +73,8 @@ def charge(num_bytes: int) -> None:
 def render(template: str, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
     """What transformers' `apply_chat_template` makes of it, up to where the next reply begins. Raises TooMuchText, and
     whatever the template raises."""
+    from transformers.utils import chat_template_utils as theirs
+
     given = {"tools": None, "documents": None, "add_generation_prompt": True} | dict(variables)
     plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
     given |= {"messages": theirs._alias_reasoning_fields(theirs._plain_template_data(plain))}
@@ -93,6 +95,8 @@ def _compiled(template: str) -> jinja2.Template:
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
     """With the filters, functions and tags of transformers'."""
+    from transformers.utils import chat_template_utils as theirs
+
     usual = theirs._compile_jinja_template("").environment
     made = _Environment(
         trim_blocks=usual.trim_blocks,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from offload.decode.chat_template import TooMuchText
 from offload.decode.tokenizer import Detokenizer
 from offload.errors import ModelError, TriforceError, UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
@@ -182,7 +181,7 @@ class ChatFormat:
             try:
                 with limited_steps():
                     return self.tokenizer.render_chat(messages, self.template, **given)
-            except (TooManySteps, TooMuchText) as error:
+            except (TooManySteps, ModelError) as error:
                 raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes
                 raise UsageError(_refusal(error, conversation)) from error

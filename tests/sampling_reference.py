@@ -36,6 +36,9 @@ class Words:
     def join(self, strings: Sequence[str]) -> str:
         return "".join(strings)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.words[token] for token in tokens if self.words[token] not in self._special)
+
 
 class Letters(Words):
     """Token 0 is "a", 1 is "b" ..."""

@@ -337,6 +337,18 @@ def test_tokens_are_those_of_the_library(tokenizer, name, system, question, ende
 # Templates that do more than put texts one after another
 
 
+def test_marks_of_thoughts_that_are_special_tokens_are_a_part_of_the_reply():
+    """They are no text by themselves, so a reply of a session was taken for another model's."""
+    tokenizer = byte_level(DEFAULT_SYSTEM + "{# [THINK] [/THINK] #}")
+    tokenizer._pipeline.add_special_tokens([AddedToken(mark, normalized=False) for mark in ("[THINK]", "[/THINK]")])
+    format, reply = ChatFormat(tokenizer), "[THINK]It[/THINK]It is"
+    tokens = tokens_of(format, reply)
+    assert tokenizer.decode(tokens) == "ItIt is"
+    assert format.spoken(tokens, reply) == format.spoken([*tokens, *tokens_of(format, " 42")], reply) == tokens
+    conversation = Conversation().asked("what?").answered(reply, tokens, complete=True)
+    assert format.adopted(conversation) == conversation
+
+
 def test_a_template_that_leaves_thoughts_out_is_followed():
     """The reply with thoughts is the template's text in the next prompt; a reply without is still its tokens."""
     format = ChatFormat(BYTES(THOUGHTLESS))

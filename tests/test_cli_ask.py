@@ -62,7 +62,7 @@ def expected(folder: Path, conversation: Conversation, begin: str = "") -> list[
     """The tokens of the answer, by the engine."""
     tokenizer = load_tokenizer(folder / "target", None)
     chat_format = ChatFormat(tokenizer)
-    prompt = chat_format.reply_tokens(conversation, begin)
+    prompt = chat_format.opening(conversation, begin).tokens
     options = Options(device="cpu", dtype="fp32")
     plan = plan_request(folder / "target", None, options, num_prompt_tokens=len(prompt), max_tokens=12)
     request = GenerationRequest(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from offload.decode.constraint import Constraint
-from offload.decode.distribution import Distribution, distribution_of
-from offload.decode.sampling import SamplingParams
+from offload.decode.distribution import Distribution, distribution_of, grammar_of
+from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
@@ -184,6 +184,50 @@ def test_a_constraint_leaves_its_tokens_alone() -> None:
     probs = found.probs(torch.zeros(1, len(tokenizer)), [1])[0]
     firsts = {tokenizer.decode([token]).strip()[0] for token in probs.nonzero().flatten().tolist()}
     assert firsts == {"y", "n"}
+
+
+CONSTRAINTS = {
+    "json-schema": '{"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "string"}}}',
+    "regex": "(ab ){30}",
+    "choice": '["yes yes yes yes", "no no no no no"]',
+    "grammar": 'start: "go " start | "stop"',
+}
+LATER: dict[str, dict[str, Any]] = {
+    "biases": {"logit_bias": ((5, 100.0), (300, -100.0))},
+    "bans": {"logit_bias": tuple((token, -math.inf) for token in range(3, 4096, 2))},
+    "all banned": {"logit_bias": tuple((token, -math.inf) for token in range(4096))},
+    "repetition": {"repetition_penalty": 10.0, "penalty_window": 0},
+    "occurrences": {"presence_penalty": 2.0, "frequency_penalty": -2.0},
+    "n-grams": {"no_repeat_ngram": 1},
+    "DRY": {"dry_multiplier": 100.0, "dry_base": 10.0, "dry_allowed_length": 1, "dry_breakers": ()},
+    "thoughts": {"thoughts": ThoughtBudget(2, "\n</think>\n\n")},
+    "thoughts at once": {"thoughts": ThoughtBudget(0, "\n</think>\n\n")},
+    "least tokens": {"min_tokens": 1000},
+    "truncation": {"top_k": 1, "xtc_probability": 0.5, "typical_p": 0.5, "temperature": 0.01},
+}
+
+
+@pytest.mark.few(len(CONSTRAINTS) * len(LATER))
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+@pytest.mark.parametrize("later", LATER)
+def test_no_step_behind_a_constraint_leaves_it(kind: str, later: str) -> None:
+    """A budget of thoughts wrote its mark into JSON, and from there on the grammar allowed everything."""
+    tokenizer = Tokenizer.from_folder(DEMO)
+    size, ends = len(tokenizer), frozenset({tokenizer.eos_token_id or 0})
+    constraint = Constraint(cast(Any, kind), CONSTRAINTS[kind])
+    found = _of(replace(ALL, constraint=constraint, **LATER[later]), tokenizer)
+    state = grammar_of(constraint, tokenizer, size, ends).state()
+    generator = torch.Generator().manual_seed(1)
+    tokens = [1]
+    for scale in (1.0, 30.0, 1e38) * 8:
+        probs = found.probs(scale * torch.randn(1, size, generator=generator), tokens)[0]
+        allowed = state.masks([])[0]
+        assert probs.sum() == pytest.approx(1.0)
+        assert not probs[~allowed].any()
+        tokens.append(int(torch.multinomial(probs, 1, generator=generator)))
+        if tokens[-1] in ends:
+            break
+        assert state.advance(tokens[-1:]) == 1
 
 
 def _of(sampling: SamplingParams, tokenizer: Tokenizer) -> Distribution:

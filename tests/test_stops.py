@@ -10,9 +10,10 @@ from tokenizers import AddedToken
 
 from models import Sizes, byte_tokenizer, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.generation import Run
+from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams
 from offload.decode.stops import StopStrings
-from offload.decode.tokenizer import Detokenizer, Tokenizer
+from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import _show
 from offload.engine.request import GenerationRequest
 
@@ -32,11 +33,11 @@ def stopped(text: str, *stops: str, ends: tuple[str, ...] = (), size: int = 100)
     tokenizer = tokenizer_with_names()
     tokens, names = tokenizer.encode_piece(text), tokenizer.added_tokens(special=False)
     end_tokens = frozenset(names[name] for name in ends)
-    watch, detokenizer = StopStrings(stops, tokenizer.unwritten(end_tokens)), Detokenizer(tokenizer, [])
+    written = ReplyText(tokenizer, [], stops=stops, named={}, end_tokens=end_tokens)
     shown, kept = "", 0
     for at in range(0, len(tokens), size):
         run = Run(tokens[at : at + size], "length" if at + size >= len(tokens) else None)
-        step = _show(run, detokenizer, watch, end_tokens)
+        step = _show(run, written)
         shown, kept = shown + step.text, kept + len(step.tokens)
         if step.finish is not None:
             return shown, kept, step.finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.decode.characters import Characters
 from offload.decode.distribution import distribution_of
+from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.errors import UsageError
 from sampling_reference import Letters
-from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.thoughts import Marks, Splitter, marks_of, switched_off
+from triforce_cli.chat.thoughts import Marks, Part, Splitter, marks_of, switched_off
 from triforce_cli.commands.chat import check_thinking, template_variables
 
 MARKS = Marks("<think>", "</think>")
@@ -119,17 +122,17 @@ def format_of(template: str, **settings: Any) -> ChatFormat:
 
 
 def prompt(chat_format: ChatFormat, begin: str = "") -> str:
-    return chat_format.tokenizer.decode(chat_format.reply_tokens(Conversation().asked("Hi"), begin))
+    return chat_format.tokenizer.decode(chat_format.opening(Conversation().asked("Hi"), begin).tokens)
 
 
 def test_a_template_that_opens_thoughts_has_them_begun() -> None:
     found = format_of(R1)
-    tokens = found.reply_tokens(Conversation().asked("Hi"), "")
-    assert [part.is_thought for part in found.splitter(tokens).push("hm")] == [True]
+    opening = found.opening(Conversation().asked("Hi"))
+    assert [part.is_thought for part in opening.splitter().push("hm")] == [True]
     found = format_of(QWEN)
-    tokens = found.reply_tokens(Conversation().asked("Hi"), "")
-    assert [part.is_thought for part in found.splitter(tokens).push("Yes, I do")] == [False]
-    assert [part.is_thought for part in found.splitter(tokens).push("<think>I do")] == [True]
+    opening = found.opening(Conversation().asked("Hi"))
+    assert [part.is_thought for part in opening.splitter().push("Yes, I do")] == [False]
+    assert [part.is_thought for part in opening.splitter().push("<think>I do")] == [True]
 
 
 def test_off_is_the_templates_switch_or_a_reply_that_begins_behind_its_thoughts() -> None:
@@ -138,8 +141,8 @@ def test_off_is_the_templates_switch_or_a_reply_that_begins_behind_its_thoughts(
     assert prompt(format_of(LATE, thinks=False)).endswith("[assistant]<think>\n\n</think>\n\n")
     for template in (QWEN, R1, LATE):
         found = format_of(template, thinks=False)
-        tokens = found.reply_tokens(Conversation().asked("Hi"), "")
-        assert told_by(found.splitter(tokens), "Yes.") == [("Yes.", False)]
+        opening = found.opening(Conversation().asked("Hi"))
+        assert told_by(opening.splitter(), "Yes.") == [("Yes.", False)]
 
 
 def told_by(splitter: Splitter, text: str) -> list[tuple[str, bool]]:
@@ -191,6 +194,164 @@ def test_a_budget_ends_thoughts_once_and_is_a_function_of_the_text() -> None:
         replace(sampling, thoughts=ThoughtBudget(2, "f")), letters, num_prompt=1, vocab_size=6, end_tokens=()
     )
     assert closed.probs(rows[:4], [0, 5, 1, 2]).argmax(-1).tolist() == [0, 0, 0, 0]  # closed before
+
+
+class Words:
+    """A tokenizer in which each of `words` is a token, by its number; `special` ones are no text, `added` ones are."""
+
+    def __init__(self, *words: str, special: Collection[str] = (), added: Collection[str] = ()) -> None:
+        self._words, self._special, self._added = words, special, added
+
+    def added_tokens(self, *, special: bool) -> dict[str, int]:
+        names = self._special if special else (*self._special, *self._added)
+        return {name: self._words.index(name) for name in names}
+
+    def written(self, token: int) -> str | None:
+        return None if self._words[token] in self._special else self._words[token]
+
+    def characters(self) -> Characters:
+        return Characters()
+
+    def unwritten(self, more: Collection[int] = ()) -> dict[str, int]:
+        return {self._words[i]: i for i in range(len(self._words)) if self.written(i) is None or i in more}
+
+    def join(self, strings: Sequence[str]) -> str:
+        return "".join(strings)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(filter(None, map(self.written, tokens)))
+
+    def encode_piece(self, text: str) -> list[int]:
+        found = []
+        while text:
+            found.append(next(i for i, word in enumerate(self._words) if word and text.startswith(word)))
+            text = text[len(self._words[found[-1]]) :]
+        return found
+
+
+MARKED = ("[THINK]", "[/THINK]", "\n", "hm", "Yes", "[/TH", "INK]", " ")
+KINDS: dict[str, Any] = {
+    "special": Words(*MARKED, special=MARKED[:2]),
+    "added": Words(*MARKED, added=MARKED[:2]),
+    "texts": Words("[TH", "INK]\n", "\n", "hm", "Yes", "[/TH", "INK]", " "),
+}
+THINK = Marks("[THINK]", "[/THINK]")
+
+
+def read(words: Any, tokens: Sequence[int], *, stops: Sequence[str] = (), **begins: Any) -> tuple[str, str]:
+    """(thoughts, what is said) of a reply of these tokens."""
+    added = words.added_tokens(special=False)
+    named = {added[mark]: mark for mark in (THINK.open, THINK.close) if mark in added}
+    written = ReplyText(words, (), stops=stops, named=named)
+    splitter = Splitter(THINK, named=named.values(), **begins)
+    parts: list[Part] = []
+    for token in tokens:
+        text = written.push(token)
+        parts += splitter.push(text, written.named_in(text))
+    text = "" if written.is_stopped else written.flush()
+    parts += splitter.push(text, written.named_in(text)) + splitter.flush()
+    thoughts, said = ("".join(part.text for part in parts if part.is_thought is kind) for kind in (True, False))
+    return thoughts, said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_are_found_whether_they_are_special_tokens_tokens_or_texts(kind: str) -> None:
+    """Special tokens are no text: thoughts between them came out as the answer."""
+    tokens = [0, 2, 3, 1, 2, 4] if kind != "texts" else [0, 1, 3, 5, 6, 2, 4]
+    assert read(KINDS[kind], tokens) == ("hm", "Yes")
+    assert read(KINDS[kind], tokens, stops=("hmY", "mYe")) == ("hm", "Yes")
+    assert read(KINDS[kind], tokens, stops=("[/THINK]",)) == ("hm", "")
+
+
+@pytest.mark.parametrize("kind", ["special", "added"])
+def test_a_mark_that_is_a_token_is_no_other_text(kind: str) -> None:
+    assert read(KINDS[kind], [0, 3, 5, 6, 3, 1, 4]) == ("hm[/THINK]hm", "Yes")
+    assert read(KINDS[kind], [3, 5, 6, 1, 4], begun=True) == ("hm[/THINK]", "Yes")
+    assert read(KINDS[kind], [1, 4], begin="[THINK]hm") == ("hm", "Yes")
+    assert read(KINDS[kind], [0, 3, 1, 4], begun=True) == ("hm", "Yes")  # opened once more
+
+
+LINES = ("a", "b", "<think>", "</think>", "\n\n", "\n", "<thi", "nk>", "</thi")
+
+
+@pytest.mark.parametrize("words", [Words(*LINES, added=LINES[2:4]), Words(*LINES, special=LINES[2:4]), Words(*LINES)])
+def test_a_budget_is_of_thoughts_that_a_reply_opens_and_ends_with_all_of_the_close(words: Any) -> None:
+    """It closed thoughts that nobody had opened, in the middle of the answer; and the line breaks behind the mark
+    were never looked at."""
+
+    def greedy(budget: ThoughtBudget, wanted: Sequence[int]) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, thoughts=budget)
+        found = distribution_of(sampling, words, num_prompt=1, vocab_size=len(LINES), end_tokens=())
+        tokens = [0]
+        for token in wanted:
+            logits = torch.zeros(1, len(LINES))
+            logits[0, token] = 1.0
+            tokens.append(int(found.probs(logits, tokens).argmax()))
+        return tokens[1:]
+
+    opened, begun = ThoughtBudget(2, "\n</think>\n\n", "<think>"), ThoughtBudget(2, "\n</think>\n\n")
+    assert greedy(begun, [0] * 7) == [0, 0, 5, 3, 4, 0, 0]
+    assert greedy(opened, [0] * 7) == [0] * 7
+    assert greedy(opened, [5, 2, *[0] * 6]) == [5, 2, 0, 0, 5, 3, 4, 0]
+    assert greedy(opened, [2, 0, 3, 1, 1, 1]) == [2, 0, 3, 1, 1, 1]
+    assert greedy(opened, [0, 2, 0, 0, 0]) == [0, 2, 0, 0, 0]
+    if not words.added_tokens(special=False):
+        assert greedy(opened, [6, 7, *[0] * 6]) == [6, 7, 0, 0, 5, 3, 4, 0]
+        assert greedy(begun, [8, 7, *[0] * 4]) == [8, 7, 0, 0, 0, 0]
+
+
+MENTIONED = "{% for m in messages %}[{{ m.content }}]{% endfor %}[assistant]{# <think> </think> #}"
+# As EXAONE 4: no thoughts unless they are asked for.
+UNASKED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [QWEN, R1, LATE, MENTIONED, UNASKED])
+def test_there_is_a_budget_only_while_there_may_be_thoughts(template: str) -> None:
+    asked = Conversation().asked("Hi")
+    usual = format_of(template).opening(asked).budget(5)
+    close = "\n</think>\n\n"
+    opens = {R1: ThoughtBudget(5, close), UNASKED: None}
+    assert usual == opens.get(template, ThoughtBudget(5, close, "<think>"))
+    assert format_of(template).opening(asked).budget(None) is None
+    assert format_of(template).opening(asked, "The answer").budget(5) is None
+    assert format_of(template).opening(asked, "<think>Well").budget(5) == ThoughtBudget(5, close)
+    assert format_of(template).opening(asked, "<think>Well</think>So").budget(5) is None
+    if template != MENTIONED:
+        switched = format_of(template, thinks=False).opening(asked)
+        assert switched.budget(5) is None
+        assert switched.marks is None
+
+
+@pytest.mark.parametrize("written", ["<think>", "</think>", "<think>\n", "What is <think>"])
+def test_marks_that_a_person_wrote_open_and_close_nothing(written: str) -> None:
+    """A question that ended in <think> swallowed the answer."""
+    for template in (MENTIONED, R1.replace(".split('</think>')[-1]", "")):
+        usual = format_of(template).opening(Conversation().asked("Hi"))
+        document = Conversation().with_document(Document("a", written)).asked("Hi")
+        for conversation in (Conversation().asked(written), Conversation().with_system(written).asked("Hi"), document):
+            opening = format_of(template).opening(conversation)
+            assert (opening.marks, opening.begun) == (usual.marks, usual.begun)
+
+
+def test_what_a_reply_begins_with_is_said_unless_it_has_marks() -> None:
+    found = format_of(R1)
+    asked = Conversation().asked("Hi")
+    assert told_by(found.opening(asked, "Yes,").splitter(), " I do") == [("Yes, I do", False)]
+    assert prompt(found, "Yes,").endswith("[assistant]<think>\n\n</think>\n\nYes,")
+    assert told_by(found.opening(asked, "well</think>").splitter(), "Yes") == [("well", True), ("Yes", False)]
+    assert prompt(found, "well</think>").endswith("[assistant]<think>\nwell</think>")
+    opened = format_of(LATE).opening(asked, "<think>\nwell")
+    assert told_by(opened.splitter(), " then</think>Yes") == [("well then", True), ("Yes", False)]
+
+
+def test_a_switch_that_is_off_by_default_is_a_switch() -> None:
+    """With a schema an empty pair of marks was written behind the one that the template had written."""
+    assert switched_off(format_of(UNASKED)._written) == {"enable_thinking": False}
+    assert prompt(format_of(UNASKED, thinks=False)) == prompt(format_of(UNASKED))
+    assert prompt(format_of(UNASKED)).endswith("[assistant]<think>\n\n</think>\n\n")
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from models import byte_tokenizer
 from offload.decode.stops import StopStrings
 from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.errors import ModelError
@@ -302,6 +304,27 @@ def test_a_template_is_the_tokenizers_own_or_the_default_of_several() -> None:
     for template, expected in (("x", "x"), ({"default": "y", "rag": "x"}, "y"), ({"rag": "x"}, None)):
         tokenizer._inner.chat_template = template
         assert tokenizer.chat_template == expected
+
+
+def test_a_template_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """The older of them, chat_template.json, was not read."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "config"}
+    for name, text, template in (
+        ("tokenizer_config.json", json.dumps(config), "config"),
+        ("chat_template.json", '{"chat_template": "json"}', "json"),
+        ("chat_template.jinja", "jinja", "jinja"),
+    ):  # each goes before those above it
+        (tmp_path / name).write_text(text)
+        assert Tokenizer.from_folder(tmp_path).chat_template == template
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    found = Tokenizer.from_folder(tmp_path)
+    assert (found.chat_template, set(found.named_templates)) == ("json", {"default", "tools"})
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 1}')
+    with pytest.raises(ModelError, match=r'chat_template.json has no text "chat_template"'):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_conversation_is_written_up_to_where_the_reply_begins() -> None:

@@ -79,18 +79,16 @@ class Ask(Generate):
             if piped.strip():
                 conversation = conversation.with_document(Document(PIPED, piped))
         begin = filled(self.begin_reply, self.variables, "the beginning of the reply")
-        tokens = chat_format.reply_tokens(conversation.asked(text), begin)
+        opening = chat_format.opening(conversation.asked(text), begin)
         return Prompted(
-            tokens,
+            opening.tokens,
             documents=conversation.documents,
-            splitter=chat_format.splitter(tokens, begin),
+            opening=opening,
             calls_tools=self.tools is not None,
             shows_thoughts=self.thinking == "show",
-            thoughts=chat_format.thought_budget(self.thinking_tokens),
+            thoughts=opening.budget(self.thinking_tokens),
             end_tokens=chat_format.end_tokens,
             stops=chat_format.stops,
-            begin=begin,
-            trimmed=True,
             passages=ASKED if self.cites else 0,
         )
 

@@ -20,6 +20,7 @@ from offload.decode.grammar_text import GrammarText
 from offload.decode.penalties import (
     ClosedThoughts,
     Dry,
+    Mark,
     MinTokens,
     NoRepeatNgram,
     Occurrences,
@@ -28,7 +29,7 @@ from offload.decode.penalties import (
     Text,
     Tokens,
 )
-from offload.decode.sampling import SamplingParams
+from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
 from offload.decode.warp import Biases, BiasRows, Warping, finite
@@ -40,6 +41,8 @@ CPU = torch.device("cpu")
 class Adjustment:
     """What the tokens before a place do to its logits, in the order of docs/sampling.md.
 
+    Each step works on what those before it leave: it lifts no token that they forbid, and where it would forbid all
+    that is left it is passed over. So the constraint, which is the first, holds whatever follows.
     The tokens of a sequence are held as an array from call to call; the list that they begin with only grows.
     """
 
@@ -63,11 +66,11 @@ class Adjustment:
             forbidden = self._grammar.masks(tokens, first).logical_not_().to(logits.device)
             logits = logits.masked_fill_(forbidden, -torch.inf)  # `finite` made them anew
         if self._biases is not None:
-            logits = self._biases(logits)
+            logits = _further(logits, self._biases(logits))
         if self._penalties:
             text = Text(self._held(tokens), self._num_prompt)
             for penalty in self._penalties:
-                logits = penalty(logits, text, first)
+                logits = _further(logits, penalty(logits, text, first))
         return logits.cpu()
 
     def _held(self, tokens: Sequence[int]) -> Tokens:
@@ -82,6 +85,12 @@ class Adjustment:
         self._tokens[self._num_held : len(tokens)] = tokens[self._num_held :]
         self._num_held = len(root)
         return self._tokens[: len(tokens)]
+
+
+def _further(before: Tensor, after: Tensor) -> Tensor:
+    """What a step leaves of the logits [n, V] before it."""
+    left = after.masked_fill(before == -torch.inf, -torch.inf)
+    return torch.where((left == -torch.inf).all(-1, keepdim=True), before, left)
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def grammar_of(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, en
 
 def _penalties(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Collection[int]) -> list[Penalty]:
     """Those that are on, in their order."""
-    found: list[Penalty] = []
+    found: list[Penalty] = [] if sampling.thoughts is None else [_closed(sampling.thoughts, tokenizer)]
     if sampling.repetition_penalty != 1.0:
         found.append(Repetition(sampling.repetition_penalty, sampling.penalty_window))
     if sampling.presence_penalty or sampling.frequency_penalty:
@@ -143,12 +152,20 @@ def _penalties(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Colle
         found.append(
             Dry(sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_window, breakers)
         )
-    if (thoughts := sampling.thoughts) is not None:
-        close, mark = (tuple(tokenizer.encode_piece(text)) for text in (thoughts.close, thoughts.close.strip()))
-        found.append(ClosedThoughts(thoughts.tokens, close, mark))
     if sampling.min_tokens and not sampling.ignore_eos:
         found.append(MinTokens(sampling.min_tokens, end_tokens))
     return found
+
+
+def _closed(thoughts: ThoughtBudget, tokenizer: Tokenizer) -> ClosedThoughts:
+    added = tokenizer.added_tokens(special=False)
+
+    def mark(text: str) -> Mark:
+        return Mark(text, added.get(text), tokenizer.decode)
+
+    close = tuple(tokenizer.encode_piece(thoughts.close))
+    opening = mark(thoughts.open) if thoughts.open else None
+    return ClosedThoughts(thoughts.tokens, close, mark(thoughts.close.strip()), opening)
 
 
 def _biases(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> Biases:

@@ -6,7 +6,7 @@ Each is a function of those tokens alone, drafted ones included, so it can be ap
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.decode.breakers import Breakers
-from offload.decode.warp import without
 
 Tokens = NDArray[np.int32]
 
@@ -34,7 +33,8 @@ class Text:
 class Penalty(Protocol):
     def __call__(self, logits: Tensor, text: Text, first: int) -> Tensor:
         """logits [n, V] fp32 of n places that follow each other -> the same, changed. The first one is behind the first
-        `first` tokens of `text`, the last behind all of them."""
+        `first` tokens of `text`, the last behind all of them. A logit of -inf forbids; whoever calls sees to it that
+        none is lifted and something is left (`Adjustment`)."""
         ...
 
 
@@ -75,7 +75,7 @@ class NoRepeatNgram:
         banned = np.zeros(logits.shape, dtype=np.bool_)
         for row, place in enumerate(range(first, len(text.tokens) + 1)):
             banned[row, self._followers(text.tokens[:place])] = True
-        return without(logits, torch.from_numpy(banned).to(logits.device))
+        return _without(logits, torch.from_numpy(banned))
 
     def _followers(self, tokens: Tokens) -> Tokens:
         """What stands behind earlier occurrences of the last size - 1 tokens."""
@@ -148,32 +148,61 @@ class MinTokens:
         too_short = torch.arange(first, len(text.tokens) + 1) < text.num_prompt + self.least
         banned = torch.zeros(logits.shape, dtype=torch.bool)
         banned[:, sorted(token for token in self.end_tokens if token < logits.shape[-1])] = True
-        return without(logits, (banned & too_short[:, None]).to(logits.device))
+        return _without(logits, banned & too_short[:, None])
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What opens thoughts, or closes them: a token, or else a text of several. decode: tokens to text."""
+
+    text: str
+    token: int | None
+    decode: Callable[[Sequence[int]], str]
+
+    def is_in(self, tokens: Sequence[int]) -> bool:
+        return self.text in self.decode(tokens) if self.token is None else self.token in tokens
+
+    def end_at_start(self, tokens: Sequence[int]) -> int | None:
+        """How many of `tokens` it ends with, where they begin with white space and it; else None."""
+        shown = (i for i, token in enumerate(tokens) if token == self.token or self.decode([token]).strip())
+        blank = next(shown, len(tokens))
+        if self.token is not None:
+            return blank + 1 if self.token in tokens[blank : blank + 1] else None
+        for end in range(blank + 1, len(tokens) + 1):
+            begin = self.decode(tokens[blank:end]).lstrip()
+            if len(begin) >= len(self.text) or not self.text.startswith(begin):
+                return end if begin.startswith(self.text) else None
+        return None
 
 
 @dataclass(frozen=True)
 class ClosedThoughts:
-    """Allows `close` alone from the token at `budget` on, one after the other, where the generated text has not had
-    `mark` before."""
+    """Allows `close` alone, one token after the other, behind `budget` tokens of thoughts that have no `mark` among
+    them. Thoughts begin behind `open`, where the generated text begins with it; None: they begin with that text."""
 
     budget: int
     close: tuple[int, ...]
-    mark: tuple[int, ...]
+    mark: Mark
+    open: Mark | None = None
 
     def __call__(self, logits: Tensor, text: Text, first: int) -> Tensor:
-        for row, place in enumerate(range(first, len(text.tokens) + 1)):
-            generated = text.tokens[text.num_prompt : place].tolist()
-            at = len(generated) - self.budget
-            if 0 <= at < len(self.close) and not _has(generated[: self.budget], self.mark):
-                only = torch.full_like(logits[row], -torch.inf)
-                only[self.close[at]] = 0.0
-                logits[row] = only
-        return logits
+        generated = text.tokens[text.num_prompt :].tolist()
+        start = 0 if self.open is None else self.open.end_at_start(generated)
+        if start is None:
+            return logits
+        due = start + self.budget  # where `close` begins
+        written = range(due, due + len(self.close))
+        banned = torch.zeros(logits.shape, dtype=torch.bool)
+        for row in range(len(logits)):
+            place = first + row - text.num_prompt
+            if place in written and not self.mark.is_in(generated[start:due]):
+                banned[row] = True
+                banned[row, self.close[place - due]] = False
+        return _without(logits, banned)
 
 
-def _has(tokens: list[int], wanted: tuple[int, ...]) -> bool:
-    starts = range(len(tokens) - len(wanted) + 1)
-    return any(tokens[start : start + len(wanted)] == list(wanted) for start in starts)
+def _without(logits: Tensor, banned: Tensor) -> Tensor:
+    return logits.masked_fill(banned.to(logits.device), -torch.inf)
 
 
 def _counts(text: Text, start: int, first: int, logits: Tensor, window: int) -> Tensor:

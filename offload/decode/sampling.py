@@ -40,10 +40,15 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class ThoughtBudget:
-    """A text that begins with thoughts: unless `close` was written before, it is written after so many tokens."""
+    """Thoughts at the beginning of a text: after so many tokens of them `close` is written, unless it was before.
+
+    open: what has to be written for thoughts to begin; "" where the prompt has opened them. close: with the white space
+    around it.
+    """
 
     tokens: int
     close: str
+    open: str = ""
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
@@ -55,9 +60,9 @@ class SamplingParams:
     """The distribution a request samples from, as a function of the tokens before a place and of the model's logits
     there. `temperature` 0 is greedy: one-hot, not a limit of soft distributions.
 
-    What is on applies in the order of docs/sampling.md: the constraint, biases, penalties, no-repeat n-grams, DRY, end
-    tokens; temperature; top-n-sigma, top-k, top-p, min-p, typical, XTC, each truncation to the renormalised result of
-    the one before.
+    What is on applies in the order of docs/sampling.md: the constraint, biases, the end of thoughts, penalties,
+    no-repeat n-grams, DRY, end tokens; temperature; top-n-sigma, top-k, top-p, min-p, typical, XTC, each truncation to
+    the renormalised result of the one before.
     logit_bias: pairs of a token, its id or its text, and what is added to its logit; -inf: it is never taken.
     """
 

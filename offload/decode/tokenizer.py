@@ -10,7 +10,7 @@ from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any, cast
 
-from offload.decode import tokenizer_files
+from offload.decode import chat_template, tokenizer_files
 from offload.decode.characters import Characters, characters_of
 from offload.decode.long_texts import PART, Coverage, parts
 from offload.errors import DoesNotFit, ModelError, unreadable
@@ -160,16 +160,10 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, object]], template: str, **variables: object) -> str:
         """Text of `messages` (role; content: text or a list of parts), up to where the next reply begins.
 
-        Special tokens have their names. template: Jinja, run in a sandbox. Raises whatever the template raises.
+        Special tokens have their names. template: Jinja, run in a sandbox. Raises TooMuchText, and whatever the
+        template raises.
         """
-        rendered = self._inner.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **variables,
-        )
-        return cast(str, rendered)
+        return chat_template.render(template, messages, self._inner.special_tokens_map | variables)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens`, U+FFFD where their bytes are no character. Raises ModelError as `encode` does."""
@@ -232,9 +226,10 @@ class Detokenizer:
     for a token does not grow with the sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
-        """context: the prompt; only its end is looked at."""
-        self._tokenizer, self._characters = tokenizer, tokenizer.characters()
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, named: Mapping[int, str] | None = None) -> None:
+        """context: the prompt; only its end is looked at. named: tokens that are written by these names, special ones
+        too, which otherwise are no text."""
+        self._tokenizer, self._characters, self._named = tokenizer, tokenizer.characters(), named or {}
         self._before: list[str] = []
         last = list(islice(filter(None, map(tokenizer.written, reversed(context))), _NUM_BEFORE))
         for token in dropwhile(_INSIDE.fullmatch, reversed(last)):
@@ -242,6 +237,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that is complete with this token, maybe none."""
+        if token in self._named:
+            return self.flush() + self._named[token]
         written = self._tokenizer.written(token)
         return self._text(self._characters.push(written)) if written else ""
 

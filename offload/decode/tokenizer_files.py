@@ -23,7 +23,11 @@ from offload.errors import ModelError
 
 MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
 FILE, CONFIG_FILE, ADDED_FILE = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
-_ALL_FILES = (FILE, CONFIG_FILE, ADDED_FILE, "vocab.json", "merges.txt", "tokenizer.model")
+TEMPLATE_FILE, OLDER_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
+_ALL_FILES = (
+    *(FILE, CONFIG_FILE, ADDED_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
+    *(TEMPLATE_FILE, OLDER_TEMPLATE_FILE),
+)
 # Special tokens that a class has where tokenizer_config.json names none.
 _CLASS_TOKENS = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
@@ -42,7 +46,19 @@ def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
     for path in (folder / name for name in _ALL_FILES):
         if path.is_file():
             _check_file(path)
-    return _from_file(folder) if (folder / FILE).is_file() else _from_older_files(folder)
+    inner, pipeline = _from_file(folder) if (folder / FILE).is_file() else _from_older_files(folder)
+    if (folder / OLDER_TEMPLATE_FILE).is_file() and not (folder / TEMPLATE_FILE).is_file():
+        inner.chat_template = _with_template(inner.chat_template, folder / OLDER_TEMPLATE_FILE)
+    return inner, pipeline
+
+
+def _with_template(others: object, path: Path) -> object:
+    """The template in a file that processors of text and images have, which goes before tokenizer_config.json, as
+    chat_template.jinja does before both. transformers' tokenizers do not read it, its processors do."""
+    template = read_json(path, max_bytes=MAX_FILE_BYTES).get("chat_template")
+    if not isinstance(template, str):
+        raise ModelError(f'{path} has no text "chat_template"; download it again')
+    return {**others, "default": template} if isinstance(others, Mapping) else template
 
 
 def _check_file(path: Path) -> None:

@@ -18,10 +18,10 @@ from offload.decode.distribution import Distribution, distribution_of
 from offload.decode.generation import FinishReason
 from offload.decode.logprobs import TokenScore, scored
 from offload.decode.passes import Pass, Work, alone
+from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
-from offload.decode.stops import StopStrings
-from offload.decode.tokenizer import Detokenizer, Tokenizer
+from offload.decode.tokenizer import Tokenizer
 from offload.engine.attended import Attended, Passage
 from offload.engine.prefix import PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
@@ -63,13 +63,15 @@ __all__ = [
 @dataclass(frozen=True)
 class Step:
     """Accepted tokens and the text that is complete with them. `finish` is set on the last step only. scores: of each
-    token, where they were asked for. passages: on the last step, where they were."""
+    token, where they were asked for. passages: on the last step, where they were. named: where in `text` the names of
+    tokens begin that the request has written by name."""
 
     text: str
     tokens: list[int]
     finish: FinishReason | None
     scores: tuple[TokenScore, ...] = ()
     passages: tuple[Passage, ...] = ()
+    named: tuple[int, ...] = ()
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
@@ -168,8 +170,7 @@ class Engine:
         speculator = self._make_speculator(
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
         )
-        detokenizer = Detokenizer(self.tokenizer, prompt)
-        stops = StopStrings(request.stop, self.tokenizer.unwritten(end_tokens) if request.stop else {})
+        written = ReplyText(self.tokenizer, prompt, stops=request.stop, named=request.named, end_tokens=end_tokens)
         runs = generation.in_passes(
             prompt,
             speculator,
@@ -190,7 +191,7 @@ class Engine:
                 ):  # the first rows read the prompt
                     attended.add(full.mass(len(run.tokens)))
                 self.worker.fetch_ahead()
-                step = _show(run, detokenizer, stops, end_tokens)
+                step = _show(run, written)
                 if run.logits is not None and request.logprobs is not None:
                     step = replace(step, scores=tuple(scored(run.logits, step.tokens, request.logprobs)))
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)
@@ -416,17 +417,16 @@ class Engine:
             return self.worker.prepare_copies(num_rows, wanted=wanted)
 
 
-def _show(run: generation.Run, detokenizer: Detokenizer, stops: StopStrings, end_tokens: frozenset[int]) -> Step:
-    """The run's text, cut after the token that completes a stop string. End tokens print nothing."""
-    text, tokens = "", []
+def _show(run: generation.Run, written: ReplyText) -> Step:
+    """The run's text, cut after the token that completes a stop string."""
+    text, tokens, finish = "", list[int](), run.finish
     for token in run.tokens:
         tokens.append(token)
-        text += stops.push("" if token in end_tokens else detokenizer.push(token), token)
-        if stops.found:
-            return Step(text, tokens, "stop")
-    if run.finish is not None:
-        text += stops.push(detokenizer.flush())
-        if stops.found:
-            return Step(text, tokens, "stop")
-        text += stops.flush()
-    return Step(text, tokens, run.finish)
+        text += written.push(token)
+        if written.is_stopped:
+            break
+    if finish is not None and not written.is_stopped:
+        text += written.flush()
+    if written.is_stopped:
+        finish = "stop"
+    return Step(text, tokens, finish, named=written.named_in(text))

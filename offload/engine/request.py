@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offload.config.model import ModelConfig
@@ -29,6 +29,7 @@ class GenerationRequest:
     logprobs: how likely the target finds each token, and so many of the likeliest ones in its place; None: not asked.
     passages: of the prompt, so many that the text's tokens attended to most come with its last step; 0: none. The plan
     has to record masses.
+    named: tokens that the text has by these names; special ones are no text otherwise.
     speculation: off, it is decoded plainly, whatever the plan has; what lies where stays as planned.
     """
 
@@ -41,6 +42,7 @@ class GenerationRequest:
     speculation: bool = True
     logprobs: int | None = None
     passages: int = 0
+    named: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_logprobs(self.logprobs)

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.progress import Progress
     from triforce_cli.chat.formats import ChatFormat
+    from triforce_cli.chat.thoughts import Opening
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Of conversations. bound: of replies under a constraint, which have no thoughts, since they would have to follow
+    it."""
+
+    free: ChatFormat
+    bound: ChatFormat
+
+    def of(self, record: Record) -> ChatFormat:
+        return self.free if record.sampling.constraint is None else self.bound
 
 
 @dataclass
@@ -40,15 +53,16 @@ def answered(
     records: Sequence[Record],
     prompts: Mapping[int, Sequence[int]],
     engine: Engine,
-    chat_format: ChatFormat | None = None,
+    formats: Formats | None = None,
+    openings: Mapping[int, Opening] | None = None,
     *,
     timeout: float | None,
     on_progress: Callable[[Progress], None],
 ) -> Iterator[tuple[Asked, Stats]]:
     """Each of `records`, with its statistics, as soon as it is over; another one takes its place then.
 
-    prompts: tokens, by the records' numbers. chat_format: of conversations. timeout: seconds for each from its prefill
-    on. on_progress: of prefills. Raises DoesNotFit where there is no memory for so many sequences as are planned.
+    prompts: tokens, by the records' numbers. formats, openings: of conversations. timeout: seconds for each from its
+    prefill on. on_progress: of prefills. Raises DoesNotFit where there is no memory for so many sequences as planned.
     """
     from offload.engine.sequences import Sequences
 
@@ -59,8 +73,10 @@ def answered(
                 asked = Asked(waiting.popleft(), Deadline(timeout))
                 under_way[asked.record.number] = asked
                 with suppress(TimedOut):  # within its prefill
-                    request = _request(asked.record, prompts[asked.record.number], engine, chat_format)
-                    sequences.join(asked.record.number, request, on_progress=asked.deadline.heard(on_progress))
+                    number = asked.record.number
+                    opening = (openings or {}).get(number)
+                    request = _request(asked.record, prompts[number], engine, formats, opening)
+                    sequences.join(number, request, on_progress=asked.deadline.heard(on_progress))
             if not any(asked.is_over for asked in under_way.values()):
                 for number, step in sequences.steps():
                     under_way[number].steps.append(step)
@@ -70,9 +86,9 @@ def answered(
 
 
 def _request(
-    record: Record, prompt: Sequence[int], engine: Engine, chat_format: ChatFormat | None
+    record: Record, prompt: Sequence[int], engine: Engine, formats: Formats | None, opening: Opening | None
 ) -> GenerationRequest:
-    replies = chat_format if record.conversation is not None else None
+    replies = None if formats is None or opening is None else formats.of(record)
     return GenerationRequest(
         list(prompt),
         record.sampling,
@@ -80,4 +96,5 @@ def _request(
         stop=(*record.stops, *(replies.stops if replies else ())),
         end_tokens=replies.end_tokens if replies else (),
         logprobs=record.logprobs,
+        named={} if opening is None else opening.named,
     )

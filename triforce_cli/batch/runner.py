@@ -13,7 +13,7 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import log
 from triforce_cli.answer import TIMEOUT
-from triforce_cli.batch.asked import Asked, answered
+from triforce_cli.batch.asked import Asked, Formats, answered
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.choice import Models
@@ -27,10 +27,11 @@ from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
+    from offload.engine.engine import Step
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.plan.request import Request
-    from triforce_cli.chat.formats import ChatFormat
+    from triforce_cli.chat.thoughts import Opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,9 @@ class Batch:
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
         prepared = prepare(self.models, self.options, output)
         _check(prepared, records)
-        chat_format = self._format(prepared, records, output)
-        prompts = {record.number: array("i", _tokens(record, prepared, chat_format)) for record in records}
+        formats = self._formats(prepared, records, output)
+        openings = {record.number: opened for record in records if (opened := _opening(record, formats)) is not None}
+        prompts = {record.number: _tokens(record, prepared, openings.get(record.number)) for record in records}
         plan = _plan(prepared.request, records, prompts)
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
         output.planned(plan)
@@ -93,11 +95,11 @@ class Batch:
         num_tokens = 0
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
-            came = answered(rest, prompts, engine, chat_format, timeout=self.timeout, on_progress=output.progress)
+            came = answered(rest, prompts, engine, formats, openings, timeout=self.timeout, on_progress=output.progress)
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")
-                result = self._result(asked, stats, prepared.tokenizer)
+                result = self._result(asked, stats, prepared.tokenizer, openings.get(asked.record.number))
                 num_tokens += len(result["tokens"])
                 results.add(result)
                 log.event(asked.record.name, result["stats"])
@@ -105,23 +107,25 @@ class Batch:
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
-    def _format(self, prepared: Prepared, records: Sequence[Record], output: Output) -> ChatFormat | None:
+    def _formats(self, prepared: Prepared, records: Sequence[Record], output: Output) -> Formats | None:
         """Of conversations, where there are some."""
         if all(record.conversation is None for record in records):
             return None
         from triforce_cli.chat.formats import ChatFormat
 
-        found = ChatFormat(prepared.prompt_tokenizer)
-        output.note(found.notice)
+        found = Formats(ChatFormat(prepared.prompt_tokenizer), ChatFormat(prepared.prompt_tokenizer, thinks=False))
+        output.note(found.free.notice)
         return found
 
-    def _result(self, asked: Asked, stats: Stats, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _result(self, asked: Asked, stats: Stats, tokenizer: Tokenizer, opening: Opening | None) -> dict[str, Any]:
         record, steps = asked.record, asked.steps
         scores = [score for step in steps for score in step.scores]
+        text, thoughts = _told(steps, opening)
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo and record.conversation is None else {}),
-            "text": _text(record, "".join(step.text for step in steps)),
+            "text": text,
+            **({"thoughts": thoughts} if thoughts else {}),
             "tokens": [token for step in steps for token in step.tokens],
             **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
             "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
@@ -130,19 +134,29 @@ class Batch:
         }
 
 
-def _tokens(record: Record, prepared: Prepared, chat_format: ChatFormat | None) -> Sequence[int]:
-    """Raises UsageError for a conversation that the template refuses."""
-    if record.conversation is None or chat_format is None:
-        return prepared.prompt_tokenizer.encode(record.prompt)
+def _opening(record: Record, formats: Formats | None) -> Opening | None:
+    """Of a conversation. Raises UsageError for one that the template refuses."""
+    if record.conversation is None or formats is None:
+        return None
     try:
-        return chat_format.reply_tokens(record.conversation, record.prompt)
+        opening = formats.of(record).opening(record.conversation, record.prompt)
     except UsageError as error:
         raise UsageError(f"{record.name}: {error}") from error
+    return replace(opening, tokens=array("i", opening.tokens))
 
 
-def _text(record: Record, text: str) -> str:
-    """A reply has what it was to begin with, and no white space before it."""
-    return text if record.conversation is None else record.prompt + text if record.prompt else text.lstrip()
+def _tokens(record: Record, prepared: Prepared, opening: Opening | None) -> Sequence[int]:
+    return array("i", prepared.prompt_tokenizer.encode(record.prompt)) if opening is None else opening.tokens
+
+
+def _told(steps: Sequence[Step], opening: Opening | None) -> tuple[str, str]:
+    """(text, thoughts). A reply has what it was to begin with, and no white space before it."""
+    if opening is None:
+        return "".join(step.text for step in steps), ""
+    splitter = opening.splitter()
+    parts = [part for step in steps for part in splitter.push(step.text, step.named)] + splitter.flush()
+    said, thoughts = ("".join(part.text for part in parts if part.is_thought is kind) for kind in (False, True))
+    return said, thoughts
 
 
 def _check(prepared: Prepared, records: Sequence[Record]) -> None:

@@ -76,9 +76,10 @@ class Dialogue:
     def _answer(self, asked: Conversation, again: bool, on_progress: OnProgress) -> None:
         question = "" if again else asked.question or ""
         try:
-            tokens = self.format.reply_tokens(asked, "")
+            opening = self.format.opening(asked)
+            tokens = opening.tokens
             self._check_room(len(tokens) + 1)
-            reply, reply_tokens, finish = self._show_reply(tokens, asked.documents, on_progress)
+            reply, reply_tokens, finish = self._show_reply(opening, asked.documents, on_progress)
         except TriforceError:
             self.draft = question
             raise
@@ -173,7 +174,7 @@ class Dialogue:
         self._background.close()
 
     def _show_reply(
-        self, tokens: list[int], documents: Sequence[Document], on_progress: OnProgress
+        self, opening: thoughts.Opening, documents: Sequence[Document], on_progress: OnProgress
     ) -> tuple[str, list[int], str | None]:
         """Show the reply. Returns (text, tokens, how it ended); the last is None if the person stopped it."""
         pieces: list[str] = []
@@ -183,30 +184,31 @@ class Dialogue:
             self._wait_ahead(on_progress)
             self._background.forget()
             steps = self.engine.answer(
-                tokens,
-                self._sampling(),
+                opening.tokens,
+                self._sampling(opening),
                 max_tokens=self.settings.max_tokens,
                 stop=self.format.stops,
                 end_tokens=self.format.end_tokens,
                 passages=ASKED if self.cites else 0,
+                named=opening.named,
                 on_progress=on_progress,
             )
-            splitter = self.format.splitter(tokens)
+            splitter = opening.splitter()
             with closing(steps):
                 for step in self._until_stopped(steps):
                     pieces.append(step.text if "".join(pieces) else step.text.lstrip())
                     spoken += step.tokens
                     finish = step.finish
-                    self.citations = citations(step.passages, tokens, documents, self.format.tokenizer)
-                    self._show_parts(splitter.push(pieces[-1]))
+                    self.citations = citations(step.passages, opening.tokens, documents, self.format.tokenizer)
+                    self._show_parts(splitter.push(step.text, step.named))
             self._show_parts(splitter.flush())
             self.output.end_line()
         self.output.note(render_chat.cited(self.citations))
         return "".join(pieces), spoken, finish
 
-    def _sampling(self) -> SamplingParams:
+    def _sampling(self, opening: thoughts.Opening) -> SamplingParams:
         sampling = self.settings.params(self._num_replies)
-        budget = self.format.thought_budget(self._thought_tokens)
+        budget = opening.budget(self._thought_tokens)
         return sampling if budget is None else replace(sampling, thoughts=budget)
 
     def _show_parts(self, parts: Sequence[thoughts.Part]) -> None:

@@ -85,6 +85,7 @@ class ChatEngine:
         stop: Sequence[str],
         end_tokens: Collection[int],
         passages: int = 0,
+        named: Mapping[int, str] | None = None,
         on_progress: OnProgress,
     ) -> Generator[Step, None, None]:
         """Generate a reply; see `Engine.generate`. Only new tokens are prefilled. One token of reply must fit."""
@@ -103,6 +104,7 @@ class ChatEngine:
                     end_tokens=end_tokens,
                     reuse=True,
                     passages=passages,
+                    named=named or {},
                 ),
                 on_progress=on_progress,
             )

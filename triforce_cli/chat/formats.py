@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from offload.decode.sampling import ThoughtBudget
+from offload.decode.tokenizer import Detokenizer
 from offload.errors import ModelError, TriforceError, UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.script import Piece, Script, block, write
 from triforce_cli.chat.steps import TooManySteps, limited_steps
 from triforce_cli.chat.templates import OWN
-from triforce_cli.chat.thoughts import Splitter, marks_of, switched_off
+from triforce_cli.chat.thoughts import Opening, marks_of, switched_off
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 NAMES = (AUTO, *OWN)
 _CACHED_PIECES = 512
-_LAST_TOKENS = 32  # of a prompt, in which thoughts may be opened
+_MOST_SAID = 400  # characters of what a template says when it refuses
 
 
 @dataclass(frozen=True)
@@ -75,40 +75,47 @@ class ChatFormat:
         self._start = tokenizer.start_tokens() if own is None else []
         self._special = tokenizer.added_tokens(special=True)
         self._guards = Guards(Guard(self._controls()), Guard(self._special))
+        self._marking = self._tokens_of_marks()
         off = {} if thinks or self.marks is None else switched_off(self._written)
         self._variables = off | self._variables
-        self._no_thoughts = not thinks and not off
+        self._thinks, self._writes_none = thinks, not thinks and not off
         self._encode = lru_cache(_CACHED_PIECES)(self._encode_piece)
         self.end_tokens, self.stops = self._ends()
 
     def prompt_tokens(self, conversation: Conversation) -> list[int]:
         """The prompt of the next reply: the whole conversation with its open question, up to the reply."""
+        return self._prompt(conversation)[0]
+
+    def opening(self, conversation: Conversation, begin: str = "") -> Opening:
+        """`prompt_tokens`, and behind them those of what the reply begins with. That is of what the reply says, unless
+        it has marks of thoughts: thoughts that the template has opened are closed before it."""
+        tokens, written = self._prompt(conversation)
+        if self.marks is None:
+            return Opening([*tokens, *self._begun(begin)], begin)
+        state, closed = self.marks.state(written), ""
+        if self.marks.are_in(begin) and self._thinks:
+            state = "start" if state == "said" else state
+        elif state == "thought" and (begin or not self._thinks):
+            state, closed = "said", self.marks.end
+        elif state == "start" and self._writes_none:
+            state, closed = "said", self.marks.none
+        return Opening(
+            [*tokens, *self._begun(closed + begin)],
+            begin,
+            None if state == "said" else self.marks,
+            begun=state == "thought",
+            named=self._marking,
+        )
+
+    def _prompt(self, conversation: Conversation) -> tuple[list[int], str]:
+        """Tokens, and what the template has written behind the question."""
         if conversation.question is None:
             raise UsageError("there is no message to answer")
-        return self._tokens(self._script(conversation).pieces(self._special))
+        script = self._script(conversation)
+        return self._tokens(script.pieces(self._special)), script.literals[-1]
 
-    def reply_tokens(self, conversation: Conversation, begin: str) -> list[int]:
-        """`prompt_tokens`, and behind them those of what the reply begins with."""
-        tokens = self.prompt_tokens(conversation)
-        if self._no_thoughts and self.marks is not None:
-            begin = (self.marks.end if self.splitter(tokens).is_thinking else self.marks.none) + begin
-        return [*tokens, *self.tokenizer.encode_piece(begin)] if begin else tokens
-
-    def thought_budget(self, tokens: int | None) -> ThoughtBudget | None:
-        """So many tokens of thoughts; None where there is no limit, or the model writes none."""
-        if tokens is None or self.marks is None:
-            return None
-        return ThoughtBudget(tokens, self.marks.end)
-
-    def splitter(self, prompt: Sequence[int], begin: str = "") -> Splitter:
-        """Of the reply to `prompt`, which the template or `begin` may have begun with thoughts."""
-        if self.marks is None:
-            return Splitter(None)
-        before = self.tokenizer.decode(prompt[-_LAST_TOKENS:])
-        opened, closed = before.rfind(self.marks.open), before.rfind(self.marks.close)
-        over = bool(begin) or (closed > opened and not before[closed + len(self.marks.close) :].strip())
-        begun = opened > closed and not before[opened + len(self.marks.open) :].strip()
-        return Splitter(None if over and not begun else self.marks, begun=begun)
+    def _begun(self, begin: str) -> list[int]:
+        return self.tokenizer.encode_piece(begin) if begin else []
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
         """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked."""
@@ -121,10 +128,17 @@ class ChatFormat:
         White space that comes before those goes with them: the template writes its own.
         """
         kept, reply = list(tokens), reply.strip()
-        if self.tokenizer.decode(kept).strip() != reply:
-            while kept and (not reply or len(self.tokenizer.decode(kept).lstrip()) > len(reply)):
+        if self._text(kept).strip() != reply:
+            while kept and (not reply or len(self._text(kept).lstrip()) > len(reply)):
                 kept.pop()
         return kept
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Of a reply, as it is shown: with marks of thoughts that are special tokens."""
+        if not set(self._marking) & set(tokens):
+            return self.tokenizer.decode(tokens)
+        written = Detokenizer(self.tokenizer, (), named=self._marking)
+        return "".join(map(written.push, tokens)) + written.flush()
 
     def adopted(self, conversation: Conversation) -> Conversation:
         """A conversation that was read from a file, without the tokens of replies that another model gave."""
@@ -167,7 +181,7 @@ class ChatFormat:
             try:
                 with limited_steps():
                     return self.tokenizer.render_chat(messages, self.template, **given)
-            except TooManySteps as error:
+            except (TooManySteps, ModelError) as error:
                 raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
             except Exception as error:  # the template raises whatever it likes
                 raise UsageError(_refusal(error, conversation)) from error
@@ -199,7 +213,13 @@ class ChatFormat:
 
     def _spell(self, tokens: Sequence[int], reply: str) -> bool:
         """Are they this tokenizer's tokens of the reply?"""
-        return max(tokens, default=0) < len(self.tokenizer) and self.tokenizer.decode(tokens).strip() == reply.strip()
+        return max(tokens, default=0) < len(self.tokenizer) and self._text(tokens).strip() == reply.strip()
+
+    def _tokens_of_marks(self) -> dict[int, str]:
+        """Marks of thoughts that are a token each, by their ids."""
+        added = self.tokenizer.added_tokens(special=False)
+        marks = () if self.marks is None else (self.marks.open, self.marks.close)
+        return {added[mark]: mark for mark in marks if mark in added}
 
     def _controls(self) -> set[str]:
         """Strings that must not become one token if a person wrote them: special tokens, and those of the template.
@@ -237,4 +257,6 @@ def _refusal(error: Exception, conversation: Conversation) -> str:
     remedy = f"begin a new conversation (/clear), or {_REMEDY}" if again else _REMEDY
     if conversation.system:
         remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
-    return f"the model's chat template refuses this conversation ({error}); {remedy}"
+    said = str(error) or type(error).__name__
+    shown = said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."
+    return f"the model's chat template refuses this conversation ({shown}); {remedy}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from offload.decode.sampling import ThoughtBudget
 
 Thinking = Literal["show", "hide", "off"]
+State = Literal["start", "thought", "said"]  # of a reply: whether it has begun with thoughts, or is behind them
 NAMES: tuple[Thinking, ...] = ("show", "hide", "off")
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 
@@ -28,6 +32,18 @@ class Marks:
         """What a reply begins with that has no thoughts, as Qwen3's template writes it."""
         return f"{self.open}\n\n{self.close}\n\n"
 
+    def state(self, written: str) -> State:
+        """Of thoughts behind what a template has written before a reply: "start" where it has neither opened nor closed
+        them."""
+        opened, closed = written.rfind(self.open), written.rfind(self.close)
+        last, state = (self.open, "thought") if opened > closed else (self.close, "said")
+        after = written[max(opened, closed) + len(last) :]
+        return cast(State, state) if max(opened, closed) >= 0 and not after.strip() else "start"
+
+    def are_in(self, begin: str) -> bool:
+        """Whether what a reply is to begin with opens thoughts, or closes them."""
+        return begin.lstrip().startswith(self.open) or self.close in begin
+
 
 _KNOWN = (
     Marks("<think>", "</think>"),
@@ -42,10 +58,9 @@ def marks_of(template: str) -> Marks | None:
 
 
 def switched_off(render: Callable[..., str]) -> dict[str, bool]:
-    """The variables that ask a template for no thoughts: those that change what it writes. render: a conversation with
-    such variables."""
-    usual = render()
-    return {name: False for name in _SWITCHES if render(**{name: False}) != usual}
+    """The variables that ask a template for no thoughts: on, it writes something else than off. render: a conversation
+    with such variables."""
+    return {name: False for name in _SWITCHES if render(**{name: True}) != render(**{name: False})}
 
 
 @dataclass(frozen=True)
@@ -58,58 +73,103 @@ class Part:
 
 class Splitter:
     """Tells the thoughts at the beginning of a reply from what is said, piece by piece; marks are left out, and the
-    white space beside them. begun: the prompt has opened them already."""
+    white space beside them."""
 
-    def __init__(self, marks: Marks | None, *, begun: bool = False) -> None:
-        self._marks = marks
-        self._state: Literal["start", "thought", "said"] = "said" if marks is None else "thought" if begun else "start"
-        self._held = ""
-        self._trims = True  # the white space that comes next
+    def __init__(
+        self, marks: Marks | None, *, begun: bool = False, begin: str = "", named: Collection[str] = ()
+    ) -> None:
+        """begun: the prompt has opened thoughts; a reply that opens them once more does no harm. begin: what the reply
+        begins with, before the first piece. named: marks that are a token each, and nothing but that token."""
+        self._marks, self._named = marks, named
+        self._before: State = "thought" if begun else "said"  # what a reply begins with that opens no thoughts
+        self.state: State = "said" if marks is None else "start"
+        self._held, self._num_past = begin, 0  # characters of the reply before those that are held
+        self._places = {found.start() for name in named for found in re.finditer(re.escape(name), begin)}
+        self._trims = not begin  # the white space that comes next
+        self._tell()
 
-    @property
-    def is_thinking(self) -> bool:
-        return self._state == "thought"
-
-    def push(self, text: str) -> list[Part]:
-        """What is certain with this text."""
+    def push(self, text: str, named: Iterable[int] = ()) -> list[Part]:
+        """What is certain with this text. named: where tokens stand in it that are marks."""
+        self._places |= {self._num_past + len(self._held) + place for place in named}
         self._held += text
+        self._tell()
         parts: list[Part] = []
-        if self._marks is not None and self._state == "start":
-            self._open(self._marks)
-        if self._marks is not None and self._state == "thought":
+        if self._marks is not None and self.state == "thought":
             parts += self._think(self._marks)
-        if self._state == "said":
-            parts += self._out(self._held, is_thought=False)
-            self._held = ""
+        if self.state == "said":
+            parts += self._out(self._taken(len(self._held)), is_thought=False)
         return parts
 
     def flush(self) -> list[Part]:
         """What was held back, at the end."""
-        held, self._held = self._held, ""
-        return self._out(held, is_thought=self._state == "thought")
+        state = self._before if self.state == "start" else self.state
+        return self._out(self._taken(len(self._held)), is_thought=state == "thought")
 
-    def _open(self, marks: Marks) -> None:
-        begin = self._held.lstrip()
-        if begin.startswith(marks.open):
-            self._state, self._held, self._trims = "thought", begin[len(marks.open) :], True
-        elif not marks.open.startswith(begin):
-            self._state = "said"
+    def _tell(self) -> None:
+        """Whether the reply begins with thoughts, as soon as that is certain."""
+        if self._marks is None or self.state != "start":
+            return
+        mark, begin = self._marks.open, self._held.lstrip()
+        if begin.startswith(mark) and self._is_mark(mark, len(self._held) - len(begin)):
+            self._taken(len(self._held) - len(begin) + len(mark))
+            self.state = "thought"
+        elif begin.startswith(mark) or not mark.startswith(begin):
+            self.state = self._before
+        self._trims |= self.state == "thought"
 
     def _think(self, marks: Marks) -> list[Part]:
-        before, close, after = self._held.partition(marks.close)
-        if close:
-            self._held = after
-            parts = self._out(before.rstrip(), is_thought=True)
-            self._state, self._trims = "said", True
+        if (at := self._find(marks.close)) is not None:
+            parts = self._out(self._taken(at).rstrip(), is_thought=True)
+            self._taken(len(marks.close))
+            self.state, self._trims = "said", True
             return parts
         certain = len(self._held[: len(self._held) - _overlap(self._held, marks.close)].rstrip())
-        before, self._held = self._held[:certain], self._held[certain:]
-        return self._out(before, is_thought=True)
+        return self._out(self._taken(certain), is_thought=True)
+
+    def _find(self, mark: str) -> int | None:
+        found = (each.start() for each in re.finditer(re.escape(mark), self._held))
+        return next((at for at in found if self._is_mark(mark, at)), None)
+
+    def _is_mark(self, mark: str, at: int) -> bool:
+        return mark not in self._named or self._num_past + at in self._places
+
+    def _taken(self, count: int) -> str:
+        """The first characters of what is held, which is without them then."""
+        taken, self._held = self._held[:count], self._held[count:]
+        self._num_past += count
+        return taken
 
     def _out(self, text: str, *, is_thought: bool) -> list[Part]:
         text = text.lstrip() if self._trims else text
         self._trims = self._trims and not text
         return [Part(text, is_thought)] if text else []
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a reply begins. tokens: the prompt, and those of `begin`, a text that is a part of the reply.
+
+    marks: of the thoughts that may come; None: none may. begun: the template has opened them. named: tokens that marks
+    are, special or not, by their names.
+    """
+
+    tokens: Sequence[int]
+    begin: str = ""
+    marks: Marks | None = None
+    begun: bool = False
+    named: Mapping[int, str] = field(default_factory=dict)
+
+    def splitter(self) -> Splitter:
+        return Splitter(self.marks, begun=self.begun, begin=self.begin, named=frozenset(self.named.values()))
+
+    def budget(self, tokens: int | None) -> ThoughtBudget | None:
+        """So many tokens of thoughts; None where there is no limit, or no thoughts can come any more."""
+        splitter = self.splitter()
+        splitter.push("")
+        if tokens is None or self.marks is None or splitter.state == "said":
+            return None
+        is_open = self.begun or splitter.state == "thought"
+        return ThoughtBudget(tokens, self.marks.end, "" if is_open else self.marks.open)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
     from triforce_cli.chat.conversation import Document
-    from triforce_cli.chat.thoughts import Splitter
+    from triforce_cli.chat.thoughts import Opening, Splitter
 
 Stop = Annotated[
     list[str] | None,
@@ -118,35 +118,30 @@ Compare = Annotated[
 
 @dataclass(frozen=True)
 class Prompted:
-    """What the model reads, and how its answer ends and begins: besides the model's own ends, at `end_tokens` and
-    `stops`; behind `begin`, which is a part of it. trimmed: without the white space that the answer begins with.
-    passages: of `documents`, that the answer attends to most, so many are looked at. splitter: tells thoughts apart.
+    """What the model reads, and how its answer ends: besides the model's own ends, at `end_tokens` and `stops`.
+    passages: of `documents`, that the answer attends to most, so many are looked at. opening: of a reply to a
+    conversation, which may begin with thoughts; None: the text is all that is written.
     calls_tools: the answer may be a call.
     shows_thoughts: to the person. thoughts: what limits them."""
 
     tokens: Sequence[int]
     end_tokens: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
-    begin: str = ""
-    trimmed: bool = False
     passages: int = 0
     documents: tuple[Document, ...] = ()
-    splitter: Splitter | None = None
+    opening: Opening | None = None
     calls_tools: bool = False
     shows_thoughts: bool = False
     thoughts: ThoughtBudget | None = None
 
     def shown(self, steps: Iterable[Step], on_thought: Callable[[str], None]) -> Iterator[Step]:
         """`steps` with the text that is said; thoughts are heard by `on_thought`."""
-        begin, trimming = self.begin, self.trimmed and not self.begin
+        splitter = None if self.opening is None else self.opening.splitter()
         for step in steps:
-            said = step.text if self.splitter is None else self._said(self.splitter, step, on_thought)
-            text = begin + (said.lstrip() if trimming else said)
-            begin, trimming = "", trimming and not text
-            yield step if text == step.text else replace(step, text=text)
+            yield step if splitter is None else replace(step, text=self._said(splitter, step, on_thought))
 
     def _said(self, splitter: Splitter, step: Step, on_thought: Callable[[str], None]) -> str:
-        parts = splitter.push(step.text) + (splitter.flush() if step.finish is not None else [])
+        parts = splitter.push(step.text, step.named) + (splitter.flush() if step.finish is not None else [])
         for part in parts:
             if part.is_thought:
                 on_thought(part.text)
@@ -233,6 +228,7 @@ class Generate:
             stop=(*self.stops, *prompted.stops),
             end_tokens=prompted.end_tokens,
             passages=prompted.passages,
+            named={} if prompted.opening is None else prompted.opening.named,
         )
 
     def _decode_plainly(self, engine: Engine, prompted: Prompted, plan: Plan, output: Output) -> Iterator[Step]:

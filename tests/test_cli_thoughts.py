@@ -1,0 +1,124 @@
+"""Thoughts from the command line: of a model that writes the same reply to whatever it reads."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
+from offload.session.names import FOLDER_VARIABLE
+
+Triforce = Callable[..., tuple[int, str, str]]
+THINK, TALK = "[THINK]", "[/THINK]"
+REPLY = [THINK, "I ponder.", TALK, "It is 4.", "</s>"]
+TEMPLATE = (  # as R1's but for its marks
+    "{% for m in messages %}[{{ m.role }}]{{ m.content.split('[/THINK]')[-1] if m.role == 'assistant' else m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% if opens %}[THINK]\n{% endif %}{% endif %}"
+)
+SCHEMA = {"type": "array", "items": {"type": "boolean"}, "minItems": 20}
+
+
+def model_that_says(reply: Sequence[str], folder: Path, *, special: bool) -> Path:
+    """Its marks are `special` tokens, or others. Every text of `reply` is a token, whose likeliest follower is the next
+    one; behind everything else comes the first."""
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens([AddedToken(each, special=special and "THINK" in each, normalized=False) for each in reply])
+    ids = tokenizer.convert_tokens_to_ids(list(reply))
+    size = -(-(TOKENIZER_SIZE + len(reply)) // 64) * 64
+    model: Any = random_model(
+        vocab_size=size, hidden_size=size, num_hidden_layers=1, eos_token_id=ids[-1], tie_word_embeddings=False
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0) if "norm" in name else weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight[ids[0]] = 1.0
+        for before, after in itertools.pairwise(ids):
+            model.lm_head.weight[after, before] = 2.0
+    save(model, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "text"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_that_says(REPLY, tmp_path_factory.mktemp("thinks"), special=request.param)
+
+
+COMMON = ("--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
+
+
+@pytest.fixture
+def asked(model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+
+    def run(question: str, *args: str) -> dict[str, Any]:
+        settings = ("--model", str(model), *COMMON, "--max-tokens", "12", "--json")
+        code, out, err = triforce("ask", question, *settings, *args)
+        assert (code, err) == (0, ""), err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return run
+
+
+def told(found: dict[str, Any]) -> tuple[str, str | None]:
+    return found["text"], found.get("thoughts")
+
+
+def test_ask_tells_them_apart(asked: Callable[..., dict[str, Any]]) -> None:
+    assert told(asked("2+2?")) == ("It is 4.", "I ponder.")
+    assert told(asked("2+2?", "--template-arg", "opens=true")) == ("It is 4.", "I ponder.")
+    assert told(asked("What is [THINK]")) == ("It is 4.", "I ponder.")
+    assert told(asked("2+2?", "--begin-reply", "Well, ")) == ("Well, [THINK]I ponder.[/THINK]It is 4.", None)
+    assert told(asked("2+2?", "--begin-reply", "[THINK]")) == ("It is 4.", "I ponder.")
+    assert told(asked("2+2?", "--stop", "4")) == ("It is ", "I ponder.")
+
+
+def test_a_budget_ends_thoughts_and_nothing_else(asked: Callable[..., dict[str, Any]]) -> None:
+    """It wrote a mark into answers that had no thoughts, and into JSON."""
+    assert told(asked("2+2?", "--thinking-tokens", "5")) == ("It is 4.", "I ponder.")
+    assert told(asked("2+2?", "--thinking-tokens", "0"))[1] is None
+    schema = asked("2+2?", "--thinking-tokens", "3", "--json-schema", json.dumps(SCHEMA))["text"]
+    assert schema.startswith("[")
+    assert not set(schema) - set("[truefals, \n")
+
+
+def test_batches_have_them_and_close_them_before_an_answer_in_json(
+    model: Path, triforce: Triforce, tmp_path: Path, asked: Callable[..., dict[str, Any]]
+) -> None:
+    """Thoughts were a part of the text, and a line with a schema went on in thoughts that the template had opened."""
+    messages = [{"role": "user", "content": "2+2?"}]
+    lines = [{"messages": messages}, {"messages": messages, "json_schema": SCHEMA}]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = triforce(
+        "generate", "--input-jsonl", str(tmp_path / "in"), "--model", str(model), *COMMON, "--max-tokens", "12"
+    )
+    assert (code, err) == (0, ""), err
+    free, bound = sorted(map(json.loads, out.splitlines()), key=lambda result: result["id"])
+    assert told(free) == ("It is 4.", "I ponder.")
+    assert (
+        bound["stats"]["prompt_tokens"] == asked("2+2?", "--json-schema", json.dumps(SCHEMA))["stats"]["prompt_tokens"]
+    )
+    assert "thoughts" not in bound
+
+
+def test_a_chat_shows_them_apart(
+    model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"2+2?\nagain\n")))
+    code, out, err = triforce(
+        "chat", "--model", str(model), *COMMON[:-1], "--max-tokens", "12", "--session", "thoughts"
+    )
+    assert (code, out.split("\n")[:2]) == (0, ["It is 4.", "It is 4."]), (out, err)
+    assert err.count("I ponder.") == 2

@@ -207,6 +207,7 @@ SCENES: dict[str, Scene] = {
     "error-4-model": Scene("verify --model yarn-llama-2-13b-128k --prompt x"),
     "error-4-session": Scene("sessions info torn", some_sessions),
     "error-5": Scene(f"verify {ASKED}", a_verification(holds=False), modes=OUTPUT_MODES),
+    "error-6": Scene(f"generate {ASKED} --regex '[a-z ]+'", fake_engine()),
     "error-124": Scene(f"generate {ASKED} --timeout 5", fake_engine(pieces=["again "] * 50), modes=OUTPUT_MODES),
 }
 

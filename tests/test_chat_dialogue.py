@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import DYNAMIC_ROPE, GREEDY, random_model, save
+from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
@@ -33,10 +35,12 @@ from triforce_cli.choice import Models
 from triforce_cli.commands.chat import _converse
 from triforce_cli.engine import prepare
 from triforce_cli.output import Output
+from triforce_cli.render.chat import cut_short
 
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
 TOLERANCE = 5e-5
 PATIENCE_SECONDS = 300.0
+REGEX = Constraint("regex", "a+")
 GREEDILY = Settings(sampling=SamplingParams(temperature=0.0, top_p=1.0), max_tokens=16)
 
 Make = Callable[..., Dialogue]
@@ -397,6 +401,59 @@ def test_a_message_that_does_not_fit_changes_nothing(make: Make) -> None:
     assert dialogue.conversation == before
     assert dialogue.taken_draft() == "x" * 4 * LEAST_CAPACITY
     check_against_a_fresh_start(dialogue, make)
+
+
+def test_a_full_context_is_never_more_than_full_and_drops_free_what_they_say(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "8,197 of 8,192 tokens", and that /drop 1 frees 8,192."""
+    dialogue = make()
+    dialogue.output, notes = Output(), list[str]()
+    monkeypatch.setattr(dialogue.output, "note", notes.append)
+    dialogue.change(dialogue.conversation.with_system("be brief").with_document(Document("b.txt", "word " * 20)))
+    for message in ("one", "two", "three", "four"):
+        dialogue.say(message)
+    used = dialogue.num_used
+    for limit in (used - 3, used, used + 5):
+        notes.clear()
+        dialogue.engine.limit = limit
+        dialogue._warn_of_the_end()
+        [said] = notes
+        assert said.startswith("the context is nearly full" if limit > used else "the context is full: ")
+        left = f"all {limit:,} tokens of context used, 3 more are needed" if limit < used else f"{limit - used} left"
+        assert left in said
+        assert re.match(f"context {min(used, limit):,} of {limit:,}", dialogue.status())
+        offered = re.findall(r"/drop (\S+)[^,;]* frees (\d+)", said)
+        assert [argument for argument, _ in offered] == ["b.txt", "1", "2"]
+        before = dialogue.conversation
+        for argument, freed in offered:
+            slash.run(dialogue, f"/drop {argument}")
+            assert notes[-1].endswith(f" {max(limit - used, 0) + int(freed):,} left")
+            dialogue.change(before)
+
+
+def test_where_says_in_which_chats_it_works(make: Make) -> None:
+    dialogue = make()
+    with pytest.raises(UsageError, match="begins with --cite, and this one does not"):
+        slash.run(dialogue, "/where")
+    dialogue.cites = True
+    with pytest.raises(UsageError, match="the last reply attended to no document"):
+        slash.run(dialogue, "/where")
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "constraint", "said"),
+    [
+        (8, None, "the reply ends here, at max-tokens 8; ask to go on, or /set max-tokens 16 and /regen"),
+        (None, None, "the reply ends here, where the context does; /drop makes room"),
+        (8, REGEX, "the reply ends at max-tokens 8 and may not match the regex; /set max-tokens 16 and /regen"),
+        (None, REGEX, "the reply ends where the context does and may not match the regex; /drop makes room"),
+    ],
+)
+def test_a_reply_that_is_cut_says_where_and_what_to_do(
+    max_tokens: int | None, constraint: Constraint | None, said: str
+) -> None:
+    assert cut_short(max_tokens, constraint) == said
 
 
 def test_a_conversation_that_the_template_refuses_is_not_loaded(

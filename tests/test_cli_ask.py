@@ -94,6 +94,28 @@ def test_piped_text_is_a_document_or_the_question(folder: Path, asked: Callable[
     assert json.loads(asked("Where?", "--json", stdin=""))["tokens"] == question
 
 
+def test_what_is_taken_from_standard_input_beside_a_question_is_named(
+    folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`while read l; do triforce ask "Say $l"; done` asked once, with the loop's other lines as a document."""
+    common = ("--model", str(folder / "target"), "--draft", "none", "--max-tokens", "2")
+    for args, what in (
+        (("ask", "Say one"), "a document"),
+        (("generate", "--prompt", "Say one"), "the beginning of the prompt"),
+    ):
+        for piped, said in (("two\n", f"4 characters, read as {what}; </dev/null leaves it out"), ("", "")):
+            monkeypatch.setattr("triforce_cli.prompt._read_stdin", lambda what, note, piped=piped: piped.encode())
+            code, _, err = triforce(*args, *common)
+            assert code == 0
+            assert [line for line in err.splitlines() if line.startswith("standard input")] == (
+                [f"standard input: {said}"] if said else []
+            )
+            assert triforce(*args, *common, "-q")[2] == ""
+    monkeypatch.setattr("triforce_cli.prompt._read_stdin", lambda what, note: b"Where?")
+    for command in ("ask", "generate"):  # all that there is: nothing else could be meant
+        assert "standard input" not in triforce(command, *common)[2]
+
+
 def test_a_question_file_may_have_placeholders(folder: Path, asked: Callable[..., str]) -> None:
     wanted = expected(folder, Conversation().asked("Where is the key?"))
     found = asked("--prompt-file", str(folder / "question.txt"), "--var", "thing=key", "--json")
@@ -221,11 +243,18 @@ def test_passages_are_the_chunks_with_the_most_mass_and_never_the_first() -> Non
     mass[..., 0], mass[0, 1, 5], mass[1, 2, 6], mass[..., 9], mass[..., 11] = 50.0, 3.0, 1.0, 1.0 / 6, 9.0
     attended.add(mass)
     attended.add(mass)
-    first, second, *_ = attended.passages(2)
+    first, second = attended.passages(2)
     assert (first.start, first.end) == (16, 28)
     assert (second.start, second.end) == (32, 40)  # the chunk after 40 is not whole: it ends in the answer
     assert (first.share, second.share) == (pytest.approx(0.8), pytest.approx(0.2))
     assert Attended(4, 43).passages(3) == []
+
+
+def test_passages_are_in_the_order_of_their_shares() -> None:
+    """They were in that of their highest chunks, beside which the shares of three looked unsorted."""
+    attended = Attended(1, 12)
+    attended.add(torch.tensor([9.0, 0, 0, 3, 4, 3, 0, 0, 0, 6, 0, 0]).view(1, 1, 12))
+    assert [(each.start, each.share) for each in attended.passages(2)] == [(3, 10 / 16), (8, 6 / 16)]
 
 
 def test_a_passage_is_named_by_document_and_lines() -> None:
@@ -279,6 +308,27 @@ def test_masses_of_a_text_do_not_depend_on_who_drafted_it(folder: Path) -> None:
         assert [each.share for each in others] == pytest.approx([each.share for each in found[0]], rel=1e-3)
 
 
+def test_the_row_that_gave_a_token_counts_for_the_first_one_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of one token had no passages: the pass over the prompt's last rows was left out."""
+    tokenizer, masses = load_tokenizer(folder / "target", None), list[torch.Tensor]()
+    monkeypatch.setattr(Attended, "add", lambda attended, mass: masses.append(mass))
+    prompt = tokenizer.encode(BOOK * 6)
+    options = Options(device="cpu", dtype="fp32", masses=True, speculation=False)
+    plan = plan_request(folder / "target", None, options, num_prompt_tokens=len(prompt), max_tokens=3)
+    with Engine.load(plan, folder / "target", None, tokenizer) as engine:
+
+        def tokens(prompt: list[int], count: int) -> list[int]:
+            request = GenerationRequest(prompt, SamplingParams(temperature=0.0), max_tokens=count, passages=1)
+            return [token for step in engine.generate(request) for token in step.tokens]
+
+        first, _ = tokens(prompt, 2)
+        assert plan.placement.rows > 1  # of the first pass
+        assert tokens([*prompt, first], 1)
+    of_the_first, of_the_second, again = (mass[..., : len(prompt) // engine.worker.full.mass_chunk] for mass in masses)
+    torch.testing.assert_close(of_the_second, again, rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(of_the_first, of_the_second, rtol=1e-3, atol=1e-5)
+
+
 def test_passages_want_a_plan_that_records_masses(folder: Path) -> None:
     tokenizer = load_tokenizer(folder / "target", None)
     options = Options(device="cpu", dtype="fp32", speculation=False)
@@ -302,9 +352,18 @@ def test_cite_names_passages_below_the_answer_and_in_json(folder: Path, triforce
     found = json.loads(out)["citations"]
     assert 1 <= len(found) <= 3
     assert all(each["document"] == "long.txt" and 1 <= each["first_line"] <= each["last_line"] <= 25 for each in found)
+    assert found == sorted(found, key=lambda each: -each["share"])
     code, _, err = triforce("ask", *args)
     assert code == 0
     assert "[1] long.txt, line" in err
+    code, out, _ = triforce("ask", *args, "--choice", "y,n", "--max-tokens", "1", "--json")
+    assert len(json.loads(out)["tokens"]) == 1
+    assert json.loads(out)["citations"]
+    assert "[1] long.txt, line" in triforce("ask", *args, "--max-tokens", "1")[2]
+    no_documents = (*common[:-2], "--prompt-file", str(question), "--cite")
+    code, out, err = triforce("ask", *no_documents, "--json")
+    assert (code, json.loads(out)["citations"]) == (0, [])
+    assert "no passage of a document" in err
 
 
 def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:

@@ -330,6 +330,37 @@ class TestOnTheStandIn:
         assert done.returncode == 0
         assert [(r["id"], r["finish_reason"]) for r in results] == [(1, "timeout"), (2, "length")]
 
+    def test_at_the_end_it_is_said_how_many_were_cut(self, model, source):
+        args = ("--model", model, "--input-jsonl", str(source))
+        done = run(*args)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (0, b"3 of 3 results were cut at max_tokens")
+        assert run(*args, "-q").stderr == b""
+        whole = run(*args, script={"finish": "stop"})
+        assert (whole.returncode, b"were cut" in whole.stderr) == (0, False)
+
+    @pytest.mark.parametrize(
+        ("script", "more"),
+        [({}, ()), ({"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True}, ("--timeout", "0.3"))],
+        ids=["max_tokens", "time"],
+    )
+    def test_results_that_were_cut_and_may_not_match_end_with_6(self, model, tmp_path, script, more):
+        """All are written before; in a run that goes on those of earlier runs count, too."""
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b", "regex": "a+"}\n{"prompt": "three"}\n')
+        args = ("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out), *more)
+        said = "line 2 (id 'b') was cut and may not match its regex; raise max_tokens or --timeout (see finish_reason)"
+        for number in (3, 3, 2):  # written; left from before; the last one is written again
+            out.write_text("".join(out.read_text().splitlines(keepends=True)[:number]) if out.exists() else "")
+            done = run(*args, "-q", script=script)
+            assert done.returncode == 6
+            assert json.loads(done.stderr)["error"] == {"kind": "unfinished", "message": said, "exit_code": 6}
+            assert [result["id"] for result in lines_of(out)] == [1, "b", 3]
+        out.unlink()
+        assert run(*args, script={"finish": "stop"}).returncode == 0
+        source.write_text("".join(json.dumps({"prompt": "x", "choice": ["a", "b"]}) + "\n" for _ in range(4)))
+        out.unlink()
+        assert b"line 1 (id 1) and 3 others were cut and may not match their constraints" in run(*args).stderr
+
     def test_whatever_is_done_first_comes_first(self, model, source, tmp_path):
         """With a stop in between the rest is answered, and nothing twice."""
         out = tmp_path / "out.jsonl"

@@ -77,7 +77,7 @@ def written(folder: Path, triforce: Triforce) -> Callable[..., Any]:
             "--json",
         )
         found, out, err = triforce("generate", *pair, *common, *(SMALL_LEVELS if levels else ()), *args)
-        assert (found, err) == (code, "")
+        assert (found, bool(err)) == (code, code != 0), err
         return json.loads(out)
 
     return run
@@ -85,8 +85,9 @@ def written(folder: Path, triforce: Triforce) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
 def test_the_greedy_text_is_that_of_plain_decoding(control: tuple[str, ...], written: Callable[..., Any]) -> None:
-    ours = written(*control, "--temperature", "0")
-    plain = written(*control, "--temperature", "0", "--no-speculation")
+    code = 6 if control is CONTROLS["a schema"] else 0  # which 40 tokens cut
+    ours = written(*control, "--temperature", "0", code=code)
+    plain = written(*control, "--temperature", "0", "--no-speculation", code=code)
     assert ours["tokens"] == plain["tokens"]
     assert ours["finish_reason"] == plain["finish_reason"]
 
@@ -117,20 +118,65 @@ def test_a_text_is_what_its_regex_its_choices_or_its_grammar_say(written: Callab
     assert re.match("[a-z]+( [a-z]+)*", written("--grammar", str(grammar), *SAMPLED)["text"])
 
 
-def test_a_text_that_is_cut_off_says_so(folder: Path, triforce: Triforce) -> None:
-    args = (
-        "--prompt-file",
-        str(folder / "prompt.txt"),
-        "--max-tokens",
-        "3",
-        "--json-schema",
-        json.dumps(SCHEMA),
-        "--draft",
-        "none",
+CUT = "ends at --max-tokens 3 and may not match the"
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--jsonl",)])
+@pytest.mark.parametrize(
+    ("constraint", "said"),
+    [
+        (("--json-schema", json.dumps(SCHEMA)), "JSON schema"),
+        (("--regex", "[a-c]{3} [0-9]+!"), "regex"),
+        (("--regex", "[a-c]+"), "regex"),  # it matches, but the model had not ended it
+        (("--choice", "green,blue"), "list of choices"),
+        (("--grammar", str(Path(__file__).parent / "words.lark")), "grammar"),
+    ],
+)
+def test_a_text_that_is_cut_and_may_not_match_ends_with_6(
+    constraint: tuple[str, ...], said: str, form: tuple[str, ...], folder: Path, triforce: Triforce
+) -> None:
+    """Broken JSON ended with 0, under --quiet without a word."""
+    args = ("--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "3", *constraint, "--draft", "none", "-q")
+    code, out, err = triforce("generate", "--model", str(folder / "target"), *args, *form)
+    assert code == 6
+    assert f"{CUT} {said}; raise it" in err
+    assert out
+    if form:
+        assert json.loads(out.splitlines()[-1])["finish_reason"] == "length"
+        assert json.loads(err)["error"] | {"message": ""} == {"kind": "unfinished", "message": "", "exit_code": 6}
+
+
+def test_a_text_after_which_nothing_may_follow_is_whole(written: Callable[..., Any]) -> None:
+    """The limit and the end of the grammar are in one place."""
+    for constraint, most in ((("--choice", "red,blu"), 3), (("--regex", "[0-9]{5}"), 5)):
+        found = written(*constraint, *SAMPLED, "--max-tokens", str(most))
+        assert (len(found["tokens"]), found["finish_reason"]) == (most, "stop")
+
+
+def test_a_free_text_that_is_cut_says_so_unless_quiet(folder: Path, triforce: Triforce, tmp_path: Path) -> None:
+    """It ended in the middle of a sentence without a word."""
+    args = ("--model", str(folder / "target"), "--draft", "none", "--prompt-file", str(folder / "prompt.txt"))
+    said = "ends here, at --max-tokens 3\n"
+    for command, name in (("generate", "the text"), ("ask", "the answer")):
+        for form in ((), ("--json",), ("-o", str(tmp_path / "out.txt"))):
+            code, _, err = triforce(command, *args, "--max-tokens", "3", *form)
+            assert (code, err.endswith(f"{name} {said}")) == (0, True), err
+        assert triforce(command, *args, "--max-tokens", "3", "-q")[::2] == (0, "")
+    code, _, err = triforce("generate", *args, "--max-tokens", "3", "--stop", "e", "--logit-bias", "e=100")
+    assert (code, "ends here" in err) == (0, False)
+
+
+def test_a_text_that_ends_where_the_context_does_says_so(folder: Path, triforce: Triforce, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("x" * 500)
+    args = ("--model", str(folder / "target"), "--draft", "none", "--prompt-file", str(book))
+    code, _, err = triforce("generate", *args)
+    assert (code, err.endswith("the text ends here, where the context does\n")) == (0, True)
+    code, _, err = triforce("generate", *args, "--regex", "[a-z]{300}", "-q")
+    assert (code, err) == (
+        6,
+        "error: the text ends where the context does and may not match the regex; shorten the prompt\n",
     )
-    code, _, err = triforce("generate", "--model", str(folder / "target"), *args)
-    assert code == 0
-    assert "cut off at --max-tokens 3: the JSON schema may want more text" in err
 
 
 @pytest.mark.parametrize(

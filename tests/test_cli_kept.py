@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, Step
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
+from triforce_cli.answer import Answer
 from triforce_cli.app import main
+from triforce_cli.deadline import Deadline, TimedOut
+from triforce_cli.signals import Terminated
 
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(30))
 SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 4096, "eos_token_id": None}
@@ -30,21 +35,26 @@ def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Shell:
     """Runs `triforce` in this process and keeps what it wrote."""
 
-    def __init__(self, model: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-        self._model, self._capture = model, capfdbinary
+    def __init__(self, model: Path, folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        self._model, self._folder, self._capture = model, folder, capfdbinary
         self.errors = ""
 
     def generate(self, prompt: str, *args: str, code: int = 0) -> bytes:
-        fixed = ("--model", str(self._model), "--prompt", prompt, "--max-tokens", "30", "--dtype", "fp32")
-        assert main(["generate", *fixed, "--temperature", "0", "--prompt-file", "/dev/null", *args]) == code
+        return self.run("generate", prompt, *args, code=code)
+
+    def run(self, command: str, prompt: str, *args: str, code: int = 0) -> bytes:
+        """`triforce generate` or `ask`."""
+        (file := self._folder / "prompt.txt").write_text(prompt)
+        fixed = ("--model", str(self._model), "--prompt-file", str(file), "--max-tokens", "30", "--dtype", "fp32")
+        assert main([command, *fixed, "--temperature", "0", *args]) == code
         written = self._capture.readouterr()
         self.errors = written.err.decode()
         return written.out
 
 
 @pytest.fixture
-def shell(model: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Shell:
-    return Shell(model, capfdbinary)
+def shell(model: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Shell:
+    return Shell(model, tmp_path, capfdbinary)
 
 
 def num_kept(name: str) -> int:
@@ -89,6 +99,39 @@ def test_a_run_that_breaks_off_before_its_first_token_leaves_the_session(
     assert num_kept("book") == before
     shell.generate(PROMPT, "--session", "new", code=130)
     assert not session_folder("new").exists() or not list(session_folder("new").glob("page-*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(TimedOut("over"), 124), (KeyboardInterrupt(), 130), (Terminated(signal.SIGTERM), 143)]
+)
+@pytest.mark.parametrize("command", ["generate", "ask"])
+def test_a_text_that_is_broken_off_is_kept_as_far_as_it_came(
+    command: str, error: BaseException, code: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the prompt alone were saved: the text was still being generated then."""
+    add, check = Answer.add, Deadline.check
+    came: list[Step] = []
+
+    def added(answer: Answer, step: Step) -> None:
+        add(answer, step)
+        came.append(step)
+        if len(came) == 10 and not isinstance(error, TimedOut):
+            raise error
+
+    def checked(deadline: Deadline) -> None:
+        check(deadline)
+        if len(came) == 10 and isinstance(error, TimedOut):
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "add", added)
+        patch.setattr(Deadline, "check", checked)
+        shell.run(command, PROMPT, "--session", "book", "--no-speculation", "--logit-bias", "a=100", code=code)
+    num_read = int(re.findall(r"of ([0-9,]+) prompt tokens", shell.errors)[0].replace(",", ""))
+    assert num_kept("book") == num_read + 9
+    if command == "generate":
+        shell.generate(PROMPT + 10 * "a", "--session", "book")
+        assert f"{len(PROMPT) + 9:,} of {len(PROMPT) + 10:,} prompt tokens were there" in shell.errors
 
 
 def test_a_session_that_is_only_read_stays(shell: Shell, tmp_path: Path) -> None:

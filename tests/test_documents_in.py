@@ -574,7 +574,9 @@ def test_tokens_are_counted_by_document_and_all(triforce: Run, folder: Path, mon
     assert [line.split()[0] for line in out.splitlines()[:5]] == ["document", "c.txt", "d.pdf", "b.md", "all"]
     assert "context of demo-target: 32,768 tokens" in out
     (folder / "long.txt").write_text("word " * 40_000)
-    assert "too many" in triforce("tokens", "long.txt")[1]
+    out = triforce("tokens", "long.txt")[1]
+    assert "does not fit: the context has room for 32,768 tokens, prompt and reply; " in out
+    assert "fits this machine" not in out  # it said "all of it" before how many were too many
 
 
 def test_the_documented_table_is_what_the_program_writes(triforce: Run, monkeypatch: pytest.MonkeyPatch) -> None:

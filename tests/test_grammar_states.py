@@ -101,6 +101,8 @@ def test_any_advances_and_rewinds_give_what_a_fresh_state_gives(
         assert fresh.advance(taken) == len(taken) == state.place
         assert torch.equal(state.allowed(), fresh.allowed())
         assert (state.is_complete, state.forced()) == (fresh.is_complete, fresh.forced())
+        ended = bool(taken) and taken[-1] in grammar.end_tokens
+        assert state.is_over is (ended or grammar.end_tokens.issuperset(ids(state.allowed())))
         assert state.guessed() == fresh.guessed()
 
 

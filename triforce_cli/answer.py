@@ -10,6 +10,7 @@ from triforce_cli import __version__, log
 from triforce_cli.chat.tools import calls
 from triforce_cli.citations import Citation, citations
 from triforce_cli.deadline import TimedOut
+from triforce_cli.ending import Unfinished
 from triforce_cli.errors import Failure, debugging, describe
 from triforce_cli.output import Output
 from triforce_cli.render.chat import cited
@@ -30,7 +31,7 @@ INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"
 
 class Answer:
     """The steps of an answer so far. As a context manager it writes the answer at the end, also after an interrupt, a
-    timeout or an error.
+    timeout, a limit or an error.
 
     Leave the output's context first, so that JSON and tables do not mix with a progress display.
     """
@@ -47,10 +48,11 @@ class Answer:
         self._pieces: list[str] = []
         self.tokens: list[int] = []
         self._scores: list[TokenScore] = []
-        self._read: tuple[Sequence[int], Sequence[Document]] = (), ()
+        self._read: tuple[Sequence[int], Sequence[Document]] | None = None  # where passages are asked for
         self._citations: list[Citation] | None = None
         self._thoughts: list[str] = []
         self.calls_tools = False  # calls are looked for
+        self.remark = ""  # a note on the text as a whole, below it
         self.stats: Stats | None = None  # of the tokens that have come
         self.finish: str | None = None
 
@@ -58,8 +60,9 @@ class Answer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut):
+        if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut | Unfinished):
             self._form.end(self._ended(self.finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._output.note(self.remark)
             self._show_citations()
             self._show_table()
         elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
@@ -71,7 +74,7 @@ class Answer:
         self._form.begin(plan, prompt)
 
     def cite(self, prompt: Sequence[int], documents: Sequence[Document]) -> None:
-        """What the model reads, which passages of an answer are found in."""
+        """Find the passages of what the model reads that the answer attended to."""
         self._read = prompt, documents
 
     def thought(self, text: str, *, shown: bool) -> None:
@@ -94,7 +97,7 @@ class Answer:
         self.tokens += step.tokens
         self._scores += step.scores
         self.finish = step.finish
-        if step.passages and self._engine is not None:
+        if step.finish is not None and self._read is not None and self._engine is not None:
             self._citations = citations(step.passages, *self._read, self._engine.tokenizer)
         if step.text:
             self._output.end_thought()
@@ -124,9 +127,8 @@ class Answer:
         )
 
     def _show_citations(self) -> None:
-        if self._citations == []:
-            self._output.note("no passage of a document is among those that the answer attended to most")
-        self._output.note(cited(self._citations or ()))
+        if self._citations is not None:
+            self._output.note(cited(self._citations))
 
     def _show_table(self) -> None:
         if self._show_stats and self._plan and self.stats:

@@ -79,9 +79,10 @@ def triforce(
 
     Exit codes: 0 done (also when the reader goes away, as in "| head"),
     1 error while running, 2 usage, 3 does not fit, 4 model or session cannot
-    be used, 5 not what the target alone gives (verify) or a device computes wrong (doctor), 124 out of time
-    (--timeout), 130 interrupted, 143 asked to end (SIGTERM), 129 the terminal
-    is gone; the last four keep what came so far.
+    be used, 5 not what the target alone gives (verify) or a device computes
+    wrong (doctor), 6 cut short, so that it may not match its schema or other
+    constraint, 124 out of time (--timeout), 130 interrupted, 143 asked to end
+    (SIGTERM), 129 the terminal is gone; the last five keep what came so far.
     """
 
 

@@ -17,7 +17,7 @@ from triforce_cli.deadline import Deadline
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal
+from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal, taken
 
 if TYPE_CHECKING:
     from triforce_cli.chat.thoughts import Thinking
@@ -44,6 +44,7 @@ class Ask(Generate):
     template_variables: Mapping[str, Any]
     tools: list[dict[str, Any]] | None
     ends_line: ClassVar[bool] = True
+    text_name: ClassVar[str] = "answer"
 
     def read(self, output: Output, deadline: Deadline) -> str:
         """The question."""
@@ -77,6 +78,7 @@ class Ask(Generate):
         if self.prompt is not None and not stdin_is_terminal() and STDIN not in self.documents.paths:
             piped = read_input(STDIN, "a document", note=output.note)
             if piped.strip():
+                output.note(taken(piped, "a document"))
                 conversation = conversation.with_document(Document(PIPED, piped))
         begin = filled(self.begin_reply, self.variables, "the beginning of the reply")
         opening = chat_format.opening(conversation.asked(text), begin)

@@ -53,6 +53,7 @@ def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) 
         before = joined(read_documents(named, "the prompt", note=note, on_read=on_read))
     else:
         before = read_input(STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
+        note(taken(before, "the beginning of the prompt") if text else "")
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
@@ -62,6 +63,13 @@ def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) 
 def read_input(file: Path, what: str, *, note: Note) -> str:
     """The UTF-8 text of `file`, or of standard input for "-". Raises UsageError, which calls it `what`."""
     return _decode_text(read_stdin(what, note=note) if file == STDIN else read_file(file, what, note=note), file)
+
+
+def taken(piped: str, what: str) -> str:
+    """The note on standard input that is read as `what` beside what was typed; "" where it is empty. A shell's `while
+    read` loop may want it for itself."""
+    characters = "1 character" if len(piped) == 1 else f"{len(piped):,} characters"
+    return f"standard input: {characters}, read as {what}; </dev/null leaves it out" if piped else ""
 
 
 def read_text(file: Path, what: str) -> str:

@@ -107,6 +107,11 @@ class Distribution:
     def adjusted(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
         return logits if self.adjust is None else self.adjust(logits, tokens)
 
+    def is_over(self, tokens: Sequence[int]) -> bool:
+        """Whether a constraint leaves nothing but the end to follow `tokens`, prompt and text."""
+        grammar = None if self.adjust is None else self.adjust.grammar
+        return grammar is not None and grammar.is_over(tokens)
+
 
 def distribution_of(
     sampling: SamplingParams,

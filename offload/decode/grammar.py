@@ -111,6 +111,11 @@ class GrammarState:
         """Whether the text so far is all that was asked for; more may be allowed."""
         return self._ended or bool(self._matcher.is_accepting())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self._ended or bool(self._matcher.is_accepting() and self._matcher.is_stopped())
+
     def advance(self, tokens: Sequence[int]) -> int:
         """Take in as many of `tokens` as may follow, and return how many. Nothing follows an end token."""
         for count, token in enumerate(tokens):

@@ -39,6 +39,10 @@ class GrammarText:
         """What has to follow, as far as that is known."""
         return self._state.forced() if self.move(tokens[self._num_prompt :]) else []
 
+    def is_over(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing but the end may follow."""
+        return self.move(tokens[self._num_prompt :]) and self._state.is_over
+
     def guessed(self, tokens: Sequence[int]) -> list[int]:
         """What follows if the text keeps its style; it may."""
         return self._state.guessed() if self.move(tokens[self._num_prompt :]) else []

@@ -31,12 +31,13 @@ class Attended:
         self._total: Tensor | None = None  # [chunks of the prompt] fp32, on the device
 
     def add(self, mass: Tensor) -> None:
-        """mass [L, H_kv, C]: of one pass's accepted rows, see `FullCache.mass`."""
+        """mass [L, H_kv, C]: of one pass's rows that gave tokens of the text, see `FullCache.mass`."""
         own = mass[..., : self._num_chunks].sum((0, 1))
         self._total = own if self._total is None else self._total + own
 
     def passages(self, count: int) -> list[Passage]:
-        """At most so many, the most attended first; none overlaps another."""
+        """Around the chunks with the most mass, at most so many, that with the largest share first; none overlaps
+        another."""
         if self._total is None or self._num_chunks < 2:
             return []
         left = self._total.cpu().clone()
@@ -49,4 +50,4 @@ class Attended:
             end = min(chunks.stop, self._num_chunks)
             found.append(Passage(chunks.start * self._chunk, end * self._chunk, share))
             left[chunks] = 0.0
-        return found
+        return sorted(found, key=lambda passage: -passage.share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,9 +62,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only. scores: of each
-    token, where they were asked for. passages: on the last step, where they were. named: where in `text` the names of
-    tokens begin that the request has written by name."""
+    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only: "length" where
+    max_tokens cut the text, "stop" where it ended, or a constraint leaves nothing more to say. scores: of each token,
+    where they were asked for. passages: on the last step, where they were. named: where in `text` the names of tokens
+    begin that the request has written by name."""
 
     text: str
     tokens: list[int]
@@ -149,7 +150,7 @@ class Engine:
     def retrieval(self) -> RetrievalCache | None:
         return self.worker.retrieval
 
-    def generate(self, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> Iterator[Step]:
+    def generate(self, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> Generator[Step, None, None]:
         """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
         Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
 
@@ -171,11 +172,12 @@ class Engine:
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
         )
         written = ReplyText(self.tokenizer, prompt, stops=request.stop, named=request.named, end_tokens=end_tokens)
+        num_pending = len(prompt) - self.prefix.num_prefilled(prompt)
         runs = generation.in_passes(
             prompt,
             speculator,
             prefill=lambda tokens: self._prefill(tokens, on_progress),
-            num_pending=len(prompt) - self.prefix.num_prefilled(prompt),
+            num_pending=num_pending,
             max_tokens=request.max_tokens,
             end_tokens=end_tokens,
             stats=self.stats,
@@ -186,12 +188,13 @@ class Engine:
                 if isinstance(run, Pass):
                     yield run
                     continue
-                if attended is not None and self.stats.output_tokens > len(
-                    run.tokens
-                ):  # the first rows read the prompt
-                    attended.add(full.mass(len(run.tokens)))
+                if attended is not None and run.tokens:
+                    attended.add(full.mass(len(run.tokens), after=num_pending - 1))
+                    num_pending = 1
                 self.worker.fetch_ahead()
                 step = _show(run, written)
+                if step.finish == "length" and distribution.is_over(text_tokens + step.tokens):
+                    step = replace(step, finish="stop")
                 if run.logits is not None and request.logprobs is not None:
                     step = replace(step, scores=tuple(scored(run.logits, step.tokens, request.logprobs)))
                 self.stats.output_tokens -= len(run.tokens) - len(step.tokens)

@@ -204,10 +204,12 @@ class FullCache:
         """Of its homes."""
         return self.pages.nbytes()
 
-    def mass(self, num_rows: int) -> Tensor:
-        """Softmax mass per chunk of the last decode forward, summed over its first `num_rows` rows and over the query
-        heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that forward recorded none."""
-        return torch.stack([per_row[:num_rows].sum(0, dtype=torch.float32) for per_row in self._mass])
+    def mass(self, num_rows: int, *, after: int = 0) -> Tensor:
+        """Softmax mass per chunk of the last decode forward, summed over its first `num_rows` rows, or those after so
+        many, and over the query heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that
+        forward recorded none."""
+        rows = slice(after, after + num_rows)
+        return torch.stack([per_row[rows].sum(0, dtype=torch.float32) for per_row in self._mass])
 
     def wait_home(self) -> None:
         """See `PageStorage`."""

@@ -19,9 +19,10 @@ _BEGINNING = b'{"id": '
 
 
 class Results(Protocol):
-    """A context manager. done: ids of the results that an earlier run wrote, in order."""
+    """A context manager. done: ids of the results in the file, in order. finish_reasons: of all results, by id."""
 
     done: list[Id]
+    finish_reasons: dict[Id, str]
 
     def __enter__(self) -> Results: ...
 
@@ -37,6 +38,7 @@ class ResultStream:
 
     def __init__(self, write: Callable[[Mapping[str, Any]], None]) -> None:
         self.done: list[Id] = []
+        self.finish_reasons: dict[Id, str] = {}
         self._write = write
 
     def __enter__(self) -> ResultStream:
@@ -47,6 +49,7 @@ class ResultStream:
 
     def add(self, result: Mapping[str, Any]) -> None:
         self._write(result)
+        self.finish_reasons[result["id"]] = result["finish_reason"]
 
 
 class ResultFile:
@@ -54,6 +57,7 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.done: list[Id] = []
+        self.finish_reasons: dict[Id, str] = {}
         self._path = path
         self._file: FileIO | None = None
 
@@ -84,7 +88,11 @@ class ResultFile:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise TriforceError(f"{self._path} cannot be written: {error.strerror}") from error
+        self._hold(result)
+
+    def _hold(self, result: Mapping[str, Any]) -> None:
         self.done.append(result["id"])
+        self.finish_reasons[result["id"]] = result.get("finish_reason", "stop")
 
     def _find_end(self) -> int:
         """The end of the last complete line, in bytes. UsageError if a line is not a batch's result."""
@@ -94,7 +102,7 @@ class ResultFile:
                 if not line.endswith(b"\n"):
                     self._check_cut(line, number)
                     break
-                self.done.append(self._id(line, number))
+                self._hold(self._result(line, number))
                 end += len(line)
         return end
 
@@ -104,17 +112,17 @@ class ResultFile:
             raise self._foreign(number)
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(line)
-            self._id(line, number)
+            self._result(line, number)
 
-    def _id(self, line: bytes, number: int) -> Id:
+    def _result(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            result = json.loads(line)
+            result: dict[str, Any] = json.loads(line)
             id_, _ = result["id"], result["text"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._foreign(number) from error
         if not isinstance(id_, str | int):
             raise UsageError(f"{self._path}, line {number}: its id is no text and no number; name another file")
-        return id_
+        return result
 
     def _foreign(self, number: int) -> UsageError:
         return UsageError(

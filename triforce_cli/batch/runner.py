@@ -14,9 +14,10 @@ from offload.errors import DoesNotFit, UsageError
 from triforce_cli import log
 from triforce_cli.answer import TIMEOUT
 from triforce_cli.batch.asked import Asked, Formats, answered
-from triforce_cli.batch.records import Defaults, Record, after, read_records
+from triforce_cli.batch.records import Defaults, Id, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.choice import Models
+from triforce_cli.ending import Unfinished, some_may_not_match
 from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
@@ -69,6 +70,7 @@ class Batch:
                 if rest:
                     with self._told_if_stopped(results, len(records), output):
                         self._answer(records, rest, results, output)
+                _tell_cut(records, results.finish_reasons, output)
 
     @contextmanager
     def _told_if_stopped(self, results: Results, total: int, output: Output) -> Iterator[None]:
@@ -132,6 +134,18 @@ class Batch:
             "stats": stats.as_dict(),
             **({"meta": record.meta} if record.meta else {}),
         }
+
+
+def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], output: Output) -> None:
+    """Say how many results were cut. Raises Unfinished where some of them have to follow a constraint."""
+    cut = [record for record in records if finish_reasons[record.id] == "length"]
+    if cut:
+        output.note(f"{len(cut)} of {len(records)} results were cut at max_tokens")
+    late = [record for record in records if finish_reasons[record.id] == TIMEOUT]
+    bound = [(record.name, constraint) for record in (*cut, *late) if (constraint := record.sampling.constraint)]
+    if bound:
+        name, constraint = bound[0]
+        raise Unfinished(some_may_not_match(name, constraint.name, len(bound) - 1))
 
 
 def _opening(record: Record, formats: Formats | None) -> Opening | None:

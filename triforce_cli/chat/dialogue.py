@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.interrupts import Interrupts, Stopped
 from triforce_cli.citations import ASKED, Citation, citations
 from triforce_cli.render import chat as render_chat
+from triforce_cli.render.chat import Drop
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from offload.progress import OnProgress, Progress
     from triforce_cli.chat import thoughts
     from triforce_cli.chat.engine import ChatEngine
-    from triforce_cli.chat.formats import ChatFormat, Part
+    from triforce_cli.chat.formats import ChatFormat
     from triforce_cli.chat.settings import Settings
     from triforce_cli.output import Output
 
@@ -93,7 +95,8 @@ class Dialogue:
         self.conversation = asked.answered(reply.strip(), spoken, complete=finish == "stop")
         if finish == "length":
             full = len(tokens) + len(reply_tokens) >= self.engine.limit
-            self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens))
+            constraint = self.settings.sampling.constraint
+            self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens, constraint))
         self._warn_of_the_end()
 
     def change(self, conversation: Conversation) -> None:
@@ -203,7 +206,8 @@ class Dialogue:
                     self._show_parts(splitter.push(step.text, step.named))
             self._show_parts(splitter.flush())
             self.output.end_line()
-        self.output.note(render_chat.cited(self.citations))
+        if self.cites and documents and finish is not None:
+            self.output.note(render_chat.cited(self.citations))
         return "".join(pieces), spoken, finish
 
     def _sampling(self, opening: thoughts.Opening) -> SamplingParams:
@@ -256,17 +260,37 @@ class Dialogue:
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens > self.engine.limit:
-            raise DoesNotFit(render_chat.too_long(num_tokens, self.engine.limit, self._droppable()))
+            raise DoesNotFit(render_chat.too_long(num_tokens, self.engine.limit, self._drops()))
 
     def _warn_of_the_end(self) -> None:
         """Say what could be dropped, when the longest reply and a message as long might not fit."""
         left = self.engine.limit - self.num_used
         if left < min(max(2 * self.settings.max_tokens, self.engine.limit // 10), self.engine.limit // 4):
-            self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._droppable()))
+            self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._drops()))
 
-    def _droppable(self) -> list[Part]:
-        """Documents and turns, in order."""
-        return [part for part in self.format.parts(self.conversation) if part.kind in ("document", "turn")]
+    def _drops(self) -> list[Drop]:
+        """The largest documents and the oldest turns that /drop takes, with the tokens of context that are free then.
+        None where the template cannot be taken apart."""
+        conversation, sizes = self.conversation, Counter[str]()
+        for part in self.format.parts(conversation):
+            if part.kind == "document":
+                sizes[part.name] += part.num_tokens
+            elif part.kind == "conversation":
+                return []
+        drops = [
+            Drop(name, 0, self._freed(conversation.drop_document(name)))
+            for name, _ in sizes.most_common(render_chat.NUM_OFFERED)
+        ]
+        num_turns = len(conversation.turns)
+        for count in sorted({min(1, num_turns), num_turns // 2} - {0}):
+            drops.append(Drop(str(count), count, self._freed(conversation.drop_turns(count))))
+        return [drop for drop in drops if drop.num_tokens > 0]
+
+    def _freed(self, less: Conversation) -> int:
+        """Tokens of context that are free with `less` in place of the conversation, and are not now."""
+        limit, used = self.engine.limit, self.num_used
+        left = len(self._certain(less)) or used  # a template that refuses it frees nothing
+        return max(limit - left, 0) - max(limit - used, 0)
 
 
 def _session_data(conversation: Conversation) -> dict[str, object]:

@@ -146,7 +146,10 @@ def _tokens(dialogue: Dialogue, argument: str) -> None:
 
 def _where(dialogue: Dialogue, argument: str) -> None:
     if not dialogue.cites:
-        raise UsageError("what replies attend to is recorded with triforce chat --cite")
+        raise UsageError(
+            "/where shows what a chat records that begins with --cite, and this one does not; in triforce chat --cite "
+            "the same --session goes on, or /load PATH after /save PATH here"
+        )
     if not dialogue.citations:
         raise UsageError("the last reply attended to no document, or there is none yet")
     dialogue.output.note(render_chat.cited(dialogue.citations))
@@ -164,7 +167,7 @@ _ALL = (
     Slash("/drop NAME|N", "forget a document, or the N oldest turns", _drop),
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
-    Slash("/where", "the passages that the last reply attended to most (--cite)", _where),
+    Slash("/where", "passages the last reply attended to most (chat --cite)", _where),
     Slash("/stats", "what the last reply cost", _stats),
     Slash("/set [KEY VALUE]", "show or change temperature, seed, max-tokens ...", _set),
     Slash("/tokens", "what takes how much of the context", _tokens),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from triforce_cli.commands import Command
 from triforce_cli.control import ControlFlags
 from triforce_cli.deadline import Deadline
 from triforce_cli.documents.selection import Named
+from triforce_cli.ending import Unfinished, ends_here, may_not_match
 from triforce_cli.engine import Prepared, open_engine, open_session, prepare
 from triforce_cli.flags import (
     AUTO,
@@ -170,6 +171,7 @@ class Generate:
     logprobs: int | None
     quiet: bool
     ends_line: ClassVar[bool] = False  # of text that is complete
+    text_name: ClassVar[str] = "text"
 
     @property
     def as_json(self) -> bool:
@@ -200,25 +202,32 @@ class Generate:
             store = self._open_session(prepared, plan, stack)
             engine = stack.enter_context(open_engine(prepared, plan, on_progress=on_progress))
             answer.begin(plan, engine, prompt)
-            answer.cite(tokens, prompted.documents)
+            if prompted.passages:
+                answer.cite(tokens, prompted.documents)
             answer.calls_tools = prompted.calls_tools
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
-            steps = engine.generate(
-                replace(self._request(prompted, plan), reuse=store is not None, logprobs=self.logprobs),
-                on_progress=on_progress,
-            )
+            request = replace(self._request(prompted, plan), reuse=store is not None, logprobs=self.logprobs)
+            steps = stack.enter_context(closing(engine.generate(request, on_progress=on_progress)))
             on_thought = partial(answer.thought, shown=prompted.shows_thoughts)
             for step in prompted.shown(deadline.within(steps), on_thought):
                 answer.add(step)
                 if self.as_json or self.file:
                     output.report("decode", answer.num_tokens, plan.request.max_tokens, "tokens")
-            if answer.finish == "length" and (constraint := self.sampling.constraint) is not None:
-                output.end_shown_line()
-                output.note(f"cut off at --max-tokens {self.max_tokens}: the {constraint.name} may want more text")
             if self.compare:
-                steps = self._decode_plainly(engine, prompted, plan, output)
+                steps = stack.enter_context(closing(self._decode_plainly(engine, prompted, plan, output)))
                 self._compare(answer, list(deadline.within(steps)), engine.stats, output)
+            if answer.finish == "length":
+                answer.remark = self._cut(plan)
+
+    def _cut(self, plan: Plan) -> str:
+        """What to say of a text that was cut. Raises Unfinished where it has to follow a constraint."""
+        full = plan.request.max_tokens < self.max_tokens
+        limit = None if full else f"--max-tokens {self.max_tokens}"
+        if (constraint := self.sampling.constraint) is None:
+            return ends_here(f"the {self.text_name}", limit)
+        remedy = "shorten the prompt" if full else "raise it"
+        raise Unfinished(may_not_match(f"the {self.text_name}", limit, constraint.name, remedy))
 
     def _request(self, prompted: Prompted, plan: Plan) -> GenerationRequest:
         return GenerationRequest(
@@ -231,7 +240,9 @@ class Generate:
             named={} if prompted.opening is None else prompted.opening.named,
         )
 
-    def _decode_plainly(self, engine: Engine, prompted: Prompted, plan: Plan, output: Output) -> Iterator[Step]:
+    def _decode_plainly(
+        self, engine: Engine, prompted: Prompted, plan: Plan, output: Output
+    ) -> Generator[Step, None, None]:
         """The same request without speculation."""
         output.end_shown_line()
         request = replace(self._request(prompted, plan), reuse=self.session is not None, speculation=False)

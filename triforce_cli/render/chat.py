@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.units import size
+from triforce_cli.ending import ends_here, may_not_match
 from triforce_cli.render import text
 
 if TYPE_CHECKING:
+    from offload.decode.constraint import Constraint
     from offload.metrics import Stats
     from triforce_cli.chat.background import BackgroundWork
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
     from triforce_cli.citations import Citation
 
-_NUM_OFFERED = 4
+NUM_OFFERED = 4  # documents
 _SHOWN_REPLY = 600  # characters
+
+
+@dataclass(frozen=True)
+class Drop:
+    """What /drop takes: a document's name, or how many of the oldest turns; num_turns: 0 for a document. num_tokens: of
+    context that are free then."""
+
+    argument: str
+    num_turns: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        which = "the oldest turn" if self.num_turns == 1 else f"the {self.num_turns} oldest turns"
+        return f"/drop {self.argument}{f' ({which})' if self.num_turns else ''} frees {self.num_tokens:,}"
 
 
 def room(used: int, limit: int) -> str:
     """ "1,234 of 8,192 tokens of context used, 6,958 left"."""
-    return f"{used:,} of {limit:,} tokens of context used, {max(limit - used, 0):,} left"
+    if used > limit:
+        return f"all {limit:,} tokens of context used, {used - limit:,} more are needed"
+    return f"{used:,} of {limit:,} tokens of context used, {limit - used:,} left"
 
 
 def session(num_turns: int, num_tokens: int, num_bytes: int) -> str:
@@ -45,7 +64,8 @@ def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
 
 def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, width: int) -> str:
     """The line below the prompt, cut to `width` columns."""
-    parts, progress, left = [f"context {used:,} of {limit:,}"], ahead.progress, ahead.seconds_left
+    filled = f"{used:,} of {limit:,}" if used <= limit else f"{limit:,} of {limit:,}, {used - limit:,} too many"
+    parts, progress, left = [f"context {filled}"], ahead.progress, ahead.seconds_left
     if progress is not None and progress.done < progress.total:
         seconds = "" if left is None else f", {text.duration(left)} left"
         parts.append(f"{progress.stage} {text.percent(progress.done, progress.total)}%{seconds}")
@@ -62,34 +82,34 @@ def documents_added(rows: Sequence[tuple[tuple[str, str], int]], used: int, limi
     """A line for each of a few documents: ((name, kind), tokens); in the last one the room that is left."""
     names = [f"{name}, {kind}" if kind else name for (name, kind), _ in rows]
     lines = [f"{name}: {count:,} tokens" for name, (_, count) in zip(names, rows, strict=True)]
-    if len(lines) > _NUM_OFFERED:
-        lines = [*lines[:_NUM_OFFERED], f"{len(lines):,} documents: {sum(count for _, count in rows):,} tokens"]
+    if len(lines) > NUM_OFFERED:
+        lines = [*lines[:NUM_OFFERED], f"{len(lines):,} documents: {sum(count for _, count in rows):,} tokens"]
     yield from lines[:-1]
     yield f"{lines[-1]}; {room(used, limit)}"
 
 
-def too_long(needed: int, limit: int, droppable: Sequence[Part]) -> str:
-    return f"{needed:,} tokens are needed and the context ends at {limit:,}; {_offer(droppable)}"
+def too_long(needed: int, limit: int, drops: Sequence[Drop]) -> str:
+    return f"{needed:,} tokens are needed and the context ends at {limit:,}; {_offer(drops)}"
 
 
-def nearly_full(used: int, limit: int, droppable: Sequence[Part]) -> str:
-    if used >= limit:
-        return f"the context is full: {used:,} of {limit:,} tokens; {_offer(droppable)}"
-    return f"the context is nearly full: {room(used, limit)}; {_offer(droppable)}"
+def nearly_full(used: int, limit: int, drops: Sequence[Drop]) -> str:
+    degree = "full" if used >= limit else "nearly full"
+    return f"the context is {degree}: {room(used, limit)}; {_offer(drops)}"
 
 
 def cited(citations: Sequence[Citation]) -> str:
-    """The passages that a reply attended to most, a line each."""
-    return "\n".join(f"[{number}] {citation}" for number, citation in enumerate(citations, start=1))
+    """The passages of documents that an answer attended to most, a line each, or that there are none."""
+    lines = [f"[{number}] {citation}" for number, citation in enumerate(citations, start=1)]
+    return "\n".join(lines) or "no passage of a document is among those that the answer attended to most"
 
 
-def cut_short(max_tokens: int | None) -> str:
-    """The note on a reply that was cut short. None: the context is full."""
-    if max_tokens is None:
-        return "the reply ends here, where the context does; /drop makes room"
-    return (
-        f"the reply ends here, at max-tokens {max_tokens}; ask to go on, or /set max-tokens {2 * max_tokens} and /regen"
-    )
+def cut_short(max_tokens: int | None, constraint: Constraint | None) -> str:
+    """The note on a reply that was cut short. None: the context is full. constraint: that it has to follow."""
+    limit = None if max_tokens is None else f"max-tokens {max_tokens}"
+    remedy = "/drop makes room" if max_tokens is None else f"/set max-tokens {2 * max_tokens} and /regen"
+    if constraint is not None:
+        return may_not_match("the reply", limit, constraint.name, remedy)
+    return ends_here("the reply", limit, remedy if max_tokens is None else f"ask to go on, or {remedy}")
 
 
 def parts_table(parts: Sequence[Part], used: int, limit: int) -> str:
@@ -112,18 +132,11 @@ def commands(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name.ljust(width)}  {about}" for name, about in (*rows, *keys))
 
 
-def _offer(droppable: Sequence[Part]) -> str:
+def _offer(drops: Sequence[Drop]) -> str:
     """A line that says what can be dropped to make room."""
-    if not droppable:
+    if not drops:
         return "begin anew with /clear, or with a larger --context where the model has one"
-    documents = sorted((part for part in droppable if part.kind == "document"), key=lambda part: -part.num_tokens)
-    named = [f"/drop {part.name} frees {part.num_tokens:,}" for part in documents[:_NUM_OFFERED]]
-    num_turns = max((part.number for part in droppable if part.kind == "turn"), default=0)
-    for count in sorted({min(1, num_turns), num_turns // 2} - {0}):
-        freed = sum(part.num_tokens for part in droppable if part.number <= count)
-        which = "the oldest turn" if count == 1 else f"the {count} oldest turns"
-        named.append(f"/drop {count} ({which}) frees {freed:,}")
-    return f"{', '.join(named)}; /tokens shows all of it, /clear begins anew"
+    return f"{', '.join(map(str, drops))}; /tokens shows all of it, /clear begins anew"
 
 
 def _name(part: Part) -> str:

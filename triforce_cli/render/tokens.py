@@ -87,7 +87,11 @@ def _room(counts: Counts) -> Iterator[str]:
     if not counts.fitting:
         yield "fits this machine: not even a short context (triforce plan says why)"
         return
-    what = "all of it" if counts.fitting == counts.context else f"{counts.fitting:,} tokens"
-    left = counts.fitting - counts.num_tokens
-    rest = f"{left:,} are left for the reply" if counts.fits else f"{1 - left:,} too many"
-    yield f"fits this machine: {what}, prompt and reply together; {rest}"
+    if counts.fits:
+        what = "all of it" if counts.fitting == counts.context else f"{counts.fitting:,} tokens"
+        left = counts.fitting - counts.num_tokens
+        yield f"fits this machine: {what}, prompt and reply together; {left:,} are left for the reply"
+        return
+    room = "the context" if counts.fitting == counts.context else "this machine"
+    too_many = counts.num_tokens + 1 - counts.fitting
+    yield f"does not fit: {room} has room for {counts.fitting:,} tokens, prompt and reply; {too_many:,} too many"

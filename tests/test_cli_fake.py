@@ -90,6 +90,8 @@ class Request:
 def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int = 100) -> Plan:
     return Plan(
         request=PlannedRequest(
+            target="a target",
+            draft="a draft",
             device="cpu",
             device_name="CPU",
             num_devices=1,

@@ -134,6 +134,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
+    apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,17 @@ class Prepared:
     request: Request
 
 
-def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
+def prepare(
+    models: Models,
+    options: Options,
+    output: Output,
+    *,
+    sampling: SamplingParams | None = None,
+    given: Plan | None = None,
+) -> Prepared:
     """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when
-    it is used for the first time. Raises ModelError, UsageError: also for
-    what `sampling` asks and the model cannot do."""
+    it is used for the first time, unless a plan is given. Raises ModelError, UsageError: also for what `sampling` asks
+    and the model cannot do."""
     output.note(models.note)
     output.wait("starting")
     with deferred():
@@ -51,7 +58,8 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
         from offload.plan.request import Request
 
         tokenizer = load_tokenizer(models.target, models.draft)
-        request = timed(Request.on_this_machine(models.target, models.draft, options))
+        request = Request.on_this_machine(models.target, models.draft, options)
+        request = timed(request) if given is None else replace(request, given=given)
         if sampling is not None:
             check_sampling(sampling, request.target, tokenizer)
         device = "cpu" if request.hardware.is_cpu else "cuda"

@@ -47,6 +47,7 @@ class Batch:
     num_sequences: int | None
     logprobs: int | None
     options: Options
+    given: Plan | None
     models: Models
     echo: bool
     quiet: bool
@@ -82,7 +83,7 @@ class Batch:
             raise
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output)
+        prepared = prepare(self.models, self.options, output, given=self.given)
         _check(prepared, records)
         chat_format = self._format(prepared, records, output)
         prompts = {record.number: array("i", _tokens(record, prepared, chat_format)) for record in records}

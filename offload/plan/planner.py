@@ -67,6 +67,11 @@ class Plan:
     predicted: Prediction
     notes: tuple[str, ...] = ()
 
+    @property
+    def predicted_seconds(self) -> float:
+        """Of the whole request."""
+        return self.predicted.first_token_seconds + self.request.max_tokens * self.predicted.seconds_per_token
+
     def as_dict(self) -> dict[str, Any]:
         """The parts as JSON can hold them, with the version of this form, and `capacity` and `levels`, which follow
         from the rest."""

@@ -148,6 +148,13 @@ def test_help_fits_two_screens_of_50_lines(command, triforce, monkeypatch):
     assert len(out.splitlines()) <= 100
 
 
+def test_help_names_each_default_once():
+    """pull --help said "[default: main]" twice, by the text and by Typer."""
+    commands = tree.commands(typer.main.get_command(app)).values()
+    shown = [option for command in commands for option in tree.options(command).values() if option.show_default]
+    assert not [option.name for option in shown if "[default: " in option.help]
+
+
 def test_help_all_shows_the_options_that_help_hides(triforce):
     experts = (
         "--chunk",

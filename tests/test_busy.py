@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from models import random_model, save
+from offload.plan.rates import FOLDER_VARIABLE
 from triforce_cli import busy
 from triforce_cli.busy import OtherPrograms
 
@@ -37,18 +40,61 @@ def test_the_systems_counters_are_read() -> None:
     assert 0 <= SHARE(OtherPrograms()) <= 1
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.5, True), (0.1, False)])
-def test_a_command_says_at_its_start_that_others_compute(
-    monkeypatch: pytest.MonkeyPatch,
-    triforce: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
-    share: float,
-    said: bool,
-) -> None:
+Generate = Callable[..., str]
+
+
+@pytest.fixture
+def generate(
+    monkeypatch: pytest.MonkeyPatch, triforce: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> Generate:
+    """generate(share, *args): what is said where others use so much of the CPU, in a home of its own."""
     (tmp_path / "prompt.txt").write_text("Anne")
-    monkeypatch.setattr(OtherPrograms, "share", lambda self: share)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
     model = save(random_model(vocab_size=264), tmp_path / "model", tokenizer=True)
     asked = ("--model", str(model), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "1")
-    code, _, err = triforce("generate", *asked, "--device", "cpu")
-    assert code == 0
-    assert ("other programs use 50% of the CPU: passes take longer than planned" in err) == said
+
+    def run(share: float, *args: str) -> str:
+        monkeypatch.setattr(OtherPrograms, "share", lambda self: share)
+        return triforce("generate", *asked, "--device", "cpu", *args)[2]
+
+    return run
+
+
+NOTE = "other programs use 50% of the CPU: passes take longer than planned"
+
+
+def test_others_are_named_when_a_model_is_timed_and_not_before_short_work(generate: Generate) -> None:
+    """Nearly every command began with this note."""
+    assert NOTE in generate(0.5)  # passes are timed
+    assert NOTE not in generate(0.5)
+
+
+def test_others_who_use_little_are_not_named(generate: Generate) -> None:
+    assert "other programs" not in generate(0.1)
+
+
+def test_others_are_named_before_long_work_once_a_day(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate(0.0)
+    monkeypatch.setattr(busy, "LONG_SECONDS", 0.0)
+    assert NOTE in generate(0.5)
+    assert NOTE not in generate(0.5)
+    tomorrow = date.today() + timedelta(days=1)
+    monkeypatch.setattr(busy, "date", SimpleNamespace(today=lambda: tomorrow))
+    assert NOTE in generate(0.5)
+
+
+def test_others_are_not_named_before_a_usage_error(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate(0.0)
+    monkeypatch.setattr(busy, "LONG_SECONDS", 0.0)
+    assert generate(0.5, "--context", "3").splitlines()[-1].startswith("error: the prompt has")
+    assert NOTE in generate(0.5)  # nobody had said it
+
+
+def test_a_bench_always_names_others(
+    monkeypatch: pytest.MonkeyPatch, triforce: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Also where nothing is timed for the first time, and what it measures is short."""
+    monkeypatch.setattr(OtherPrograms, "share", lambda self: 0.5)
+    for _ in range(2):
+        code, _, err = triforce("bench", "--contexts", "40", "--max-tokens", "2", "--repeats", "1", "--device", "cpu")
+        assert (code, NOTE in err) == (0, True)

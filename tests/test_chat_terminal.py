@@ -16,7 +16,7 @@ import torch
 
 from models import byte_tokenizer, random_model, save
 from programs import ProgramTerminal, run
-from terminals import ALT_ENTER, CTRL_C, CTRL_D, CTRL_U, ENTER, TAB, UP, Terminal, plain
+from terminals import ALT_ENTER, CTRL_C, CTRL_D, CTRL_U, ENTER, PROMPT_BEGINS, TAB, UP, Terminal, plain
 from triforce_cli.chat.conversation import Conversation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,6 +209,36 @@ def test_ctrl_c_at_the_prompt_clears_the_line_only(chat: Terminal, tmp_path: Pat
     chat.until_prompt(number)
     assert message_line(chat) == ">"
     assert questions(saved(chat, tmp_path)) == ["one"]
+
+
+def test_keys_typed_before_the_first_prompt_are_in_it_and_not_beside_the_spinner(model: Path, tmp_path: Path) -> None:
+    """The screen kept "startingWhat is" above the prompt."""
+    terminal = ProgramTerminal(arguments(model), env=environment(tmp_path))
+    try:
+        terminal.until(lambda: "starting" in terminal.written, "the spinner")
+        terminal.send("What is")
+        terminal.until_prompt(1)
+        terminal.until_shown("> What is")
+    finally:
+        terminal.close()
+    assert terminal.written.count("What is") == 1
+    assert "What is" not in terminal.written.partition(PROMPT_BEGINS)[0]
+
+
+def test_keys_typed_while_a_reply_streams_are_in_the_next_prompt_and_not_in_the_reply(
+    chat: Terminal, tmp_path: Path
+) -> None:
+    chat.ask("/set max-tokens 400")
+    number = chat.num_prompts
+    chat.send("go" + ENTER)
+    chat.until(lambda: re.search("[a-z]{40}", chat.reply), "the beginning of the reply")
+    chat.send("AND THEB\x7fN" + ALT_ENTER + "MORE")
+    chat.until_prompt(number + 1)
+    assert re.match("[a-z]{400}\n", chat.reply)
+    chat.until_shown("MORE")
+    chat.send(ENTER)
+    chat.until_prompt(number + 2)
+    assert questions(saved(chat, tmp_path)) == ["go", "AND THEN\nMORE"]
 
 
 # Long texts

@@ -78,6 +78,7 @@ class Request:
     target = types.SimpleNamespace()
     draft = None
     context = 1 << 20
+    times = None
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
@@ -94,6 +95,8 @@ class Request:
 def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int = 100) -> Plan:
     return Plan(
         request=PlannedRequest(
+            target="a target",
+            draft="a draft",
             device="cpu",
             device_name="CPU",
             num_devices=1,

@@ -134,6 +134,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     assert declared == {flag: variable_of(flag) for flag in declared}
     apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
+    apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
@@ -145,6 +146,13 @@ def test_help_fits_two_screens_of_50_lines(command, triforce, monkeypatch):
     code, out, _ = triforce(command, "--help")
     assert code == 0
     assert len(out.splitlines()) <= 100
+
+
+def test_help_names_each_default_once():
+    """pull --help said "[default: main]" twice, by the text and by Typer."""
+    commands = tree.commands(typer.main.get_command(app)).values()
+    shown = [option for command in commands for option in tree.options(command).values() if option.show_default]
+    assert not [option.name for option in shown if "[default: " in option.help]
 
 
 def test_help_all_shows_the_options_that_help_hides(triforce):

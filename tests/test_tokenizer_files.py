@@ -267,7 +267,15 @@ def test_a_class_that_finds_no_file_of_its_own_is_refused(tmp_path: Path, named:
     """Bug: it began with special tokens alone, and a text had no tokens, without a word."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    if named == "LlamaTokenizer":
-        (tmp_path / "vocab.json").write_text(json.dumps({"a": 0}))
+    (tmp_path / ("vocab.json" if named == "LlamaTokenizer" else "vocab.txt")).write_text(json.dumps({"a": 0}))
     with pytest.raises(ModelError, match=r"tokenizer\.json is needed"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_of_a_librarys_advice_the_first_line_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "vocab.txt").write_text("no class reads this")
+    with pytest.raises(ModelError) as raised:
+        Tokenizer.from_folder(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}: no usable tokenizer (Couldn't instantiate")
+    assert "\n" not in str(raised.value)

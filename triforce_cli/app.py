@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from offload.plan.hardware import Launched
-from triforce_cli import __version__, log
+from triforce_cli import __version__, log, variables
 from triforce_cli.commands import Command
 from triforce_cli.commands import version as version_command
 from triforce_cli.commands.ask import ask
@@ -63,6 +63,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def triforce(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -84,6 +85,7 @@ def triforce(
     constraint, 124 out of time (--timeout), 130 interrupted, 143 asked to end
     (SIGTERM), 129 the terminal is gone; the last five keep what came so far.
     """
+    variables.check(context.command)
 
 
 triforce.__doc__ = flowing(triforce.__doc__)

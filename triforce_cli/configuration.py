@@ -78,12 +78,12 @@ class Configuration:
             place = f"{self.file}: {'.'.join((*words, name))}"
             if isinstance(value, dict):
                 if name not in sections:
-                    raise UsageError(f"{place} is no command{_nearest(name, sections)}")
+                    raise UsageError(f"{place} is no command{nearest(name, sections)}")
                 below = {path: command for path, command in commands.items() if path[depth : depth + 1] == (name,)}
                 self._check(value, (*words, name), below)
             elif name not in known:
                 where = f"triforce {' '.join(words)}" if words else "any command"
-                raise UsageError(f"{place} is no option of {where}{_nearest(name, known)}")
+                raise UsageError(f"{place} is no option of {where}{nearest(name, known)}")
             else:
                 _check_kind(place, known[name], value)
 
@@ -144,6 +144,9 @@ def _typed(option: Any, value: Any) -> Any:
     return str(value)
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {near[0]}?" if near else "; 'triforce config show' lists all there are"
+def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:
+    """The end of a message about an unknown name: the known one that it may have been. prefix: that all begin with."""
+    near = difflib.get_close_matches(
+        name.removeprefix(prefix), sorted(each.removeprefix(prefix) for each in known), n=1
+    )
+    return f"; did you mean {prefix}{near[0]}?" if near else "; 'triforce config show' lists all there are"

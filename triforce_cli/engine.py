@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from offload.plan.request import Request
     from offload.progress import OnProgress
     from offload.session.store import Store
+    from triforce_cli.prompt import Note
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Models whose weights are not loaded yet. request: makes plans for them on this machine."""
+    """Models whose weights are not loaded yet. request: makes plans for them on this machine. note: says a line to the
+    person. busy_share: of the CPU, by other programs, where passes run on it and nothing was said of it."""
 
     models: Models
     tokenizer: Tokenizer
     request: Request
+    note: Note
+    busy_share: float = 0.0
 
     @property
     def prompt_tokenizer(self) -> Tokenizer:
@@ -38,14 +42,24 @@ class Prepared:
         return self.tokenizer.limited(self.request.context)
 
 
-def prepare(models: Models, options: Options, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
+def prepare(
+    models: Models,
+    options: Options,
+    output: Output,
+    *,
+    sampling: SamplingParams | None = None,
+    given: Plan | None = None,
+    measures: bool = False,
+) -> Prepared:
     """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when
-    it is used for the first time. Raises ModelError, UsageError: also for
-    what `sampling` asks and the model cannot do."""
+    it is used for the first time, unless a plan is given. measures: so does the command.
+
+    Raises ModelError, UsageError: also for what `sampling` asks
+    and the model cannot do."""
     output.note(models.note)
     output.wait("starting")
     with deferred():
-        from triforce_cli.busy import BUSY_SHARE, OtherPrograms
+        from triforce_cli.busy import OtherPrograms, busy_note
 
         others = OtherPrograms()  # while torch is imported and the first passes are timed
         from offload.config.gguf import notes
@@ -56,7 +70,8 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
         from offload.plan.request import Request
 
         tokenizer = load_tokenizer(models.target, models.draft)
-        request = timed(Request.on_this_machine(models.target, models.draft, options))
+        untimed = Request.on_this_machine(models.target, models.draft, options)
+        request = timed(untimed) if given is None else replace(untimed, given=given)
         if sampling is not None:
             check_sampling(sampling, request.target, tokenizer)
         device = "cpu" if request.hardware.is_cpu else "cuda"
@@ -70,17 +85,21 @@ def prepare(models: Models, options: Options, output: Output, *, sampling: Sampl
             output.note(f"slower than need be, on torch's operators: {problem}")
         if problem := prefill_problem(device):
             output.note(f"prompts are read by torch's fused kernel: {problem}")
-        if device == "cpu" and (share := others.share()) > BUSY_SHARE:
-            output.note(f"other programs use {share:.0%} of the CPU: passes take longer than planned")
-        return Prepared(models, tokenizer, request)
+        share = others.share() if device == "cpu" else 0.0
+        if measures or request.times != untimed.times:
+            output.note(busy_note(share))
+            share = 0.0
+        return Prepared(models, tokenizer, request, output.note, share)
 
 
 @contextmanager
 def open_engine(prepared: Prepared, plan: Plan, *, on_progress: OnProgress) -> Iterator[Engine]:
     """The engine for `plan`, with weights loaded; closed at the end. Raises ModelError, DoesNotFit."""
     from offload.engine.engine import Engine
+    from triforce_cli.busy import note_for_long
 
     models = prepared.models
+    prepared.note(note_for_long(prepared.busy_share, plan.predicted_seconds))
     with Engine.load(plan, models.target, models.draft, prepared.tokenizer, on_progress=on_progress) as engine:
         yield engine
 

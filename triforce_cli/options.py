@@ -180,7 +180,7 @@ Seed = Annotated[
     int | None,
     option(
         "--seed",
-        "The same seed gives the same text. Without it, every run differs.",
+        "The same text again on the same plan.",
         SAMPLING,
         metavar="N",
         parser=whole,
@@ -202,6 +202,15 @@ Session = Annotated[
 CacheFile = Annotated[Path | None, option("--cache", "The same in a folder of your choice.", SESSION, metavar="PATH")]
 ReadOnly = Annotated[bool, switch("--read-only", "Resume from the session without changing it.", SESSION)]
 
+GivenPlan = Annotated[
+    Path | None,
+    option(
+        "--plan",
+        "Use the plan that --json printed.",
+        SPECULATION,
+        metavar="FILE",
+    ),
+]
 Context = Annotated[
     int | None,
     option(

@@ -211,7 +211,8 @@ def _refusing(what: str, remedy: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, ModelError | MemoryError) or not _is_theirs(error):
             raise
-        raise ModelError(f"{what} ({error}); {remedy}") from error
+        said = str(error).strip().partition("\n")[0].rstrip(": ")  # libraries go on with advice
+        raise ModelError(f"{what} ({said}); {remedy}") from error
 
 
 def _is_theirs(error: BaseException) -> bool:

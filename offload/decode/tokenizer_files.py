@@ -24,10 +24,10 @@ from offload.errors import ModelError
 MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
 FILE, CONFIG_FILE, ADDED_FILE = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 TEMPLATE_FILE, OLDER_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
-_ALL_FILES = (
-    *(FILE, CONFIG_FILE, ADDED_FILE, "vocab.json", "merges.txt", "tokenizer.model"),
-    *(TEMPLATE_FILE, OLDER_TEMPLATE_FILE),
+OLDER_FILES = (  # that have a vocabulary where there is no tokenizer.json
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
+_ALL_FILES = (FILE, CONFIG_FILE, ADDED_FILE, *OLDER_FILES, TEMPLATE_FILE, OLDER_TEMPLATE_FILE)
 # Special tokens that a class has where tokenizer_config.json names none.
 _CLASS_TOKENS = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
@@ -43,6 +43,11 @@ def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
     """
     if is_gguf(folder):
         return gguf_tokenizer.load(folder)
+    if not any((folder / name).is_file() for name in (FILE, *OLDER_FILES)):
+        raise ModelError(
+            f"{folder} has no tokenizer: none of {FILE}, {', '.join(OLDER_FILES)} is there; copy it from where the "
+            "model comes from"
+        )
     for path in (folder / name for name in _ALL_FILES):
         if path.is_file():
             _check_file(path)

@@ -1,14 +1,15 @@
 """A request is planned once, by arithmetic alone, into a frozen `Plan`; the engine is built from it and nothing else.
 
-Planning is deterministic: the same request on the same kind of machine gives the same plan, and so the same seed gives
-the same text. Nothing is measured here: times of passes were, before the first plan.
+Planning is deterministic: the same request with the same rates gives the same plan, and so the same seed gives the same
+text. Nothing is measured here: times of passes were, before the first plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
@@ -19,24 +20,28 @@ from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
 from offload.plan.host_share import worth_a_share
 from offload.plan.options import Options
-from offload.plan.pass_times import UNKNOWN, Times
+from offload.plan.pass_times import UNKNOWN, Times, key_of
 from offload.plan.placement import Placement, largest
 from offload.plan.sizing import Sizing
+from offload.records import entries, record
 
-__all__ = ["Options", "Plan", "PlannedRequest", "has_room", "largest_context", "make_plan"]
+__all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
 
-T = TypeVar("T")
+VERSION = 1  # of a plan's JSON: another one wherever the same plan and seed would give another text
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
     """A request as it is planned: the device and dtype that "auto" stands for, and tokens that fit in the context.
 
+    target, draft: the models by `key_of`, with the dtype and whether kernels are asked for.
     device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
     num_sequences: that run at a time, each with caches for so many tokens. turns: half of them have a full pass at a
     time, and the others draft while its tiles stream.
     """
 
+    target: str
+    draft: str | None
     device: str
     device_name: str
     num_devices: int
@@ -62,32 +67,40 @@ class Plan:
     predicted: Prediction
     notes: tuple[str, ...] = ()
 
+    @property
+    def predicted_seconds(self) -> float:
+        """Of the whole request."""
+        return self.predicted.first_token_seconds + self.request.max_tokens * self.predicted.seconds_per_token
+
     def as_dict(self) -> dict[str, Any]:
-        """The parts as JSON can hold them, with `capacity` and `levels`, which follow from the rest."""
-        parts = asdict(self)
+        """The parts as JSON can hold them, with the version of this form, and `capacity` and `levels`, which follow
+        from the rest."""
+        parts = {"version": VERSION} | asdict(self)
         parts["request"]["capacity"] = self.request.capacity
         parts["composition"]["levels"] = self.composition.levels
         return parts
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that `as_dict` gave, also after a way through JSON. Only for a plan of this same program."""
-        composition, placement = data["composition"], data["placement"]
-        return cls(
-            request=_made(PlannedRequest, data["request"]),
-            composition=_made(Composition, composition | {"adaptive": tuple(composition["adaptive"])}),
-            placement=_made(
-                Placement,
-                placement | {"offload": tuple(placement["offload"])},
-            ),
-            predicted=_made(Prediction, data["predicted"]),
-            notes=tuple(data["notes"]),
-        )
+    def from_dict(cls, data: object) -> Plan:
+        """The plan that `as_dict` gave, also after a way through JSON: the same to the last bit. Raises ValueError,
+        which names the key that is unknown, missing or wrong."""
+        parts = dict(entries(data, ["version", *(field.name for field in fields(cls))], "plan"))
+        if (version := parts.pop("version")) != VERSION:
+            raise ValueError(f"plan.version is {reprlib.repr(version)}; this program reads version {VERSION}")
+        derived = {place: _taken(parts, *place) for place in (("request", "capacity"), ("composition", "levels"))}
+        plan = record(cls, parts, "plan")
+        for (part, key), value in derived.items():
+            if (follows := getattr(getattr(plan, part), key)) != (tuple(value) if isinstance(value, list) else value):
+                raise ValueError(f"plan.{part}.{key} is {reprlib.repr(value)}; from the rest follows {follows}")
+        return plan
 
 
-def _made(kind: type[T], data: Mapping[str, Any]) -> T:
-    """An instance of the dataclass `kind`, without what follows from its fields."""
-    return kind(**{field.name: data[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+def _taken(parts: dict[str, object], part: str, key: str) -> object:
+    """The value that follows from the rest of a part, which is left without it. Raises ValueError."""
+    if not isinstance(whole := parts[part], dict) or key not in whole:
+        raise ValueError(f"plan.{part}.{key} is missing")
+    parts[part] = {name: value for name, value in whole.items() if name != key}
+    return whole[key]
 
 
 def make_plan(
@@ -104,13 +117,14 @@ def make_plan(
     names what would fit, if the context or the memory is too small."""
     notes = [f"the text of a {target.wrapper} model: it sees no pictures here"] if target.wrapper else []
     notes += target.quantisation.remarks if target.quantisation else []
-    capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
+    capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
     cost, best = choose(sizing, capacity, times)
-    if options.link_gbps is not None and not cost.placement.offload:
-        raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
+    check_link(options, cost.placement)
     return Plan(
         request=PlannedRequest(
+            target=key_of(target, sizing.dtype),
+            draft=None if draft is None else key_of(draft, sizing.dtype),
             device=hardware.device,
             device_name=hardware.device_name,
             num_devices=hardware.num_devices,
@@ -135,7 +149,7 @@ def has_room(
     max_tokens: int,
 ) -> bool:
     """Whether there is memory for a request, whatever else `make_plan` would decide. Raises as that does."""
-    capacity, sizing = _sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, [])
+    capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, [])
     return least_shortage(sizing, capacity) is None
 
 
@@ -147,7 +161,7 @@ def largest_context(
     return largest(lambda tokens: least_shortage(sizing, tokens) is None, limit)
 
 
-def _sized(
+def sized(
     target: ModelConfig,
     draft: ModelConfig | None,
     options: Options,
@@ -169,6 +183,12 @@ def _sized(
             "attends for one GPU only so far; leave out --host-attention, or add --gpus 1"
         )
     return capacity, sizing
+
+
+def check_link(options: Options, placement: Placement) -> None:
+    """Raise UsageError where a link is paced and nothing crosses one."""
+    if options.link_gbps is not None and not placement.offload:
+        raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
 
 
 def _check_windows(sizing: Sizing) -> None:

@@ -9,6 +9,7 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.formats.layout import CODE_BITS
 from offload.plan.batching import plan_together
+from offload.plan.given import plan_again
 from offload.plan.hardware import Hardware, probe, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import Options
@@ -21,14 +22,15 @@ from offload.plan.sizing import Sizing
 @dataclass(frozen=True)
 class Request:
     """Two models, options and a machine. hardware: as it was before anything was loaded, so that later plans of one
-    engine count nothing twice. times: what was measured of the models' passes. Raises UsageError where its devices
-    cannot share the target."""
+    engine count nothing twice. times: what was measured of the models' passes. given: the plan that is used instead of
+    another. Raises UsageError where its devices cannot share the target."""
 
     target: ModelConfig
     draft: ModelConfig | None
     options: Options
     hardware: Hardware
     times: Times = UNKNOWN
+    given: Plan | None = None
 
     def __post_init__(self) -> None:
         check_divides(self.target, self.hardware.num_devices)
@@ -68,12 +70,14 @@ class Request:
         return self.options.context or self.target.context_limit
 
     def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
-        """Raises DoesNotFit, UsageError."""
-        return make_plan(*self._given, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
+        """Raises DoesNotFit, UsageError; where a plan is given that is for other models, ModelError."""
+        if self.given is not None:
+            return plan_again(self.given, *self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        return make_plan(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
 
     def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether there is memory for what `plan` would plan, which takes longer. Raises as that does."""
-        return has_room(*self._given, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        return has_room(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
         """`plan`, which this request gave, for several sequences at a time: see `plan_together`."""
@@ -89,8 +93,8 @@ class Request:
         return self._fitting(self.target.context_limit)
 
     def _fitting(self, limit: int) -> int:
-        return largest_context(*self._given, limit)
+        return largest_context(*self._of, limit)
 
     @property
-    def _given(self) -> tuple[ModelConfig, ModelConfig | None, Options, Hardware]:
+    def _of(self) -> tuple[ModelConfig, ModelConfig | None, Options, Hardware]:
         return self.target, self.draft, self.options, self.hardware

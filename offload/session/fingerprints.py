@@ -17,6 +17,7 @@ from typing import Any
 from offload.config.gguf_header import Items, is_gguf, read_file, read_header
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
+from offload.decode.tokenizer_files import OLDER_FILES
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
 from offload.plan.planner import Plan
@@ -30,10 +31,7 @@ _SIZES = (
 )
 _DIGEST_BYTES = 16
 _TOKENIZER_FILE = "tokenizer.json"  # complete on its own; without it, the files that older tokenizers are made of
-_TOKENIZER_PARTS = (
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
-    *("added_tokens.json", "special_tokens_map.json"),
-)
+_TOKENIZER_PARTS = (*OLDER_FILES, "added_tokens.json", "special_tokens_map.json")
 _MAX_NAME = 256
 
 

@@ -49,6 +49,7 @@ class Batch:
     num_sequences: int | None
     logprobs: int | None
     options: Options
+    given: Plan | None
     models: Models
     echo: bool
     quiet: bool
@@ -85,7 +86,7 @@ class Batch:
             raise
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output)
+        prepared = prepare(self.models, self.options, output, given=self.given)
         _check(prepared, records)
         formats = self._formats(prepared, records, output)
         openings = {record.number: opened for record in records if (opened := _opening(record, formats)) is not None}

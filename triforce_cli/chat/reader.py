@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from prompt_toolkit.completion import Completer
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import Output
+
+    from triforce_cli.chat.keys import Keys
 
 from offload.errors import UsageError
 from triforce_cli.signals import listening
@@ -28,13 +31,18 @@ class Reader(Protocol):
 
 
 class LineReader:
-    """One message per line. A message between fences may have more. on_ask: before each, where somebody sees it."""
+    """One message per line. A message between fences may have more. on_ask: before each, where somebody sees it. keys:
+    of a person who types them."""
 
-    def __init__(self, on_ask: Callable[[], None] = lambda: None) -> None:
-        self._on_ask = on_ask
+    def __init__(self, on_ask: Callable[[], None] = lambda: None, *, keys: Keys | None = None) -> None:
+        self._on_ask, self._keys = on_ask, keys
 
     def read(self, default: str = "") -> str | None:
         self._on_ask()
+        with nullcontext() if self._keys is None else self._keys.shown():
+            return self._message()
+
+    def _message(self) -> str | None:
         line = _next_line()
         if line is None or not line.lstrip().startswith(FENCE):
             return line

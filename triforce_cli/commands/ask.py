@@ -45,6 +45,7 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
+from triforce_cli.given import beside_given
 from triforce_cli.options import option
 from triforce_cli.prompt import decode_argument, read_text, user_path
 
@@ -113,6 +114,7 @@ def ask(
     sampling: ControlFlags,
     stop: Stop = None,
     timeout: Timeout = None,
+    plan: options.GivenPlan = None,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
@@ -148,6 +150,7 @@ def ask(
         raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
     if system_file is not None:
         system = read_text(user_path(str(system_file)), "the system message")
+    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cite))
     return Ask(
         prompt=None if question is None else decode_argument("QUESTION", question),
         question_file=prompt_file,
@@ -160,7 +163,8 @@ def ask(
         sampling=sampling.params(),
         stops=stops_of(stop),
         timeout=timeout,
-        options=plan_options(decoding, **vars(placement), masses=cite),
+        options=chosen,
+        given=given,
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,

@@ -161,7 +161,7 @@ class Bench:
             self._measure(text, findings, output)
 
     def _measure(self, text: str, findings: Findings, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output, sampling=self.sampling.params())
+        prepared = prepare(self.models, self.options, output, sampling=self.sampling.params(), measures=True)
         with deferred():
             from offload.bench.environment import environment
         if self.against == "llama.cpp" and not prepared.request.hardware.is_cpu:

@@ -15,6 +15,7 @@ from offload import strict_json
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
+from triforce_cli.chat.keys import Keys
 from triforce_cli.choice import Models
 from triforce_cli.control import ControlFlags
 from triforce_cli.documents.selection import Named
@@ -122,7 +123,10 @@ class Chat:
     def run(self) -> None:
         """Load, then answer messages until there are no more."""
         output = Output(quiet=self.quiet)
+        keys = Keys(edited=output.can_draw) if output.has_person else None
         with ExitStack() as stack:
+            if keys is not None:
+                stack.enter_context(keys.hidden())
             with output:
                 prepared = prepare(self.models, self.options, output, sampling=self.settings.params())
                 output.note(self.models.answers_note)
@@ -157,7 +161,7 @@ class Chat:
             if interactive and (last := render_chat.last_turn(dialogue.conversation)):
                 output.note(last)
             self._add_files(dialogue)
-            _converse(dialogue, self._reader(dialogue, output))
+            _converse(dialogue, self._reader(dialogue, output, keys))
             if engine.store is not None and not self.read_only:
                 output.note(render_chat.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
 
@@ -184,7 +188,7 @@ class Chat:
         if self.documents:
             add_documents(dialogue, self.documents)
 
-    def _reader(self, dialogue: Dialogue, output: Output) -> Reader:
+    def _reader(self, dialogue: Dialogue, output: Output, keys: Keys | None) -> Reader:
         from triforce_cli.chat.reader import LineReader, PromptReader
         from triforce_cli.chat.slash import COMMANDS
 
@@ -192,7 +196,7 @@ class Chat:
             return LineReader()
         if not output.can_draw:
             dialogue.edits_drafts = False
-            return LineReader(lambda: output.question(">"))
+            return LineReader(lambda: output.question(">"), keys=keys)
         slashes = COMMANDS.values()
         return PromptReader(
             history=_history_file() if self.history else None,

@@ -32,6 +32,7 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
+from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, PROMPT, SAMPLING, number, option, switch
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
@@ -160,6 +161,7 @@ class Generate:
     stops: tuple[str, ...]
     timeout: float | None
     options: Options
+    given: Plan | None
     models: Models
     session: Path | None
     read_only: bool
@@ -192,7 +194,7 @@ class Generate:
         return Prompted(prepared.prompt_tokenizer.encode(text))
 
     def _generate(self, prompt: str, answer: Answer, output: Output, deadline: Deadline) -> None:
-        prepared = prepare(self.models, self.options, output, sampling=self.sampling)
+        prepared = prepare(self.models, self.options, output, sampling=self.sampling, given=self.given)
         prompted = self.prompted(prepared, prompt, output)
         tokens = prompted.tokens
         plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
@@ -318,6 +320,7 @@ def generate(
     sampling: ControlFlags,
     stop: Stop = None,
     timeout: Timeout = None,
+    plan: options.GivenPlan = None,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
@@ -344,6 +347,7 @@ def generate(
     if logprobs is not None and not (json or jsonl or input_jsonl):
         raise UsageError("--logprobs go into JSON; add --json, --jsonl or --input-jsonl")
     num_sequences = _number_at_a_time(batch)
+    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement)))
     if input_jsonl is not None or output_jsonl is not None or num_sequences is not None:
         _check_batch(input_jsonl, (documents.named(), prompt, session.path(), output, jsonl, stats, compare))
         return Batch(
@@ -355,7 +359,8 @@ def generate(
             timeout=timeout,
             num_sequences=num_sequences,
             logprobs=logprobs,
-            options=plan_options(decoding, **vars(placement)),
+            options=chosen,
+            given=given,
             models=models.chosen(),
             echo=echo,
             quiet=quiet,
@@ -367,7 +372,8 @@ def generate(
         sampling=sampling.params(),
         stops=stops,
         timeout=timeout,
-        options=plan_options(decoding, **vars(placement)),
+        options=chosen,
+        given=given,
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,

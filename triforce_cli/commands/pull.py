@@ -25,9 +25,7 @@ ModelName = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="OWNER/NAME on the hub, or a short name (triforce models lists them)."),
 ]
-Revision = Annotated[
-    str, option("--revision", "Branch, tag or commit of the repository.", SOURCE, metavar="NAME", show_default=True)
-]
+Revision = Annotated[str, option("--revision", "Branch, tag or commit of the repository.", SOURCE, metavar="NAME")]
 ConfigOnly = Annotated[
     bool, switch("--config-only", "Config and tokenizer without the weights: all that triforce plan needs.", SOURCE)
 ]

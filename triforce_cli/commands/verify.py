@@ -20,6 +20,7 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
+from triforce_cli.given import beside_given
 from triforce_cli.options import number, option, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
@@ -29,6 +30,7 @@ from triforce_cli.signals import deferred
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
+    from offload.plan.planner import Plan
 
 CHECKS = "What is compared"
 MOST_RECOMPUTED = 4  # where nobody says how many
@@ -67,6 +69,7 @@ class Verify:
     num_recomputed: int
     tolerance: float | None
     options: Options
+    given: Plan | None
     models: Models
     as_json: bool
     quiet: bool
@@ -76,7 +79,7 @@ class Verify:
         output = Output(quiet=self.quiet)
         with output:
             prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report)
-            prepared = prepare(self.models, self.options, output, sampling=self.sampling)
+            prepared = prepare(self.models, self.options, output, sampling=self.sampling, given=self.given)
             sampling = self.sampling
             with deferred():
                 from offload.bench.exactness import check_exactness
@@ -112,6 +115,7 @@ def verify(
     sampling: GreedyControlFlags,
     positions: NumRecomputed = None,
     tolerance: Tolerance = None,
+    plan: options.GivenPlan = None,
     decoding: CacheFlags,
     placement: PlacementFlags,
     json: options.AsJson = False,
@@ -134,6 +138,7 @@ def verify(
         raise UsageError(f"positions is {positions}, it must be from 0 to the {max_tokens} of --max-tokens")
     if tolerance is not None and not 0 <= tolerance < 1e9:
         raise UsageError(f"tolerance is {tolerance:g}, it must be from 0 to below 1000000000")
+    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement)))
     return Verify(
         documents=documents.named(),
         prompt=prompt,
@@ -141,7 +146,8 @@ def verify(
         sampling=sampling.params(),
         num_recomputed=positions,
         tolerance=tolerance,
-        options=plan_options(decoding, **vars(placement)),
+        options=chosen,
+        given=given,
         models=models.chosen(),
         as_json=json,
         quiet=quiet,

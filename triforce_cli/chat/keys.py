@@ -1,0 +1,88 @@
+"""What a person types while the program writes: not shown among its words, and kept for the next prompt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from triforce_cli.signals import handled
+
+UNINTERRUPTED = True  # a terminal's modes are changed and changed back
+_LOCAL = 3  # the place of local modes in what termios gives
+_INPUT = 0
+_LEAVING = (signal.SIGTSTP, signal.SIGQUIT)  # Ctrl-Z and Ctrl-\, after which others have the terminal
+
+
+class Keys:
+    """Standard input, where it is a terminal. edited: by a line editor, which gets every key as it was typed; otherwise
+    the terminal keeps lines for it."""
+
+    def __init__(self, *, edited: bool) -> None:
+        self._edited = edited
+        self._terminal = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._modes: list[Any] = []  # as they were found
+        self._hides = False
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Within it keys are not shown. At its end, however it ends, while the program is stopped (Ctrl-Z), and after
+        Ctrl-\\ the terminal is as it was. Only what no program hears leaves it so: SIGKILL."""
+        if self._terminal is None:
+            yield
+            return
+        self._modes = termios.tcgetattr(self._terminal)
+        with handled({**dict.fromkeys(_LEAVING, self._leave), signal.SIGCONT: self._return}):
+            self._hide()
+            try:
+                yield
+            finally:
+                self._show()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within it, and within `hidden`, they are: while a line is read."""
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    def _hide(self) -> None:
+        self._hides = True
+        if self._modes:
+            modes = list(self._modes)
+            modes[_LOCAL] &= ~termios.ECHO
+            if self._edited:
+                modes[_LOCAL] &= ~termios.ICANON
+                modes[_INPUT] &= ~termios.ICRNL
+            self._set(modes)
+
+    def _show(self) -> None:
+        self._hides = False
+        if self._modes:
+            self._set(self._modes)
+
+    def _set(self, modes: list[Any]) -> None:
+        assert self._terminal is not None
+        with suppress(OSError, termios.error):  # the terminal has gone
+            if os.tcgetpgrp(self._terminal) == os.getpgrp():  # in the background it belongs to others
+                termios.tcsetattr(self._terminal, termios.TCSANOW, modes)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """Do what the signal does by default, the terminal being as it was."""
+        self._set(self._modes)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _return(self, number: int, frame: FrameType | None) -> None:
+        """The program was stopped and goes on, perhaps in the background at first."""
+        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._leave)
+        if self._hides:
+            self._hide()

@@ -1,0 +1,30 @@
+"""`--plan FILE`: a plan that is given back, so that a seed's text can be had again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload import strict_json
+from offload.errors import UsageError
+from triforce_cli.prompt import read_text, user_path
+from triforce_cli.render.text import path_text
+
+if TYPE_CHECKING:
+    from offload.plan.options import Options
+    from offload.plan.planner import Plan
+
+
+def beside_given(file: Path | None, options: Options) -> tuple[Options, Plan | None]:
+    """The plan in `file`, if one is named, and the options that are left beside it. Raises UsageError for what is no
+    plan, and for an option that contradicts it."""
+    if file is None:
+        return options, None
+    from offload.plan.given import options_beside, read_plan
+
+    text = read_text(user_path(str(file)), "the plan")
+    try:
+        plan = read_plan(strict_json.parse(text))
+    except (ValueError, RecursionError, UsageError) as error:
+        raise UsageError(f"{path_text(file)} holds no plan of this program: {error}; --json prints one") from error
+    return options_beside(plan, options), plan

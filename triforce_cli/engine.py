@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offload.plan.request import Request
     from offload.progress import OnProgress
     from offload.session.store import Store
-    from triforce_cli.prompt import Note
+    from triforce_cli.inputs import Note
 
 
 @dataclass(frozen=True)

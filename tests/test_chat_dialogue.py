@@ -434,7 +434,7 @@ def test_a_full_context_is_never_more_than_full_and_drops_free_what_they_say(
 
 def test_where_says_in_which_chats_it_works(make: Make) -> None:
     dialogue = make()
-    with pytest.raises(UsageError, match="begins with --cite, and this one does not"):
+    with pytest.raises(UsageError, match="works in a chat that begins with --cite, and this one does not"):
         slash.run(dialogue, "/where")
     dialogue.cites = True
     with pytest.raises(UsageError, match="the last reply attended to no document"):

@@ -204,6 +204,7 @@ class TestStandardError:
             "load: 67.1 MB",
             "prefill: 500 tokens",
             "prefill: 500 tokens",
+            "the text ends here, at --max-tokens 256",
         ]
 
     def test_is_empty_when_quiet(self, model):

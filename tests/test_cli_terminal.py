@@ -22,7 +22,7 @@ from rich.text import Text
 from test_cli_fake import fork
 from triforce_cli.output import Output
 
-HELLO = {"pieces": ["Hello", " there"]}
+HELLO = {"pieces": ["Hello", " there"], "finish": "stop"}
 SLOW = HELLO | {"ticks": 10, "tick_seconds": 0.05}  # bars are drawn ten times a second
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -126,7 +126,7 @@ def test_text_ends_its_line_and_the_table_stands_apart(args):
 
 
 def test_text_that_ends_its_line_gets_no_second_newline(args):
-    screen = Screen(*args, script={"pieces": ["Hello\n"]})
+    screen = Screen(*args, script={"pieces": ["Hello\n"], "finish": "stop"})
     assert screen.finish() == 0
     assert shown_at_the_end(screen.text) == "Hello\n"
 

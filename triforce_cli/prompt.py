@@ -53,7 +53,8 @@ def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) 
         before = joined(read_documents(named, "the prompt", note=note, on_read=on_read))
     else:
         before = read_input(STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
-        note(taken(before, "the beginning of the prompt") if text else "")
+        if before and text:
+            note(taken(before, "the beginning of the prompt"))
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
@@ -66,10 +67,10 @@ def read_input(file: Path, what: str, *, note: Note) -> str:
 
 
 def taken(piped: str, what: str) -> str:
-    """The note on standard input that is read as `what` beside what was typed; "" where it is empty. A shell's `while
-    read` loop may want it for itself."""
+    """The note on standard input that is read as `what` beside what was typed: a shell's `while read` loop may want it
+    for itself."""
     characters = "1 character" if len(piped) == 1 else f"{len(piped):,} characters"
-    return f"standard input: {characters}, read as {what}; </dev/null leaves it out" if piped else ""
+    return f"standard input: {characters}, read as {what}; </dev/null leaves it out"
 
 
 def read_text(file: Path, what: str) -> str:

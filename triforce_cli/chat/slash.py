@@ -147,8 +147,8 @@ def _tokens(dialogue: Dialogue, argument: str) -> None:
 def _where(dialogue: Dialogue, argument: str) -> None:
     if not dialogue.cites:
         raise UsageError(
-            "/where shows what a chat records that begins with --cite, and this one does not; in triforce chat --cite "
-            "the same --session goes on, or /load PATH after /save PATH here"
+            "/where works in a chat that begins with --cite, and this one does not; triforce chat --cite goes on with "
+            "it, by the same --session, or by /save PATH here and /load PATH there"
         )
     if not dialogue.citations:
         raise UsageError("the last reply attended to no document, or there is none yet")

@@ -506,6 +506,16 @@ def test_a_home_that_there_is_not_is_an_error_of_the_user(make: Make, line: str)
         slash.run(make(), line)
 
 
+def test_a_document_that_is_there_is_not_added_again(make: Make, tmp_path: Path) -> None:
+    """As a chat with --file does that goes on with a session."""
+    dialogue, book = make(), tmp_path / "book.txt"
+    book.write_text("It was a dark night.")
+    slash.run(dialogue, f"/file {book}")
+    there = dialogue.conversation
+    slash.run(dialogue, f"/file {book}")
+    assert dialogue.conversation is there
+
+
 def test_a_save_replaces_conversations_and_nothing_else(make: Make, tmp_path: Path) -> None:
     """/save with the name of the document replaced the document."""
     dialogue, book, saved = make(), tmp_path / "a book.txt", tmp_path / "saved.json"

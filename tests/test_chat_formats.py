@@ -23,6 +23,7 @@ from offload.errors import ModelError, UsageError
 from triforce_cli.chat import steps
 from triforce_cli.chat.conversation import Conversation, Document, Turn
 from triforce_cli.chat.formats import NAMES, ChatFormat, Part
+from triforce_cli.chat.guards import Guard
 
 TALK = "user system assistant User: Assistant: hello there, what is it?\n\nIt is 42.\n    def f(x):\n"
 CORPUS = [TALK] * 3 + ["\n\n"] * 20
@@ -678,3 +679,9 @@ def test_what_was_encoded_is_not_encoded_again(monkeypatch):
     answered = conversation.asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
     format.prompt_tokens(answered.asked("what is it?"))
     assert 0 < max(seen) < 100
+
+
+def test_a_string_of_one_character_is_let_through() -> None:
+    """It cannot be cut, and a cut behind it would change the tokens beside it."""
+    assert Guard({"|"})("a|b") == "a|b"
+    assert Guard({"|", "|b"})("a|b") != "a|b"

@@ -74,6 +74,7 @@ class TestRecords:
                 "there is no field 'max_token'; did you mean 'max_tokens'? docs/batch.md",
             ),
             ('{"prompt": "x", "max_tokens": 0}', "max_tokens is 0, it must be a whole number from 1"),
+            ('{"prompt": "x", "max_tokens": 16777217}', "max_tokens is 16777217, it must be a whole number from 1"),
             ('{"prompt": "x", "max_tokens": true}', "max_tokens is true"),
             ('{"prompt": "x", "temperature": "hot"}', 'temperature is "hot", it must be a number'),
             ('{"prompt": "x", "temperature": NaN}', "line 2 is not JSON that can be answered (NaN is not"),
@@ -249,6 +250,14 @@ class TestOnTheStandIn:
         asked = [json.loads(json.loads(line)["text"]) for line in done.stdout.splitlines()]
         assert [a["plan"]["request"]["capacity"] for a in asked] == [205, 205]
         assert [a["max_tokens"] for a in asked] == [5, 200]
+
+    def test_a_run_that_goes_on_has_the_plan_of_all_prompts(self, model, tmp_path):
+        """With the plan of the rest, seeds would give other texts than a run that was not stopped."""
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text(json.dumps({"prompt": "x" * 90, "max_tokens": 50}) + '\n{"prompt": "short"}\n')
+        out.write_text('{"id": 1, "text": ""}\n')
+        run("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out), "--max-tokens", "5")
+        assert json.loads(lines_of(out)[1]["text"])["plan"]["request"]["capacity"] == 140
 
     def test_without_a_file_they_go_to_standard_output(self, model, source):
         done = run("--model", model, "--input-jsonl", "-", "--quiet", stdin=source.read_bytes())

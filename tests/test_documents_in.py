@@ -297,6 +297,16 @@ def test_table_that_lays_out_a_page_is_no_row(heard: Heard, tmp_path: Path) -> N
     assert heard.text(page(tmp_path / "a.htm", text)) == "\n\n".join(["Left", *STORY]) + "\n"
 
 
+@pytest.mark.parametrize(("num_main", "is_chosen"), [(40, True), (30, False)])
+def test_main_text_is_chosen_from_a_third_of_the_page_on(
+    heard: Heard, tmp_path: Path, num_main: int, is_chosen: bool
+) -> None:
+    """It is chosen before other text that is no margin either."""
+    main, other = "m" * num_main, "o" * (100 - num_main)
+    text = heard.text(page(tmp_path / "a.html", f"<main><p>{main}</main><div><p>{other}</div>"))
+    assert text == (f"{main}\n" if is_chosen else f"{main}\n\n{other}\n")
+
+
 def test_page_with_hardly_any_main_text_is_read_whole_and_says_so(heard: Heard, tmp_path: Path) -> None:
     text = f"<main><p>Tiny</main><aside>{''.join(f'<p>{text}' for text in STORY)}</aside>"
     assert heard.text(page(tmp_path / "a.html", text)) == "\n\n".join(["Tiny", *STORY]) + "\n"

@@ -246,15 +246,25 @@ def test_passages_are_the_chunks_with_the_most_mass_and_never_the_first() -> Non
     first, second = attended.passages(2)
     assert (first.start, first.end) == (16, 28)
     assert (second.start, second.end) == (32, 40)  # the chunk after 40 is not whole: it ends in the answer
-    assert (first.share, second.share) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert (first.share, second.share) == (pytest.approx(0.6), pytest.approx(0.2))
     assert Attended(4, 43).passages(3) == []
 
 
 def test_passages_are_in_the_order_of_their_shares() -> None:
-    """They were in that of their highest chunks, beside which the shares of three looked unsorted."""
+    """They are in that of their highest chunks, and the shares were those of three chunks together."""
     attended = Attended(1, 12)
     attended.add(torch.tensor([9.0, 0, 0, 3, 4, 3, 0, 0, 0, 6, 0, 0]).view(1, 1, 12))
-    assert [(each.start, each.share) for each in attended.passages(2)] == [(3, 10 / 16), (8, 6 / 16)]
+    assert [(each.start, each.share) for each in attended.passages(2)] == [(8, 6 / 16), (3, 4 / 16)]
+
+
+def test_the_prompts_last_row_counts_where_there_is_no_other() -> None:
+    attended = Attended(1, 4)
+    prompt, text = (torch.tensor(numbers).view(1, 1, 4) for numbers in ([0.0, 0, 1, 0], [0.0, 0, 0, 1]))
+    attended.add(prompt, of_prompt=True)
+    assert [each.start for each in attended.passages(1)] == [1]
+    for _ in range(2):
+        attended.add(text)
+    assert [(each.start, each.share) for each in attended.passages(9)] == [(2, 1.0)]
 
 
 def test_a_passage_is_named_by_document_and_lines() -> None:
@@ -308,10 +318,12 @@ def test_masses_of_a_text_do_not_depend_on_who_drafted_it(folder: Path) -> None:
         assert [each.share for each in others] == pytest.approx([each.share for each in found[0]], rel=1e-3)
 
 
-def test_the_row_that_gave_a_token_counts_for_the_first_one_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_that_gave_a_token_is_found_for_the_first_one_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer of one token had no passages: the pass over the prompt's last rows was left out."""
     tokenizer, masses = load_tokenizer(folder / "target", None), list[torch.Tensor]()
-    monkeypatch.setattr(Attended, "add", lambda attended, mass: masses.append(mass))
+    monkeypatch.setattr(Attended, "add", lambda attended, mass, of_prompt: masses.append(mass))
     prompt = tokenizer.encode(BOOK * 6)
     options = Options(device="cpu", dtype="fp32", masses=True, speculation=False)
     plan = plan_request(folder / "target", None, options, num_prompt_tokens=len(prompt), max_tokens=3)

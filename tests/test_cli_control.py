@@ -146,6 +146,14 @@ def test_a_text_that_is_cut_and_may_not_match_ends_with_6(
         assert json.loads(err)["error"] | {"message": ""} == {"kind": "unfinished", "message": "", "exit_code": 6}
 
 
+def test_a_file_with_a_text_that_may_not_match_stays_partial(folder: Path, triforce: Triforce, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = ("--prompt-file", str(folder / "prompt.txt"), "--json-schema", json.dumps(SCHEMA), "--draft", "none")
+    common = ("--model", str(folder / "target"), *args, "--max-tokens", "3", "-o", str(out))
+    assert triforce("generate", *common)[0] == 6
+    assert (out.exists(), bool(out.with_name("out.json.partial").read_text())) == (False, True)
+
+
 def test_a_text_after_which_nothing_may_follow_is_whole(written: Callable[..., Any]) -> None:
     """The limit and the end of the grammar are in one place."""
     for constraint, most in ((("--choice", "red,blu"), 3), (("--regex", "[0-9]{5}"), 5)):

@@ -21,7 +21,7 @@ _WIDTH = 160  # characters of a text that are shown
 
 @dataclass(frozen=True)
 class Citation:
-    """Lines of a document, from 1, and their share of all attention to the prompt. text: of the passage."""
+    """Lines of a document, from 1. share: see `Passage`. text: of the passage."""
 
     document: str
     first_line: int

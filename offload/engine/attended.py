@@ -15,8 +15,8 @@ BESIDE = 1  # chunks on either side of the one with the most mass, which belong 
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens from `start` until `end` of the prompt, and their share of the mass that all of it got, but for its first
-    chunk: that one gets what has nowhere else to go (Xiao et al., 2023, arXiv 2309.17453)."""
+    """Tokens from `start` until `end` of the prompt. share: of its chunk with the most mass, in what all of the prompt
+    got but for its first chunk: that one gets what has nowhere else to go (Xiao et al., 2023, arXiv 2309.17453)."""
 
     start: int
     end: int
@@ -29,15 +29,17 @@ class Attended:
     def __init__(self, chunk: int, num_prompt: int) -> None:
         self._chunk, self._num_chunks = chunk, num_prompt // chunk
         self._total: Tensor | None = None  # [chunks of the prompt] fp32, on the device
+        self._of_prompt = False  # that total
 
-    def add(self, mass: Tensor) -> None:
-        """mass [L, H_kv, C]: of one pass's rows that gave tokens of the text, see `FullCache.mass`."""
+    def add(self, mass: Tensor, *, of_prompt: bool = False) -> None:
+        """mass [L, H_kv, C]: of one pass's rows that gave tokens of the text, see `FullCache.mass`. of_prompt: of the
+        prompt's last row, which counts where the text has no rows of its own: where it is one token."""
         own = mass[..., : self._num_chunks].sum((0, 1))
-        self._total = own if self._total is None else self._total + own
+        self._total = own if self._total is None or self._of_prompt else self._total + own
+        self._of_prompt = of_prompt
 
     def passages(self, count: int) -> list[Passage]:
-        """Around the chunks with the most mass, at most so many, that with the largest share first; none overlaps
-        another."""
+        """At most so many, the most attended first; none overlaps another."""
         if self._total is None or self._num_chunks < 2:
             return []
         left = self._total.cpu().clone()
@@ -46,8 +48,8 @@ class Attended:
         while len(found) < count and float(left.max()) > 0:
             best = int(left.argmax())
             chunks = slice(max(best - BESIDE, 1), best + BESIDE + 1)
-            share = float(left[chunks].sum()) / whole
+            share = float(left[best]) / whole
             end = min(chunks.stop, self._num_chunks)
             found.append(Passage(chunks.start * self._chunk, end * self._chunk, share))
             left[chunks] = 0.0
-        return sorted(found, key=lambda passage: -passage.share)
+        return found

@@ -189,8 +189,9 @@ class Engine:
                     yield run
                     continue
                 if attended is not None and run.tokens:
-                    attended.add(full.mass(len(run.tokens), after=num_pending - 1))
-                    num_pending = 1
+                    is_first = self.stats.output_tokens == len(run.tokens)
+                    rows = full.mass(len(run.tokens), after=num_pending - 1 if is_first else 0)
+                    attended.add(rows, of_prompt=is_first)
                 self.worker.fetch_ahead()
                 step = _show(run, written)
                 if step.finish == "length" and distribution.is_over(text_tokens + step.tokens):

@@ -7,7 +7,6 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -273,7 +272,6 @@ def test_devices_and_sockets_are_refused(heard: Heard, tmp_path: Path, monkeypat
 
 
 def test_pipe_has_the_limit_too(heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "listening", nullcontext)  # whose timer is that of the test as well
     monkeypatch.setattr(inputs, "MOST_TEXT_BYTES", 1000)
     reader, writer = os.pipe()
     os.write(writer, b"x" * 5000)
@@ -284,7 +282,6 @@ def test_pipe_has_the_limit_too(heard: Heard, tmp_path: Path, monkeypatch: pytes
 
 def test_fifo_is_waited_for_and_that_is_said(heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a FIFO that nobody writes to was opened, and nothing more was heard."""
-    monkeypatch.setattr(inputs, "listening", nullcontext)  # whose timer is that of the test as well
     monkeypatch.setattr(inputs, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(inputs, "LONG_SECONDS", 0.01)
     fifo = tmp_path / "fifo"

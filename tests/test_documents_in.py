@@ -6,14 +6,12 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from offload.errors import UsageError
 from test_cli_prompt import piped
-from triforce_cli import inputs
 from triforce_cli.documents import archive, limits, reading, selection, walk
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.reading import Reading, joined, read_documents
@@ -528,7 +526,6 @@ def test_progress_is_shown_page_by_page(heard: Heard, tmp_path: Path, monkeypatc
 
 
 def test_pipe_is_text(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "listening", nullcontext)  # whose timer is that of the test as well
     reader, writer = os.pipe()
     os.write(writer, "Zwölf".encode())
     os.close(writer)

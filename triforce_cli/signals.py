@@ -94,7 +94,7 @@ def listening() -> Iterator[None]:
     run once the wait is over.
     """
     global _is_listening
-    if not callable(signal.getsignal(signal.SIGALRM)):
+    if not isinstance(getattr(signal.getsignal(signal.SIGALRM), "__self__", None), _Arrival):  # another's timer
         yield
         return
     _is_listening = True

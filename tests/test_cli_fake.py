@@ -74,7 +74,7 @@ class Request:
     hardware = types.SimpleNamespace(is_cpu=True)
     target = types.SimpleNamespace()
     draft = None
-    times = None
+    times = types.SimpleNamespace(target=None)
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:

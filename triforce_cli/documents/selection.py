@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from offload.units import size
 from triforce_cli.documents.kinds import Kind, kind_of
 from triforce_cli.prompt import STDIN, Note, user_path
-from triforce_cli.render.text import counted, path_text
+from triforce_cli.render.text import counted, line_text, path_text
 
 MOST_FILES = 10_000
 MOST_ENTRIES = 200_000  # of a folder and all below it, that are looked at
@@ -179,7 +179,7 @@ def _check(asked: Path, sources: Sequence[Source], left_out: Counter[str], inclu
 def _summary(asked: Path, sources: Sequence[Source], left_out: Counter[str]) -> str:
     total = size(sum(source.num_bytes for source in sources))
     rest = f" (left out: {_counts(left_out)})" if left_out else ""
-    return f"{path_text(asked)}: {counted(len(sources), 'file')}, {total}{rest}"
+    return f"{line_text(path_text(asked))}: {counted(len(sources), 'file')}, {total}{rest}"
 
 
 def _counts(left_out: Counter[str]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload.units import size
 from triforce_cli.render import text
+from triforce_cli.render.text import line_text
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
@@ -40,7 +41,7 @@ def last_turn(conversation: Conversation) -> str:
 
 
 def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
-    return f"kept in {folder}: {num_tokens:,} tokens, {size(num_bytes)}"
+    return f"kept in {line_text(str(folder))}: {num_tokens:,} tokens, {size(num_bytes)}"
 
 
 def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, width: int) -> str:
@@ -60,7 +61,7 @@ def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, wi
 
 def documents_added(rows: Sequence[tuple[tuple[str, str], int]], used: int, limit: int) -> Iterator[str]:
     """A line for each of a few documents: ((name, kind), tokens); in the last one the room that is left."""
-    names = [f"{name}, {kind}" if kind else name for (name, kind), _ in rows]
+    names = [line_text(f"{name}, {kind}" if kind else name) for (name, kind), _ in rows]
     lines = [f"{name}: {count:,} tokens" for name, (_, count) in zip(names, rows, strict=True)]
     if len(lines) > _NUM_OFFERED:
         lines = [*lines[:_NUM_OFFERED], f"{len(lines):,} documents: {sum(count for _, count in rows):,} tokens"]
@@ -117,7 +118,7 @@ def _offer(droppable: Sequence[Part]) -> str:
     if not droppable:
         return "begin anew with /clear, or with a larger --context where the model has one"
     documents = sorted((part for part in droppable if part.kind == "document"), key=lambda part: -part.num_tokens)
-    named = [f"/drop {part.name} frees {part.num_tokens:,}" for part in documents[:_NUM_OFFERED]]
+    named = [f"/drop {line_text(part.name)} frees {part.num_tokens:,}" for part in documents[:_NUM_OFFERED]]
     num_turns = max((part.number for part in droppable if part.kind == "turn"), default=0)
     for count in sorted({min(1, num_turns), num_turns // 2} - {0}):
         freed = sum(part.num_tokens for part in droppable if part.number <= count)
@@ -128,5 +129,5 @@ def _offer(droppable: Sequence[Part]) -> str:
 
 def _name(part: Part) -> str:
     if part.kind == "document":
-        return f"document {part.name}"
+        return f"document {line_text(part.name)}"
     return f"turn {part.number}" if part.kind == "turn" else part.kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import percent
+from triforce_cli.render.text import line_text, percent
 
 if TYPE_CHECKING:
     from triforce_cli.documents.reading import Reading
@@ -78,12 +78,12 @@ def document(counts: Counts) -> dict[str, Any]:
 
 def _row(counted: Counted) -> tuple[str, str, str, str]:
     reading = counted.reading
-    return reading.name, reading.shown_kind, f"{len(reading.text):,}", f"{counted.num_tokens:,}"
+    return line_text(reading.name), reading.shown_kind, f"{len(reading.text):,}", f"{counted.num_tokens:,}"
 
 
 def _room(counts: Counts) -> Iterator[str]:
     share = f"{percent(counts.num_tokens, counts.context)}% of it"
-    yield f"context of {counts.model}: {counts.context:,} tokens, these are {share}"
+    yield f"context of {line_text(counts.model)}: {counts.context:,} tokens, these are {share}"
     if not counts.fitting:
         yield "fits this machine: not even a short context (triforce plan says why)"
         return

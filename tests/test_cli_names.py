@@ -122,3 +122,14 @@ def test_a_file_in_a_folder_of_such_a_name_is_read(tmp_path: Path, monkeypatch: 
     (tmp_path / "notes:" / "y.txt").write_text("text")
     found = read_texts([Path("notes:/y.txt")], note=lambda line, **_: None, on_read=lambda *_: None)
     assert list(found.values()) == ["text"]
+
+
+def test_sentences_below_the_table_of_tokens_fit_the_window(
+    folder: Path, triforce: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal of 80 columns cut one of 86 in a word."""
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        _, out, _ = triforce("tokens", str(folder / "d.txt"))
+        assert max(map(len, out.splitlines())) <= columns
+        assert "context of demo-target: 32,768 tokens, these are" in " ".join(out.split())

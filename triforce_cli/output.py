@@ -137,7 +137,7 @@ class Output:
 
     def wait(self, label: str) -> None:
         """Show that something goes on that cannot be measured, until the next output."""
-        self._display.wait(visible(label))
+        self._display.wait(line_text(label))
 
     def progress(self, progress: Progress) -> None:
         """Show how far a stage is. The engine calls this often."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from offload.errors import UsageError
+
+_ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "", *, variable: str = "") -> Path:
@@ -30,7 +33,14 @@ def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "
 
 
 def expanded(text: str) -> Path:
-    """The path that a person wrote, "~" being their home. Raises UsageError where there is no such home."""
+    """The path that a person wrote, "~" being their home. Raises UsageError where there is no such home, and for an
+    address on the network, also where a path was made of it, which has one slash."""
+    if (address := _ADDRESS.match(text)) and not os.path.lexists(text):
+        named = f"{address['scheme']}://{text[address.end() :]}"
+        raise UsageError(
+            f"{named} is an address and nothing is fetched from it; download it first (curl -LO {named}) and name the "
+            "file"
+        )
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

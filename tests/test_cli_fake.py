@@ -78,7 +78,7 @@ class Request:
     target = types.SimpleNamespace()
     draft = None
     context = 1 << 20
-    times = None
+    times = types.SimpleNamespace(target=None)
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:

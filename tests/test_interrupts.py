@@ -216,6 +216,127 @@ def test_whoever_reads_standard_input_listens(read: Callable[[], object], monkey
     assert not signals._is_listening
 
 
+def test_a_signal_is_not_lost_in_a_finaliser(capfd: pytest.CaptureFixture[str]) -> None:
+    """Python writes a traceback and goes on."""
+    source = "class Memory:\n    def __del__(self):\n        interrupt()\n        time.sleep(0.1)\n"
+    source += "def run():\n    block = Memory()\n    del block\n    time.sleep(60)"
+    assert type(interrupted(code_of("offload.transfer.memory", source, interrupt=interrupt))) is KeyboardInterrupt
+    assert capfd.readouterr().err == ""
+
+
+def test_another_error_of_a_finaliser_is_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: shown.append(lost.exc_type))
+    source = "class Memory:\n    def __del__(self):\n        raise OSError\ndef run():\n    Memory()"
+    assert interrupted(code_of("offload.transfer.memory", source)) is None
+    assert shown == [OSError]
+
+
+def test_an_error_of_its_own_stays_one() -> None:
+    assert type(interrupted(code_of("offload.engine.engine", "def run():\n    raise ValueError"))) is ValueError
+
+
+def test_a_signal_that_still_waits_at_the_end_is_raised_there() -> None:
+    source = "def run():\n    interrupt()"
+    assert type(interrupted(code_of("torch.storage", source, interrupt=interrupt))) is KeyboardInterrupt
+
+
+def test_nothing_of_it_stays() -> None:
+    numbers = (*RAISED, signal.SIGALRM)
+    before = [*map(signal.getsignal, numbers), sys.unraisablehook]
+    for source in ("def run():\n    interrupt()", "def run():\n    interrupt()\n    time.sleep(0.1)"):
+        interrupted(code_of("torch.storage", source, interrupt=interrupt))
+        assert [*map(signal.getsignal, numbers), sys.unraisablehook] == before
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+# More than one signal
+
+KEEPS = """
+def run():
+    try:
+        interrupt()
+        time.sleep(60)
+    finally:
+        {more}
+        time.sleep(0.03)
+        kept.append(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "more", ["interrupt()", "interrupt(); interrupt()", "interrupt(15)", "interrupt(1); interrupt()"]
+)
+def test_another_does_not_break_off_what_the_first_left_to_be_kept(more: str) -> None:
+    """What had come was lost, or half of it written, when Ctrl-C was pressed twice."""
+    kept: list[int] = []
+    error = interrupted(code_of("offload.engine.engine", KEEPS.format(more=more), interrupt=interrupt, kept=kept))
+    assert (type(error), kept) == (KeyboardInterrupt, [1])
+
+
+def test_another_that_comes_while_the_first_is_raised_is_the_same_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    exception_of = signals.exception_of
+    monkeypatch.setattr(signals, "exception_of", lambda number: (interrupt(), exception_of(number))[1])
+    kept: list[int] = []
+    error = interrupted(code_of("offload.engine.engine", KEEPS.format(more="pass"), interrupt=interrupt, kept=kept))
+    assert (type(error), kept) == (KeyboardInterrupt, [1])
+
+
+def test_an_end_that_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nobody reads what is written there."""
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.0)
+    kept: list[int] = []
+    error = interrupted(
+        code_of("offload.engine.engine", KEEPS.format(more="interrupt(15)"), interrupt=interrupt, kept=kept)
+    )
+    assert (type(error), kept) == (Terminated, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_after_an_interrupt_that_a_conversation_goes_on_after_the_next_is_heard(number: signal.Signals) -> None:
+    source = "def run():\n    try:\n        interrupt()\n    except KeyboardInterrupt:\n        pass\n"
+    source += "    interrupt(number)\n    time.sleep(60)"
+    assert type(interrupted(code_of("triforce_cli.chat", source, interrupt=interrupt, number=number))) is RAISED[number]
+
+
+def test_handlers_are_changed_all_or_none() -> None:
+    """A signal between two of them left the first for good with what was meant for a while."""
+
+    class Handlers(dict[signal.Signals, Any]):
+        __getitem__ = code_of(
+            "triforce_cli.engine",
+            "def run(self, number):\n    number != 15 or os.kill(os.getpid(), 15)\n    return lambda *_: None",
+        )
+
+    after: list[Any] = []
+    source = "def run():\n    try:\n        with handled(handlers):\n            time.sleep(60)\n    finally:\n"
+    source += "        after.append(signal.getsignal(2))"
+    names = {"handled": signals.handled, "handlers": Handlers({signal.SIGINT: 0, signal.SIGTERM: 0})}
+    assert type(interrupted(code_of("triforce_cli.engine", source, **names, after=after, signal=signal))) is Terminated
+    assert after[0].__name__ == "on_signal"
+
+
+def test_a_timer_that_comes_late_is_heard_to_the_end() -> None:
+    """Python wrote "Signal 14 ignored due to race condition", or the process died of it."""
+    library = code_of("torch.storage", "def run():\n    interrupt()\n    time.sleep(0.03)", interrupt=interrupt)
+    source = "def run():\n    try:\n        library()\n        time.sleep(60)\n    finally:\n"
+    source += "        os.kill(os.getpid(), 14)\n        kept.append(1)"
+    kept: list[int] = []
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    error = interrupted(code_of("offload.engine.engine", source, library=library, kept=kept))
+    signal.signal(signal.SIGALRM, before)
+    assert (type(error), kept) == (KeyboardInterrupt, [1])
+
+
+# Stages of a real run, interrupted at many moments
+
+STAGES = {
+    "load": "work(*args, **settings).close()",
+    "generate": "yield from work(*args, **settings)",
+    "save": "work(*args, **settings)",
+}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rehearse()

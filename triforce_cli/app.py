@@ -133,7 +133,7 @@ def _report(error: Exception, *, as_json: bool) -> int:
     if as_json:
         Output().error_document(failure.as_dict())
     else:
-        Output().error(failure.message, traceback=failure.traceback)
+        Output().error(failure.message, hint=failure.hint, traceback=failure.traceback)
     return failure.exit_code
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from triforce_cli.render.text import line_text
+
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
     from offload.engine.attended import Passage
@@ -32,7 +34,8 @@ class Citation:
     def __str__(self) -> str:
         lines = f"line {self.first_line}" if self.first_line == self.last_line else self._lines()
         text = " ".join(self.text.split())
-        return f"{self.document}, {lines} ({self.share:.0%}): {text if len(text) <= _WIDTH else text[:_WIDTH] + ' ...'}"
+        shown = text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ..."
+        return f"{line_text(self.document)}, {lines} ({self.share:.0%}): {shown}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"share": round(self.share, 4)}

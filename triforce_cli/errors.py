@@ -26,10 +26,12 @@ class Failure:
     exit_code: int
     kind: str = TriforceError.kind
     traceback: str = ""
+    hint: str = ""  # where to read on
 
     def as_dict(self) -> dict[str, Any]:
         """The error as JSON."""
-        said = {"kind": self.kind, "message": self.message, "exit_code": self.exit_code}
+        message = f"{self.message}\n{self.hint}" if self.hint else self.message
+        said = {"kind": self.kind, "message": message, "exit_code": self.exit_code}
         return {"error": said | ({"traceback": self.traceback} if self.traceback else {})}
 
 
@@ -59,7 +61,8 @@ def _describe(error: Exception) -> Failure:
     if isinstance(error, TriforceError):
         return Failure(str(error), error.exit_code, error.kind)
     if isinstance(error, typer.TyperException):
-        return Failure(_usage_message(error), error.exit_code, UsageError.kind)
+        message, hint = _usage_message(error)
+        return Failure(message, error.exit_code, UsageError.kind, hint=hint)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return Failure(f"{os.fsdecode(error.filename)}: {error.strerror}", TriforceError.exit_code)
     if isinstance(error, MemoryError):
@@ -69,13 +72,13 @@ def _describe(error: Exception) -> Failure:
     return Failure(f"unexpected {type(error).__name__}: {first_line} ({remedy})", TriforceError.exit_code)
 
 
-def _usage_message(error: typer.TyperException) -> str:
-    """Typer's message with a hint where to read on; "" for a bare `triforce`, which has printed its help."""
+def _usage_message(error: typer.TyperException) -> tuple[str, str]:
+    """Typer's message, and a hint where to read on; "" for a bare `triforce`, which has printed its help."""
     message = error.format_message().replace("Value error, ", "")
     context: typer.Context | None = getattr(error, "ctx", None)
     if not message or context is None:
-        return message
-    return f"{message[0].lower()}{message[1:]}{_origin(error, context)}\ntry '{context.command_path} --help'"
+        return message, ""
+    return f"{message[0].lower()}{message[1:]}{_origin(error, context)}", f"try '{context.command_path} --help'"
 
 
 def _origin(error: typer.TyperException, context: typer.Context) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import select
 import shutil
 import sys
@@ -20,6 +19,7 @@ from rich.text import Text
 from offload.errors import TriforceError
 from triforce_cli import log
 from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
+from triforce_cli.render.text import line_text, visible
 
 if TYPE_CHECKING:
     from prompt_toolkit.output import Output as PromptOutput
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from triforce_cli.outfile import OutputFile
 
 _MESSAGE_CHARACTERS = 4000
-# C0 but for tab and line ends, C1, separators of lines, what changes a text's direction, halves of surrogate pairs.
-_CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def forgive_locale() -> None:
@@ -139,7 +137,7 @@ class Output:
 
     def wait(self, label: str) -> None:
         """Show that something goes on that cannot be measured, until the next output."""
-        self._display.wait(visible(label))
+        self._display.wait(line_text(label))
 
     def progress(self, progress: Progress) -> None:
         """Show how far a stage is. The engine calls this often."""
@@ -174,13 +172,16 @@ class Output:
         """To standard error, always; the answer is typed on the same line."""
         self._print(f"{text} ", end="")
 
-    def error(self, message: str, *, traceback: str = "") -> None:
-        """An error message to standard error, always, below the traceback if there is one; "" says nothing."""
+    def error(self, message: str, *, hint: str = "", traceback: str = "") -> None:
+        """An error message to standard error, always, below the traceback if there is one; "" says nothing. hint: on a
+        line of its own."""
         log.event(f"error: {message}")
         if traceback:
             self._print(traceback)
         if message:
-            self._print(visible(_shortened(message)), wrap=True, heading="error: ")
+            self._print(line_text(_shortened(message)), wrap=True, heading="error: ")
+            if hint:
+                self._print(hint, wrap=True)
 
     def error_document(self, document: Mapping[str, Any]) -> None:
         """The same as one JSON object on one line."""
@@ -201,7 +202,7 @@ class Output:
 
     def _print(self, text: str, end: str = "\n", *, wrap: bool = False, heading: str = "") -> None:
         """wrap: at words, where there is a terminal's width to keep to."""
-        line = Text.assemble((heading, "bold red"), _shown_at(sys.stderr, text))
+        line = Text.assemble((heading, "bold red"), visible(text))
         self._console.print(line, soft_wrap=not (wrap and _is_terminal(sys.stderr)), end=end)
 
     def _new_display(self) -> ProgressDisplay:
@@ -225,12 +226,6 @@ class _StderrConsole(Console):
     def on_broken_pipe(self) -> NoReturn:
         _discard(sys.stderr)
         raise BrokenPipeError
-
-
-def visible(text: str) -> str:
-    r"""Control characters as JSON writes them (\u001b): what a file or a model says moves no cursor, renames no window.
-    Tabs and line ends stay, and so does the meaning of a JSON text."""
-    return _CONTROL.sub(lambda control: json.dumps(control[0])[1:-1], text)
 
 
 def _shown_at(stream: IO[str] | None, text: str) -> str:

@@ -17,6 +17,7 @@ from itertools import count
 from offload.errors import UsageError
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.guards import Guards
+from triforce_cli.render.text import line_text
 
 MARK = "\ud800"  # half a surrogate pair is in no text: conversation.py refuses it
 _ANY = "A"  # a question that is not known yet, for templates that leave empty messages out
@@ -139,7 +140,7 @@ def _check_written(lost: _Message, conversation: Conversation) -> None:
 def block(document: Document) -> str:
     """A document as it stands in a message, before the question."""
     end = "" if document.text.endswith("\n") else "\n"
-    return f"[file: {document.name}]\n{document.text}{end}[end of file]\n\n"
+    return f"[file: {line_text(document.name)}]\n{document.text}{end}[end of file]\n\n"
 
 
 def _messages(conversation: Conversation, guards: Guards) -> Iterator[_Message]:

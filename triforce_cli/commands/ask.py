@@ -153,7 +153,7 @@ def ask(
     chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cite))
     return Ask(
         prompt=None if question is None else decode_argument("QUESTION", question),
-        question_file=prompt_file,
+        question_file=None if prompt_file is None else user_path(str(prompt_file)),
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),
         begin_reply=decode_argument("--begin-reply", begin_reply),

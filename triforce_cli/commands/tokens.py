@@ -64,7 +64,7 @@ class Tokens:
             if self.as_json:
                 output.document(render_tokens.document(counts))
             else:
-                output.text(render_tokens.report(counts))
+                output.text(render_tokens.report(counts, width=output.text_width))
 
 
 @spread

@@ -17,6 +17,7 @@ from triforce_cli.documents.web import read_page
 from triforce_cli.documents.word import read_word
 from triforce_cli.inputs import Note
 from triforce_cli.prompt import read_input
+from triforce_cli.render.text import line_text
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
 _PACKED, _UNPACKING = ("Word", "EPUB"), 64  # kinds of archives, and to how many times their size they may unpack
@@ -130,7 +131,9 @@ def _part(source: Source, done: int, total: int, on_read: OnRead) -> OnPart:
 
 def _say(readings: Sequence[Reading], note: Note) -> None:
     """What is not in the texts, of a few documents."""
-    remarks = [f"{reading.name} ({reading.shown_kind}): {line}" for reading in readings for line in reading.remarks]
+    remarks = [
+        f"{line_text(reading.name)} ({reading.shown_kind}): {line}" for reading in readings for line in reading.remarks
+    ]
     for line in remarks[:_NUM_REMARKS]:
         note(line)
     if len(remarks) > _NUM_REMARKS:

@@ -16,7 +16,7 @@ from triforce_cli.documents.kinds import Kind, kind_of
 from triforce_cli.documents.walk import AGAIN, OUTWARD, UNREADABLE, Pattern, Walk
 from triforce_cli.inputs import Note
 from triforce_cli.prompt import STDIN, user_path
-from triforce_cli.render.text import counted, path_text
+from triforce_cli.render.text import counted, line_text, path_text
 
 MOST_FILES = 10_000
 MOST_BYTES = 1 << 30
@@ -159,7 +159,7 @@ def _check_size(what: str, num_bytes: int) -> None:
 def _summary(asked: Path, sources: Sequence[Source], left_out: Counter[str]) -> str:
     total = size(sum(source.num_bytes for source in sources))
     rest = f" (left out: {_counts(left_out)})" if left_out else ""
-    return f"{path_text(asked)}: {counted(len(sources), 'file')}, {total}{rest}"
+    return f"{line_text(path_text(asked))}: {counted(len(sources), 'file')}, {total}{rest}"
 
 
 def _counts(left_out: Counter[str]) -> str:

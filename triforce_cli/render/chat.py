@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from offload.units import size
 from triforce_cli.ending import ends_here, may_not_match
 from triforce_cli.render import text
+from triforce_cli.render.text import line_text
 
 if TYPE_CHECKING:
     from offload.decode.constraint import Constraint
@@ -34,7 +35,7 @@ class Drop:
 
     def __str__(self) -> str:
         which = "the oldest turn" if self.num_turns == 1 else f"the {self.num_turns} oldest turns"
-        return f"/drop {self.argument}{f' ({which})' if self.num_turns else ''} frees {self.num_tokens:,}"
+        return f"/drop {line_text(self.argument)}{f' ({which})' if self.num_turns else ''} frees {self.num_tokens:,}"
 
 
 def room(used: int, limit: int) -> str:
@@ -59,7 +60,7 @@ def last_turn(conversation: Conversation) -> str:
 
 
 def kept(folder: Path | None, num_tokens: int, num_bytes: int) -> str:
-    return f"kept in {folder}: {num_tokens:,} tokens, {size(num_bytes)}"
+    return f"kept in {line_text(str(folder))}: {num_tokens:,} tokens, {size(num_bytes)}"
 
 
 def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, width: int) -> str:
@@ -80,7 +81,7 @@ def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, wi
 
 def documents_added(rows: Sequence[tuple[tuple[str, str], int]], used: int, limit: int) -> Iterator[str]:
     """A line for each of a few documents: ((name, kind), tokens); in the last one the room that is left."""
-    names = [f"{name}, {kind}" if kind else name for (name, kind), _ in rows]
+    names = [line_text(f"{name}, {kind}" if kind else name) for (name, kind), _ in rows]
     lines = [f"{name}: {count:,} tokens" for name, (_, count) in zip(names, rows, strict=True)]
     if len(lines) > NUM_OFFERED:
         lines = [*lines[:NUM_OFFERED], f"{len(lines):,} documents: {sum(count for _, count in rows):,} tokens"]
@@ -141,5 +142,5 @@ def _offer(drops: Sequence[Drop]) -> str:
 
 def _name(part: Part) -> str:
     if part.kind == "document":
-        return f"document {part.name}"
+        return f"document {line_text(part.name)}"
     return f"turn {part.number}" if part.kind == "turn" else part.kind

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from offload.hub.names import short_name
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.text import NOTHING, counted, indented, path_text, significant
+from triforce_cli.render.text import NOTHING, counted, indented, line_text, path_text, significant
 
 if TYPE_CHECKING:
     from offload.config.families import Family, Wrapper
@@ -76,7 +76,7 @@ def families_document(known: Sequence[Family | Wrapper]) -> dict[str, Any]:
 def footnote(folder: Path, hardware: Hardware) -> str:
     """The folder of models, and the machine that "fits here" refers to."""
     place = f"{hardware.device_name}, {size(hardware.device_free_bytes)} free"
-    return f"in {path_text(folder)}; what fits here: on {place}"
+    return f"in {line_text(path_text(folder))}; what fits here: on {place}"
 
 
 def table_document(folder: Path, lines: Sequence[Line], absent: Sequence[Alias], hardware: Hardware) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def pull_plan(plan: PullPlan) -> Iterator[str]:
     listing = plan.listing
     licence = f"licence {listing.license}" if listing.license else "no licence named"
     yield f"{listing.repository} at {listing.revision} ({listing.commit[:12]}), {licence}"
-    files = f"{counted(len(plan.files), 'file')}, {size(plan.num_bytes)}, into {path_text(plan.folder)}"
+    files = f"{counted(len(plan.files), 'file')}, {size(plan.num_bytes)}, into {line_text(path_text(plan.folder))}"
     yield f"{files}: {size(plan.missing_bytes) + ' to fetch' if plan.missing_bytes else 'all is here'}"
     if plan.converts and plan.missing_bytes:
         yield "its weights are pickled: each file is converted to safetensors when it has come, and verified"
@@ -147,9 +147,9 @@ def _document(line: Line) -> dict[str, Any]:
 def _cells(line: Line) -> tuple[str, ...]:
     entry, config = line.entry, line.entry.config
     if config is None or entry.problem:
-        return (entry.name, size(entry.num_bytes), *[NOTHING] * 4, "")
+        return (line_text(entry.name), size(entry.num_bytes), *[NOTHING] * 4, "")
     return (
-        entry.name,
+        line_text(entry.name),
         size(entry.num_bytes) if entry.state == "whole" else "config",
         _parameters(config.num_parameters()),
         f"{config.context_limit:,}",

@@ -13,7 +13,16 @@ from rich.text import Text
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.text import NOTHING, duration, gigabytes, latency, lengths_of, levels_of, significant
+from triforce_cli.render.text import (
+    NOTHING,
+    duration,
+    gigabytes,
+    latency,
+    lengths_of,
+    levels_of,
+    line_text,
+    significant,
+)
 
 if TYPE_CHECKING:
     from offload.plan.cost import Prediction
@@ -113,7 +122,7 @@ def _head(planned: Planned) -> Iterator[str]:
     tokens = f"{request.capacity:,} tokens ({request.max_tokens:,} of them new)"
     stored = planned.request.target.stored_in
     dtype = f"{request.dtype} over weights in {' and '.join(stored)}" if stored else request.dtype
-    yield f"{planned.model.name}, {tokens}, {dtype}, on {gpus}"
+    yield f"{line_text(planned.model.name)}, {tokens}, {dtype}, on {gpus}"
     if planned.longest_context is not None:
         limit = planned.request.target.context_limit
         why = "as long as the model knows" if planned.longest_context == limit else f"the model knows {limit:,}"

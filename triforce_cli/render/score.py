@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import significant
+from triforce_cli.render.text import line_text, significant
 
 if TYPE_CHECKING:
     from offload.engine.scores import Scores
@@ -147,7 +147,7 @@ def _token(text: Text, scores: Scores, place: int, piece: Piece) -> dict[str, An
 def _likelihoods(texts: Sequence[Text], judged: Judged, width: int) -> str:
     rows: list[Row] = [("text", "tokens", "scored", "nats/token", "perplexity")]
     for text, scores in zip(texts, judged.scores, strict=True):
-        rows.append((text.name, f"{len(text.tokens):,}", *_numbers(_likelihood([scores]))))
+        rows.append((line_text(text.name), f"{len(text.tokens):,}", *_numbers(_likelihood([scores]))))
     if len(texts) > 1:
         rows.append((TOTAL, f"{sum(len(text.tokens) for text in texts):,}", *_numbers(_likelihood(judged.scores))))
     return _table(rows, width)
@@ -175,7 +175,7 @@ def _worst(texts: Sequence[Text], judged: Judged, piece: Piece, count: int) -> I
         for place in _least_likely(scores, count):
             found = _token(text, scores, place, piece)
             likeliest = f"{found['likeliest_text']!r} {found['likeliest_log_probability']:.2f}"
-            where = f"{text.name}:{found['line']}:{found['column']}: token {found['index']:,}"
+            where = f"{line_text(text.name)}:{found['line']}:{found['column']}: token {found['index']:,}"
             yield f"{where} {found['text']!r} {found['log_probability']:.2f}; {likeliest}"
 
 

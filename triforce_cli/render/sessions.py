@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.text import NOTHING, counted, indented, path_text
+from triforce_cli.render.text import NOTHING, counted, indented, line_text, path_text
 
 if TYPE_CHECKING:
     from offload.session.catalogue import Summary
@@ -45,7 +45,7 @@ class Contents:
 def table(sessions: Sequence[Summary], *, width: int) -> str:
     """One line per session, below it why it cannot be used. Of a long model's name as much is shown as `width` columns
     leave, of all else everything."""
-    column = max(len("name"), *(len(session.name) for session in sessions))
+    column = max(len("name"), *(len(line_text(session.name)) for session in sessions))
     rows = [("name", "tokens", "size", "updated", "model", ""), *map(_cells, sessions)]
     lines = []
     for name, tokens, nbytes, updated, model, problem in rows:
@@ -84,7 +84,7 @@ def description(path: Path, manifest: Manifest, nbytes: int) -> str:
         ("created", moment(manifest.created)),
         ("updated", moment(manifest.updated)),
         ("written by", f"triforce {manifest.writer}" if manifest.writer else NOTHING),
-        ("folder", path_text(path)),
+        ("folder", line_text(path_text(path))),
     ]
     return "".join(f"{label:<12}{value}\n" for label, value in rows)
 
@@ -134,9 +134,9 @@ def timestamp(seconds: float) -> str:
 
 
 def _cells(session: Summary) -> tuple[str, ...]:
-    start = (session.name, f"{session.num_tokens:,}", size(session.nbytes), moment(session.updated))
+    start = (line_text(session.name), f"{session.num_tokens:,}", size(session.nbytes), moment(session.updated))
     if not session.problem:
-        return (*start, session.model_name or NOTHING, "")
+        return (*start, line_text(session.model_name) or NOTHING, "")
     return (start[0], NOTHING, *start[2:], NOTHING, f"cannot be used: {session.problem}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,9 @@ from offload.units import size
 if TYPE_CHECKING:
     from offload.plan.composition import Composition
 
+# C0 but for tab and line ends, C1, separators of lines, what changes a text's direction, halves of surrogate pairs.
+_CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINE_END = re.compile(r"[\t\r\n]")
 NOTHING = "-"  # a number that does not exist in this run
 
 
@@ -77,6 +82,21 @@ def counted(count: int, noun: str) -> str:
 def path_text(path: Path) -> str:
     """A path as UTF-8; other bytes become question marks."""
     return str(path).encode("utf-8", "replace").decode("utf-8")
+
+
+def visible(text: str) -> str:
+    r"""Control characters as JSON writes them (\u001b): what a file or a model says moves no cursor, renames no window.
+    Tabs and line ends stay, and so does the meaning of a JSON text."""
+    return _CONTROL.sub(_escaped, text)
+
+
+def line_text(text: str) -> str:
+    r"""The same on one line, as a name in a table or a message is: tabs and line ends are written, too (\n)."""
+    return _LINE_END.sub(_escaped, visible(text))
+
+
+def _escaped(control: re.Match[str]) -> str:
+    return json.dumps(control[0])[1:-1]
 
 
 def indented(text: str, width: int) -> Iterator[str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import percent
+from triforce_cli.render.text import line_text, percent
 
 if TYPE_CHECKING:
     from triforce_cli.documents.reading import Reading
 
+_LEAST_WIDTH = 20
 _HEADINGS = ("document", "kind", "characters", "tokens")
 
 
@@ -40,8 +42,8 @@ class Counts:
         return self.num_tokens < self.fitting
 
 
-def report(counts: Counts) -> str:
-    """A table of the documents, and what they have room in."""
+def report(counts: Counts, *, width: int) -> str:
+    """A table of the documents, and what they have room in; sentences are wrapped at `width` columns."""
     rows = [_HEADINGS, *map(_row, counts.documents)]
     if len(counts.documents) > 1:
         rows.append(("all in one prompt", "", "", f"{counts.num_tokens:,}"))
@@ -50,7 +52,8 @@ def report(counts: Counts) -> str:
         f"{row[0].ljust(widths[0])}  {row[1].ljust(widths[1])}  {row[2].rjust(widths[2])}  {row[3].rjust(widths[3])}"
         for row in rows
     ]
-    return "".join(f"{line}\n" for line in (*lines, "", *_room(counts)))
+    wrapped = (part for line in _room(counts) for part in textwrap.wrap(line, max(width, _LEAST_WIDTH)))
+    return "".join(f"{line}\n" for line in (*lines, "", *wrapped))
 
 
 def document(counts: Counts) -> dict[str, Any]:
@@ -78,12 +81,12 @@ def document(counts: Counts) -> dict[str, Any]:
 
 def _row(counted: Counted) -> tuple[str, str, str, str]:
     reading = counted.reading
-    return reading.name, reading.shown_kind, f"{len(reading.text):,}", f"{counted.num_tokens:,}"
+    return line_text(reading.name), reading.shown_kind, f"{len(reading.text):,}", f"{counted.num_tokens:,}"
 
 
 def _room(counts: Counts) -> Iterator[str]:
     share = f"{percent(counts.num_tokens, counts.context)}% of it"
-    yield f"context of {counts.model}: {counts.context:,} tokens, these are {share}"
+    yield f"context of {line_text(counts.model)}: {counts.context:,} tokens, these are {share}"
     if not counts.fitting:
         yield "fits this machine: not even a short context (triforce plan says why)"
         return

@@ -33,8 +33,8 @@ def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "
 
 
 def address_in(text: str) -> str:
-    """The address on the network that a person gave for a path, "" where there is such a path or it looks like one. A
-    path that was made of an address has one slash for two."""
+    """The address on the network that a person gave for a path, "" where it is none, or there is such a path. A path
+    that was made of an address has one slash for two."""
     found = None if os.path.lexists(text) else _ADDRESS.match(text)
     return f"{found['scheme']}://{text[found.end() :]}" if found else ""
 

@@ -32,14 +32,20 @@ def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "
         ) from error
 
 
+def address_in(text: str) -> str:
+    """The address on the network that a person gave for a path, "" where it is none, or there is such a path. A path
+    that was made of an address has one slash for two."""
+    found = None if os.path.lexists(text) else _ADDRESS.match(text)
+    return f"{found['scheme']}://{text[found.end() :]}" if found else ""
+
+
 def expanded(text: str) -> Path:
     """The path that a person wrote, "~" being their home. Raises UsageError where there is no such home, and for an
-    address on the network, also where a path was made of it, which has one slash."""
-    if (address := _ADDRESS.match(text)) and not os.path.lexists(text):
-        named = f"{address['scheme']}://{text[address.end() :]}"
+    address."""
+    if address := address_in(text):
         raise UsageError(
-            f"{named} is an address and nothing is fetched from it; download it first (curl -LO {named}) and name the "
-            "file"
+            f"{address} is an address and nothing is fetched from it; download it first (curl -LO {address}) and name "
+            "the file"
         )
     try:
         return Path(text).expanduser()

@@ -107,7 +107,10 @@ def test_an_address_is_refused_since_nothing_is_fetched(args: tuple[str, ...], t
     """It was said that there is no file https:/x/y.pdf."""
     code, _, err = triforce(*args, "https://x/y.pdf")
     assert code in (2, 4)
-    assert "https://x/y.pdf is an address and nothing is fetched from it; " in err
+    remedy = (
+        "'triforce pull OWNER/NAME'" if args[-1] in ("--model", "--draft") else "download it first (curl -LO https:"
+    )
+    assert f"https://x/y.pdf is an address and nothing is fetched from it; {remedy}" in err
 
 
 @pytest.mark.parametrize("name", ["https:/x", "ftp://x/y", "s3://b/k.txt", "file:///etc/passwd"])

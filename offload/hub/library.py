@@ -13,7 +13,7 @@ from offload.config.gguf_header import SUFFIX, is_gguf, models_in, parts
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError, unreadable
-from offload.files import expanded, write_whole
+from offload.files import address_in, expanded, write_whole
 from offload.hub.advice import advice
 from offload.hub.names import (
     ALIASES,
@@ -110,6 +110,11 @@ def locate(name: str, *, weights: bool = True) -> Path:
 
     weights: config.json alone is not enough. Raises ModelError, which says what to run.
     """
+    if address := address_in(name):
+        raise ModelError(
+            f"{address} is an address and nothing is fetched from it; 'triforce pull OWNER/NAME' fetches a model from "
+            "the hub"
+        )
     folder = expanded(name)
     try:
         instead = advice(folder)

@@ -498,7 +498,7 @@ def tiny_plan(
 def changed(plan: Plan, **values: object) -> Plan:
     """`plan` with other `values` in its parts, by the names of their fields."""
     for name, value in values.items():
-        parts = (part for part in ("request", "composition", "placement") if name in vars(getattr(plan, part)))
+        parts = (part for part in ("composition", "placement", "request") if name in vars(getattr(plan, part)))
         part = next(parts)
         plan = replace(plan, **{part: replace(getattr(plan, part), **{name: value})})  # type: ignore[arg-type]
     return plan

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from offload.decode.characters import byte_letters
 from offload.errors import DoesNotFit
@@ -159,13 +160,14 @@ def _is_byte_level(pipeline: Tokenizer) -> bool:
 
 
 def _state(part: Any) -> str:
-    """A pipeline's part as JSON; "" where there is none."""
-    return "" if part is None else part.__getstate__().decode()
+    """A pipeline's part as JSON; "" where there is none, or one of our own (decode/gguf_pieces): it leaves no letter out
+    that the vocabulary, or its bytes, have."""
+    return "" if part is None or type(part) is PreTokenizer else part.__getstate__().decode()
 
 
 def _kinds(part: Any) -> set[str]:
     """Of a normalizer or pre-tokenizer, those of a sequence one by one."""
-    return set() if part is None else set(_listed(json.loads(_state(part))))
+    return set(_listed(json.loads(state))) if (state := _state(part)) else set()
 
 
 def _listed(state: dict[str, Any]) -> Iterator[str]:

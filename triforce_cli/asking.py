@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offload.errors import UsageError
-from triforce_cli.chat.tools import check_template
+from triforce_cli.chat.tools import check_variables
 from triforce_cli.citations import ASKED
 from triforce_cli.commands.generate import Generate, Prompted
 from triforce_cli.deadline import Deadline
@@ -69,7 +69,7 @@ class Ask(Generate):
         )
         output.note(chat_format.notice)
         if self.tools is not None:
-            check_template(chat_format.template)
+            check_variables(chat_format.template, {"tools": self.tools})
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
         for found in read_documents(self.documents, "the document", note=output.note, on_read=output.report):
@@ -84,7 +84,6 @@ class Ask(Generate):
             opening.tokens,
             documents=conversation.documents,
             opening=opening,
-            calls_tools=self.tools is not None,
             shows_thoughts=self.thinking == "show",
             thoughts=opening.budget(self.thinking_tokens),
             end_tokens=chat_format.end_tokens,

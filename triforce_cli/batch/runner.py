@@ -16,6 +16,7 @@ from triforce_cli.answer import TIMEOUT
 from triforce_cli.batch.asked import Asked, Formats, answered
 from triforce_cli.batch.records import Defaults, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
+from triforce_cli.chat.tools import check_variables
 from triforce_cli.choice import Models
 from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.output import Output
@@ -109,7 +110,7 @@ class Batch:
 
     def _formats(self, prepared: Prepared, records: Sequence[Record], output: Output) -> Formats | None:
         """Of conversations, where there are some."""
-        if all(record.conversation is None for record in records):
+        if all(record.messages is None for record in records):
             return None
         from triforce_cli.chat.formats import ChatFormat
 
@@ -123,9 +124,10 @@ class Batch:
         text, thoughts = _told(steps, opening)
         return {
             "id": record.id,
-            **({"prompt": record.prompt} if self.echo and record.conversation is None else {}),
+            **({"prompt": record.prompt} if self.echo and record.messages is None else {}),
             "text": text,
             **({"thoughts": thoughts} if thoughts else {}),
+            **({"tool_calls": opening.calls.of(text)} if opening and opening.calls else {}),
             "tokens": [token for step in steps for token in step.tokens],
             **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
             "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
@@ -135,11 +137,14 @@ class Batch:
 
 
 def _opening(record: Record, formats: Formats | None) -> Opening | None:
-    """Of a conversation. Raises UsageError for one that the template refuses."""
-    if record.conversation is None or formats is None:
+    """Of messages. Raises UsageError where the template refuses them, or has no place for what the record gives it."""
+    if record.messages is None or formats is None:
         return None
+    given = dict(record.template_args) | ({} if record.tools is None else {"tools": record.tools})
+    found = formats.of(record)
     try:
-        opening = formats.of(record).opening(record.conversation, record.prompt)
+        check_variables(found.template, given)
+        opening = found.opening_of_messages(record.messages, given)
     except UsageError as error:
         raise UsageError(f"{record.name}: {error}") from error
     return replace(opening, tokens=array("i", opening.tokens))

@@ -57,9 +57,9 @@ class Conversation:
         return (*(document for turn in self.turns for document in turn.documents), *self.pending_documents)
 
     def asked(self, question: str) -> Conversation:
-        """The conversation with an open question, stripped of surrounding white space. It replaces an open question."""
-        question = _text(question, "the message").strip()
-        if not question:
+        """The conversation with an open question, as it is. It replaces an open question."""
+        question = _text(question, "the message")
+        if not question.strip():
             raise UsageError("the message is empty; it needs at least one character that is not white space")
         return replace(self, question=question)
 

@@ -121,7 +121,6 @@ class Prompted:
     """What the model reads, and how its answer ends: besides the model's own ends, at `end_tokens` and `stops`.
     passages: of `documents`, that the answer attends to most, so many are looked at. opening: of a reply to a
     conversation, which may begin with thoughts; None: the text is all that is written.
-    calls_tools: the answer may be a call.
     shows_thoughts: to the person. thoughts: what limits them."""
 
     tokens: Sequence[int]
@@ -130,7 +129,6 @@ class Prompted:
     passages: int = 0
     documents: tuple[Document, ...] = ()
     opening: Opening | None = None
-    calls_tools: bool = False
     shows_thoughts: bool = False
     thoughts: ThoughtBudget | None = None
 
@@ -201,7 +199,7 @@ class Generate:
             engine = stack.enter_context(open_engine(prepared, plan, on_progress=on_progress))
             answer.begin(plan, engine, prompt)
             answer.cite(tokens, prompted.documents)
-            answer.calls_tools = prompted.calls_tools
+            answer.calls = prompted.opening.calls if prompted.opening else None
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             steps = engine.generate(

@@ -108,10 +108,9 @@ class Answer:
         """None where no tools were offered."""
         if self.calls is None:
             return None
-        reply = "".join(self._pieces)
-        if self.calls.are_broken(reply):
-            self._output.note("the answer begins a tool call, and no call of a tool that was offered can be read in it")
-        return self.calls.of(reply)
+        calls, notice = self.calls.read("".join(self._pieces))
+        self._output.note(notice)
+        return calls
 
     def _ended(self, finish_reason: str) -> dict[str, Any]:
         """The answer as JSON; its statistics are logged."""

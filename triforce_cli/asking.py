@@ -17,7 +17,7 @@ from triforce_cli.deadline import Deadline
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal
+from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal, without_line_end
 
 if TYPE_CHECKING:
     from triforce_cli.chat.thoughts import Thinking
@@ -53,7 +53,7 @@ class Ask(Generate):
         if text is None:
             if self.question_file is None and stdin_is_terminal():
                 raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
-            text = read_input(self.question_file or STDIN, "the question", note=output.note)
+            text = without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
         return filled(text, self.variables, "the question")
 
     def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
@@ -69,7 +69,7 @@ class Ask(Generate):
         )
         output.note(chat_format.notice)
         if self.tools is not None:
-            check_variables(chat_format.template, {"tools": self.tools})
+            check_variables(chat_format.template, ("tools",))
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
         for found in read_documents(self.documents, "the document", note=output.note, on_read=output.report):

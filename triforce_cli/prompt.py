@@ -72,6 +72,11 @@ def read_input(file: Path, what: str, *, note: Note) -> str:
     return _decode_text(_read_stdin(what, note), STDIN) if file == STDIN else read_text(file, what)
 
 
+def without_line_end(text: str) -> str:
+    """Without the last line end, which belongs to a file or a pipe, and not to the message in it."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
 def read_text(file: Path, what: str) -> str:
     """The UTF-8 text of `file`. Raises UsageError, which calls it `what`."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,13 +35,14 @@ def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
             continue
         if name in _SAME:
             if value not in (_SAME[name], None):
-                raise UsageError(f"{place}: {name} is {value!r}, it can only be {_SAME[name]!r}")
+                raise UsageError(f"{place}: {name} is {json.dumps(value)}, it can only be {json.dumps(_SAME[name])}")
         elif name == "response_format":
             found |= {} if value is None else _constraint(value, place)
         elif name not in ("logprobs", "top_logprobs", "reasoning_effort", *_IGNORED) and value is not None:
             found[_OTHER_NAMES.get(name, str(name))] = value
     if (effort := body.get("reasoning_effort")) is not None:
-        found["template_args"] = {"reasoning_effort": effort, **found.get("template_args", {})}
+        further = found.get("template_args", {})
+        found["template_args"] = {"reasoning_effort": effort, **further} if isinstance(further, dict) else further
     if body.get("logprobs"):
         found["logprobs"] = body.get("top_logprobs") or 0
     return found

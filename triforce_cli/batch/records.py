@@ -19,7 +19,7 @@ from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
 from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.messages import read as read_messages
-from triforce_cli.chat.tools import checked_tools
+from triforce_cli.chat.tools import checked_tools, checked_variables
 
 OF_MESSAGES = ("tools", "template_args")  # what a template gets besides messages
 FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
@@ -101,7 +101,7 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         prompt="" if messages else fields.get("prompt", lambda value: is_text(value) and value != "", _TEXT),
         messages=messages,
         tools=_tools(fields),
-        template_args=fields.get("template_args", is_meta, "an object of variables of the chat template", {}),
+        template_args=_template_args(fields),
         max_tokens=fields.get(
             "max_tokens",
             lambda value: is_whole(value) and 1 <= value <= MOST_TOKENS,
@@ -133,6 +133,13 @@ def _tools(fields: Fields) -> list[dict[str, Any]] | None:
         return None
     with _named(fields.place):
         return checked_tools(fields.get("tools", are_objects, "a list of definitions of tools"))
+
+
+def _template_args(fields: Fields) -> dict[str, Any]:
+    with _named(fields.place):
+        return checked_variables(
+            fields.get("template_args", is_meta, "an object of variables of the chat template", {})
+        )
 
 
 @contextmanager

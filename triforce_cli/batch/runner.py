@@ -21,7 +21,7 @@ from triforce_cli.choice import Models
 from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
-from triforce_cli.prompt import read_input
+from triforce_cli.prompt import Note, read_input
 from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.text import duration
 from triforce_cli.signals import deferred
@@ -100,7 +100,7 @@ class Batch:
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")
-                result = self._result(asked, stats, prepared.tokenizer, openings.get(asked.record.number))
+                result = self._result(asked, stats, prepared.tokenizer, openings.get(asked.record.number), output.note)
                 num_tokens += len(result["tokens"])
                 results.add(result)
                 log.event(asked.record.name, result["stats"])
@@ -118,16 +118,20 @@ class Batch:
         output.note(found.free.notice)
         return found
 
-    def _result(self, asked: Asked, stats: Stats, tokenizer: Tokenizer, opening: Opening | None) -> dict[str, Any]:
+    def _result(
+        self, asked: Asked, stats: Stats, tokenizer: Tokenizer, opening: Opening | None, note: Note
+    ) -> dict[str, Any]:
         record, steps = asked.record, asked.steps
         scores = [score for step in steps for score in step.scores]
         text, thoughts = _told(steps, opening)
+        calls, notice = opening.calls.read(text) if opening and opening.calls else (None, "")
+        note(f"{record.name}: {notice}" if notice else "")
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo and record.messages is None else {}),
             "text": text,
             **({"thoughts": thoughts} if thoughts else {}),
-            **({"tool_calls": opening.calls.of(text)} if opening and opening.calls else {}),
+            **({} if calls is None else {"tool_calls": calls}),
             "tokens": [token for step in steps for token in step.tokens],
             **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
             "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
@@ -143,7 +147,7 @@ def _opening(record: Record, formats: Formats | None) -> Opening | None:
     given = dict(record.template_args) | ({} if record.tools is None else {"tools": record.tools})
     found = formats.of(record)
     try:
-        check_variables(found.template, given)
+        check_variables(found.template, [*given, *(("tool_calls",) if record.messages.have_calls else ())])
         opening = found.opening_of_messages(record.messages, given)
     except UsageError as error:
         raise UsageError(f"{record.name}: {error}") from error

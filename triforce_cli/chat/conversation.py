@@ -89,8 +89,9 @@ class Conversation:
         return self._reopened("edit").asked(question)
 
     def with_system(self, system: str) -> Conversation:
-        """The conversation with another system message; "" for none."""
-        return replace(self, system=_text(system, "the system message").strip())
+        """The conversation with another system message, as it is; nothing but white space for none."""
+        system = _text(system, "the system message")
+        return replace(self, system=system if system.strip() else "")
 
     def with_document(self, document: Document) -> Conversation:
         """The conversation with one more pending document. It replaces a pending one of the same name."""

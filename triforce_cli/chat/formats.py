@@ -72,10 +72,11 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template = own if own is not None else OWN[self.name]
         self.marks = marks_of(self.template)
-        self._variables = dict(variables or {})
         self._start = tokenizer.start_tokens() if own is None else []
         self._special = tokenizer.added_tokens(special=True)
         self._guards = Guards(Guard(self._controls()), Guard(self._special))
+        self._tools = (variables or {}).get("tools")
+        self._variables = self._guarded(variables or {})
         self._marking = self._tokens_of_marks()
         off = {} if thinks or self.marks is None else switched_off(self._written)
         self._variables = off | self._variables
@@ -90,16 +91,19 @@ class ChatFormat:
     def opening(self, conversation: Conversation, begin: str = "") -> Opening:
         """`prompt_tokens`, and behind them those of what the reply begins with. That is of what the reply says, unless
         it has marks of thoughts: thoughts that the template has opened are closed before it."""
-        return self._opened(*self._prompt(conversation), begin, self._variables.get("tools"))
+        return self._opened(*self._prompt(conversation), begin, self._tools)
 
     def opening_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Opening:
-        """The same behind messages in any order that the template takes. variables: of the template, for them alone;
-        tools that are among them are guarded as what a person wrote."""
-        own = {name: self._guards.people.all_in(value) for name, value in (variables or {}).items()}
-        render = partial(self._rendered, variables=own, refusal=partial(_refusal_of_messages, messages))
+        """The same behind messages in any order that the template takes. variables: of the template, for them
+        alone."""
+        given = variables or {}
+        render = partial(self._rendered, variables=self._guarded(given), refusal=_refusal_of_messages)
         text, written = write_messages(self._with_known_roles(messages), render, self._guards)
-        tools = (self._variables | own).get("tools")
-        return self._opened(self._tokens([Piece(0, text)]), written, messages.begin, tools)
+        return self._opened(self._tokens([Piece(0, text)]), written, messages.begin, given.get("tools", self._tools))
+
+    def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the template, as what a person wrote."""
+        return {name: self._guards.people.all_in(value) for name, value in variables.items()}
 
     def _with_known_roles(self, messages: Messages) -> Messages:
         """OpenAI's newer name of the system's role, for templates that know the old one."""
@@ -285,9 +289,8 @@ def _no_template(named: Sequence[str]) -> str:
     )
 
 
-def _refusal_of_messages(messages: Messages, error: Exception) -> str:
-    place = ", and may have no place for tool calls and their results" if messages.have_calls else ""
-    return f"the model's chat template refuses these messages ({error}){place}"
+def _refusal_of_messages(error: Exception) -> str:
+    return f"the model's chat template refuses these messages ({error})"
 
 
 def _refusal(conversation: Conversation, error: Exception) -> str:

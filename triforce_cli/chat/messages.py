@@ -8,6 +8,7 @@ from typing import Any
 
 from offload import strict_json
 from offload.errors import UsageError
+from triforce_cli.chat.calls import MAX_DEPTH
 
 _REFUSED = ("audio", "function_call")  # fields that no template reads, so what they say would be lost
 
@@ -22,8 +23,8 @@ class Messages:
 
     @property
     def have_calls(self) -> bool:
-        """Whether calls of tools, or their results, are among them."""
-        return any(message["role"] == "tool" or "tool_calls" in message for message in self.said)
+        """Whether calls of tools are among them."""
+        return any("tool_calls" in message for message in self.said)
 
 
 def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
@@ -77,6 +78,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = strict_json.parse(arguments or "{}")
+            strict_json.check_writable(arguments, MAX_DEPTH, "it")
         except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"message {number} calls {function['name']} with arguments that are no JSON ({error})"

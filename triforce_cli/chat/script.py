@@ -43,14 +43,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Message:
-    """`lead` (documents) and `text`, guarded; a mark stands for `text` alone. more: its other fields, guarded."""
+    """`lead` (documents) and `text`, guarded; a mark stands for `text` alone. given: all of its fields, guarded, where
+    the message came as such; content: None where it has none."""
 
     role: str
     turn: int
     text: str
     lead: str = ""
     tokens: tuple[int, ...] = ()
-    more: Mapping[str, object] = field(default_factory=dict)
+    given: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def is_text(self) -> bool:
@@ -171,10 +172,8 @@ def _messages(conversation: Conversation, guards: Guards) -> Iterator[_Message]:
 def _plain(messages: Messages, guards: Guards) -> Iterator[_Message]:
     for message in messages.said:
         guard = guards.model if message["role"] == "assistant" else guards.people
-        content = message["content"]
-        more = {name: guard.all_in(value) for name, value in message.items() if name not in ("role", "content")}
-        more |= {} if content is not None else {"content": None}
-        yield _Message(message["role"], 0, guard(content or ""), more=more)
+        given = {guard(name): guard.all_in(value) for name, value in message.items()}
+        yield _Message(str(given["role"]), 0, str(given["content"] or ""), given=given)
 
 
 @dataclass(frozen=True)
@@ -260,14 +259,15 @@ class _Writer:
         """What the template makes of these texts in place of the messages'."""
         return self.render(
             [
-                {
-                    "role": message.role,
-                    "content": [{"type": "text", "text": text}] if message.role in self.in_parts else text,
-                    **message.more,
-                }
+                {**message.given, "role": message.role, "content": self._content(message, text)}
                 for message, text in zip(self.messages, texts, strict=True)
             ]
         )
+
+    def _content(self, message: _Message, text: str) -> object:
+        if message.given.get("content", text) is None:
+            return None
+        return [{"type": "text", "text": text}] if message.role in self.in_parts else text
 
 
 def _alternating(literals: Sequence[str], texts: Iterator[str]) -> Iterator[str]:

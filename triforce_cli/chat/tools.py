@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 from offload import strict_json
 from offload.errors import UsageError
+from triforce_cli.chat.calls import MAX_DEPTH
+
+_OWN = ("messages", "tools", "add_generation_prompt")  # variables that templates get anyway
 
 
 def read_tools(text: str) -> list[dict[str, Any]]:
@@ -26,10 +29,25 @@ def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UsageError(f'tool {number} is not {{"type": "function", "function": {{"name": ...}}}}')
+        try:
+            strict_json.check_writable(tool, MAX_DEPTH, f"tool {number}")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     return tools
 
 
-def check_variables(template: str, given: Mapping[str, Any]) -> None:
+def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Further variables of a chat template. Raises UsageError for one that it gets anyway, and for what is no text."""
+    if own := [name for name in _OWN if name in given]:
+        raise UsageError(f"{own[0]} is no variable to set: the chat template gets it anyway")
+    try:
+        strict_json.check_writable(given, MAX_DEPTH, "a variable of the chat template")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return given
+
+
+def check_variables(template: str, given: Collection[str]) -> None:
     """Raises UsageError where a chat template has no place for a variable, such as tools."""
     for name in given:
         if not re.search(rf"\b{re.escape(name)}\b", template):

@@ -43,15 +43,16 @@ from triforce_cli.flags import (
     SessionFlags,
     named_documents,
     plan_options,
+    question_of,
     spread,
 )
 from triforce_cli.options import option
-from triforce_cli.prompt import decode_argument, read_text, user_path
+from triforce_cli.prompt import decode_argument, read_text, user_path, without_line_end
 
 QUESTION = "Question"
 
 Question = Annotated[
-    str | None,
+    list[str] | None,
     typer.Argument(
         metavar="QUESTION", help="What to ask. Without it, a file or piped text is the question.", show_default=False
     ),
@@ -147,9 +148,9 @@ def ask(
     if template not in NAMES:
         raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
     if system_file is not None:
-        system = read_text(user_path(str(system_file)), "the system message")
+        system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
     return Ask(
-        prompt=None if question is None else decode_argument("QUESTION", question),
+        prompt=question_of(question or (), file),
         question_file=prompt_file,
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),

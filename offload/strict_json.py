@@ -12,8 +12,7 @@ MAX_DIGITS = 4300  # of a whole number: Python reads and writes no more
 def parse(text: str) -> Any:
     """The value in `text`. Raises ValueError, also for a key that occurs twice and for a number that no float can hold,
     or RecursionError."""
-    hooks: Any = {"parse_int": _whole, "parse_float": _float, "parse_constant": _no_number}
-    return json.loads(text, object_pairs_hook=_object, **hooks)
+    return DECODER.decode(text)
 
 
 def check_depth(value: object, limit: int, name: str) -> None:
@@ -25,6 +24,17 @@ def check_depth(value: object, limit: int, name: str) -> None:
         if not level:
             return
     raise ValueError(f"{name} is nested deeper than {limit}")
+
+
+def check_writable(value: object, limit: int, name: str) -> None:
+    """Raises ValueError if `value` cannot be written as JSON in UTF-8, or is nested deeper than `limit`."""
+    check_depth(value, limit, name)
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half of a surrogate pair in a text") from error
+    except TypeError as error:
+        raise ValueError(f"{name} has a value that JSON has not") from error
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -48,3 +58,8 @@ def _float(text: str) -> float:
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(
+    parse_int=_whole, parse_float=_float, parse_constant=_no_number, object_pairs_hook=_object
+)  # its raw_decode reads a value that has something behind it

@@ -23,8 +23,7 @@ from triforce_cli.asking import filled
 from triforce_cli.batch.openai import own
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.messages import read
-from triforce_cli.chat.tools import calls, read_tools
+from triforce_cli.chat.tools import read_tools
 from triforce_cli.citations import Citation, citations
 from triforce_cli.commands.ask import Ask
 
@@ -137,6 +136,10 @@ def test_an_answer_begins_as_it_is_to_and_ends_with_a_line(folder: Path, asked: 
     ("args", "said"),
     [
         ((), "there is no question"),
+        (("what", "is", "this"), "put the question in quotes: triforce ask 'what is this'"),
+        (("Why?", "--file", "a.pdf", "b.pdf"), "give each document, or their folder, a --file of its own"),
+        (("Why?", "--template-arg", "tools=[5]"), "tools is no variable to set"),
+        (("Why?", "--template-arg", 'a="\\ud800"'), "half of a surrogate pair"),
         (("Why?", "--prompt-file", "x"), "there are two questions"),
         (("Why?", "--system", "a", "--system-file", "x"), "two system messages"),
         (("Where is {it}?", "--var", "that=x"), "has the placeholder {it}; --var names that"),
@@ -163,37 +166,6 @@ def test_placeholders_are_names_in_braces() -> None:
     assert filled("{a} {{", {}, "it") == "{a} {{"
     with pytest.raises(UsageError, match="placeholder"):
         filled("{c}", values, "it")
-
-
-def test_messages_are_a_conversation() -> None:
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": [{"type": "text", "text": "Where"}, {"type": "text", "text": "?"}]},
-    ]
-    conversation, begin = read(messages)
-    assert conversation.system == "Be brief."
-    assert [(turn.user, turn.reply) for turn in conversation.turns] == [("Hi", "Hello")]
-    assert (conversation.question, begin) == ("Where?", "")
-    assert read([*messages, {"role": "assistant", "content": "In"}])[1] == "In"
-
-
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "take turns"),
-        ([{"role": "assistant", "content": "a"}], "take turns"),
-        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "may only be the first"),
-        ([{"role": "tool", "content": "a"}], "has the role 'tool'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "is no text"),
-        ([{"role": "user", "content": None}], "is no text"),
-        ([{"role": "system", "content": "a"}], "no message of the user"),
-    ],
-)
-def test_what_is_no_conversation_is_refused(messages: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        read(messages)
 
 
 def test_lines_of_openais_format_are_lines_of_our_own() -> None:
@@ -393,29 +365,15 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 def test_tools_are_read_as_the_openai_api_has_them() -> None:
     assert read_tools(json.dumps(WEATHER)) == read_tools(json.dumps([WEATHER])) == [WEATHER]
-    for text, said in [("{", "not JSON"), ("[3]", "tool 1 is not"), ('[{"function": {}}]', "tool 1 is not")]:
+    half = json.dumps({"function": {"name": "f", "description": "\ud800"}})
+    for text, said in [
+        ("{", "not JSON"),
+        ("[3]", "tool 1 is not"),
+        ('[{"function": {}}]', "tool 1 is not"),
+        (half, "tool 1 has half of a surrogate pair"),
+    ]:
         with pytest.raises(UsageError, match=said):
             read_tools(text)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        'I ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]',
-        '{"name": "weather", "parameters": {"city": "Oslo"}}',
-        '```json\n{"name": "weather", "arguments": {"city": "Oslo"}}\n```',
-    ],
-)
-def test_calls_come_out_as_json(reply: str) -> None:
-    assert calls(reply) == [{"name": "weather", "arguments": {"city": "Oslo"}}]
-
-
-def test_several_calls_and_answers_that_are_none() -> None:
-    two = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "ab")
-    assert [call["name"] for call in calls(two)] == ["a", "b"]
-    for answer in ("It is sunny.", '{"name": "Oslo"}', "<tool_call>{</tool_call>", "[1, 2]"):
-        assert calls(answer) == []
 
 
 def test_a_template_without_a_place_for_tools_says_so(folder: Path, triforce: Triforce, tmp_path: Path) -> None:

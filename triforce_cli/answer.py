@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from triforce_cli import __version__, log
-from triforce_cli.chat.tools import calls
+from triforce_cli.chat.calls import Call, Calls
 from triforce_cli.citations import Citation, citations
 from triforce_cli.deadline import TimedOut
 from triforce_cli.ending import Unfinished
@@ -51,7 +51,7 @@ class Answer:
         self._read: tuple[Sequence[int], Sequence[Document]] | None = None  # where passages are asked for
         self._citations: list[Citation] | None = None
         self._thoughts: list[str] = []
-        self.calls_tools = False  # calls are looked for
+        self.calls: Calls | None = None  # reads those of tools that were offered
         self.remark = ""  # a note on the text as a whole, below it
         self.stats: Stats | None = None  # of the tokens that have come
         self.finish: str | None = None
@@ -107,6 +107,14 @@ class Answer:
         """None where nobody asked."""
         return logprobs(scores, self._engine.tokenizer) if scores and self._engine else None
 
+    def _tool_calls(self) -> list[Call] | None:
+        """None where no tools were offered."""
+        if self.calls is None:
+            return None
+        calls, notice = self.calls.read("".join(self._pieces))
+        self._output.note(notice)
+        return calls
+
     def _ended(self, finish_reason: str) -> dict[str, Any]:
         """The answer as JSON; its statistics are logged."""
         stats = self.stats or (self._engine.stats if self._engine else None)
@@ -117,7 +125,7 @@ class Answer:
             tokens=self.tokens,
             logprobs=self._logprobs(self._scores),
             finish_reason=finish_reason,
-            tool_calls=calls("".join(self._pieces)) if self.calls_tools else None,
+            tool_calls=self._tool_calls(),
             thoughts="".join(self._thoughts) if self._thoughts else None,
             citations=None if self._citations is None else [each.as_dict() for each in self._citations],
             stats=stats,

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offload.errors import UsageError
-from triforce_cli.chat.tools import check_template
+from triforce_cli.chat.tools import check_variables
 from triforce_cli.citations import ASKED
 from triforce_cli.commands.generate import Generate, Prompted
 from triforce_cli.deadline import Deadline
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal, taken
+from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal, taken, without_line_end
 
 if TYPE_CHECKING:
     from triforce_cli.chat.thoughts import Thinking
@@ -54,7 +54,7 @@ class Ask(Generate):
         if text is None:
             if self.question_file is None and stdin_is_terminal():
                 raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
-            text = read_input(self.question_file or STDIN, "the question", note=output.note)
+            text = without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
         return filled(text, self.variables, "the question")
 
     def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
@@ -70,7 +70,7 @@ class Ask(Generate):
         )
         output.note(chat_format.notice)
         if self.tools is not None:
-            check_template(chat_format.template)
+            check_variables(chat_format.template, ("tools",))
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.variables, "the system message"))
         for found in read_documents(self.documents, "the document", note=output.note, on_read=output.report):
@@ -86,7 +86,6 @@ class Ask(Generate):
             opening.tokens,
             documents=conversation.documents,
             opening=opening,
-            calls_tools=self.tools is not None,
             shows_thoughts=self.thinking == "show",
             thoughts=opening.budget(self.thinking_tokens),
             end_tokens=chat_format.end_tokens,

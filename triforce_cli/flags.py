@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,7 +17,7 @@ from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.choice import NONE, Models, choose_models
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import user_path
+from triforce_cli.prompt import decode_argument, user_path
 
 if TYPE_CHECKING:
     from offload.plan.options import Options
@@ -143,6 +144,16 @@ class ProgramFlags:
     config: options.Config = None
     log_file: options.LogFile = None
     debug: options.Debug = False
+
+
+def question_of(words: Sequence[str], files: Sequence[Path] | None) -> str | None:
+    """The question, if there is one. Raises UsageError for several words, which a shell makes of a question without
+    quotes, or of a pattern behind --file."""
+    if len(words) > 1:
+        remedy = f"put the question in quotes: triforce ask {shlex.quote(' '.join(words))}"
+        remedy = "quote the question, and give each document, or their folder, a --file of its own" if files else remedy
+        raise UsageError(f"{words[1]!r} is unexpected here; {remedy}")
+    return decode_argument("QUESTION", words[0]) if words else None
 
 
 def named_documents(

@@ -73,6 +73,11 @@ def taken(piped: str, what: str) -> str:
     return f"standard input: {characters}, read as {what}; </dev/null leaves it out"
 
 
+def without_line_end(text: str) -> str:
+    """Without the last line end, which belongs to a file or a pipe, and not to the message in it."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
 def read_text(file: Path, what: str) -> str:
     """The UTF-8 text of `file`, on an option's behalf: of notes only the urgent ones are said. Raises UsageError, which
     calls it `what`."""

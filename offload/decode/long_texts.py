@@ -160,8 +160,8 @@ def _is_byte_level(pipeline: Tokenizer) -> bool:
 
 
 def _state(part: Any) -> str:
-    """A pipeline's part as JSON; "" where there is none, or one of our own (decode/gguf_pieces): it leaves no letter out
-    that the vocabulary, or its bytes, have."""
+    """A pipeline's part as JSON; "" where there is none, or one of our own (decode/gguf_pieces), which leaves no letter
+    out that the vocabulary, or its bytes, have."""
     return "" if part is None or type(part) is PreTokenizer else part.__getstate__().decode()
 
 

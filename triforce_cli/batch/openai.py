@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import UsageError
 
 URL = "/v1/chat/completions"
-_OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
-_SAME = {"n": 1, "stream": False, "store": False}  # what may be said, as long as it is this
-_IGNORED = ("model", "user", "metadata")  # the command says which model; the others change no text
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
+# What may be said, as long as it is this. A call is the model's own choice: no template can be made to make one.
+_SAME = {
+    "n": 1, "stream": False, "store": False, "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"],
+}  # fmt: skip
+# The command says which model; the others change no text.
+_IGNORED = ("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_FORMAT_FIELDS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}  # of response_format
 
 
 def is_openai(line: Mapping[str, Any]) -> bool:
@@ -23,32 +29,36 @@ def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
     if line.get("url", URL) != URL or not isinstance(body, dict):
         raise UsageError(f"{place}: only requests to {URL}, with a body, can be answered")
     found: dict[str, Any] = {"id": line["custom_id"]} if "custom_id" in line else {}
+    without = ("tools", "tool_choice") if body.get("tool_choice") == "none" else ()
     for name, value in body.items():
+        if name in without:
+            continue
         if name in _SAME:
             if value not in (_SAME[name], None):
-                raise UsageError(f"{place}: {name} is {value!r}, it can only be {_SAME[name]!r}")
+                raise UsageError(f"{place}: {name} is {json.dumps(value)}, it can only be {json.dumps(_SAME[name])}")
         elif name == "response_format":
-            found |= _constraint(value, place)
-        elif name not in ("logprobs", "top_logprobs", *_IGNORED) and value is not None:
+            found |= {} if value is None else _constraint(value, place)
+        elif name not in ("logprobs", "top_logprobs", "reasoning_effort", *_IGNORED) and value is not None:
             found[_OTHER_NAMES.get(name, str(name))] = value
+    if (effort := body.get("reasoning_effort")) is not None:
+        further = found.get("template_args", {})
+        found["template_args"] = {"reasoning_effort": effort, **further} if isinstance(further, dict) else further
     if body.get("logprobs"):
         found["logprobs"] = body.get("top_logprobs") or 0
     return found
 
 
 def _constraint(value: Any, place: str) -> dict[str, Any]:
-    kind = str(value.get("type")) if isinstance(value, dict) else ""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in _FORMAT_FIELDS:
+        kinds = ", ".join(_FORMAT_FIELDS)
+        raise UsageError(f"{place}: response_format is not understood; its type may be one of {kinds}")
+    if further := value.keys() - {"type", *_FORMAT_FIELDS[kind]}:
+        raise UsageError(f"{place}: response_format of type {kind} has {min(further)!r}, which is not understood")
     if kind == "text":
         return {}
-    if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    schema = value["json_schema"].get("schema") if kind == "json_schema" and _has_schema(value) else None
-    if schema is None:
-        raise UsageError(
-            f"{place}: response_format is not understood; its type may be text, json_object or json_schema"
-        )
-    return {"json_schema": schema}
-
-
-def _has_schema(value: Mapping[str, Any]) -> bool:
-    return isinstance(value.get("json_schema"), dict)
+    holder = value if kind == "json_object" else value.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if schema is None and kind == "json_schema":
+        raise UsageError(f'{place}: response_format of type json_schema needs {{"json_schema": {{"schema": ...}}}}')
+    return {"json_schema": {"type": "object"} if schema is None else schema}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,20 +17,23 @@ from offload.seeds import seed_after
 from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
-from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.messages import read as read_messages
+from triforce_cli.chat.tools import checked_tools, checked_variables
 
-FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
+OF_MESSAGES = ("tools", "template_args")  # what a template gets besides messages
+FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
+_TEXT = "a text of 1 or more characters"
 
 Id = str | int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt, or one conversation, whose reply begins with `prompt` then. number: its line, from 1. id: from the
-    line, else that number. meta: copied to the result."""
+    """One prompt, or messages. number: its line, from 1. id: from the line, else that number. tools: that may be
+    called; None: none are. template_args: further variables of the chat template. meta: copied to the result."""
 
     number: int
     id: Id
@@ -38,7 +42,9 @@ class Record:
     sampling: SamplingParams
     stops: tuple[str, ...]
     logprobs: int | None = None
-    conversation: Conversation | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,12 +92,16 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
     if {"prompt", "messages"} <= data.keys():
         raise UsageError(f'{place} has a "prompt" and "messages"; leave one of them out')
     fields = Fields(data, place)
-    conversation, prompt = _said(fields)
+    messages = _messages(fields)
+    if messages is None and (unused := [name for name in OF_MESSAGES if name in data]):
+        raise UsageError(f"{place}: {unused[0]} is for a chat template, which a prompt has none of; give messages")
     return Record(
         number=number,
         id=fields.get("id", is_id, "a text or a whole number", number),
-        prompt=prompt,
-        conversation=conversation,
+        prompt="" if messages else fields.get("prompt", lambda value: is_text(value) and value != "", _TEXT),
+        messages=messages,
+        tools=_tools(fields),
+        template_args=_template_args(fields),
         max_tokens=fields.get(
             "max_tokens",
             lambda value: is_whole(value) and 1 <= value <= MOST_TOKENS,
@@ -110,23 +120,41 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
     )
 
 
-def _said(fields: Fields) -> tuple[Conversation | None, str]:
+def _messages(fields: Fields) -> Messages | None:
     if "messages" not in fields.data:
-        wanted = "a text of 1 or more characters"
-        return None, fields.get("prompt", lambda value: is_text(value) and value != "", wanted)
+        return None
     messages = fields.get("messages", are_objects, "a list of objects with role and content")
-    try:
+    with _named(fields.place):
         return read_messages(messages)
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+    if "tools" not in fields.data:
+        return None
+    with _named(fields.place):
+        return checked_tools(fields.get("tools", are_objects, "a list of definitions of tools"))
+
+
+def _template_args(fields: Fields) -> dict[str, Any]:
+    with _named(fields.place):
+        return checked_variables(
+            fields.get("template_args", is_meta, "an object of variables of the chat template", {})
+        )
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """A UsageError inside says where."""
+    try:
+        yield
     except UsageError as error:
-        raise UsageError(f"{fields.place}: {error}") from error
+        raise UsageError(f"{place}: {error}") from error
 
 
 def _sampling(fields: Fields, default: SamplingParams) -> SamplingParams:
     found = changes(fields)
-    try:
+    with _named(fields.place):
         return replace(default, **found)
-    except UsageError as error:
-        raise UsageError(f"{fields.place}: {error}") from error
 
 
 def _object(line: str, place: str) -> dict[str, Any]:

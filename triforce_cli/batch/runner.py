@@ -16,9 +16,11 @@ from triforce_cli.answer import TIMEOUT
 from triforce_cli.batch.asked import Asked, Formats, answered
 from triforce_cli.batch.records import Defaults, Id, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
+from triforce_cli.chat.tools import check_variables
 from triforce_cli.choice import Models
 from triforce_cli.ending import Unfinished, some_may_not_match
 from triforce_cli.engine import Prepared, open_engine, prepare
+from triforce_cli.inputs import Note
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
 from triforce_cli.prompt import read_input
@@ -102,7 +104,7 @@ class Batch:
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")
-                result = self._result(asked, stats, prepared.tokenizer, openings.get(asked.record.number))
+                result = self._result(asked, stats, prepared.tokenizer, openings.get(asked.record.number), output.note)
                 num_tokens += len(result["tokens"])
                 results.add(result)
                 log.event(asked.record.name, result["stats"])
@@ -112,7 +114,7 @@ class Batch:
 
     def _formats(self, prepared: Prepared, records: Sequence[Record], output: Output) -> Formats | None:
         """Of conversations, where there are some."""
-        if all(record.conversation is None for record in records):
+        if all(record.messages is None for record in records):
             return None
         from triforce_cli.chat.formats import ChatFormat
 
@@ -120,15 +122,20 @@ class Batch:
         output.note(found.free.notice)
         return found
 
-    def _result(self, asked: Asked, stats: Stats, tokenizer: Tokenizer, opening: Opening | None) -> dict[str, Any]:
+    def _result(
+        self, asked: Asked, stats: Stats, tokenizer: Tokenizer, opening: Opening | None, note: Note
+    ) -> dict[str, Any]:
         record, steps = asked.record, asked.steps
         scores = [score for step in steps for score in step.scores]
         text, thoughts = _told(steps, opening)
+        calls, notice = opening.calls.read(text) if opening and opening.calls else (None, "")
+        note(f"{record.name}: {notice}" if notice else "")
         return {
             "id": record.id,
-            **({"prompt": record.prompt} if self.echo and record.conversation is None else {}),
+            **({"prompt": record.prompt} if self.echo and record.messages is None else {}),
             "text": text,
             **({"thoughts": thoughts} if thoughts else {}),
+            **({} if calls is None else {"tool_calls": calls}),
             "tokens": [token for step in steps for token in step.tokens],
             **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
             "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
@@ -150,11 +157,14 @@ def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], outpu
 
 
 def _opening(record: Record, formats: Formats | None) -> Opening | None:
-    """Of a conversation. Raises UsageError for one that the template refuses."""
-    if record.conversation is None or formats is None:
+    """Of messages. Raises UsageError where the template refuses them, or has no place for what the record gives it."""
+    if record.messages is None or formats is None:
         return None
+    given = dict(record.template_args) | ({} if record.tools is None else {"tools": record.tools})
+    found = formats.of(record)
     try:
-        opening = formats.of(record).opening(record.conversation, record.prompt)
+        check_variables(found.template, [*given, *(("tool_calls",) if record.messages.have_calls else ())])
+        opening = found.opening_of_messages(record.messages, given)
     except UsageError as error:
         raise UsageError(f"{record.name}: {error}") from error
     return replace(opening, tokens=array("i", opening.tokens))

@@ -57,9 +57,9 @@ class Conversation:
         return (*(document for turn in self.turns for document in turn.documents), *self.pending_documents)
 
     def asked(self, question: str) -> Conversation:
-        """The conversation with an open question, stripped of surrounding white space. It replaces an open question."""
-        question = _text(question, "the message").strip()
-        if not question:
+        """The conversation with an open question, as it is. It replaces an open question."""
+        question = _text(question, "the message")
+        if not question.strip():
             raise UsageError("the message is empty; it needs at least one character that is not white space")
         return replace(self, question=question)
 
@@ -89,8 +89,9 @@ class Conversation:
         return self._reopened("edit").asked(question)
 
     def with_system(self, system: str) -> Conversation:
-        """The conversation with another system message; "" for none."""
-        return replace(self, system=_text(system, "the system message").strip())
+        """The conversation with another system message, as it is; nothing but white space for none."""
+        system = _text(system, "the system message")
+        return replace(self, system=system if system.strip() else "")
 
     def with_document(self, document: Document) -> Conversation:
         """The conversation with one more pending document. It replaces a pending one of the same name."""

@@ -66,8 +66,9 @@ class Dialogue:
         return "/" + draft if draft.startswith("/") else draft  # not a command
 
     def say(self, text: str) -> None:
-        """Send a message and show the reply. A message that cannot be answered can be edited."""
-        self.answer(self.conversation.asked(text))
+        """Send a message, without the white space around what was typed, and show the reply. A message that cannot be
+        answered can be edited."""
+        self.answer(self.conversation.asked(text.strip()))
 
     def answer(self, asked: Conversation, *, again: bool = False) -> None:
         """Show the reply to the open question and add it, possibly incomplete, to the conversation. again: the question

@@ -7,17 +7,19 @@ before it, as far as the template writes earlier turns as it did before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from offload.decode.tokenizer import Detokenizer
 from offload.errors import ModelError, TriforceError, UsageError
+from triforce_cli.chat.calls import Calls, Tools
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
-from triforce_cli.chat.script import Piece, Script, block, write
+from triforce_cli.chat.messages import Messages
+from triforce_cli.chat.script import Piece, Script, block, write, write_messages
 from triforce_cli.chat.steps import TooManySteps, limited_steps
 from triforce_cli.chat.templates import OWN
 from triforce_cli.chat.thoughts import Opening, marks_of, switched_off
@@ -71,10 +73,11 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template = own if own is not None else OWN[self.name]
         self.marks = marks_of(self.template)
-        self._variables = dict(variables or {})
         self._start = tokenizer.start_tokens() if own is None else []
         self._special = tokenizer.added_tokens(special=True)
         self._guards = Guards(Guard(self._controls()), Guard(self._special))
+        self._tools = (variables or {}).get("tools")
+        self._variables = self._guarded(variables or {})
         self._marking = self._tokens_of_marks()
         off = {} if thinks or self.marks is None else switched_off(self._written)
         self._variables = off | self._variables
@@ -89,9 +92,33 @@ class ChatFormat:
     def opening(self, conversation: Conversation, begin: str = "") -> Opening:
         """`prompt_tokens`, and behind them those of what the reply begins with. That is of what the reply says, unless
         it has marks of thoughts: thoughts that the template has opened are closed before it."""
-        tokens, written = self._prompt(conversation)
+        return self._opened(*self._prompt(conversation), begin, self._tools)
+
+    def opening_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Opening:
+        """The same behind messages in any order that the template takes. variables: of the template, for them
+        alone."""
+        given = variables or {}
+        render = partial(self._rendered, variables=self._guarded(given), refusal=_refusal_of_messages)
+        text, written = write_messages(self._with_known_roles(messages), render, self._guards)
+        return self._opened(self._tokens([Piece(0, text)]), written, messages.begin, given.get("tools", self._tools))
+
+    def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the template, as what a person wrote."""
+        return {name: self._guards.people.all_in(value) for name, value in variables.items()}
+
+    def _with_known_roles(self, messages: Messages) -> Messages:
+        """OpenAI's newer name of the system's role, for templates that know the old one."""
+        if "developer" in self.template:
+            return messages
+        said = ({**each, "role": "system"} if each["role"] == "developer" else each for each in messages.said)
+        return replace(messages, said=tuple(said))
+
+    def _opened(self, tokens: list[int], written: str, begin: str, tools: Tools | None) -> Opening:
+        """written: what the template has written behind the last message. tools: that it has offered."""
+        calls = None if tools is None else Calls(tools, self.template)
+        named = self._marking if calls is None else self._marking | self._named(calls.marks)
         if self.marks is None:
-            return Opening([*tokens, *self._begun(begin)], begin)
+            return Opening([*tokens, *self._begun(begin)], begin, named=named, calls=calls)
         state, closed = self.marks.state(written), ""
         if self.marks.are_in(begin) and self._thinks:
             state = "start" if state == "said" else state
@@ -104,7 +131,8 @@ class ChatFormat:
             begin,
             None if state == "said" else self.marks,
             begun=state == "thought",
-            named=self._marking,
+            named=named,
+            calls=calls,
         )
 
     def _prompt(self, conversation: Conversation) -> tuple[list[int], str]:
@@ -175,18 +203,25 @@ class ChatFormat:
         return ""
 
     def _script(self, conversation: Conversation, variables: Mapping[str, object] | None = None) -> Script:
-        def render(messages: Sequence[Mapping[str, object]]) -> str:
-            date = {"date_string": conversation.date} if conversation.date else {}
-            given = date | self._variables | dict(variables or {})
-            try:
-                with limited_steps():
-                    return self.tokenizer.render_chat(messages, self.template, **given)
-            except (TooManySteps, ModelError) as error:
-                raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
-            except Exception as error:  # the template raises whatever it likes
-                raise UsageError(_refusal(error, conversation)) from error
-
+        date = {"date_string": conversation.date} if conversation.date else {}
+        given = date | self._variables | dict(variables or {})
+        render = partial(self._rendered, variables=given, refusal=partial(_refusal, conversation))
         return write(conversation, render, self._guards)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        variables: Mapping[str, object],
+        refusal: Callable[[Exception], str],
+    ) -> str:
+        """refusal: what to say where the template refuses them. Raises ModelError, UsageError."""
+        try:
+            with limited_steps():
+                return self.tokenizer.render_chat(messages, self.template, **(self._variables | dict(variables)))
+        except (TooManySteps, ModelError) as error:
+            raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
+        except Exception as error:  # the template raises whatever it likes
+            raise UsageError(refusal(error)) from error
 
     def _tokens(self, pieces: Iterable[Piece]) -> list[int]:
         return [token for _, tokens in self._encoded(pieces) for token in tokens]
@@ -217,8 +252,11 @@ class ChatFormat:
 
     def _tokens_of_marks(self) -> dict[int, str]:
         """Marks of thoughts that are a token each, by their ids."""
+        return self._named(() if self.marks is None else (self.marks.open, self.marks.close))
+
+    def _named(self, marks: Collection[str]) -> dict[int, str]:
+        """Those of `marks` that are a token each, special or not, by their ids."""
         added = self.tokenizer.added_tokens(special=False)
-        marks = () if self.marks is None else (self.marks.open, self.marks.close)
         return {added[mark]: mark for mark in marks if mark in added}
 
     def _controls(self) -> set[str]:
@@ -252,11 +290,19 @@ def _no_template(named: Sequence[str]) -> str:
     )
 
 
-def _refusal(error: Exception, conversation: Conversation) -> str:
+def _refusal_of_messages(error: Exception) -> str:
+    return f"the model's chat template refuses these messages ({_said(error)})"
+
+
+def _refusal(conversation: Conversation, error: Exception) -> str:
     again = conversation.turns and conversation.question is not None
     remedy = f"begin a new conversation (/clear), or {_REMEDY}" if again else _REMEDY
     if conversation.system:
         remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
+    return f"the model's chat template refuses this conversation ({_said(error)}); {remedy}"
+
+
+def _said(error: Exception) -> str:
+    """What a template says, as far as a line has room for it; an error without words says what it is."""
     said = str(error) or type(error).__name__
-    shown = said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."
-    return f"the model's chat template refuses this conversation ({shown}); {remedy}"
+    return said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."

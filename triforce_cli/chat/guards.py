@@ -27,6 +27,14 @@ class Guard:
     def __call__(self, text: str) -> str:
         return self._firsts.sub(rf"\g<0>{CUT}", text)
 
+    def all_in(self, value: object) -> object:
+        """`value`, of JSON, with the CUT in all of its texts."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, dict):
+            return {self(name): self.all_in(each) for name, each in value.items()}
+        return [self.all_in(each) for each in value] if isinstance(value, list) else value
+
 
 @dataclass(frozen=True)
 class Guards:

@@ -1,53 +1,55 @@
-"""Messages as the OpenAI API has them: role and content."""
+"""Messages as the OpenAI API has them, for a chat template: which roles follow each other is the template's affair."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from offload import strict_json
 from offload.errors import UsageError
-from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.calls import MAX_DEPTH
 
-ROLES = ("system", "user", "assistant")
-_SYSTEM = ("system", "developer")
-
-
-def read(messages: Sequence[Mapping[str, Any]]) -> tuple[Conversation, str]:
-    """(the conversation with its open question, what the reply begins with: the last message, where it is the
-    assistant's). Raises UsageError for what is no conversation.
-
-    First at most one system message, then the user and the assistant in turns.
-    """
-    conversation, begin, last = Conversation(), "", ""
-    for number, message in enumerate(messages, start=1):
-        role, content = _role(message, number), _content(message, number)
-        if role == "system":
-            if number > 1:
-                raise UsageError(f"message {number} is a system message; it may only be the first one")
-            conversation = conversation.with_system(content)
-        elif role == last or (role == "assistant" and not last):
-            raise UsageError(
-                f"message {number} is of the {role}, and so is the one before; user and assistant take turns"
-            )
-        elif role == "user":
-            if begin:
-                conversation, begin = conversation.answered(begin, (), complete=True), ""
-            conversation = conversation.asked(content)
-        else:
-            begin = content
-        last = role if role != "system" else ""
-    if conversation.question is None:
-        raise UsageError("there is no message of the user to answer")
-    return conversation, begin
+_REFUSED = ("audio", "function_call")  # fields that no template reads, so what they say would be lost
 
 
-def _role(message: Mapping[str, Any], number: int) -> str:
+@dataclass(frozen=True)
+class Messages:
+    """said: role and content of each, and whatever else it has (tool_calls, tool_call_id, name). content: a text, or
+    None beside calls of tools. begin: what the reply begins with, where the last message is the assistant's."""
+
+    said: tuple[Mapping[str, Any], ...]
+    begin: str = ""
+
+    @property
+    def have_calls(self) -> bool:
+        """Whether calls of tools are among them."""
+        return any("tool_calls" in message for message in self.said)
+
+
+def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Raises UsageError for what is no message, or where none is to be answered."""
+    said = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    begin = ""
+    if said and said[-1]["role"] == "assistant" and "tool_calls" not in said[-1]:
+        begin = str(said.pop()["content"])
+    if not said:
+        raise UsageError("there is no message to answer")
+    return Messages(tuple(said), begin)
+
+
+def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Nulls are left out, as clients write them for fields that they do not use."""
+    message = {name: value for name, value in given.items() if value is not None}
     role = message.get("role")
-    if role in _SYSTEM:
-        return "system"
-    if role not in ROLES:
-        raise UsageError(f"message {number} has the role {role!r}, it must be one of {', '.join(ROLES)}")
-    return str(role)
+    if not isinstance(role, str) or not role:
+        raise UsageError(f"message {number} has the role {role!r}, it must be a text such as user")
+    if refused := [name for name in _REFUSED if name in message]:
+        raise UsageError(f"message {number} has {refused[0]}, which cannot be read; use content or tool_calls")
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], number)
+    content = None if message.get("content") is None and "tool_calls" in message else _content(message, number)
+    return message | {"content": content}
 
 
 def _content(message: Mapping[str, Any], number: int) -> str:
@@ -58,3 +60,29 @@ def _content(message: Mapping[str, Any], number: int) -> str:
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"message {number} has a content that is no text; only texts can be read")
     return "".join(text for text in texts if text)
+
+
+def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    """With arguments as an object: clients write it as JSON in a text, and templates expect the object."""
+    if not isinstance(calls, list) or not calls:
+        raise UsageError(f"message {number} has tool_calls that are no list of calls")
+    return [_call(call, number) for call in calls]
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    """Of a message."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f'message {number} has a call that is not {{"function": {{"name": ..., "arguments": ...}}}}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = strict_json.parse(arguments or "{}")
+            strict_json.check_writable(arguments, MAX_DEPTH, "it")
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                f"message {number} calls {function['name']} with arguments that are no JSON ({error})"
+            ) from error
+    if not isinstance(arguments, dict):
+        raise UsageError(f"message {number} calls {function['name']} with arguments that are no object")
+    return {**call, "function": {**function, "arguments": arguments}}

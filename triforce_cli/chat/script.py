@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from offload.errors import UsageError
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.guards import Guards
+from triforce_cli.chat.messages import Messages
 from triforce_cli.render.text import line_text
 
 MARK = "\ud800"  # half a surrogate pair is in no text: conversation.py refuses it
@@ -43,13 +44,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Message:
-    """`lead` (documents) and `text`, guarded; a mark stands for `text` alone."""
+    """`lead` (documents) and `text`, guarded; a mark stands for `text` alone. given: all of its fields, guarded, where
+    the message came as such; content: None where it has none."""
 
     role: str
     turn: int
     text: str
     lead: str = ""
     tokens: tuple[int, ...] = ()
+    given: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def is_text(self) -> bool:
@@ -113,15 +116,26 @@ def write(conversation: Conversation, render: Render, guards: Guards) -> Script:
     Raises what `render` raises, and UsageError where a message is missing from it. Earlier turns may be missing where
     there is no question: it depends on what will be asked whether that matters.
     """
-    writer = _Writer(tuple(_messages(conversation, guards)), render)
-    lost = writer.lost()
-    if lost:
-        in_parts = replace(writer, in_parts=frozenset(message.role for message in lost))
-        writer, lost = min((writer, lost), (in_parts, in_parts.lost()), key=lambda found: len(found[1]))
+    writer, lost = _Writer(tuple(_messages(conversation, guards)), render).complete()
     script = writer.script()
     for message in lost:
         _check_written(message, conversation)
     return script
+
+
+def write_messages(messages: Messages, render: Render, guards: Guards) -> tuple[str, str]:
+    """(what the template makes of `messages`, what of it is behind the last one). Nothing is cut: no reply of the
+    model's own is among them, whose tokens would be known. Raises what `render` raises, and UsageError where a message
+    is missing."""
+    writer, lost = _Writer(tuple(_plain(messages, guards)), render).complete()
+    text = writer.written()
+    if told := [message for message in lost if message.role != "assistant"]:
+        number = writer.messages.index(told[0]) + 1
+        raise UsageError(
+            f"the chat template leaves message {number}, of the role {told[0].role}, out, or a part of it; say it in "
+            "another message, or choose another model"
+        )
+    return text, writer.behind_the_last()
 
 
 def _check_written(lost: _Message, conversation: Conversation) -> None:
@@ -156,6 +170,13 @@ def _messages(conversation: Conversation, guards: Guards) -> Iterator[_Message]:
     yield question(len(conversation.turns), conversation.pending_documents, asked)
 
 
+def _plain(messages: Messages, guards: Guards) -> Iterator[_Message]:
+    for message in messages.said:
+        guard = guards.model if message["role"] == "assistant" else guards.people
+        given = {guard(name): guard.all_in(value) for name, value in message.items()}
+        yield _Message(str(given["role"]), 0, str(given["content"] or ""), given=given)
+
+
 @dataclass(frozen=True)
 class _Writer:
     """Renders the same messages with marks for some of them.
@@ -166,6 +187,24 @@ class _Writer:
     messages: tuple[_Message, ...]
     render: Render
     in_parts: frozenset[str] = frozenset()
+
+    def complete(self) -> tuple[_Writer, tuple[_Message, ...]]:
+        """The same, with texts in parts where fewer messages are lost then, and those that are lost even so."""
+        lost = self.lost()
+        if not lost:
+            return self, lost
+        in_parts = replace(self, in_parts=frozenset(message.role for message in lost))
+        return min((self, lost), (in_parts, in_parts.lost()), key=lambda found: len(found[1]))
+
+    def written(self) -> str:
+        """What the template makes of the messages."""
+        return self._render(())
+
+    def behind_the_last(self) -> str:
+        """What the template writes behind the last message; "" where it cannot be told."""
+        last = len(self.messages) - 1
+        parts = self._render((last,)).rsplit(f"{MARK}{last}{MARK}", 1)
+        return parts[1] if len(parts) == 2 else ""
 
     def lost(self) -> tuple[_Message, ...]:
         """Messages that do not come through, all where the template refuses them.
@@ -187,7 +226,7 @@ class _Writer:
         )
 
     def script(self) -> Script:
-        real = self._render(())
+        real = self.written()
         said = [i for i, message in enumerate(self.messages) if message.role != "system" and not message.is_text]
         literals = self._cut(said, real)
         if literals is None:
@@ -221,13 +260,15 @@ class _Writer:
         """What the template makes of these texts in place of the messages'."""
         return self.render(
             [
-                {
-                    "role": message.role,
-                    "content": [{"type": "text", "text": text}] if message.role in self.in_parts else text,
-                }
+                {**message.given, "role": message.role, "content": self._content(message, text)}
                 for message, text in zip(self.messages, texts, strict=True)
             ]
         )
+
+    def _content(self, message: _Message, text: str) -> object:
+        if message.given.get("content", text) is None:
+            return None
+        return [{"type": "text", "text": text}] if message.role in self.in_parts else text
 
 
 def _alternating(literals: Sequence[str], texts: Iterator[str]) -> Iterator[str]:

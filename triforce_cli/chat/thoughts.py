@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from offload.decode.sampling import ThoughtBudget
+from triforce_cli.chat.calls import Calls
 
 Thinking = Literal["show", "hide", "off"]
 State = Literal["start", "thought", "said"]  # of a reply: whether it has begun with thoughts, or is behind them
@@ -150,7 +151,7 @@ class Opening:
     """How a reply begins. tokens: the prompt, and those of `begin`, a text that is a part of the reply.
 
     marks: of the thoughts that may come; None: none may. begun: the template has opened them. named: tokens that marks
-    are, special or not, by their names.
+    are, special or not, by their names. calls: reads those of the tools that were offered; None: none were.
     """
 
     tokens: Sequence[int]
@@ -158,6 +159,7 @@ class Opening:
     marks: Marks | None = None
     begun: bool = False
     named: Mapping[int, str] = field(default_factory=dict)
+    calls: Calls | None = None
 
     def splitter(self) -> Splitter:
         return Splitter(self.marks, begun=self.begun, begin=self.begin, named=frozenset(self.named.values()))

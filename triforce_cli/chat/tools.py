@@ -1,21 +1,16 @@
-"""Tools that a model may call: their definitions go into its template, and its calls come out as JSON."""
+"""Tools that a model may call: their definitions, which go into its chat template."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection
 from typing import Any
 
 from offload import strict_json
 from offload.errors import UsageError
+from triforce_cli.chat.calls import MAX_DEPTH
 
-# How models write calls: between marks (Hermes, Qwen), behind one (Mistral), or as the whole reply (Llama 3), which
-# some put in a fence.
-_MARKED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_LISTED = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_OWN = ("messages", "tools", "add_generation_prompt")  # variables that templates get anyway
 
 
 def read_tools(text: str) -> list[dict[str, Any]]:
@@ -25,38 +20,37 @@ def read_tools(text: str) -> list[dict[str, Any]]:
         found = strict_json.parse(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the tools are not JSON ({error})") from error
-    tools = found if isinstance(found, list) else [found]
+    return checked_tools(found if isinstance(found, list) else [found])
+
+
+def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
+    """The same. Raises UsageError for one that is no definition."""
     for number, tool in enumerate(tools, start=1):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UsageError(f'tool {number} is not {{"type": "function", "function": {{"name": ...}}}}')
+        try:
+            strict_json.check_writable(tool, MAX_DEPTH, f"tool {number}")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     return tools
 
 
-def check_template(template: str) -> None:
-    """Raises UsageError where a chat template has no place for tools."""
-    if not re.search(r"\btools\b", template):
-        raise UsageError("the model's chat template has no place for tools; leave out --tools, or choose another model")
+def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Further variables of a chat template. Raises UsageError for one that it gets anyway, and for what is no text."""
+    if own := [name for name in _OWN if name in given]:
+        raise UsageError(f"{own[0]} is no variable to set: the chat template gets it anyway")
+    try:
+        strict_json.check_writable(given, MAX_DEPTH, "a variable of the chat template")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return given
 
 
-def calls(reply: str) -> list[dict[str, Any]]:
-    """The calls that a reply makes, {"name", "arguments"} each; none where it is an answer."""
-    return [call for text in _candidates(reply) for call in _calls(text)]
-
-
-def _candidates(reply: str) -> Iterator[str]:
-    marked, listed = _MARKED.findall(reply), _LISTED.findall(reply)
-    whole = reply.strip().removeprefix("<|python_tag|>")
-    yield from marked or listed or ([fenced[1]] if (fenced := _FENCED.fullmatch(whole)) else [whole])
-
-
-def _calls(text: str) -> list[dict[str, Any]]:
-    found: Any = None
-    with suppress(ValueError, RecursionError):  # an answer is no JSON
-        found = json.loads(text)
-    given = found if isinstance(found, list) else [found]
-    return [
-        {"name": each["name"], "arguments": each.get("arguments", each.get("parameters", {}))}
-        for each in given
-        if isinstance(each, dict) and isinstance(each.get("name"), str) and {"arguments", "parameters"} & each.keys()
-    ]
+def check_variables(template: str, given: Collection[str]) -> None:
+    """Raises UsageError where a chat template has no place for a variable, such as tools."""
+    for name in given:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise UsageError(
+                f"the model's chat template has no place for {name}; leave it out, or choose another model"
+            )

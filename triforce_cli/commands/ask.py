@@ -43,16 +43,17 @@ from triforce_cli.flags import (
     SessionFlags,
     named_documents,
     plan_options,
+    question_of,
     spread,
 )
 from triforce_cli.given import beside_given
 from triforce_cli.options import option
-from triforce_cli.prompt import decode_argument, read_text, user_path
+from triforce_cli.prompt import decode_argument, read_text, user_path, without_line_end
 
 QUESTION = "Question"
 
 Question = Annotated[
-    str | None,
+    list[str] | None,
     typer.Argument(
         metavar="QUESTION", help="What to ask. Without it, a file or piped text is the question.", show_default=False
     ),
@@ -149,10 +150,10 @@ def ask(
     if template not in NAMES:
         raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
     if system_file is not None:
-        system = read_text(user_path(str(system_file)), "the system message")
+        system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
     chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cite))
     return Ask(
-        prompt=None if question is None else decode_argument("QUESTION", question),
+        prompt=question_of(question or (), file),
         question_file=None if prompt_file is None else user_path(str(prompt_file)),
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),

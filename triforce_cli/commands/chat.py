@@ -16,6 +16,7 @@ from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.chat.keys import Keys
+from triforce_cli.chat.tools import checked_variables
 from triforce_cli.choice import Models
 from triforce_cli.control import ControlFlags
 from triforce_cli.documents.selection import Named
@@ -340,4 +341,4 @@ def template_variables(texts: Sequence[str]) -> dict[str, Any]:
         found[name] = value
         with suppress(ValueError, RecursionError):
             found[name] = strict_json.parse(value)
-    return found
+    return checked_variables(found)

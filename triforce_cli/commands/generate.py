@@ -123,7 +123,6 @@ class Prompted:
     """What the model reads, and how its answer ends: besides the model's own ends, at `end_tokens` and `stops`.
     passages: of `documents`, that the answer attends to most, so many are looked at. opening: of a reply to a
     conversation, which may begin with thoughts; None: the text is all that is written.
-    calls_tools: the answer may be a call.
     shows_thoughts: to the person. thoughts: what limits them."""
 
     tokens: Sequence[int]
@@ -132,7 +131,6 @@ class Prompted:
     passages: int = 0
     documents: tuple[Document, ...] = ()
     opening: Opening | None = None
-    calls_tools: bool = False
     shows_thoughts: bool = False
     thoughts: ThoughtBudget | None = None
 
@@ -206,7 +204,7 @@ class Generate:
             answer.begin(plan, engine, prompt)
             if prompted.passages:
                 answer.cite(tokens, prompted.documents)
-            answer.calls_tools = prompted.calls_tools
+            answer.calls = prompted.opening.calls if prompted.opening else None
             if store is not None:
                 stack.enter_context(self._kept(store, engine, tokens, output))
             request = replace(self._request(prompted, plan), reuse=store is not None, logprobs=self.logprobs)

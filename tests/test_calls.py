@@ -1,0 +1,236 @@
+"""Calls of tools in replies, in the forms that models write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from offload import strict_json
+from triforce_cli.chat import calls
+from triforce_cli.chat.calls import FORMS, MAX_DEPTH, MOST_BROKEN, Calls
+
+PARAMETERS = {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "at": {"type": "object"},
+    "list": {"type": ["array", "null"]}, "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "scale": {"type": "number"},
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
+    for name in ("get_weather", "get_time")
+]
+PARIS = {"name": "get_weather", "arguments": {"city": "Paris"}}
+TIME: dict[str, Any] = {"name": "get_time", "arguments": {}}
+JSON, TIME_JSON = json.dumps(PARIS), json.dumps(TIME)
+LLAMA = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+
+
+def read(reply: str, template: str = "") -> list[dict[str, Any]]:
+    return Calls(TOOLS, template).read(reply)[0]
+
+
+def notice(reply: str, template: str = "") -> str:
+    return Calls(TOOLS, template).read(reply)[1]
+
+
+def tagged(*arguments: tuple[str, str], name: str = "get_weather") -> str:
+    """As Qwen3-Coder writes a call."""
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (f"I ask.\n<tool_call>\n{JSON}\n</tool_call>", [PARIS]),
+        (f"<tool_call>\n{JSON}\n</tool_call>\n<tool_call>\n{TIME_JSON}\n</tool_call>", [PARIS, TIME]),
+        (f"<tool_call>\n{JSON}", [PARIS]),
+        ('<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', [PARIS]),
+        (f"<tool_call>```json\n{JSON}\n```</tool_call>", [PARIS]),
+        (f"[TOOL_CALLS] [{JSON}, {TIME_JSON}]", [PARIS, TIME]),
+        (f"[TOOL_CALLS][{JSON}]\nDone [1].", [PARIS]),
+        ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}', [PARIS, TIME]),
+        ('[TOOL_CALLS]get_weather[CALL_ID]a1B2[ARGS]{"city": "Paris"}', [PARIS]),
+        ('[TOOL_CALLS]get_weather{"city": "Paris"}', [PARIS]),
+        (LLAMA, [PARIS]),
+        (f"<|python_tag|>{LLAMA}", [PARIS]),
+        (f"I look. <|python_tag|>{LLAMA}", [PARIS]),
+        (f'{LLAMA}; {{"name": "get_time", "parameters": {{}}}}', [PARIS, TIME]),
+        (f"[{JSON}, {TIME_JSON}]", [PARIS, TIME]),
+        (f"```json\n{JSON}\n```", [PARIS]),
+        (f"```\n[{JSON}]\n```\n", [PARIS]),
+        ('[get_weather(city="Paris"), get_time()]', [PARIS, TIME]),
+        ('<|python_start|>[get_weather(city="Paris")]<|python_end|>', [PARIS]),
+        ('I ask.\n<function_calls>\nget_weather(city="Paris")\nget_time()\n</function_calls>', [PARIS, TIME]),
+        (tagged(("city", "Paris")), [PARIS]),
+        (tagged(("city", "Paris")) + tagged(name="get_time"), [PARIS, TIME]),
+        ("<function=get_weather>\n<parameter=city>\nParis", [PARIS]),
+        ('<function=get_weather>{"city": "Paris"}</function>', [PARIS]),
+        (
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>\n"
+            "<tool_call>get_time\n</tool_call>",
+            [PARIS, TIME],
+        ),
+        ('<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>', [PARIS]),
+        (DEEPSEEK.format('function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```'), [PARIS]),
+        (DEEPSEEK.format('get_weather<｜tool▁sep｜>{"city": "Paris"}'), [PARIS]),
+        (f"<|tool_call|>[{JSON}]<|/tool_call|>", [PARIS]),
+        (f"<TOOLCALL>[{JSON}]</TOOLCALL>", [PARIS]),
+        (
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris"}}]',
+            [PARIS],
+        ),
+    ],
+)  # fmt: skip
+def test_a_call_is_read_in_the_form_that_its_model_writes(reply: str, expected: list[dict[str, Any]]) -> None:
+    assert Calls(TOOLS, "").read(reply) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    "text", ["the </tool_call> token", "<tool_call>", "[1] </function> }", 'a "b" \\ \n', "Köln 😀"]
+)
+@pytest.mark.parametrize("form", ["<tool_call>{}</tool_call>", "[TOOL_CALLS][{}]", "<|tool_call|>[{}]", "{}", "[{}]"])
+@pytest.mark.parametrize("ascii", [True, False])
+def test_an_argument_in_json_may_hold_marks(text: str, form: str, ascii: bool) -> None:
+    """The first </tool_call> ended a call, and the call was lost."""
+    call = {"name": "get_weather", "arguments": {"city": text, "at": {"a": [1, {"b": None}]}}}
+    assert read(form.replace("{}", json.dumps(call, ensure_ascii=ascii))) == [call]
+
+
+def test_an_argument_between_tags_may_hold_the_marks_of_calls() -> None:
+    for text in ("the </tool_call> token", "</function>"):
+        call = [{"name": "get_weather", "arguments": {"city": text}}]
+        assert read(tagged(("city", text))) == call
+        glm = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+        assert read(glm) == call
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "5", "5"), ("city", "true", "true"), ("city", " a\n\n  b ", " a\n\n  b "), ("city", "", ""),
+        ("days", "5", 5), ("days", "five", "five"), ("days", "true", "true"), ("days", "1" * 5000, "1" * 5000),
+        ("scale", "2", 2), ("scale", "2.5", 2.5), ("scale", "NaN", "NaN"), ("scale", "1e999", "1e999"),
+        ("metric", "true", True), ("metric", "False", False), ("metric", "1", "1"),
+        ("at", '{"a": [1]}', {"a": [1]}), ("at", "[1]", "[1]"), ("at", "{", "{"),
+        ("list", '["a"]', ["a"]), ("list", "null", None), ("limit", "7", 7), ("limit", "None", None),
+        ("unknown", "5", "5"), ("unknown", "{}", "{}"),
+    ],
+)  # fmt: skip
+def test_an_argument_between_tags_is_of_the_type_that_is_declared(key: str, text: str, value: Any) -> None:
+    assert read(tagged((key, text))) == [{"name": "get_weather", "arguments": {key: value}}]
+
+
+def test_a_schema_that_says_nothing_makes_texts() -> None:
+    for parameters in (None, [], {"properties": []}, {"properties": {"a": 3}}, {"properties": {"a": {"type": [3]}}}):
+        tools = [{"function": {"name": "f", "parameters": parameters}}]
+        reply = tagged(("a", "5"), name="f")
+        assert Calls(tools, "").read(reply)[0] == [{"name": "f", "arguments": {"a": "5"}}]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "It is sunny.", '{"name": "Ann", "parameters": {"age": 3}}', '{"name": "get_weather"}', "[1, 2]", "[]", "",
+        f"{JSON} is what I would write.", '{"name": ["get_weather"], "arguments": {}}', "[print(a=1)]",
+        "[get_weather('Paris')]", "get_weather(city=open('x'))", "[get_weather(**{})]",
+    ],
+)  # fmt: skip
+def test_an_answer_is_no_call(reply: str) -> None:
+    assert Calls(TOOLS, "").read(reply) == ([], "")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "<tool_call>{</tool_call>", '<tool_call>{"name": "get_weather", "argu', '[TOOL_CALLS]get_weather[ARGS]{"city"',
+        '<tool_call>{"name": "launch", "arguments": {}}</tool_call>', tagged(name="launch"),
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>',
+        '<tool_call>{"name": "get_weather", "arguments": {"days": NaN}}</tool_call>',
+        f'<tool_call>{{"name": "get_weather", "arguments": {{"at": {"[" * MAX_DEPTH + "]" * MAX_DEPTH}}}}}</tool_call>',
+        f"<tool_call>{'[' * 900}{']' * 900}</tool_call>", f"<tool_call>{'[' * 100_000}",
+        "<|python_start|>[get_weather(city={1, 2})]", "<|python_start|>[get_weather(scale=1e999)]",
+    ],
+)  # fmt: skip
+def test_a_call_that_cannot_be_read_is_said_and_is_no_call(reply: str) -> None:
+    """A text that UTF-8 cannot write, or a value that JSON has not, ended the program when the call was written."""
+    assert Calls(TOOLS, "").read(reply) == (
+        [],
+        "the answer begins a tool call that cannot be read as one of a tool that was offered",
+    )
+
+
+def test_a_broken_call_beside_others_is_said() -> None:
+    reply = f"<tool_call>{JSON}</tool_call><tool_call>{{</tool_call>"
+    assert read(reply) == [PARIS]
+    assert notice(reply).startswith("1 of 2 tool calls cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("template", "reads", "leaves"),
+    [
+        ("<tool_call>", f"<tool_call>{JSON}", f"[TOOL_CALLS][{JSON}]"),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS][{JSON}]", f"<tool_call>{JSON}"),
+        ("<tool_call>", f"<tool_call>{JSON}", JSON),
+        ("<|python_tag|>", LLAMA, f"<tool_call>{JSON}"),
+        ("<tool_call> <function=", tagged(("city", "Paris")), f"<|tool_call|>[{JSON}]"),
+        ("<tool_call> <arg_key>", "<tool_call>get_time</tool_call>", JSON),
+        ("<｜tool▁call▁begin｜>", DEEPSEEK.format("get_time<｜tool▁sep｜>{}"), JSON),
+    ],
+)
+def test_the_marks_of_a_template_say_which_forms_there_are(template: str, reads: str, leaves: str) -> None:
+    """A model of ChatML that explains Mistral's marks makes no call."""
+    assert read(reads, template)
+    assert Calls(TOOLS, template).read(leaves) == ([], "")
+
+
+def test_marks_are_those_of_the_templates_forms() -> None:
+    assert Calls(TOOLS, "<tool_call>").marks == {"<tool_call>", "</tool_call>"}
+    assert {mark for form in FORMS for mark in form.marks} == Calls(TOOLS, "").marks
+
+
+class Counted:
+    """Counts the characters that are walked through for values that are none: json counts lines up to them."""
+
+    def __init__(self) -> None:
+        self.num_walked = 0
+
+    def raw_decode(self, text: str, start: int) -> tuple[Any, int]:
+        try:
+            return json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            self.num_walked += start
+            raise
+
+
+UNITS = [
+    "<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS]f[CALL_ID]", "<tool_call>{", '<tool_call>["","', "<|tool_call|>[",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "[TOOL_CALLS]get_time[ARGS]", "<function=f>", "[", "```", "{", "; ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_reply_full_of_marks_takes_no_quadratic_time(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of marks took a minute."""
+    length, counted = 100_000, Counted()
+    monkeypatch.setattr(strict_json, "DECODER", counted)
+    Calls(TOOLS, "").read(unit * (length // len(unit)))
+    assert counted.num_walked <= len(FORMS) * MOST_BROKEN * length / 10  # of 5e8 and more
+    for end in (" ", "\n", "a", "<"):
+        Calls(TOOLS, "").read(unit + end * length)  # no pattern tries all of the ways to share them out
+
+
+def test_calls_as_python_writes_them_are_bounded() -> None:
+    for unit in ("-", "(", "[", "a.", "1+", "not ", "lambda:", "f(a=", "f'{", "a\n"):
+        assert read(unit * (calls._LONGEST_EXPRESSION // len(unit))) == []
+    assert read("[get_time()]" + " " * calls._LONGEST_EXPRESSION) == [TIME]
+    assert read('[get_weather(city="' + "a" * calls._LONGEST_EXPRESSION + '")]') == []
+
+
+def test_python_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    assert read('[get_weather(city="\\d")]') == [{"name": "get_weather", "arguments": {"city": "\\d"}}]
+    assert not recwarn.list

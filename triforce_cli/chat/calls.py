@@ -1,0 +1,312 @@
+"""Calls of tools in a reply: the forms in which models write them, each read by a function of its own.
+
+Which form a model writes its chat template says: by the marks that are in it. A template without any leaves them all
+open. A call is of a tool that was offered, with an object of arguments; everything else is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from offload import strict_json
+
+Tools = Sequence[Mapping[str, Any]]  # definitions, as `chat.tools.read_tools` has them
+Call = dict[str, Any]  # {"name", "arguments"}
+Read = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for one that cannot be read
+
+MAX_DEPTH = 64  # of arguments
+MOST_BROKEN = 64  # calls in a reply, before the rest is text
+_BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_SEPARATORS = re.compile(r"[\s;,`]*")
+_LONGEST_EXPRESSION = 1 << 16  # characters, of calls as Python writes them
+_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
+    "null": (type(None),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """marks: each asks for this form where a template has it; calls begin with the first."""
+
+    marks: tuple[str, ...]
+    read: Read
+
+    def is_asked_for(self, template: str) -> bool:
+        return any(mark in template for mark in self.marks)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Reads the calls of `tools` in replies to a chat template."""
+
+    tools: Tools
+    template: str
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """What replies may have around calls."""
+        return frozenset(mark for form in self._forms for mark in form.marks)
+
+    def read(self, reply: str) -> tuple[list[Call], str]:
+        """(the calls of a reply in order, none where it is an answer; what to tell the person, if anything)."""
+        for form in self._forms:
+            calls, num_broken = self._found(form, reply)
+            if calls:
+                return calls, f"{num_broken} of {len(calls) + num_broken} tool calls {_BROKEN}" if num_broken else ""
+        begins = any(form.marks[0] in reply for form in self._forms)
+        return [], f"the answer begins a tool call that {_BROKEN}" if begins else ""
+
+    def _found(self, form: Form, reply: str) -> tuple[list[Call], int]:
+        """(calls, number of those that are broken)."""
+        calls, num_broken = list[Call](), 0
+        for call in form.read(reply, self.tools):
+            if self._is_call(call):
+                calls.append(call)
+            else:
+                num_broken += 1
+            if num_broken == MOST_BROKEN:  # what is no JSON costs json a walk through all that is before it
+                break
+        return calls, num_broken
+
+    def _is_call(self, call: Call) -> bool:
+        """Of a tool that was offered, and JSON that can be written."""
+        if all(tool["function"]["name"] != call.get("name") for tool in self.tools):
+            return False
+        try:
+            strict_json.check_writable(call, MAX_DEPTH, "it")
+        except ValueError:
+            return False
+        return isinstance(call["arguments"], dict)
+
+    @property
+    def _forms(self) -> tuple[Form, ...]:
+        return tuple(form for form in FORMS if form.is_asked_for(self.template)) or FORMS
+
+
+_BROKEN = "cannot be read as one of a tool that was offered"
+
+
+def _calls(found: Any) -> list[Call]:
+    """Of an object with a name and arguments, whatever the two are called; of each of a list."""
+    return [_call(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def _call(found: Any) -> Call:
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    if not isinstance(found, dict):
+        return {}
+    name = found.get("name", found.get("tool_name"))
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)[0]
+    return {"name": name, "arguments": arguments} if isinstance(arguments, dict) else {}
+
+
+def _json(text: str, start: int = 0) -> tuple[Any, int]:
+    """(the JSON value that begins at `start`, white space and a fence aside; its end). (None, where it ought to begin)
+    where there is none."""
+    before = _BEFORE_JSON.match(text, start)
+    start = before.end() if before else start
+    with suppress(ValueError, RecursionError):
+        return strict_json.DECODER.raw_decode(text, start)
+    return None, start
+
+
+def _behind(mark: str) -> Read:
+    """JSON behind each mark. What ends it tells JSON itself, so the mark at the end may be missing, or in a text."""
+
+    def read(reply: str, tools: Tools) -> Iterator[Call]:
+        at = reply.find(mark)
+        while at >= 0:
+            found, end = _json(reply, at + len(mark))
+            yield from _calls(found)
+            at = reply.find(mark, end)
+
+    return read
+
+
+def _named(pattern: str) -> Read:
+    """A name and JSON of its arguments. pattern: up to the arguments, with the name as a group."""
+    begin = re.compile(pattern)
+
+    def read(reply: str, tools: Tools) -> Iterator[Call]:
+        end = 0
+        while match := begin.search(reply, end):
+            arguments, end = _json(reply, match.end())
+            yield _call({"name": match[1], "arguments": arguments})
+
+    return read
+
+
+def _plain(reply: str, tools: Tools) -> Iterator[Call]:
+    """The whole reply is JSON: one call, a list of them, or several with something between."""
+    text = _behind_python_tag(reply)
+    calls, at = list[Call](), 0
+    while at < len(text):
+        found, end = _json(text, at)
+        if not all(new := _calls(found)):
+            return
+        calls += new
+        at = _skipped(text, end)
+    yield from calls
+
+
+def _skipped(text: str, at: int) -> int:
+    """Behind what may stand between calls."""
+    separator = _SEPARATORS.match(text, at)
+    return separator.end() if separator else at
+
+
+def _behind_python_tag(reply: str) -> str:
+    before, tag, after = reply.partition("<|python_tag|>")
+    return (after if tag else before).strip()
+
+
+def _pythonic(begin: str, end: str) -> Read:
+    """Calls as Python writes them, between two marks, or the whole reply: [get_weather(city="Paris")], or one a
+    line."""
+
+    def read(reply: str, tools: Tools) -> Iterator[Call]:
+        before, mark, after = _behind_python_tag(reply).partition(begin)
+        text = (after.partition(end)[0] if mark else before).strip()
+        if len(text) > _LONGEST_EXPRESSION:
+            return
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            yield from [_expression(call) for call in _expressions(text)]
+
+    return read
+
+
+def _expressions(text: str) -> Iterator[ast.expr]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        found = ast.parse(text).body
+    for each in found:
+        value = each.value if isinstance(each, ast.Expr) else None
+        yield from value.elts if isinstance(value, ast.List) else [value or ast.Constant(None)]
+
+
+def _expression(call: ast.expr) -> Call:
+    """Raises ValueError for what is no call with named arguments."""
+    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("no call")
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return {"name": ast.unparse(call.func), "arguments": arguments}
+
+
+def _tags(call: str, end: str, argument: str, close: str) -> Read:
+    """Arguments as texts between tags, or JSON in their place. call: the pattern of a call's beginning, with its name;
+    end: of a call. argument: the pattern of an argument's beginning, with its name; close: its end."""
+    call_begin, argument_begin = re.compile(call), re.compile(argument)
+
+    def read(reply: str, tools: Tools) -> Iterator[Call]:
+        for name, body in _parts(call_begin, reply):
+            arguments = _json(body)[0]
+            if not isinstance(arguments, dict):
+                arguments = {}
+                for key, text in _parts(argument_begin, body):
+                    value, closed, _ = text.partition(close)
+                    value = value if closed else value.partition(end)[0]
+                    arguments[key.strip()] = _typed(_unwrapped(value), _schema(tools, name, key.strip()))
+            yield {"name": name, "arguments": arguments}
+
+    return read
+
+
+def _parts(begin: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
+    """(name, what stands behind its tag, up to the next one) of each tag."""
+    begins = list(begin.finditer(text))
+    ends = [*(each.start() for each in begins[1:]), len(text)]
+    for match, following in zip(begins, ends, strict=False):
+        yield match[1], text[match.end() : following]
+
+
+def _unwrapped(text: str) -> str:
+    """Without the line end at either side that belongs to the tags."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _schema(tools: Tools, name: str, key: str) -> Any:
+    """Of an argument; None where nothing is said."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            parameters = tool["function"].get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            return properties.get(key) if isinstance(properties, dict) else None
+    return None
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value of a text: JSON, or True and False as Python writes them, where the schema asks for such a type; else
+    the text."""
+    wanted = _types(schema)
+    if not wanted:
+        return text
+    python = {"True": True, "False": False, "None": None}
+    stripped = text.strip()
+    try:
+        value = python[stripped] if stripped in python else strict_json.parse(text)
+    except (ValueError, RecursionError):
+        return text
+    fits = bool in wanted if isinstance(value, bool) else isinstance(value, wanted)
+    return value if fits else text
+
+
+def _types(schema: Any) -> tuple[type, ...]:
+    """That a schema asks for, texts aside, itself or by its alternatives."""
+    if not isinstance(schema, dict):
+        return ()
+    each = [schema, *(one for name in ("anyOf", "oneOf") for one in _listed(schema.get(name)) if isinstance(one, dict))]
+    names = (name for one in each for name in _listed(one.get("type")))
+    return tuple(kind for name in names if isinstance(name, str) for kind in _TYPES.get(name, ()))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+FORMS = (
+    Form(
+        ("<function=", "<parameter="),  # Qwen3-Coder, Seed-OSS; with JSON in place of parameters Llama 3.1, Functionary
+        _tags(r"<function=([\w.-]+)>", "</function>", r"<parameter=([^>\n]+)>", "</parameter>"),
+    ),
+    Form(
+        ("<arg_key>", "<arg_value>"),  # GLM-4.5
+        _tags(
+            r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)", "</tool_call>",
+            r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>",
+        ),
+    ),
+    Form(
+        ("<invoke name=",),  # MiniMax
+        _tags(r'<invoke name="([\w.-]+)">', "</invoke>", r'<parameter name="([^">\n]+)">', "</parameter>"),
+    ),
+    Form(("<tool_call>", "</tool_call>"), _behind("<tool_call>")),  # Hermes, Qwen
+    Form(("[TOOL_CALLS]",), _behind("[TOOL_CALLS]")),  # Mistral, a list
+    Form(  # Mistral, from 2025 on
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        _named(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|(?=\s*\{))"),
+    ),
+    Form(
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek V3
+        _named(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([\w.-]+)"),
+    ),
+    Form(
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek V3.1
+        _named(r"<｜tool▁call▁begin｜>([\w.-]+)<｜tool▁sep｜>"),
+    ),
+    Form(("<|tool_call|>", "<|/tool_call|>"), _behind("<|tool_call|>")),  # Granite, Phi-4-mini
+    Form(("<TOOLCALL>", "</TOOLCALL>"), _behind("<TOOLCALL>")),  # Nemotron
+    Form(("<|START_ACTION|>", "<|END_ACTION|>"), _behind("<|START_ACTION|>")),  # Command R7B, Command A
+    Form(("<|python_tag|>", "<|python_start|>"), _plain),  # Llama 3; also xLAM's list
+    Form(("<|python_start|>", "<|python_end|>", "<|python_tag|>"), _pythonic("<|python_start|>", "<|python_end|>")),
+    Form(("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>")),  # OLMo 3
+)  # fmt: skip

@@ -182,6 +182,16 @@ def test_an_end_token_that_the_format_does_not_write_is_left_out():
     assert format.prompt_tokens(conversation.asked("what is it?")) == raw(format).encode(TEXTS["plain"])
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes-default-system", "bytes-trimmed", "pieces-strict"])
+@pytest.mark.parametrize("question", ["hello", "    def f(x):\n", " hello", "\n\n\nhello", "\thello\n\n", "hello "])
+def test_white_space_of_a_question_is_the_templates_affair(tokenizer, question):
+    """It was taken away, and a question that began with it was cut from the line before, which tokens join."""
+    format = make(tokenizer, "auto")
+    said = [{"role": "user", "content": question}]
+    wanted = raw(format).apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert format.prompt_tokens(Conversation().asked(question)) == raw(format).encode(wanted, add_special_tokens=False)
+
+
 # What is certain
 
 
@@ -216,7 +226,7 @@ def replied(format: ChatFormat, reply: tuple[str, bool, str | None]) -> tuple[li
 @pytest.mark.few(9)
 @EVERY_FORMAT
 @given(system=CONTENT, talk=st.lists(st.tuples(PENDING, QUESTIONS, REPLIES), min_size=1, max_size=3), other=QUESTIONS)
-@example(system="", talk=[((), "hello", (" It is", False, "format"))] * 2, other="\n A")
+@example(system="", talk=[((), "hello", (" It is", False, "format"))] * 2, other="A")
 @at_most(40)
 def test_the_next_prompt_goes_on_from_the_reply(tokenizer, name, system, talk, other):
     """The key to computing nothing twice: prompt, reply as generated, closing, next prompt, each begins with the last.

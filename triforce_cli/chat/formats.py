@@ -146,7 +146,8 @@ class ChatFormat:
         return self.tokenizer.encode_piece(begin) if begin else []
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
-        """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked."""
+        """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked, unless that
+        begins with white space."""
         script = self._script(replace(conversation, question=None))
         return self._tokens(list(script.pieces(self._special))[:-1])
 

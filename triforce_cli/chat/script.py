@@ -23,7 +23,7 @@ from triforce_cli.render.text import line_text
 MARK = "\ud800"  # half a surrogate pair is in no text: conversation.py refuses it
 _ANY = "A"  # a question that is not known yet, for templates that leave empty messages out
 _MARKS = re.compile(f"{MARK}([0-9]+){MARK}")
-_EDITS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)  # of a reply, by a template
+_EDITS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)  # of texts, by a template
 
 Render = Callable[[Sequence[Mapping[str, object]]], str]
 
@@ -80,7 +80,8 @@ class Script:
         text, turn = self.literals[0], 0
         for message, literal in zip(self.said, self._literals_after(), strict=True):
             if message.role == "user":
-                stem = text.rstrip(" ")  # most tokenizers join a space to the word that follows
+                # Most tokenizers join a space to the word that follows, and white space to more of it.
+                stem = text.rstrip(None if message.text[:1].isspace() else " ")
                 space = text[len(stem) :]
                 turn = message.turn
                 yield Piece(turn, stem, until=space + "A")
@@ -228,27 +229,24 @@ class _Writer:
     def script(self) -> Script:
         real = self.written()
         said = [i for i, message in enumerate(self.messages) if message.role != "system" and not message.is_text]
-        literals = self._cut(said, real)
-        if literals is None:
+        found = self._cut(said, real)
+        if found is None:
             said = [i for i in said if self.messages[i].role == "user" or self._cut([i], real) is not None]
-            literals = self._cut(said, real)
-        whole = literals is None
-        if literals is None:
-            said = said[-1:]
-            literals = self._cut(said, real)
-        if literals is None:
-            said, literals = [], [real]
-        return Script(tuple(self.messages[i] for i in said), tuple(literals), whole)
+            found = self._cut(said, real)
+        return found or replace(self._cut(said[-1:], real) or Script((), (real,), True), whole=True)
 
-    def _cut(self, marked: Sequence[int], real: str) -> list[str] | None:
-        """The text around `marked` messages; None where it is not what the template makes of their text."""
+    def _cut(self, marked: Sequence[int], real: str) -> Script | None:
+        """The script with `marked` messages cut out, their texts as the template writes them; None where no edit of
+        them gives `real`, what the template makes of them."""
         parts = _MARKS.split(self._render(marked))
         literals = parts[::2]
         if [int(number) for number in parts[1::2]] != list(marked):
             return None
-        texts = [self.messages[i].text for i in marked]
-        candidates = ("".join(_alternating(literals, map(edit, texts))) for edit in _EDITS)
-        return literals if real in candidates else None
+        for edit in _EDITS:
+            said = tuple(replace(self.messages[i], text=edit(self.messages[i].text)) for i in marked)
+            if real == "".join(_alternating(literals, iter([message.text for message in said]))):
+                return Script(said, tuple(literals), whole=False)
+        return None
 
     def _render(self, marked: Collection[int]) -> str:
         return self._write(

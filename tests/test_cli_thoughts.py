@@ -64,7 +64,7 @@ def asked(model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> C
     def run(question: str, *args: str) -> dict[str, Any]:
         settings = ("--model", str(model), *COMMON, "--max-tokens", "12", "--json")
         code, out, err = triforce("ask", question, *settings, *args)
-        assert (code, err) == (0, ""), err
+        assert code == (6 if "--json-schema" in args else 0), err  # JSON is longer than that
         found: dict[str, Any] = json.loads(out)
         return found
 
@@ -103,7 +103,7 @@ def test_batches_have_them_and_close_them_before_an_answer_in_json(
     code, out, err = triforce(
         "generate", "--input-jsonl", str(tmp_path / "in"), "--model", str(model), *COMMON, "--max-tokens", "12"
     )
-    assert (code, err) == (0, ""), err
+    assert code == 6, err  # JSON is longer than that
     free, bound = sorted(map(json.loads, out.splitlines()), key=lambda result: result["id"])
     assert told(free) == ("It is 4.", "I ponder.")
     assert (

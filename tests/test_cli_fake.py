@@ -57,6 +57,7 @@ class Step:
     finish: str | None
     scores: tuple[Any, ...] = ()
     passages: tuple[Any, ...] = ()
+    named: tuple[int, ...] = ()
 
 
 class Tokenizer:

@@ -52,10 +52,13 @@ from triforce_cli.prompt import decode_argument, read_text, user_path, without_l
 QUESTION = "Question"
 
 Question = Annotated[
-    list[str] | None,
+    str | None,
     typer.Argument(
         metavar="QUESTION", help="What to ask. Without it, a file or piped text is the question.", show_default=False
     ),
+]
+MoreWords = Annotated[
+    list[str] | None, typer.Argument(metavar="WORD", help="Of a question without quotes: refused.", hidden=True)
 ]
 QuestionFile = Annotated[
     Path | None,
@@ -100,6 +103,7 @@ Tools = Annotated[
 @spread
 def ask(
     question: Question = None,
+    more_words: MoreWords = None,
     *,
     models: ModelFlags,
     file: Files = None,
@@ -150,7 +154,7 @@ def ask(
     if system_file is not None:
         system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
     return Ask(
-        prompt=question_of(question or (), file),
+        prompt=None if question is None else question_of(question, more_words or (), file),
         question_file=prompt_file,
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),

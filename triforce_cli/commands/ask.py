@@ -103,8 +103,8 @@ Tools = Annotated[
 @spread
 def ask(
     question: Question = None,
-    more_words: MoreWords = None,
     *,
+    more_words: MoreWords = None,
     models: ModelFlags,
     file: Files = None,
     include: options.Include = None,

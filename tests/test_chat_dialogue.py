@@ -149,6 +149,16 @@ def send(dialogue: Dialogue, line: str) -> None:
         dialogue.say(line)
 
 
+def test_white_space_around_what_is_typed_is_no_part_of_a_message(make: Make) -> None:
+    dialogue = make()
+    send(dialogue, "  a word \n")
+    assert [turn.user for turn in dialogue.conversation.turns] == ["a word"]
+    send(dialogue, "/edit   another ")
+    assert [turn.user for turn in dialogue.conversation.turns] == ["another"]
+    send(dialogue, "/system  Be brief. ")
+    assert dialogue.conversation.system == "Be brief."
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_work_done_ahead_leaves_the_message_alone_to_compute(make: Make, ahead: bool) -> None:
     dialogue = make()

@@ -21,6 +21,7 @@ from offload.plan.options import Options
 from triforce_cli.app import app
 from triforce_cli.asking import filled
 from triforce_cli.batch.openai import own
+from triforce_cli.batch.records import Defaults, read_records
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.tools import read_tools
@@ -115,6 +116,30 @@ def test_what_is_taken_from_standard_input_beside_a_question_is_named(
         assert "standard input" not in triforce(command, *common)[2]
 
 
+@pytest.mark.parametrize(
+    ("written", "question"),
+    [("    return x\n", "    return x"), ("a\r\n", "a"), ("a\n\n", "a\n"), (" a ", " a "), ("a\r", "a\r")],
+)
+def test_one_last_line_end_belongs_to_the_file_and_all_else_to_the_question(
+    written: str, question: str, folder: Path, asked: Callable[..., str]
+) -> None:
+    """White space at the beginning of a question, code for example, was lost."""
+
+    def num_tokens(*args: str, stdin: str | None = None) -> int:
+        count: int = json.loads(asked(*args, "--max-tokens", "1", "--json", stdin=stdin))["stats"]["prompt_tokens"]
+        return count
+
+    chat_format = ChatFormat(load_tokenizer(folder / "target", None))
+    (folder / "written.txt").write_bytes(written.encode())
+    wanted = len(chat_format.prompt_tokens(Conversation().asked(question)))
+    assert num_tokens("--prompt-file", str(folder / "written.txt")) == wanted
+    assert num_tokens(stdin=written) == wanted
+    assert num_tokens(written) == len(chat_format.prompt_tokens(Conversation().asked(written)))
+    system = len(chat_format.prompt_tokens(Conversation().with_system(question).asked("x")))
+    assert num_tokens("x", "--system-file", str(folder / "written.txt")) == system
+    assert num_tokens("x", "--system", question) == system
+
+
 def test_a_question_file_may_have_placeholders(folder: Path, asked: Callable[..., str]) -> None:
     wanted = expected(folder, Conversation().asked("Where is the key?"))
     found = asked("--prompt-file", str(folder / "question.txt"), "--var", "thing=key", "--json")
@@ -187,6 +212,63 @@ def test_lines_of_openais_format_are_lines_of_our_own() -> None:
     ]:
         with pytest.raises(UsageError, match=said):
             own(wrong, "line 1")
+
+
+SCHEMA = {"type": "object", "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": None}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, {"json_schema": SCHEMA}),
+        ({"tools": [1]}, {"tools": [1]}),
+        ({"tools": [1], "tool_choice": "auto"}, {"tools": [1]}),
+        ({"tools": [1], "tool_choice": None, "parallel_tool_calls": True}, {"tools": [1]}),
+        ({"tools": [1], "tool_choice": "none"}, {}),
+        ({"tools": None, "logit_bias": None, "n": None, "user": None, "logprobs": None, "top_logprobs": None}, {}),
+        ({"reasoning_effort": "low"}, {"template_args": {"reasoning_effort": "low"}}),
+        ({"reasoning_effort": None}, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"template_args": {"enable_thinking": False}}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}},
+            {"template_args": {"reasoning_effort": "low", "a": 1}},
+        ),
+        ({"logprobs": False, "top_logprobs": 3}, {}),
+        ({"model": "m", "user": "u", "metadata": {}, "service_tier": "auto", "stream": False, "n": 1}, {}),
+    ],
+)  # fmt: skip
+def test_a_field_of_openais_is_one_of_our_own_or_changes_nothing(body: dict[str, Any], found: dict[str, Any]) -> None:
+    """A schema beside json_object was left out, and so were tools."""
+    assert own({"body": body}, "line 1") == found
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "needs"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "has 'strict', which is not understood"),
+        ({"response_format": "json"}, "its type may be one of text, json_object, json_schema"),
+        ({"tool_choice": "required"}, 'tool_choice is "required", it can only be "auto"'),
+        ({"tool_choice": {"type": "function"}}, 'tool_choice is {"type": "function"}'),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is false, it can only be true"),
+        ({"stream": True}, "stream is true, it can only be false"),
+        ({"functions": []}, "there is no field 'functions'"),
+        ({"tools": [{"name": "f"}]}, "tool 1 is not"),
+        ({"tools": "f"}, "tools is .*, it must be a list of definitions"),
+        ({"chat_template_kwargs": 3, "reasoning_effort": "low"}, "template_args is 3, it must be an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages is no variable to set"),
+        ({"chat_template_kwargs": {"tools": [3]}}, "tools is no variable to set"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1 has a content that is no text"),
+    ],
+)
+def test_a_field_of_openais_that_is_not_to_be_had_is_named(body: dict[str, Any], message: str) -> None:
+    line = json.dumps({"body": {"messages": [{"role": "user", "content": "Hi"}]} | body})
+    with pytest.raises(UsageError, match=f"line 1.*{message}"):
+        read_records(line, "in", Defaults(max_tokens=5, sampling=SamplingParams(), stops=()))
 
 
 def test_conversations_of_a_batch_are_answered_like_questions(folder: Path, tmp_path: Path, triforce: Triforce) -> None:

@@ -17,7 +17,7 @@ import pytest
 from offload.errors import UsageError
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from test_cli_prompt import read, unread
-from triforce_cli import configuration, prompt
+from triforce_cli import configuration
 from triforce_cli.choice import embedded_model
 from triforce_cli.documents.selection import Named
 from triforce_cli.errors import describe
@@ -244,8 +244,8 @@ def test_file_in_a_model_is_not_the_model(triforce, model):
 def test_open_standard_input_is_said_even_if_quiet(monkeypatch, capfd):
     from triforce_cli.output import Output
 
-    monkeypatch.setattr(prompt, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(prompt, "LONG_SECONDS", 0.01)
+    monkeypatch.setattr(inputs, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(inputs, "LONG_SECONDS", 0.01)
     reader, writer = os.pipe()
     output = Output(quiet=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ TEMPLATE = (  # as R1's but for its marks
 SCHEMA = {"type": "array", "items": {"type": "boolean"}, "minItems": 20}
 
 
-def model_that_says(reply: Sequence[str], folder: Path, *, special: bool) -> Path:
+def model_that_says(reply: Sequence[str], folder: Path, *, special: bool, template: str = TEMPLATE) -> Path:
     """Its marks are `special` tokens, or others. Every text of `reply` is a token, whose likeliest follower is the next
     one; behind everything else comes the first."""
     tokenizer: Any = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.add_tokens([AddedToken(each, special=special and "THINK" in each, normalized=False) for each in reply])
+    tokenizer.chat_template = template
+    for each in reply:
+        is_mark = re.fullmatch(r"\[[/A-Z_]+\]", each) is not None
+        tokenizer.add_tokens([AddedToken(each, special=special and is_mark, normalized=False)])
     ids = tokenizer.convert_tokens_to_ids(list(reply))
     size = -(-(TOKENIZER_SIZE + len(reply)) // 64) * 64
     model: Any = random_model(
@@ -122,3 +125,56 @@ def test_a_chat_shows_them_apart(
     )
     assert (code, out.split("\n")[:2]) == (0, ["It is 4.", "It is 4."]), (out, err)
     assert err.count("I ponder.") == 2
+
+
+CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOLED = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE + "{# [TOOL_CALLS] #}"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_calls_are_in_json_beside_thoughts(
+    special: bool, triforce: Triforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark that is a special token was no text, so that the call behind it was none; batches had no calls."""
+    reply = [THINK, "I ponder.", TALK, "[TOOL_CALLS]", f"[{json.dumps(CALL)}, {{}}]", "</s>"]
+    model = str(model_that_says(reply, tmp_path / "model", special=special, template=TOOLED))
+    (tmp_path / "tools").write_text(json.dumps(TOOL))
+    messages = [{"role": "user", "content": "Rain?"}]
+    lines = [{"messages": messages, "tools": [TOOL]}, {"messages": messages}]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    settings = ("--model", model, *COMMON[:-1], "--max-tokens", "12")
+    code, out, err = triforce("ask", "Rain?", *settings, "--tools", str(tmp_path / "tools"), "--json")
+    assert code == 0, err
+    assert json.loads(out)["tool_calls"] == [CALL]
+    assert told(json.loads(out)) == (f"[TOOL_CALLS][{json.dumps(CALL)}, {{}}]", "I ponder.")
+    assert "1 of 2 tool calls cannot be read" in err
+    code, out, err = triforce("generate", "--input-jsonl", str(tmp_path / "in"), *settings)
+    assert code == 0, err
+    offered, none = sorted(map(json.loads, out.splitlines()), key=lambda result: result["id"])
+    assert (offered["tool_calls"], offered["thoughts"]) == ([CALL], "I ponder.")
+    assert "tool_calls" not in none
+    assert "line 1 (id 1): 1 of 2 tool calls cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}, "has no place for tools"),
+        ({"messages": [{"role": "user", "content": "a"}], "template_args": {"x": 1}}, "has no place for x"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": CALL}]}]},
+         "has no place for tool_calls"),
+        ({"messages": [{"role": "odd", "content": "a"}]}, "template refuses these messages .an odd role"),
+        ({"prompt": "a", "tools": [TOOL]}, "tools is for a chat template"),
+    ],
+)  # fmt: skip
+def test_what_a_template_cannot_do_is_said_with_its_line(
+    line: dict[str, Any], message: str, triforce: Triforce, tmp_path: Path
+) -> None:
+    template = TEMPLATE + "{% if messages[0].role == 'odd' %}{{ raise_exception('an odd role') }}{% endif %}"
+    model = str(model_that_says(REPLY, tmp_path / "model", special=True, template=template))
+    (tmp_path / "in").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(line))
+    code, out, err = triforce("generate", "--input-jsonl", str(tmp_path / "in"), "--model", model, *COMMON)
+    assert (code, out) == (2, "")
+    assert re.search(f"line 2.*{message}", err), err

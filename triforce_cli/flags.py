@@ -146,14 +146,14 @@ class ProgramFlags:
     debug: options.Debug = False
 
 
-def question_of(words: Sequence[str], files: Sequence[Path] | None) -> str | None:
-    """The question, if there is one. Raises UsageError for several words, which a shell makes of a question without
-    quotes, or of a pattern behind --file."""
-    if len(words) > 1:
-        remedy = f"put the question in quotes: triforce ask {shlex.quote(' '.join(words))}"
+def question_of(text: str, more: Sequence[str], files: Sequence[Path] | None) -> str:
+    """The question. more: words after it, which a shell makes of a question without quotes, or of a pattern behind
+    --file. Raises UsageError where there are some."""
+    if more:
+        remedy = f"put the question in quotes: triforce ask {shlex.quote(' '.join([text, *more]))}"
         remedy = "quote the question, and give each document, or their folder, a --file of its own" if files else remedy
-        raise UsageError(f"{words[1]!r} is unexpected here; {remedy}")
-    return decode_argument("QUESTION", words[0]) if words else None
+        raise UsageError(f"{more[0]!r} is unexpected here; {remedy}")
+    return decode_argument("QUESTION", text)
 
 
 def named_documents(

@@ -79,11 +79,10 @@ class Calls:
         """Of a tool that was offered, and JSON that can be written."""
         if all(tool["function"]["name"] != call.get("name") for tool in self.tools):
             return False
-        try:
+        with suppress(ValueError):
             strict_json.check_writable(call, MAX_DEPTH, "it")
-        except ValueError:
-            return False
-        return isinstance(call["arguments"], dict)
+            return isinstance(call["arguments"], dict)
+        return False
 
     @property
     def _forms(self) -> tuple[Form, ...]:
@@ -251,13 +250,11 @@ def _typed(text: str, schema: Any) -> Any:
     if not wanted:
         return text
     python = {"True": True, "False": False, "None": None}
-    stripped = text.strip()
-    try:
-        value = python[stripped] if stripped in python else strict_json.parse(text)
-    except (ValueError, RecursionError):
-        return text
-    fits = bool in wanted if isinstance(value, bool) else isinstance(value, wanted)
-    return value if fits else text
+    with suppress(ValueError, RecursionError):
+        value = python[text.strip()] if text.strip() in python else strict_json.parse(text)
+        if bool in wanted if isinstance(value, bool) else isinstance(value, wanted):
+            return value
+    return text
 
 
 def _types(schema: Any) -> tuple[type, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from offload.decode.tokenizer import Detokenizer
 from offload.errors import ModelError, TriforceError, UsageError
 from triforce_cli.chat.calls import Calls, Tools
 from triforce_cli.chat.conversation import Conversation, Turn
@@ -166,6 +165,8 @@ class ChatFormat:
         """Of a reply, as it is shown: with marks of thoughts that are special tokens."""
         if not set(self._marking) & set(tokens):
             return self.tokenizer.decode(tokens)
+        from offload.decode.tokenizer import Detokenizer
+
         written = Detokenizer(self.tokenizer, (), named=self._marking)
         return "".join(map(written.push, tokens)) + written.flush()
 

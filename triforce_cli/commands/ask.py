@@ -53,10 +53,13 @@ from triforce_cli.prompt import decode_argument, read_text, user_path, without_l
 QUESTION = "Question"
 
 Question = Annotated[
-    list[str] | None,
+    str | None,
     typer.Argument(
         metavar="QUESTION", help="What to ask. Without it, a file or piped text is the question.", show_default=False
     ),
+]
+MoreWords = Annotated[
+    list[str] | None, typer.Argument(metavar="WORD", help="Of a question without quotes: refused.", hidden=True)
 ]
 QuestionFile = Annotated[
     Path | None,
@@ -102,6 +105,7 @@ Tools = Annotated[
 def ask(
     question: Question = None,
     *,
+    more_words: MoreWords = None,
     models: ModelFlags,
     file: Files = None,
     include: options.Include = None,
@@ -153,7 +157,7 @@ def ask(
         system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
     chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cite))
     return Ask(
-        prompt=question_of(question or (), file),
+        prompt=None if question is None else question_of(question, more_words or (), file),
         question_file=None if prompt_file is None else user_path(str(prompt_file)),
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),

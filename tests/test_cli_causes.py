@@ -17,7 +17,7 @@ import pytest
 from offload.errors import UsageError
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from test_cli_prompt import read, unread
-from triforce_cli import configuration
+from triforce_cli import configuration, inputs
 from triforce_cli.choice import embedded_model
 from triforce_cli.documents.selection import Named
 from triforce_cli.errors import describe

@@ -68,7 +68,20 @@ DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁
         ('I ask.\n<function_calls>\nget_weather(city="Paris")\nget_time()\n</function_calls>', [PARIS, TIME]),
         (tagged(("city", "Paris")), [PARIS]),
         (tagged(("city", "Paris")) + tagged(name="get_time"), [PARIS, TIME]),
-        ("<function=get_weather>\n<parameter=city>\nParis", [PARIS]),
+        ("<function=get_weather>\n<parameter=city>\nParis</parameter>", [PARIS]),
+        ("<function=get_weather>\n<parameter=city>\nParis\n</tool_call>", [PARIS]),
+        ("<function=get_weather><parameter=city>a </parameter></function> b</parameter></function>",
+         [{"name": "get_weather", "arguments": {"city": "a </parameter></function> b"}}]),
+        ('<tool_call>{"name": "get_time"}</tool_call>', [TIME]),
+        ('<tool_call>{"name": "get_time", "arguments": null}\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
+         [TIME, PARIS]),
+        ('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>', [PARIS]),
+        ("<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>", [PARIS]),
+        ('<|tool_call>call:get_weather{city:<|"|>{a: "b"}, c:<|"|>,n:{k:[1,true]}}',
+         [{"name": "get_weather", "arguments": {"city": '{a: "b"}, c:', "n": {"k": [1, True]}}}]),
+        ('<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>', [PARIS]),
+        ('[get_weather(city="Paris", x=true, y=null)]',
+         [{"name": "get_weather", "arguments": {"city": "Paris", "x": True, "y": None}}]),
         ('<function=get_weather>{"city": "Paris"}</function>', [PARIS]),
         (
             "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>\n"
@@ -211,6 +224,16 @@ UNITS = [
     "<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS]f[CALL_ID]", "<tool_call>{", '<tool_call>["","', "<|tool_call|>[",
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "[TOOL_CALLS]get_time[ARGS]", "<function=f>", "[", "```", "{", "; ",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cut", ["<function=get_weather>\n<parameter=city>\nPar", "<function=get_time>", "<function=get"]
+)
+def test_a_call_that_was_cut_between_tags_is_none(cut: str) -> None:
+    """Half a value was taken for the whole one."""
+    calls, said = Calls(TOOLS, "").read(f"<tool_call>\n{cut}")
+    assert calls == []
+    assert "begins a tool call" in said
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -238,6 +238,8 @@ SCHEMA = {"type": "object", "required": ["a"]}
             {"template_args": {"reasoning_effort": "low", "a": 1}},
         ),
         ({"logprobs": False, "top_logprobs": 3}, {}),
+        ({"response_format": {"type": "json_object", "json_schema": None}}, {"json_schema": {"type": "object"}}),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, {"max_tokens": 3}),
         ({"model": "m", "user": "u", "metadata": {}, "service_tier": "auto", "stream": False, "n": 1}, {}),
     ],
 )  # fmt: skip
@@ -252,6 +254,10 @@ def test_a_field_of_openais_is_one_of_our_own_or_changes_nothing(body: dict[str,
         ({"response_format": {"type": "json_schema"}}, "needs"),
         ({"response_format": {"type": "json_object", "strict": True}}, "has 'strict', which is not understood"),
         ({"response_format": "json"}, "its type may be one of text, json_object, json_schema"),
+        ({"response_format": {"type": ["json_object"]}}, "its type may be one of text, json_object, json_schema"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "are one limit, and say 3 and 4"),
+        ({"logprobs": 5}, "logprobs is 5, it can only be true or false"),
+        ({"top_logprobs": 5}, "top_logprobs needs logprobs"),
         ({"tool_choice": "required"}, 'tool_choice is "required", it can only be "auto"'),
         ({"tool_choice": {"type": "function"}}, 'tool_choice is {"type": "function"}'),
         ({"parallel_tool_calls": False}, "parallel_tool_calls is false, it can only be true"),
@@ -475,3 +481,9 @@ def test_who_asks_the_demo_model_is_told_which_one_answers(triforce: Triforce, t
     assert code == 0
     assert "triforce pull qwen2.5-0.5b-instruct" in err
     assert "988 MB, Apache 2.0" in err
+
+
+def test_what_stands_beside_the_body_is_named() -> None:
+    """It was ignored."""
+    with pytest.raises(UsageError, match="line 1: max_tokens stands beside body"):
+        own({"body": {}, "max_tokens": 3}, "line 1")

@@ -39,6 +39,8 @@ GOING_ON = (
     "chat/script.py",
     "commands/chat.py",
     "commands/sessions.py",
+    "documents/pdf.py",
+    "documents/walk.py",
 )
 GONE_ON_AFTER = {
     "TimedOut",
@@ -51,6 +53,9 @@ GONE_ON_AFTER = {
     "_BrokenOff",
     "EOFError",
     "KeyboardInterrupt",
+    "OSError",
+    *("pypdf", "pypdf.errors", "pypdf.errors.PyPdfError"),
+    "_FAULTS",
 }
 
 
@@ -79,8 +84,8 @@ def test_output_is_seen_to_write():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_only_app_main_catches_for_good(module):
-    """Elsewhere a handler may translate one error into another, and must raise. Conversations and batches go on after
-    errors that they name."""
+    """Elsewhere a handler may translate one error into another, and must raise. Conversations, batches and documents go
+    on after errors that they name."""
     for handler in handlers(MODULES[module]):
         if isinstance(handler.body[-1], ast.Raise) or module == "app.py":
             continue

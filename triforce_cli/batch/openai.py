@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import UsageError
+from triforce_cli.batch.fields import is_whole
 
 URL = "/v1/chat/completions"
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
@@ -15,7 +16,11 @@ _SAME = {
     "n": 1, "stream": False, "store": False, "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"],
 }  # fmt: skip
 # The command says which model; the others change no text.
-_IGNORED = ("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_IGNORED = (
+    *("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "stream_options"),
+)
+_LINE = ("custom_id", "method", "url", "body")
 _FORMAT_FIELDS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}  # of response_format
 
 
@@ -28,6 +33,11 @@ def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
     body = line["body"]
     if line.get("url", URL) != URL or not isinstance(body, dict):
         raise UsageError(f"{place}: only requests to {URL}, with a body, can be answered")
+    if further := line.keys() - {*_LINE}:
+        raise UsageError(
+            f"{place}: {min(further)} stands beside body, where only {', '.join(_LINE)} may; is it a part of it?"
+        )
+    _check_pairs(body, place)
     found: dict[str, Any] = {"id": line["custom_id"]} if "custom_id" in line else {}
     without = ("tools", "tool_choice") if body.get("tool_choice") == "none" else ()
     for name, value in body.items():
@@ -48,9 +58,23 @@ def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
     return found
 
 
+def _check_pairs(body: Mapping[str, Any], place: str) -> None:
+    """Raises UsageError for fields that contradict each other."""
+    most = {body[name] for name in ("max_tokens", "max_completion_tokens") if is_whole(body.get(name))}
+    if len(most) > 1:
+        raise UsageError(
+            f"{place}: max_tokens and max_completion_tokens are one limit, and say {min(most)} and {max(most)}"
+        )
+    if not isinstance(body.get("logprobs"), bool | None):
+        raise UsageError(f"{place}: logprobs is {json.dumps(body['logprobs'])}, it can only be true or false")
+    if body.get("top_logprobs") and body.get("logprobs") is None:
+        raise UsageError(f"{place}: top_logprobs needs logprobs, which is to be true then")
+
+
 def _constraint(value: Any, place: str) -> dict[str, Any]:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in _FORMAT_FIELDS:
+    value = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
         kinds = ", ".join(_FORMAT_FIELDS)
         raise UsageError(f"{place}: response_format is not understood; its type may be one of {kinds}")
     if further := value.keys() - {"type", *_FORMAT_FIELDS[kind]}:

@@ -7,6 +7,7 @@ open. A call is of a tool that was offered, with an object of arguments; everyth
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,10 @@ Read = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for on
 MAX_DEPTH = 64  # of arguments
 MOST_BROKEN = 64  # calls in a reply, before the rest is text
 _BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
 _SEPARATORS = re.compile(r"[\s;,`]*")
 _LONGEST_EXPRESSION = 1 << 16  # characters, of calls as Python writes them
+_JSON_LITERALS = {"true": True, "false": False, "null": None}
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
     "null": (type(None),),
@@ -103,7 +106,7 @@ def _call(found: Any) -> Call:
     if not isinstance(found, dict):
         return {}
     name = found.get("name", found.get("tool_name"))
-    arguments = found.get("arguments", found.get("parameters"))
+    arguments = found.get("arguments", found.get("parameters")) or {}  # of a tool that takes none
     if isinstance(arguments, str):
         arguments = _json(arguments)[0]
     return {"name": name, "arguments": arguments} if isinstance(arguments, dict) else {}
@@ -120,13 +123,17 @@ def _json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def _behind(mark: str) -> Read:
-    """JSON behind each mark. What ends it tells JSON itself, so the mark at the end may be missing, or in a text."""
+    """JSON behind each mark, one value or several. What ends it tells JSON itself, so the mark at the end may be
+    missing, or in a text."""
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
         at = reply.find(mark)
         while at >= 0:
             found, end = _json(reply, at + len(mark))
             yield from _calls(found)
+            while found is not None and reply.startswith("{", following := _skipped(reply, end)):
+                found, end = _json(reply, following)
+                yield from _calls(found)
             at = reply.find(mark, end)
 
     return read
@@ -140,22 +147,27 @@ def _named(pattern: str) -> Read:
         end = 0
         while match := begin.search(reply, end):
             arguments, end = _json(reply, match.end())
-            yield _call({"name": match[1], "arguments": arguments})
+            yield {"name": match[1], "arguments": arguments}
 
     return read
 
 
 def _plain(reply: str, tools: Tools) -> Iterator[Call]:
-    """The whole reply is JSON: one call, a list of them, or several with something between."""
+    """The whole reply is JSON with arguments: one call, a list of them, or several with something between."""
     text = _behind_python_tag(reply)
     calls, at = list[Call](), 0
     while at < len(text):
         found, end = _json(text, at)
-        if not all(new := _calls(found)):
+        if not all(_has_arguments(each) for each in _listed(found)):
             return
-        calls += new
+        calls += _calls(found)
         at = _skipped(text, end)
     yield from calls
+
+
+def _has_arguments(found: Any) -> bool:
+    """An answer in JSON may have a name, too."""
+    return isinstance(found, dict) and bool({"arguments", "parameters", "function"} & found.keys())
 
 
 def _skipped(text: str, at: int) -> int:
@@ -197,27 +209,59 @@ def _expression(call: ast.expr) -> Call:
     """Raises ValueError for what is no call with named arguments."""
     if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("no call")
-    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    arguments = {str(keyword.arg): ast.literal_eval(_Literals().visit(keyword.value)) for keyword in call.keywords}
     return {"name": ast.unparse(call.func), "arguments": arguments}
 
 
-def _tags(call: str, end: str, argument: str, close: str) -> Read:
+class _Literals(ast.NodeTransformer):
+    """What JSON calls true, false and null."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_LITERALS[node.id]) if node.id in _JSON_LITERALS else node
+
+
+def _braced(begin: str, quote: str) -> Read:
+    """call:get_weather{city:<quote>Paris<quote>,days:3}: JSON with bare keys and marks for its quotes."""
+    call = re.compile(rf"{re.escape(begin)}\s*call:([\w.-]+)(?=\{{)")
+
+    def read(reply: str, tools: Tools) -> Iterator[Call]:
+        for match in call.finditer(reply):
+            *parts, rest = reply[match.end() :].split(quote)
+            quoted = "".join(json.dumps(part) if i % 2 else _KEY.sub(r'"\1":', part) for i, part in enumerate(parts))
+            arguments = _json(quoted + (_KEY.sub(r'"\1":', rest) if len(parts) % 2 == 0 else json.dumps(rest)))[0]
+            yield {"name": match[1], "arguments": arguments}
+
+    return read
+
+
+def _tags(call: str, ends: Sequence[str], argument: str, close: str) -> Read:
     """Arguments as texts between tags, or JSON in their place. call: the pattern of a call's beginning, with its name;
-    end: of a call. argument: the pattern of an argument's beginning, with its name; close: its end."""
+    ends: of a call. argument: the pattern of an argument's beginning, with its name; close: its end."""
     call_begin, argument_begin = re.compile(call), re.compile(argument)
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
         for name, body in _parts(call_begin, reply):
             arguments = _json(body)[0]
             if not isinstance(arguments, dict):
-                arguments = {}
-                for key, text in _parts(argument_begin, body):
-                    value, closed, _ = text.partition(close)
-                    value = value if closed else value.partition(end)[0]
-                    arguments[key.strip()] = _typed(_unwrapped(value), _schema(tools, name, key.strip()))
+                texts = list(_parts(argument_begin, body))
+                if not _is_closed(texts[-1][1] if texts else body, (close, *ends)):
+                    yield {}
+                    continue
+                values = {key.strip(): _unwrapped(_before(text, (close, *ends))) for key, text in texts}
+                arguments = {key: _typed(value, _schema(tools, name, key)) for key, value in values.items()}
             yield {"name": name, "arguments": arguments}
 
     return read
+
+
+def _is_closed(text: str, ends: Sequence[str]) -> bool:
+    """Else the reply was cut, and what it is the beginning of nobody knows."""
+    return any(end in text for end in ends)
+
+
+def _before(text: str, ends: Sequence[str]) -> str:
+    """What stands before the last of the first of `ends` that is there, since a value may have such a mark in it."""
+    return next((text.rpartition(end)[0] for end in ends if end in text), text)
 
 
 def _parts(begin: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
@@ -252,6 +296,8 @@ def _typed(text: str, schema: Any) -> Any:
     python = {"True": True, "False": False, "None": None}
     with suppress(ValueError, RecursionError):
         value = python[text.strip()] if text.strip() in python else strict_json.parse(text)
+        if int in wanted and isinstance(value, float) and value.is_integer():  # JSON Schema's integers may be 5.0
+            return value if float in wanted else int(value)
         if bool in wanted if isinstance(value, bool) else isinstance(value, wanted):
             return value
     return text
@@ -261,7 +307,10 @@ def _types(schema: Any) -> tuple[type, ...]:
     """That a schema asks for, texts aside, itself or by its alternatives."""
     if not isinstance(schema, dict):
         return ()
-    each = [schema, *(one for name in ("anyOf", "oneOf") for one in _listed(schema.get(name)) if isinstance(one, dict))]
+    each = [
+        schema,
+        *(one for name in ("allOf", "anyOf", "oneOf") for one in _listed(schema.get(name)) if isinstance(one, dict)),
+    ]
     names = (name for one in each for name in _listed(one.get("type")))
     return tuple(kind for name in names if isinstance(name, str) for kind in _TYPES.get(name, ()))
 
@@ -273,18 +322,18 @@ def _listed(value: Any) -> list[Any]:
 FORMS = (
     Form(
         ("<function=", "<parameter="),  # Qwen3-Coder, Seed-OSS; with JSON in place of parameters Llama 3.1, Functionary
-        _tags(r"<function=([\w.-]+)>", "</function>", r"<parameter=([^>\n]+)>", "</parameter>"),
+        _tags(r"<function=([\w.-]+)>", ("</function>", "</tool_call>"), r"<parameter=([^>\n]+)>", "</parameter>"),
     ),
     Form(
         ("<arg_key>", "<arg_value>"),  # GLM-4.5
         _tags(
-            r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)", "</tool_call>",
+            r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)", ("</tool_call>",),
             r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>",
         ),
     ),
     Form(
         ("<invoke name=",),  # MiniMax
-        _tags(r'<invoke name="([\w.-]+)">', "</invoke>", r'<parameter name="([^">\n]+)">', "</parameter>"),
+        _tags(r'<invoke name="([\w.-]+)">', ("</invoke>",), r'<parameter name="([^">\n]+)">', "</parameter>"),
     ),
     Form(("<tool_call>", "</tool_call>"), _behind("<tool_call>")),  # Hermes, Qwen
     Form(("[TOOL_CALLS]",), _behind("[TOOL_CALLS]")),  # Mistral, a list
@@ -302,6 +351,11 @@ FORMS = (
     ),
     Form(("<|tool_call|>", "<|/tool_call|>"), _behind("<|tool_call|>")),  # Granite, Phi-4-mini
     Form(("<TOOLCALL>", "</TOOLCALL>"), _behind("<TOOLCALL>")),  # Nemotron
+    Form(("<tool_calls>", "</tool_calls>"), _behind("<tool_calls>")),  # Hunyuan
+    Form(("<|tool_call>", "<tool_call|>", '<|"|>'), _braced("<|tool_call>", '<|"|>')),  # Gemma 4
+    Form(  # FunctionGemma
+        ("<start_function_call>", "<end_function_call>", "<escape>"), _braced("<start_function_call>", "<escape>")
+    ),
     Form(("<|START_ACTION|>", "<|END_ACTION|>"), _behind("<|START_ACTION|>")),  # Command R7B, Command A
     Form(("<|python_tag|>", "<|python_start|>"), _plain),  # Llama 3; also xLAM's list
     Form(("<|python_start|>", "<|python_end|>", "<|python_tag|>"), _pythonic("<|python_start|>", "<|python_end|>")),

@@ -98,19 +98,15 @@ class ChatFormat:
         alone."""
         given = variables or {}
         render = partial(self._rendered, variables=self._guarded(given), refusal=_refusal_of_messages)
-        text, written = write_messages(self._with_known_roles(messages), render, self._guards)
+        found = None
+        with suppress(UsageError):
+            found = write_messages(messages, render, self._guards)
+        text, written = found or write_messages(messages.with_older_roles(), render, self._guards)
         return self._opened(self._tokens([Piece(0, text)]), written, messages.begin, given.get("tools", self._tools))
 
     def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Of the template, as what a person wrote."""
         return {name: self._guards.people.all_in(value) for name, value in variables.items()}
-
-    def _with_known_roles(self, messages: Messages) -> Messages:
-        """OpenAI's newer name of the system's role, for templates that know the old one."""
-        if "developer" in self.template:
-            return messages
-        said = ({**each, "role": "system"} if each["role"] == "developer" else each for each in messages.said)
-        return replace(messages, said=tuple(said))
 
     def _opened(self, tokens: list[int], written: str, begin: str, tools: Tools | None) -> Opening:
         """written: what the template has written behind the last message. tools: that it has offered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload import strict_json
@@ -26,6 +26,11 @@ class Messages:
         """Whether calls of tools are among them."""
         return any("tool_calls" in message for message in self.said)
 
+    def with_older_roles(self) -> Messages:
+        """The same with the system's older name, for templates that refuse the newer one or leave it out."""
+        said = ({**each, "role": "system"} if each["role"] == "developer" else each for each in self.said)
+        return replace(self, said=tuple(said))
+
 
 def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """Raises UsageError for what is no message, or where none is to be answered."""
@@ -39,8 +44,11 @@ def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Nulls are left out, as clients write them for fields that they do not use."""
-    message = {name: value for name, value in given.items() if value is not None}
+    """Nulls are left out, as clients and servers write them for fields that they do not use, and so is an empty list of
+    calls."""
+    message = {
+        name: value for name, value in given.items() if value is not None and (name, value) != ("tool_calls", [])
+    }
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise UsageError(f"message {number} has the role {role!r}, it must be a text such as user")

@@ -141,8 +141,8 @@ def _japanese(error: UnicodeError) -> tuple[str, int]:
     second = cell + 0x9F if row % 2 else cell + 0x40 + (cell >= 63)
     try:
         return bytes((first, second)).decode("cp932"), start + 2
-    except UnicodeDecodeError:
-        _refuse(error)
+    except UnicodeDecodeError as unknown:
+        raise error from unknown
 
 
 def _fault(error: UnicodeError) -> tuple[bytes, int]:

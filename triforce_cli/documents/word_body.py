@@ -6,6 +6,7 @@ lists begin with a dash, cells of a table's row are between bars.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -59,6 +60,9 @@ class _Choice:
 
     entries: list[str] = field(default_factory=list)
     chosen: int = 0
+
+
+_HEX = re.compile("[0-9A-Fa-f]{1,8}")
 
 
 class Body:
@@ -239,11 +243,7 @@ class Body:
         """In a control that is a box to check, whatever its font has for it, the box."""
         if self._controls and self._controls[-1] is not None:
             return _BOXES[self._controls[-1]]
-        try:
-            number = int(code, 16) & 0xFF
-        except ValueError:
-            number = -1
-        found = _SYMBOLS.get(font.lower(), {}).get(number, "")
+        found = _SYMBOLS.get(font.lower(), {}).get(int(code, 16) & 0xFF, "") if _HEX.fullmatch(code) else ""
         if not found:
             self._unread["symbol"] += 1
         return found

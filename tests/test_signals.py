@@ -28,7 +28,7 @@ from test_chat_terminal import environment as chat_environment
 from test_cli import PIPES, read_until
 from test_cli_fake import ROOT, command, environment, fork, start
 from test_cli_terminal import HIDE_CURSOR, SHOW_CURSOR, SLOW, Screen, shown_at_the_end
-from triforce_cli import app, prompt, signals
+from triforce_cli import app, inputs, signals
 from triforce_cli.signals import Terminated, deferred, interruptible
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -81,7 +81,7 @@ def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stag
 
 @EVERY
 def test_waiting_for_a_prompt_ends(tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(inputs, "PATIENCE_SECONDS", 0.01)
     with fork("--model", str(tmp_path), **PIPES | {"stdin": subprocess.PIPE}) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"waiting for the prompt")

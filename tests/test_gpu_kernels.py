@@ -208,6 +208,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
         ("bf16", 256, 2, 4096, 50.0),
         ("bf16", 128, 4, 4096, 0.0),
         ("fp16", 80, 1, 0, 30.0),
+        ("fp16", 96, 1, 0, 0.0),
     ],
 )
 def test_attention_of_a_prefill_compiles_to_wide_loads_and_spills_nothing(

@@ -33,7 +33,8 @@ class PrefillTiling:
 
     @property
     def step(self) -> int:
-        return PAGE_STEP if self.padded <= 128 else PAGE_STEP // 2
+        """Heads that are padded take registers for what is left out of each load."""
+        return PAGE_STEP if self.padded == self.head_dim <= 128 else PAGE_STEP // 2
 
 
 class TritonTiles:

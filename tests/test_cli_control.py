@@ -178,7 +178,7 @@ def test_a_text_that_ends_where_the_context_does_says_so(folder: Path, triforce:
     book = tmp_path / "book.txt"
     book.write_text("x" * 500)
     args = ("--model", str(folder / "target"), "--draft", "none", "--prompt-file", str(book))
-    code, _, err = triforce("generate", *args)
+    code, _, err = triforce("generate", *args, "--ignore-eos")
     assert (code, err.endswith("the text ends here, where the context does\n")) == (0, True)
     code, _, err = triforce("generate", *args, "--regex", "[a-z]{300}", "-q")
     assert (code, err) == (

@@ -163,7 +163,15 @@ def test_a_text_after_which_nothing_may_follow_is_whole(written: Callable[..., A
 
 def test_a_free_text_that_is_cut_says_so_unless_quiet(folder: Path, triforce: Triforce, tmp_path: Path) -> None:
     """It ended in the middle of a sentence without a word."""
-    args = ("--model", str(folder / "target"), "--draft", "none", "--prompt-file", str(folder / "prompt.txt"))
+    args = (
+        "--model",
+        str(folder / "target"),
+        "--draft",
+        "none",
+        "--prompt-file",
+        str(folder / "prompt.txt"),
+        "--ignore-eos",
+    )
     said = "ends here, at --max-tokens 3\n"
     for command, name in (("generate", "the text"), ("ask", "the answer")):
         for form in ((), ("--json",), ("-o", str(tmp_path / "out.txt"))):

@@ -10,14 +10,14 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from offload import strict_json
+from triforce_cli.chat.arguments import Tools, listed, schema_of, typed
 
-Tools = Sequence[Mapping[str, Any]]  # definitions, as `chat.tools.read_tools` has them
 Call = dict[str, Any]  # {"name", "arguments"}
 Read = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for one that cannot be read
 
@@ -28,10 +28,6 @@ _KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
 _SEPARATORS = re.compile(r"[\s;,`]*")
 _LONGEST_EXPRESSION = 1 << 16  # characters, of calls as Python writes them
 _JSON_LITERALS = {"true": True, "false": False, "null": None}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
-    "null": (type(None),),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ def _plain(reply: str, tools: Tools) -> Iterator[Call]:
     calls, at = list[Call](), 0
     while at < len(text):
         found, end = _json(text, at)
-        if not all(_has_arguments(each) for each in _listed(found)):
+        if not all(_has_arguments(each) for each in listed(found)):
             return
         calls += _calls(found)
         at = _skipped(text, end)
@@ -248,7 +244,7 @@ def _tags(call: str, ends: Sequence[str], argument: str, close: str) -> Read:
                     yield {}
                     continue
                 values = {key.strip(): _unwrapped(_before(text, (close, *ends))) for key, text in texts}
-                arguments = {key: _typed(value, _schema(tools, name, key)) for key, value in values.items()}
+                arguments = {key: typed(value, schema_of(tools, name, key)) for key, value in values.items()}
             yield {"name": name, "arguments": arguments}
 
     return read
@@ -275,48 +271,6 @@ def _parts(begin: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
 def _unwrapped(text: str) -> str:
     """Without the line end at either side that belongs to the tags."""
     return text.removeprefix("\n").removesuffix("\n")
-
-
-def _schema(tools: Tools, name: str, key: str) -> Any:
-    """Of an argument; None where nothing is said."""
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            parameters = tool["function"].get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            return properties.get(key) if isinstance(properties, dict) else None
-    return None
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """The value of a text: JSON, or True and False as Python writes them, where the schema asks for such a type; else
-    the text."""
-    wanted = _types(schema)
-    if not wanted:
-        return text
-    python = {"True": True, "False": False, "None": None}
-    with suppress(ValueError, RecursionError):
-        value = python[text.strip()] if text.strip() in python else strict_json.parse(text)
-        if int in wanted and isinstance(value, float) and value.is_integer():  # JSON Schema's integers may be 5.0
-            return value if float in wanted else int(value)
-        if bool in wanted if isinstance(value, bool) else isinstance(value, wanted):
-            return value
-    return text
-
-
-def _types(schema: Any) -> tuple[type, ...]:
-    """That a schema asks for, texts aside, itself or by its alternatives."""
-    if not isinstance(schema, dict):
-        return ()
-    each = [
-        schema,
-        *(one for name in ("allOf", "anyOf", "oneOf") for one in _listed(schema.get(name)) if isinstance(one, dict)),
-    ]
-    names = (name for one in each for name in _listed(one.get("type")))
-    return tuple(kind for name in names if isinstance(name, str) for kind in _TYPES.get(name, ()))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 FORMS = (

@@ -14,7 +14,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from offload.errors import ModelError, TriforceError, UsageError
-from triforce_cli.chat.calls import Calls, Tools
+from triforce_cli.chat.arguments import Tools
+from triforce_cli.chat.calls import Calls
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.messages import Messages

@@ -98,7 +98,8 @@ class ChatFormat:
         """The same behind messages in any order that the template takes. variables: of the template, for them
         alone."""
         given = variables or {}
-        render = partial(self._rendered, variables=self._guarded(given), refusal=_refusal_of_messages)
+        all_variables = self._variables | self._guarded(given)
+        render = partial(self._rendered, variables=all_variables, refusal=_refusal_of_messages)
         found = None
         with suppress(UsageError):
             found = write_messages(messages, render, self._guards)
@@ -213,10 +214,10 @@ class ChatFormat:
         variables: Mapping[str, object],
         refusal: Callable[[Exception], str],
     ) -> str:
-        """refusal: what to say where the template refuses them. Raises ModelError, UsageError."""
+        """variables: all that the template gets. refusal: what to say where it refuses. Raises ModelError, UsageError."""
         try:
             with limited_steps():
-                return self.tokenizer.render_chat(messages, self.template, **(self._variables | dict(variables)))
+                return self.tokenizer.render_chat(messages, self.template, **variables)
         except (TooManySteps, ModelError) as error:
             raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
         except Exception as error:  # the template raises whatever it likes

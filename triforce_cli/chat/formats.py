@@ -214,7 +214,7 @@ class ChatFormat:
         variables: Mapping[str, object],
         refusal: Callable[[Exception], str],
     ) -> str:
-        """variables: all that the template gets. refusal: what to say where it refuses. Raises ModelError, UsageError."""
+        """variables: all that the template has. refusal: what to say where it refuses. ModelError, UsageError."""
         try:
             with limited_steps():
                 return self.tokenizer.render_chat(messages, self.template, **variables)

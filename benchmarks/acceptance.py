@@ -41,6 +41,7 @@ from offload.engine.request import GenerationRequest
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import Seen
+from offload.model.passes import forward
 from offload.plan.planner import Options
 
 SEEN_ROWS = 8  # last rows of the prompt that the first refresh uses
@@ -169,7 +170,7 @@ class Bench:
         masses, queries = list[Tensor](), list[Tensor]()
         for position in range(first - SEEN_ROWS, first + num_tokens):
             self.full.record_mass = True
-            token_probs = warp(self.levels["target"].forward([tokens[position]], 1), sampling)[0]
+            token_probs = warp(forward(self.levels["target"], [tokens[position]], 1), sampling)[0]
             masses.append(self.full.mass(1))
             queries.append(self._queries.of_row(0))
             if position >= first:
@@ -213,7 +214,7 @@ class Bench:
             common = len(tokens)
         target.truncate(common)
         if tokens[common:]:
-            target.forward(tokens[common:], 1)
+            forward(target, tokens[common:], 1)
 
     def _means(self, num_chunks: int) -> Tensor:
         """Mean keys and values [2, L, H_kv, C, D] fp32, of chunks of `mass_chunk` tokens; past the end, zeros."""
@@ -228,10 +229,10 @@ class Bench:
             return None
         draft.truncate(0)
         first, probs = len(tokens) - num_tokens, []
-        probs.append(warp(draft.forward(tokens[:first], 1), sampling))
+        probs.append(warp(forward(draft, tokens[:first], 1), sampling))
         for start in range(first, len(tokens) - 1, 8):
             some = tokens[start : min(start + 8, len(tokens) - 1)]
-            probs.append(warp(draft.forward(some, len(some)), sampling))
+            probs.append(warp(forward(draft, some, len(some)), sampling))
         return torch.cat(probs)
 
     def _refresh(self, num_rows: int, outcome: Outcome, *, selects: bool, timed: bool) -> None:
@@ -255,7 +256,7 @@ class Bench:
     def _compare(self, text: Text, start: int, count: int, outcome: Outcome) -> None:
         """Compare the retrieval level's distributions of tokens `start` to `start + count` with the target's."""
         at, p = text.first + start, text.probs[start : start + count]
-        p_hat = warp(self.levels["retrieval"].forward(text.tokens[at : at + count], count), text.sampling)
+        p_hat = warp(forward(self.levels["retrieval"], text.tokens[at : at + count], count), text.sampling)
         outcome.acceptance += overlap(p, p_hat)
         outcome.second += [second_choice(*rows) for rows in zip(p, p_hat, strict=True)]
         outcome.grade += (p_hat.amax(-1) * 10.0).int().clamp(max=10).tolist()

@@ -29,6 +29,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.model.passes import forward
 from offload.plan.planner import Options, Plan
 
 BLOCK = 16  # tokens
@@ -52,9 +53,9 @@ def accepted(engine: Engine, tokens: list[int], start: int, sampling: SamplingPa
     target, own = engine.levels["target"], engine.levels[engine.plan.composition.levels[0]]
     worker, chances = engine.worker, list[float]()
     for at in range(start, len(tokens) - BLOCK + 1, BLOCK):
-        q = warp(own.forward(tokens[own.length : at + BLOCK], BLOCK), sampling)
+        q = warp(forward(own, tokens[own.length : at + BLOCK], BLOCK), sampling)
         own.truncate(at)
-        p = warp(target.forward(tokens[target.length : at + BLOCK], BLOCK), sampling)
+        p = warp(forward(target, tokens[target.length : at + BLOCK], BLOCK), sampling)
         chances += torch.minimum(p, q).sum(-1).tolist()
         own.truncate(at)
         worker.refresh(BLOCK)
@@ -89,7 +90,7 @@ def measured(
         worker, target = engine.worker, engine.levels["target"]
         target.truncate(len(prompt) - BLOCK)
         worker.record_mass(True)
-        target.forward(prompt[-BLOCK:], 1)
+        forward(target, prompt[-BLOCK:], 1)
         worker.refresh(BLOCK)
         chances = accepted(engine, prompt + text, len(prompt), sampling)
     return sum(chances) / len(chances), None if level == DRAFT else plan.predicted.acceptance

@@ -34,6 +34,7 @@ from offload.decode.warp import Warping
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.metrics import LevelStats
+from offload.model.passes import Pass, forward
 from offload.plan.planner import Options, Plan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -63,7 +64,11 @@ class Recorded:
     def length(self) -> int:
         return len(self.tokens)
 
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+    def run(self, passes: Sequence[Pass]) -> None:
+        [asked] = passes
+        asked.made = asked.compute(self._logits([*asked.tokens], asked.num_logits), *asked.given)
+
+    def _logits(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         self.tokens += tokens
         ends = range(self.length - num_logits + 1, self.length + 1)
         logits = torch.zeros(num_logits, self._vocab_size)
@@ -96,7 +101,7 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
         level.truncate(0)
         for start in range(first, len(text), block):
             stop = min(start + block, len(text))
-            hear("draft", start, level.forward(text[level.length : stop - 1], stop - start))
+            hear("draft", start, forward(level, text[level.length : stop - 1], stop - start))
     target = engine.levels["target"]
     target.truncate(len(prompt) - engine.plan.placement.rows)
     if engine.retrieval is not None:
@@ -105,11 +110,11 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
     for start in range(first, len(text), block):
         stop, pending = min(start + block, len(text)), text[target.length : start - 1]
         num_heard = 1 if start == first else block
-        hear("target", start - num_heard, target.forward(pending, num_heard))
+        hear("target", start - num_heard, forward(target, pending, num_heard))
         if engine.retrieval is not None:
             level = engine.levels["retrieval"]
             engine.retrieval.refresh(len(pending))
-            hear("retrieval", start, level.forward(text[level.length : stop - 1], stop - start))
+            hear("retrieval", start, forward(level, text[level.length : stop - 1], stop - start))
     return compact(Recording(text, len(prompt), says, margins))
 
 

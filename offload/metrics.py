@@ -41,7 +41,6 @@ class LevelStats:
     accepted: int = 0
     link_bytes: int = 0  # copied to the device during its passes
     first_passes: int = 0  # that compiled kernels or recorded a graph on a GPU: `seconds` has what that took
-    meanwhile_seconds: float = 0.0  # of other sequences' passes in the middle of these; no part of `seconds`
     drafted_by: dict[str, int] = field(default_factory=dict)  # drafted, by proposer
     accepted_by: dict[str, int] = field(default_factory=dict)
 
@@ -202,13 +201,11 @@ class Stats:
 
     @property
     def link_utilisation(self) -> float | None:
-        """Bytes copied during the target's passes over the bytes that the link could copy in that time, in which other
-        sequences may have drafted."""
+        """Bytes copied during the target's passes over the bytes that the link could copy in that time."""
         target = next((level for level in self.levels if level.name == "target"), None)
         if target is None or not self.decode_link.bytes_per_second or not target.seconds:
             return None
-        seconds = target.seconds + target.meanwhile_seconds
-        return target.link_bytes / (self.decode_link.bytes_per_second * seconds)
+        return target.link_bytes / (self.decode_link.bytes_per_second * target.seconds)
 
     @property
     def link_idle(self) -> float | None:

@@ -35,13 +35,13 @@ from offload.decode import (
 )
 from offload.decode import warp as warping
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
-from offload.decode.passes import alone
 from offload.decode.proposal import Offer, Proposal
 from offload.decode.random_source import RandomSource
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Draft, Lengths
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats, Stats
+from offload.model.passes import Pass, alone
 from sampling_reference import Letters, Rule, RuleState, probabilities
 
 T = TypeVar("T")
@@ -233,16 +233,17 @@ class TableLevel:
     def length(self) -> int:
         return len(self.tokens)
 
-    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
+    def run(self, passes: Sequence[Pass]) -> None:
+        [asked] = passes
+        asked.made = asked.compute(self._logits(asked.tokens, asked.num_logits), *asked.given)
+
+    def _logits(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
         require(1 <= num_logits <= len(tokens), f"{num_logits} rows of logits asked of {len(tokens)} tokens")
         require(self.length + len(tokens) <= self._capacity, f"more than {self._capacity} tokens in the cache")
         self.tokens += tokens.tolist() if isinstance(tokens, Tensor) else tokens
         ends = range(self.length - num_logits + 1, self.length + 1)
         rows = torch.stack([self._distribution(tuple(self.tokens[:end])) for end in ends])
         return rows.log() if self._logarithm else rows
-
-    def then(self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Any, *given: Tensor) -> Any:
-        return compute(self.forward(tokens, num_logits), *given)
 
     def truncate(self, length: int) -> None:
         require(length >= 0, f"truncated to {length} tokens")

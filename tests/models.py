@@ -34,7 +34,6 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.decode import generation
 from offload.decode.lengths import Fixed
-from offload.decode.passes import alone
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
@@ -56,6 +55,7 @@ from offload.kv.window import WindowCache
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.passes import alone
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.plan.hardware import Hardware
@@ -209,9 +209,6 @@ class _Late:
 
     def synchronize(self) -> None:
         self.wait()
-
-    def happened(self) -> bool:
-        return self._done
 
 
 class LateLink:

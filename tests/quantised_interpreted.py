@@ -23,6 +23,7 @@ from offload.kv.fetch import GpuFetch
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.kv.retrieved import QuantisedChunks
 from offload.model.graphs import VARIABLE as GRAPHS
+from offload.model.passes import forward
 from offload.pages.storage import PageStorage
 from offload.plan.sizing import KV_TAIL
 from paper import PaperGpu, on_paper
@@ -96,7 +97,7 @@ def test_the_host_does_not_wait_for_rows_to_encode(folder: Path) -> None:
         assert isinstance(cache, QuantisedCache)
         before = cache.coded
         while cache.coded == before:
-            engine.levels["target"].forward([1] * 8, 1)
+            forward(engine.levels["target"], [1] * 8, 1)
             waits = gpu.syncs.total()
             engine.worker.refresh(8)
             assert gpu.syncs.total() == waits
@@ -147,7 +148,7 @@ def test_the_host_does_not_wait_for_chunks_to_encode(folder: Path, monkeypatch: 
         said(engine, PROMPT)
         engine.worker.record_mass(True)
         for token in range(3):
-            engine.levels["target"].forward([token] * 8, 1)
+            forward(engine.levels["target"], [token] * 8, 1)
             waits, encoded = gpu.syncs.total(), gpu.launches["encode_groups"]
             engine.worker.refresh(8)
             assert gpu.syncs.total() == waits

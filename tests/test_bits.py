@@ -51,7 +51,8 @@ from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
-from offload.model.level import Continuation, Level, StreamingLevel, prefill
+from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.passes import Pass, forward
 from offload.plan.composition import LevelName
 from processor import OPERATORS, of, process_uses
 
@@ -250,19 +251,19 @@ def test_sequences_that_share_a_pass_have_the_bits_that_each_has_alone(
 
 def verified_together(target: Decoder, sizes: Sizes, ragged: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
     """(logits, masses) of the last tokens of each sequence, run in one pass after a prefill of the others."""
-    continuations = []
+    caches, asked = list[FullCache](), list[Pass]()
     for place, (length, count) in enumerate(ragged):
         tokens = random_tokens(length, seed=length)
         link = LateLink(late_in=True, late_out=True) if place % 2 else None
         cache = full_cache(target, sizes, mass=True, link=link)
         prefill(target, cache, tokens[:-count], rows=resident_rows(target, 7), on_tokens=lambda num_tokens: None)
-        continuations.append(Continuation(cache, tokens[-count:], count))
-    level = Level("target", target, continuations[0].cache, vocab_size=VOCABULARY, blocks=sizes.blocks)
-    logits = level.forward_all(continuations)
-    assert (level.stats.passes, level.stats.rows) == (1, sum(count for _, count in ragged))
-    caches = [each.cache for each in continuations]
+        level = Level("target", target, cache, vocab_size=VOCABULARY, blocks=sizes.blocks)
+        caches.append(cache)
+        asked.append(Pass(level, tokens[-count:], count))
+    asked[0].level.run(asked)
+    assert [(each.level.stats.passes, each.level.stats.rows) for each in asked] == [(1, count) for _, count in ragged]
     assert [cache.length for cache in caches] == [length for length, _ in ragged]
-    return [(own, cache.mass(len(own))) for own, cache in zip(logits, caches, strict=True)]  # type: ignore[attr-defined]
+    return [(own, cache.mass(len(own))) for [own], cache in zip([each.made for each in asked], caches, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,20 +273,21 @@ def test_drafts_that_share_a_pass_have_the_bits_that_each_has_alone(decoders: De
     whose products of all rows together round as they do on this machine: then the bits are nearly those."""
     decoder, sizes, lengths = decoders["target", kind], Sizes(), (3, 40, 12)
 
-    def continuation(length: int) -> Continuation:
+    def asked(length: int) -> Pass:
         cache = (
             streaming_cache(decoder, sizes)
             if name == "draft"
             else retrieval_cache(full_cache(decoder, sizes), sizes, kernels_of(decoder))
         )
-        return Continuation(cache, random_tokens(length, seed=length), min(length, 2))
+        level = (StreamingLevel if name == "draft" else Level)(name, decoder, cache, vocab_size=VOCABULARY)
+        return Pass(level, random_tokens(length, seed=length), min(length, 2))
 
-    def run(continuations: list[Continuation]) -> list[Tensor]:
-        kind = StreamingLevel if name == "draft" else Level
-        return kind(name, decoder, continuations[0].cache, vocab_size=VOCABULARY).forward_all(continuations)
+    def run(passes: list[Pass]) -> list[Tensor]:
+        passes[0].level.run(passes)
+        return [logits for each in passes for logits in each.made]
 
-    alone = [run([continuation(length)])[0] for length in lengths]
-    for first, second in zip(alone, run([continuation(length) for length in lengths]), strict=True):
+    alone = [run([asked(length)])[0] for length in lengths]
+    for first, second in zip(alone, run([asked(length) for length in lengths]), strict=True):
         if decoder.takes_any_rows:
             assert torch.equal(first, second)
         else:
@@ -301,8 +303,8 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(decoders: Dec
     for step in (21, 1, 3):
         own = full_cache(target, Sizes(rows=rows))
         level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
-        level.forward(tokens[:19], 1)
-        runs.append(torch.cat([level.forward(tokens[at : at + step], step) for at in range(19, 40, step)]))
+        forward(level, tokens[:19], 1)
+        runs.append(torch.cat([forward(level, tokens[at : at + step], step) for at in range(19, 40, step)]))
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
 
@@ -315,10 +317,10 @@ def test_a_tokens_logits_have_the_same_bits_however_many_logits_are_asked_for(
     target, tokens = decoders["target", kind], random_tokens(23)
     own = full_cache(target, Sizes(rows=rows))
     level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
-    logits = level.forward(tokens, 23)
+    logits = forward(level, tokens, 23)
     for count in (1, 2, 3, 7, 16, 22):
         level.truncate(0)
-        assert torch.equal(level.forward(tokens, count), logits[-count:])
+        assert torch.equal(forward(level, tokens, count), logits[-count:])
 
 
 # The engine as a whole.

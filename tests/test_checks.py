@@ -19,6 +19,7 @@ from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Steps
 from offload.kv.full import FullCache
 from offload.model.level import Level
+from offload.model.passes import Pass
 from offload.plan.hardware import probe
 from offload.plan.what_if import LLAMA31_8B
 from offload.transfer.link import PacedLink
@@ -222,13 +223,14 @@ def test_a_byte_that_changes_on_its_way_is_found(failed: Failed, monkeypatch: Pa
 
 
 def test_a_text_that_is_not_the_targets_is_found(failed: Failed, monkeypatch: Patch) -> None:
-    real = Level.forward
+    real = Level.run
 
-    def forward(self: Level, tokens: Sequence[int], num_logits: int) -> Tensor:
-        logits = real(self, tokens, num_logits)
-        return logits + 0.01 * len(tokens) if self.stats.name == "target" else logits
+    def run(self: Level, passes: Sequence[Pass]) -> None:
+        real(self, passes)
+        for each in passes if self.stats.name == "target" else ():
+            each.made = tuple(logits + 0.01 * len(each.tokens) for logits in each.made)
 
-    monkeypatch.setattr(Level, "forward", forward)
+    monkeypatch.setattr(Level, "run", run)
     assert failed() == {"text"}
 
 

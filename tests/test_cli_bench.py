@@ -89,13 +89,13 @@ class TestNumbers:
     def seconds(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         """Seconds of a pass of each level, on a clock that only passes advance."""
         prices = {"target": 0.010, "retrieval": 0.004, "draft": 0.001, "self": 0.004}  # the last where passes are timed
-        now, forward = [0.0], Level.forward
+        now, run = [0.0], Level.run
 
-        def priced(self: Level, tokens: object, num_logits: int) -> object:
+        def priced(self: Level, passes: object) -> None:
             now[0] += prices[self.stats.name]
-            return forward(self, tokens, num_logits)
+            run(self, passes)
 
-        monkeypatch.setattr(Level, "forward", priced)
+        monkeypatch.setattr(Level, "run", priced)
         monkeypatch.setattr("time.perf_counter", lambda: now[0])
         return prices
 

@@ -25,6 +25,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request, timed
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import UsageError
+from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.plan.request import Request
 from test_cli_engine import SMALL_LEVELS
@@ -245,7 +246,7 @@ def test_log_probabilities_are_the_models_own(folder: Path, written: Callable[..
     with Engine.load(plan, folder / "target", None, tokenizer) as engine:
         for place, score in enumerate(found["logprobs"][:5]):
             engine.levels["target"].truncate(0)
-            [row] = engine.levels["target"].forward([*prompt, *found["tokens"][:place]], 1).log_softmax(-1)
+            [row] = forward(engine.levels["target"], [*prompt, *found["tokens"][:place]], 1).log_softmax(-1)
             assert score["token"] == found["tokens"][place]
             assert score["logprob"] == pytest.approx(float(row[score["token"]]), abs=1e-4)
             best = row.topk(3)
@@ -414,7 +415,7 @@ def _texts(engine: Engine, prompt: list[int], sampling: SamplingParams) -> dict[
         longer: dict[tuple[int, ...], float] = {}
         for text, chance in texts.items():
             target.truncate(0)
-            row = distribution.probs(target.forward([*prompt, *text], 1), [*prompt, *text])[0]
+            row = distribution.probs(forward(target, [*prompt, *text], 1), [*prompt, *text])[0]
             longer |= {(*text, token): chance * float(row[token]) for token in row.nonzero().flatten().tolist()}
         texts = longer
     return texts

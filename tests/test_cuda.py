@@ -23,6 +23,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  #
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
+from offload.model.passes import forward  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
 from offload.plan.request import Request  # noqa: E402
@@ -140,7 +141,7 @@ def test_logits_are_those_of_the_cpu() -> None:
         with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
             list(engine.generate(GenerationRequest(tokens, GREEDY, max_tokens=1)))
             engine.worker.full.truncate(len(tokens) - 1)
-            logits.append(engine.levels["target"].forward(tokens[-1:], 1).float().cpu())
+            logits.append(forward(engine.levels["target"], tokens[-1:], 1).float().cpu())
     assert (logits[0] - logits[1]).abs().max() < 2e-3
 
 
@@ -195,21 +196,18 @@ def test_the_processor_attends_beside_the_gpu() -> None:
 
 
 def test_several_prompts_at_a_time_say_what_each_says_alone() -> None:
-    """Three at a time of four, each of another length, drafted for, wherever bytes are; at last with turns, in which
-    some draft while tiles of the others' full pass stream."""
+    """Three at a time of four, each of another length, drafted for, wherever bytes are."""
     tokens = prompt(LONG)
     prompts = [tokens, tokens[: LONG // 2], tokens[LONG // 3 :], tokens[: LONG // 2]]
     requests = [Asked(prompt, GREEDY, MAX_TOKENS) for prompt in prompts]
     options = Options(device=DEVICE, dtype="bf16", gamma=15, draft_gamma=1, budget=256)
     request = timed(Request.on_this_machine(TARGET, DRAFT, options))
     plan = request.together(request.plan(num_prompt_tokens=LONG, max_tokens=MAX_TOKENS), 3, most=4)
-    for offload, turns in (("", False), ("kv", False), ("weights,kv", False), ("kv", True)):
-        made = placed(plan, offload)
-        made = replace(made, request=replace(made.request, turns=turns))
-        with Engine.load(made, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+    for offload in ("", "kv", "weights,kv"):
+        with Engine.load(placed(plan, offload), TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
             found, _ = together(engine, requests)
             expected = [alone(engine, each) for each in requests]
-        assert found == expected, (offload, turns)
+        assert found == expected, offload
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> None:

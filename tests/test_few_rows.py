@@ -16,7 +16,8 @@ from models import LateLink, Sizes, full_cache, load, random_model, random_token
 from offload.kernels.cpu import FEW_ROWS
 from offload.model.decoder import Decoder
 from offload.model.few_rows import FewRows
-from offload.model.level import Level, StreamingLevel, run_together
+from offload.model.level import Level, StreamingLevel
+from offload.model.passes import Pass, forward
 from offload.transfer.link import Link
 from processor import best, threads
 
@@ -40,7 +41,7 @@ def run(decoder: Decoder, cuts: Sequence[int], *, pages: int = 2, link: Link | N
     level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
     logits, at = [], 0
     for count in (*cuts, LAST):
-        logits.append(level.forward(TOKENS[at : at + count], count))
+        logits.append(forward(level, TOKENS[at : at + count], count))
         at += count
     assert at == len(TOKENS)
     return torch.cat(logits), cache.mass(LAST)
@@ -115,11 +116,12 @@ def test_sequences_share_passes_of_as_many_rows_as_have_the_bits_that_they_have_
         return [StreamingLevel("draft", decoder, cache, vocab_size=decoder.config.vocab_size) for cache in caches]
 
     texts = [random_tokens(count, seed=seed) for seed in (1, 2)]
-    alone = [level.forward(text, count) for level, text in zip(levels(), texts, strict=True)]
+    alone = [forward(level, text, count) for level, text in zip(levels(), texts, strict=True)]
     ready = levels()
     assert [level.shares(count) for level in ready] == [count <= FEW_ROWS] * 2
-    asked = [level.asked(text, count, None, ()) for level, text in zip(ready, texts, strict=True)]
-    shared = [logits for [logits] in run_together(ready, asked)]
+    asked = [Pass(level, text, count) for level, text in zip(ready, texts, strict=True)]
+    ready[0].run(asked)
+    shared = [logits for each in asked for logits in each.made]
     same = all(torch.equal(*each) for each in zip(shared, alone, strict=True))
     assert same == (count <= FEW_ROWS)
 
@@ -143,5 +145,5 @@ def test_a_pass_that_is_broken_off_changes_nothing_of_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(FewRows, "layer", fails)
         with pytest.raises(KeyboardInterrupt):
-            level.forward(TOKENS[:60], 60)
+            forward(level, TOKENS[:60], 60)
     assert torch.equal(run(decoder, [45, 45])[0], wanted)

@@ -15,10 +15,10 @@ from enumeration import Distribution, TableLevel, Tokens, identity
 from offload.decode import generation
 from offload.decode.generation import Run, in_passes
 from offload.decode.lengths import Fixed
-from offload.decode.passes import alone
 from offload.decode.random_source import SeededSource
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.metrics import LevelStats, LinkStats, Stats
+from offload.model.passes import Pass, alone
 
 VOCABULARY = 20
 
@@ -245,17 +245,17 @@ class Clock:
 def test_times_are_split_at_the_end_of_prefill_and_at_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, setup = Clock(), Setup(gamma=0)
     monkeypatch.setattr(generation, "time", clock)
-    forward, prefill = setup.target.forward, setup.prefill
+    run, prefill = setup.target.run, setup.prefill
 
-    def slow_forward(tokens: Sequence[int], num_logits: int) -> Tensor:
+    def slow_run(passes: Sequence[Pass]) -> None:
         clock.now += 2.0
-        return forward(tokens, num_logits)
+        run(passes)
 
     def slow_prefill(tokens: Sequence[int]) -> None:
         clock.now += 5.0
         prefill(tokens)
 
-    monkeypatch.setattr(setup.target, "forward", slow_forward)
+    monkeypatch.setattr(setup.target, "run", slow_run)
     monkeypatch.setattr(setup, "prefill", slow_prefill)
     stats = setup.stats
     for _ in setup.start(4):

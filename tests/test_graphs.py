@@ -21,6 +21,7 @@ from offload.engine.engine import Engine
 from offload.errors import TriforceError, UsageError
 from offload.kv.retrieval import RetrievalCache
 from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
+from offload.model.passes import Pass, forward
 from offload.plan.hardware import RTX_4090, Hardware
 from paper import PaperGpu, on_paper
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, loaded, said
@@ -41,9 +42,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def draft_passes(engine: Engine) -> list[Tensor]:
     """One row and more, rows taken back, and more tokens than the window's buffer has room for."""
     level = engine.levels["draft"]
-    logits = [level.forward(PROMPT, 1)]
+    logits = [forward(level, PROMPT, 1)]
     for number, count in enumerate([1, 1, 1, 2, 3, 4, 2, 1, 3] * 5):
-        logits.append(level.forward(TOKENS[number : number + count], count))
+        logits.append(forward(level, TOKENS[number : number + count], count))
         if number % 4 == 3:
             level.truncate(level.length - 1)
     return logits
@@ -53,12 +54,22 @@ def retrieval_passes(engine: Engine) -> list[Tensor]:
     """Between refreshes, and in a tail that outgrows its room."""
     level, target, logits = engine.levels["retrieval"], engine.levels["target"], []
     for count in (3, 1, 5, 20):
-        target.forward(TOKENS[:count], 1)
+        forward(target, TOKENS[:count], 1)
         engine.worker.refresh(count)
         for number in range(4):
-            logits += [level.forward(TOKENS[number : number + rows], rows) for rows in (1, 1, 2, 3)]
+            logits += [forward(level, TOKENS[number : number + rows], rows) for rows in (1, 1, 2, 3)]
         level.truncate(target.length)
     return logits
+
+
+def test_a_pass_that_is_no_graph_yet_is_a_first_one(pair: Pair) -> None:
+    """The first of a kind compiles kernels, the second is recorded: their seconds tell nothing of the next one's."""
+    with engine_on_paper(CASE, pair) as (engine, _):
+        asked = [Pass(engine.levels["draft"], [token], 1) for token in (*TOKENS[:4], *TOKENS[:4])]
+        for each in asked:
+            each.run()
+    assert [each.is_first for each in asked[-3:]] == [False] * 3
+    assert asked[0].is_first
 
 
 def one_by_one(graphs: Graphs, memory: object, given: Sequence[Tensor], compute: Compute, **_: object) -> Tensors:
@@ -91,7 +102,7 @@ def after_prefills(engine: Engine, *seeds: int) -> list[Tensor]:
     logits, level = [], engine.levels["retrieval"]
     for seed in seeds:
         engine.precompute(random_tokens(len(PROMPT), seed=seed))
-        logits += [level.forward([token], 1).cpu() for token in TOKENS[:4]]
+        logits += [forward(level, [token], 1).cpu() for token in TOKENS[:4]]
     return logits
 
 
@@ -167,7 +178,7 @@ def test_a_replay_is_a_few_launches(pair: Pair) -> None:
         for level, most in (("draft", 8), ("retrieval", 8)):
             for _ in range(3):
                 gpu.launches.clear()
-                engine.levels[level].forward([1], 1)
+                forward(engine.levels[level], [1], 1)
             assert gpu.launches["graph"] == 1
             assert gpu.launches.total() <= most
 
@@ -273,7 +284,7 @@ def drawn(engine: Engine, params: Sequence[SamplingParams], *, num_blocks: int =
         proposer = ModelProposer(level, Warping(replace(sampling, seed=None)), random)
         for block in range(num_blocks):
             level.truncate(0)
-            level.forward(BEGUN, 1)
+            forward(level, BEGUN, 1)
             proposal = proposer.propose([*BEGUN, *TOKENS[: 1 + block % 4]], 4)
             blocks.append((proposal.tokens, proposal.probs.cpu()))
     return blocks

@@ -16,6 +16,7 @@ import torch
 from offload.errors import RankFailed
 from offload.kernels.rows import Blocks
 from offload.model.level import Level
+from offload.model.passes import forward
 from offload.plan.planner import Plan
 from offload.ranks import leader
 from offload.ranks.follower import Follower
@@ -148,15 +149,14 @@ def test_nothing_that_was_computed_beside_a_rank_that_died_comes_out(monkeypatch
     """A GPU ends its kernels with whatever is there."""
     team, finished = Told(), list[int]()
 
-    def dies(level: Level, *args: object) -> list[tuple[str]]:
+    def dies(level: Level, passes: object) -> None:
         team.lost = True
-        return [("logits",)]
 
-    monkeypatch.setattr(Level, "_run", dies)
+    monkeypatch.setattr(Level, "run", dies)
     level = level_of(leading(team), SimpleNamespace(length=0))
     level._decoder = SimpleNamespace(finish=lambda: finished.append(1))  # type: ignore[assignment]
     with pytest.raises(RankFailed, match="rank 1 ended"):
-        level.forward([1, 2], 1)
+        forward(level, [1, 2], 1)
     assert finished == [1]
 
 

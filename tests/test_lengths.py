@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from offload.decode.speculation import Draft, ModelProposer, Speculator
 from offload.decode.verify import Verdict
 from offload.decode.warp import Warping, warp
 from offload.metrics import LevelStats
+from offload.model.passes import Pass
 from offload.plan import what_if
 from offload.plan.planner import Options, Plan, make_plan
 
@@ -451,13 +453,13 @@ def test_a_first_pass_is_charged_what_the_plan_says_of_it() -> None:
     def charged(num_firsts: int) -> float:
         speculator = built(plan, seed=None)
         level = speculator._level
-        forward = level.forward
+        run = level.run
 
-        def counted(tokens: list[int], num_logits: int) -> torch.Tensor:
-            level.stats.first_passes += num_firsts
-            return forward(tokens, num_logits)
+        def counted(passes: Sequence[Pass]) -> None:
+            run(passes)
+            passes[0].is_first = num_firsts > 0
 
-        level.forward = counted  # type: ignore[method-assign]
+        level.run = counted  # type: ignore[method-assign]
         return speculator.round([1], 1).seconds
 
     assert charged(1) > plan.predicted.full_pass_seconds > 2 * charged(0)

@@ -36,6 +36,7 @@ from offload.errors import ModelError
 from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
+from offload.model.passes import forward
 from offload.pages.traffic import All
 from offload.transfer.link import Link, PacedLink
 from offload.weights.homes import AsTheyAre
@@ -501,7 +502,7 @@ def test_a_decode_forward_moves_the_used_pages_and_no_more(decoder: Decoder, len
         assert link.stats.bytes_to_device == 0
         assert link.stats.bytes_to_host == streamed * page_bytes
         before = link.stats
-        level.forward([5, 6], 1)
+        forward(level, [5, 6], 1)
         cache.fetch_ahead()
         cache.wait_home()
     moved = link.stats - before  # the link is closed: what was fetched ahead has come
@@ -525,7 +526,7 @@ def test_what_was_fetched_ahead_is_not_fetched_again(decoder: Decoder) -> None:
         level = Level("target", decoder, cache, vocab_size=config.vocab_size, blocks=sizes.blocks, link=link)
         prefill(decoder, cache, random_tokens(33), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
         for _ in range(10):
-            level.forward([5, 6], 1)
+            forward(level, [5, 6], 1)
             level.truncate(33)
             cache.fetch_ahead()
             cache.fetch_ahead()
@@ -551,7 +552,7 @@ def test_a_prefill_makes_what_was_fetched_ahead_stale(decoder: Decoder) -> None:
                 rows=resident_rows(decoder, 7),
                 on_tokens=lambda num_tokens: None,
             )
-            logits.append(level.forward([5, 6], 2))
+            logits.append(forward(level, [5, 6], 2))
             cache.fetch_ahead()
     assert torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], logits[1])

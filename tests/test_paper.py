@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import test_cuda
 from asked import Asked, together
-from models import GREEDY, Sizes, save_pair
+from models import GREEDY, save_pair
 from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
-from offload.engine.sequences import Sequences
 from offload.kernels import cpu
 from offload.kernels.device import NONE
 from offload.kernels.spans import SpanAttention
@@ -27,9 +25,8 @@ from offload.plan import bits, choice, hardware
 from offload.progress import ignore
 from offload.session.identity import Identity
 from offload.session.store import Store
-from offload.transfer.link import CudaEvent, CudaLink
 from paper import on_paper
-from paper.engines import BUSIEST, CASES, DRAFTED, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
+from paper.engines import BUSIEST, CASES, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.products import products_by_row
 from triforce_cli.chat.background import BackgroundWork
 
@@ -78,44 +75,6 @@ def test_several_sequences_say_what_each_says_alone_and_every_access_is_ordered(
     assert left == expected[1][: len(left)]
     assert 0 < len(left) <= NUM_NEW
     assert gpu.problems == []
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("sizes", [DRAFTED, replace(DRAFTED, kv_staging=4)], ids=["two slots", "four"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sequences_draft_while_a_full_pass_waits_and_every_access_is_ordered(
-    sizes: Sizes, dtype: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No tile has come when it is asked for: each full pass has drafts of others in it, recorded as graphs there."""
-    case = Case(sizes, ("kv",), dtype=dtype, num_sequences=3, turns=True)
-    expected, drafts = plainly(case.plain(), pair), list[bool]()
-    draft = Sequences._draft
-
-    def counted(sequences: Sequences[int], *under_way: Any) -> bool:
-        drafts.append(draft(sequences, *under_way))
-        return drafts[-1]
-
-    monkeypatch.setattr(CudaEvent, "happened", lambda event: False)
-    monkeypatch.setattr(Sequences, "_draft", counted)
-    requests = [Asked(prompt, GREEDY, NUM_NEW) for prompt in (PROMPT, OTHER, PROMPT, OTHER)]
-    requests[1] = replace(requests[1], leaves=1)
-    with engine_on_paper(case, pair) as (engine, gpu):
-        found, stats = together(engine, requests)
-        for level in engine.levels.values():
-            level.settle()
-    assert [found[0], found[2], found[3]] == [expected[0], expected[0], expected[1]]
-    assert found[1] == expected[1][: len(found[1])]
-    assert sum(drafts) > 10
-    assert gpu.num_graphs
-    assert any(level.meanwhile_seconds for each in stats for level in each.levels if level.name == "target")
-    assert gpu.problems == []
-
-
-@pytest.mark.parametrize("answer", [False, True])
-def test_an_event_of_a_gpu_has_happened_when_the_gpu_says_so(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paper.streams.Event.query", lambda event: answer)
-    with on_paper():
-        assert CudaLink(torch.device("cuda:0")).record().happened() is answer
 
 
 HOST_CASES = ["host attention, kv streamed", "host attention, nothing streamed"]

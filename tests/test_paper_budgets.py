@@ -16,6 +16,7 @@ from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.engine.engine import Engine
+from offload.model.passes import forward
 from paper.engines import CASES, PROMPT, Pair, engine_on_paper, said
 
 CASE = CASES["draft, kv streamed"]
@@ -32,7 +33,7 @@ class Budget:
 
 
 def _pass(level: str, num_rows: int) -> Callable[[Engine], object]:
-    return lambda engine: engine.levels[level].forward([1] * num_rows, num_rows)
+    return lambda engine: forward(engine.levels[level], [1] * num_rows, num_rows)
 
 
 def _speculator(engine: Engine, sampling: SamplingParams = SAMPLED) -> Speculator:
@@ -80,7 +81,7 @@ def counted(pair: Pair) -> dict[str, Budget]:
             for _ in range(3):  # launched one by one, recorded as a graph, and as a graph
                 engine.precompute(PROMPT)
                 engine.levels["draft"].truncate(0)
-                engine.levels["draft"].forward(PROMPT, 1)
+                forward(engine.levels["draft"], PROMPT, 1)
                 launches, waits = gpu.launches.total(), gpu.syncs.total()
                 run(engine)
             counted[name] = Budget(gpu.launches.total() - launches, gpu.syncs.total() - waits)

@@ -16,6 +16,7 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.quantised import Codes, encode_with_torch
 from offload.metrics import LevelStats
+from offload.model.passes import forward
 from offload.transfer.link import CudaEvent
 from offload.weights.layers import ResidentLayers
 from paper import on_paper
@@ -130,7 +131,7 @@ def test_a_pass_to_propose_moves_nothing_and_runs_as_a_graph_while_weights_strea
         assert link is not None
         for _ in range(3):
             launches, waits, moved = gpu.launches.total(), gpu.syncs.total(), link.stats.bytes_to_device
-            level.forward([1], 1)
+            forward(level, [1], 1)
         assert gpu.launches.total() - launches == 5
         assert gpu.syncs.total() == waits
         assert link.stats.bytes_to_device == moved

@@ -11,6 +11,7 @@ import torch
 from models import save_pair
 from offload.engine.engine import Engine
 from offload.kv.fetch import GpuFetch
+from offload.model.passes import forward
 from offload.pages.storage import PageStorage
 from offload.pages.traffic import Traffic
 
@@ -44,7 +45,7 @@ def refreshes(engine: Engine, gpu: PaperGpu) -> list[tuple[int, int]]:
     said(engine, PROMPT)
     counted = []
     for count in (1, 3, 4):
-        engine.levels["target"].forward([1] * count, count)
+        forward(engine.levels["target"], [1] * count, count)
         launches, waits = gpu.launches.total(), gpu.syncs.total()
         engine.worker.refresh(count)
         counted.append((gpu.launches.total() - launches, gpu.syncs.total() - waits))

@@ -21,7 +21,8 @@ from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, ra
 from offload.config.rope import Rope
 from offload.kv import Cache
 from offload.model.decoder import Decoder, Segment
-from offload.model.level import Continuation, Level, prefill
+from offload.model.level import Level, prefill
+from offload.model.passes import Pass, forward
 from processor import OPERATORS, of
 
 TOLERANCE = 1e-4
@@ -103,9 +104,9 @@ def in_decoding(decoder: Decoder, cache: Cache, tokens: list[int], step: int) ->
         some = tokens[start : start + step]
         if start // step % 2:
             length = cache.length
-            level.forward([*some[:1], 0, 1, 2, 3, 4, 5], 1)
+            forward(level, [*some[:1], 0, 1, 2, 3, 4, 5], 1)
             cache.truncate(length)
-        logits.append(level.forward(some, len(some)))
+        logits.append(forward(level, some, len(some)))
     return torch.cat(logits)
 
 
@@ -137,9 +138,11 @@ def test_sequences_of_any_lengths_in_one_pass_give_the_logits_of_transformers(fo
     caches = [full_cache(decoder, sizes) for _ in texts]
     for cache, text in zip(caches, texts, strict=True):
         prefill(decoder, cache, text[:21], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
-    level = Level("target", decoder, caches[0], vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
-    parts = [Continuation(cache, text[21:], len(text) - 21) for cache, text in zip(caches, texts, strict=True)]
-    for text, ours in zip(texts, level.forward_all(parts), strict=True):
+    sizes = {"vocab_size": decoder.config.vocab_size, "blocks": SIZES.blocks}
+    levels = [Level("target", decoder, cache, **sizes) for cache in caches]
+    asked = [Pass(level, text[21:], len(text) - 21) for level, text in zip(levels, texts, strict=True)]
+    levels[0].run(asked)
+    for text, [ours] in zip(texts, (each.made for each in asked), strict=True):
         assert_same_logits(ours, reference(folder, text)[21:])
 
 

@@ -31,6 +31,7 @@ from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
+from offload.model.passes import forward
 from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
@@ -104,9 +105,9 @@ def test_it_holds_the_full_cache_after_every_refresh(
             target.truncate(40)
         if step == "verify":
             count = draw.choice([1, 3, 8, 70, 130])
-            target.forward(random_tokens(count, seed=draw.randrange(99)), 1)
+            forward(target, random_tokens(count, seed=draw.randrange(99)), 1)
         elif step == "draft" and cache.length == full.length > 0:
-            own.forward(random_tokens(draw.randrange(1, 13), seed=1), 1)
+            forward(own, random_tokens(draw.randrange(1, 13), seed=1), 1)
             own.truncate(full.length + draw.randrange(3))
         elif step == "cut":
             target.truncate(draw.randrange(full.length + 1))
@@ -131,10 +132,10 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
-    target.forward(PROMPT, 1)
+    forward(target, PROMPT, 1)
     cache.refresh()
     target.truncate(200)
-    target.forward(random_tokens(90, seed=2), 1)
+    forward(target, random_tokens(90, seed=2), 1)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -154,10 +155,10 @@ def test_codes_of_tokens_that_were_replaced_are_made_anew(decoder: Decoder) -> N
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
-    target.forward(PROMPT, 1)
+    forward(target, PROMPT, 1)
     cache.refresh()
     target.truncate(70)
-    target.forward(random_tokens(200, seed=2), 1)
+    forward(target, random_tokens(200, seed=2), 1)
     cache.refresh()
     assert_follows(cache)
 
@@ -167,14 +168,14 @@ def test_cut_to_the_length_that_it_has_it_holds_the_same(decoder: Decoder, lengt
     """As each rank cuts it before a forward. Texts shorter than a group were forgotten, and several ranks ended."""
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT[:length], 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT[:length], 1)
     cache.refresh()
     own = Level("", decoder, cache, vocab_size=264)
-    wanted = own.forward([5, 6, 7], 3)
+    wanted = forward(own, [5, 6, 7], 3)
     for _ in range(2):
         own.truncate(length)
         assert_follows(cache)
-    assert torch.equal(own.forward([5, 6, 7], 3), wanted)
+    assert torch.equal(forward(own, [5, 6, 7], 3), wanted)
 
 
 def test_a_prefill_leaves_codes(folders: tuple[Path, Path]) -> None:
@@ -190,7 +191,7 @@ def test_a_prefill_leaves_codes(folders: tuple[Path, Path]) -> None:
 def test_it_is_not_refreshed_where_nobody_wants_it(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT[:8], 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT[:8], 1)
     assert not cache.prepare(8, wanted=False)
     assert cache.length == 0
 
@@ -198,18 +199,18 @@ def test_it_is_not_refreshed_where_nobody_wants_it(decoder: Decoder) -> None:
 def test_drafted_rows_are_seen_by_those_after_them_and_forgotten(decoder: Decoder) -> None:
     """Logits are those of a cache to which the same rows came in one pass, and near the target's own."""
     full = full_cache(decoder, SIZES)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
     cache, drafts = quantised_cache(full), random_tokens(6, seed=3)
     own = Level("", decoder, cache, vocab_size=264)
     cache.refresh()
     assert cache.coded == 160  # 230 tokens without the last 64, in groups
-    together = own.forward(drafts, 6)
+    together = forward(own, drafts, 6)
     own.truncate(len(PROMPT))
-    own.forward([9, 9, 9], 1)
+    forward(own, [9, 9, 9], 1)
     own.truncate(len(PROMPT))
-    one_by_one = torch.cat([own.forward([token], 1) for token in drafts])
+    one_by_one = torch.cat([forward(own, [token], 1) for token in drafts])
     assert torch.equal(together, one_by_one)
-    exact = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(drafts, 6)
+    exact = forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), drafts, 6)
     distance = (together.float() - exact.float()).norm() / exact.float().norm()
     assert 0 < float(distance) < 0.3
 
@@ -217,12 +218,12 @@ def test_drafted_rows_are_seen_by_those_after_them_and_forgotten(decoder: Decode
 def test_a_prompt_after_what_was_precomputed_finds_room(decoder: Decoder) -> None:
     """More rows than are drafted at once go in before the next refresh."""
     full = full_cache(decoder, SIZES)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT[:100], 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT[:100], 1)
     small, large = quantised_cache(full, drafted=1), quantised_cache(full, drafted=200)
     for cache in (small, large):
         full.stable_length = 0  # the second asks, too
         cache.refresh()
-    logits = [Level("", decoder, cache, vocab_size=264).forward(PROMPT[100:190], 3) for cache in (small, large)]
+    logits = [forward(Level("", decoder, cache, vocab_size=264), PROMPT[100:190], 3) for cache in (small, large)]
     assert torch.equal(*logits)
 
 

@@ -35,6 +35,7 @@ from offload.kv.retrieved import QuantisedChunks
 from offload.kv.selection import ByMass
 from offload.model.decoder import Decoder
 from offload.model.level import Level
+from offload.model.passes import forward
 from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
@@ -126,7 +127,7 @@ def test_it_holds_the_chosen_chunks_after_every_refresh(
             own.truncate(40)
         if step == "verify":
             count = draw.choice([1, 3, 8, 70, 130])
-            target.forward(random_tokens(count, seed=draw.randrange(99)), 1)
+            forward(target, random_tokens(count, seed=draw.randrange(99)), 1)
             assert cache.prepare(min(count, 3), wanted=True)
             assert_holds(cache)
             most = max(most, cache.num_chunks)
@@ -136,7 +137,7 @@ def test_it_holds_the_chosen_chunks_after_every_refresh(
                 cache.begin("decode", 1)
                 assert_holds(cache)
         elif step == "draft" and cache.length == full.length > 0:
-            own.forward(random_tokens(draw.randrange(1, 13), seed=1), 1)
+            forward(own, random_tokens(draw.randrange(1, 13), seed=1), 1)
             own.truncate(full.length + draw.randrange(3))
         elif step == "cut":
             target.truncate(draw.randrange(full.length + 1))
@@ -155,9 +156,9 @@ def test_the_first_tokens_are_held_whole_although_they_came_one_by_one(decoder: 
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
-    target.forward(random_tokens(EXACT - 2, seed=1), 1)
+    forward(target, random_tokens(EXACT - 2, seed=1), 1)
     for _ in range(4):
-        target.forward([9], 1)
+        forward(target, [9], 1)
         cache.refresh(1)
         assert_holds(cache)
 
@@ -165,7 +166,7 @@ def test_the_first_tokens_are_held_whole_although_they_came_one_by_one(decoder: 
 def test_the_chunks_with_the_most_mass_are_held(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
     scores = cache.selector.scores(full, 5, GROUP, (len(PROMPT) - KV_TAIL) // GROUP)
     cache.selector.forget()
     cache.refresh(5)
@@ -183,7 +184,7 @@ def test_a_chunk_that_stays_is_not_fetched_again(decoder: Decoder, monkeypatch: 
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
     fetched = []
     for count in (300, 40, 40):
-        target.forward(random_tokens(count, seed=count), 1)
+        forward(target, random_tokens(count, seed=count), 1)
         before = counts[cache._chosen]
         cache.refresh(3)
         fetched.append(counts[cache._chosen] - before)
@@ -199,11 +200,11 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
     target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
-    target.forward(PROMPT, 1)
+    forward(target, PROMPT, 1)
     cache.refresh(3)
     target.truncate(200)
     cache.truncate(200)
-    target.forward(random_tokens(90, seed=2), 1)
+    forward(target, random_tokens(90, seed=2), 1)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -223,7 +224,7 @@ def test_with_room_for_all_chunks_logits_are_those_of_the_whole_cache_in_4_bits(
     from offload.transfer.memory import Memory
 
     full, drafts = full_cache(decoder, SIZES, mass=True), random_tokens(20, seed=3)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
     memory = Memory(torch.device("cpu"))
     whole = QuantisedCache(full, memory, num_tokens=600, drafted=40, kernels=best())
     some, part = coded(full, budget=600), coded(full)
@@ -232,11 +233,11 @@ def test_with_room_for_all_chunks_logits_are_those_of_the_whole_cache_in_4_bits(
     logits = []
     for cache in (whole, some, part):
         own = Level("", decoder, cache, vocab_size=264)
-        together = own.forward(drafts, 20)
+        together = forward(own, drafts, 20)
         own.truncate(len(PROMPT))
-        own.forward([9, 9, 9], 1)
+        forward(own, [9, 9, 9], 1)
         own.truncate(len(PROMPT))
-        assert torch.equal(together, torch.cat([own.forward([token], 1) for token in drafts]))
+        assert torch.equal(together, torch.cat([forward(own, [token], 1) for token in drafts]))
         logits.append(together)
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
@@ -337,7 +338,7 @@ def test_two_ranks_say_the_same(folders: tuple[Path, Path], offload: tuple[str, 
 def test_its_codes_and_its_rows_are_its_bytes(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES, mass=True)  # with an arena of no bytes: all are taken beside it
     cache = coded(full)
-    Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks).forward(PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
     cache.refresh(1)
     assert full.pages._memory.allocated()["device"]["arena"] == cache.nbytes()
 

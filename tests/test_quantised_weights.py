@@ -32,6 +32,7 @@ from offload.kernels.device import NONE, NoKernels
 from offload.kv.ahead import AheadCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
+from offload.model.passes import forward
 from offload.model.quantised import quantised_weights
 from offload.transfer.memory import Memory
 from processor import best
@@ -142,11 +143,11 @@ def test_drafted_rows_change_nothing_of_the_targets(pair: tuple[Decoder, Decoder
         step = draw.choice(["verify", "draft", "draft", "reject", "cut"])
         new = [draw.randrange(264) for _ in range(draw.randrange(1, 7))]
         if step == "verify":
-            logits = target.forward(new, len(new))
+            logits = forward(target, new, len(new))
             text, drafted = text + new, []
             assert torch.equal(logits, alone(exact, text, exact, [])[-len(new) :])
         elif step == "draft" and text:
-            logits = own.forward(new, len(new))
+            logits = forward(own, new, len(new))
             drafted += new
             assert torch.equal(logits, alone(exact, text, coded, drafted)[-len(new) :])
         elif step == "reject" and drafted:
@@ -166,18 +167,18 @@ def level(decoder: Decoder, cache: object) -> Level:
 def alone(exact: Decoder, text: list[int], other: Decoder, drafted: list[int]) -> Tensor:
     """Logits of the last of `text` and `drafted`: a fresh cache takes in text by one model and drafts by another."""
     cache = full_cache(exact, SIZES)
-    found = level(exact, cache).forward(text, len(text)) if text else None
+    found = forward(level(exact, cache), text, len(text)) if text else None
     if not drafted:
         assert found is not None
         return found
-    return level(other, cache).forward(drafted, len(drafted))
+    return forward(level(other, cache), drafted, len(drafted))
 
 
 def test_a_level_below_forgets_drafts_only(pair: tuple[Decoder, Decoder]) -> None:
     cache = full_cache(pair[0], SIZES)
     ahead = AheadCache(cache)
-    level(pair[0], cache).forward(PROMPT[:9], 1)
-    level(pair[1], ahead).forward(PROMPT[9:12], 1)
+    forward(level(pair[0], cache), PROMPT[:9], 1)
+    forward(level(pair[1], ahead), PROMPT[9:12], 1)
     ahead.truncate(4)
     assert (cache.length, ahead.length) == (9, 9)
     assert ahead.nbytes() == 0

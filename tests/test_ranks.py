@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from offload.errors import DoesNotFit, RankFailed, SessionError, UsageError
 from offload.kernels.cpu import VARIABLE, kernels
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
+from offload.model.passes import Pass, forward
 from offload.ranks import rendezvous, watch
 from offload.ranks.leader import COMPARED_FORWARDS, LeadingWorker
 from offload.ranks.sums import Sums
@@ -184,8 +185,17 @@ class Heard:
 
 def spoken(engine: Engine) -> tuple[list[int], Tensor]:
     """Tokens, and the bits of the logits of each."""
-    heard = engine.levels["target"].listener = Heard()
+    heard, target = Heard(), engine.levels["target"]
+    run = target.run
+
+    def heard_run(passes: Sequence[Pass]) -> None:
+        before = target.length
+        run(passes)
+        heard(before, target.length, passes[0].made[0])
+
+    target.run = heard_run  # type: ignore[method-assign]
     tokens = say(engine)
+    del target.run
     first = len(PROMPT) - 1
     return tokens, torch.stack([heard.logits[first + i] for i in range(len(tokens))])
 
@@ -210,7 +220,7 @@ def rows_by_block(engine: Engine) -> dict[int, Tensor]:
     engine.worker.prefill(PROMPT, lambda num_tokens: None)
     more = random_tokens(24, seed=8)
     for count in (1, 2, 3, 8, 24):
-        runs = [target.forward(more[start : start + count], count) for start in range(0, 24, count)]
+        runs = [forward(target, more[start : start + count], count) for start in range(0, 24, count)]
         found[count] = torch.cat(runs)
         target.truncate(len(PROMPT))
     return found

@@ -14,6 +14,7 @@ import pytest
 from offload.config.model import ModelConfig
 from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
+from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.plan.planner import make_plan
 from offload.plan.sizing import KV_TAIL
@@ -30,7 +31,7 @@ NUM_PREFILLED = 512  # tokens, after all others of the prompt: a block
 
 
 def _pass(level: str, num_rows: int) -> Callable[[Worker], object]:
-    return lambda worker: worker.levels[level].forward([1] * num_rows, num_rows)
+    return lambda worker: forward(worker.levels[level], [1] * num_rows, num_rows)
 
 
 def _prefill(worker: Worker, num_tokens: int = NUM_PREFILLED) -> None:
@@ -81,11 +82,11 @@ def test_every_kind_of_pass_keeps_its_budget_and_the_plan_its_bytes(case: Case) 
     counted = {}
     with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, gpu):
         for level, num_rows in (("target", 16), ("retrieval", 16), ("draft", 300)):
-            worker.levels[level].forward([1] * num_rows, 1)  # the first pass makes and fetches more
+            forward(worker.levels[level], [1] * num_rows, 1)  # the first pass makes and fetches more
         worker.refresh(1)  # likewise
         for level in ("retrieval", "draft"):
             for _ in range(2):  # the second one records a graph, where all weights are on the GPU
-                worker.levels[level].forward([1], 1)
+                forward(worker.levels[level], [1], 1)
         for name, run in PASSES.items():
             launches, waits = gpu.launches.total(), gpu.syncs.total()
             run(worker)
@@ -151,11 +152,11 @@ def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
             launches, waits = gpu.launches.total(), gpu.syncs.total()
             gpu.reset_peak()
             before = gpu.bytes_now
-            worker.levels["self"].forward([1] * num_rows, num_rows)
+            forward(worker.levels["self"], [1] * num_rows, num_rows)
             assert gpu.bytes_peak - before <= plan.placement.device_bytes["attention scratch"]
             worker.levels["self"].truncate(NUM_PROMPT)
             counted.append((gpu.launches.total() - launches, gpu.syncs.total() - waits))
-        worker.levels["target"].forward([1] * 16, 1)
+        forward(worker.levels["target"], [1] * 16, 1)
         launches, waits = gpu.launches.total(), gpu.syncs.total()
         worker.refresh(1)
         counted.append((gpu.launches.total() - launches, gpu.syncs.total() - waits))
@@ -172,7 +173,7 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
     plan = planned(case.target, LLAMA_68M, case.num_gpus)
     with worker_without_bytes(plan, case.target, LLAMA_68M) as (worker, gpu):
         monkeypatch.setattr(CudaEvent, "wait", lambda event: None)
-        worker.levels["target"].forward([1], 1)
+        forward(worker.levels["target"], [1], 1)
         problems = gpu.problems
         monkeypatch.undo()
     assert any("race: read" in problem and "unpack_pages" in problem for problem in problems)

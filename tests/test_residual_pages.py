@@ -26,6 +26,7 @@ from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
+from offload.model.passes import forward
 from offload.pages import access
 from offload.pages.packed import PackedPages
 from offload.pages.reader import RowReader
@@ -85,7 +86,7 @@ class Pair:
 
     def forward(self, count: int, seed: int) -> None:
         tokens = random_tokens(count, seed=seed)
-        assert torch.equal(*(level.forward(tokens, 1) for level in self.levels))
+        assert torch.equal(*(forward(level, tokens, 1) for level in self.levels))
 
     def truncate(self, length: int) -> None:
         for level in self.levels:
@@ -271,7 +272,7 @@ def test_stale_codes_are_no_codes(decoder: Decoder) -> None:
     pair.forward(300, 1)
     pair.refresh()
     other = full_cache(decoder, SIZES)
-    Level("", decoder, other, vocab_size=264, blocks=SIZES.blocks).forward(random_tokens(300, seed=8), 1)
+    forward(Level("", decoder, other, vocab_size=264, blocks=SIZES.blocks), random_tokens(300, seed=8), 1)
     for full in (pair.away, pair.here):
         full.copy_from(other)
     assert pair.codes.covered == 0
@@ -297,7 +298,7 @@ def test_a_page_that_would_not_come_back_lies_as_it_is(decoder: Decoder) -> None
     for full in (pair.away, pair.here):
         full.copy_from(other)
     pair.refresh()
-    flags = [level.forward([1], 1) for level in pair.levels] and pair.pages.table.flags
+    flags = [forward(level, [1], 1) for level in pair.levels] and pair.pages.table.flags
     assert flags[:, 2:5].tolist() == [[RAW, RESIDUAL, RESIDUAL], [RESIDUAL, RAW, RESIDUAL]]
     pair.lie_apart()
     pair.away.wait_home()

@@ -20,6 +20,7 @@ from offload.kernels.attention import Part
 from offload.kernels.device import NONE
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks, same_at_every_place
 from offload.model.level import Level, StreamingLevel
+from offload.model.passes import forward
 from offload.plan.sizing import CPU_BLOCKS
 from offload.worker import assemble
 
@@ -270,9 +271,9 @@ def test_a_tokens_logits_have_the_same_bits_in_a_block_of_any_size_that_was_foun
     for blocks, step in [(Blocks((8,)), 20), *((found, step) for step in (1, 2, 3, 5, 8, 11, 20))]:
         cache = full_cache(target, Sizes(rows=8, page=16, pages=2, equal_rows=blocks.sizes))
         level = Level("target", target, cache, vocab_size=config.vocab_size, blocks=blocks)
-        level.forward(tokens[:20], 1)
+        forward(level, tokens[:20], 1)
         parts = [tokens[at : at + step] for at in range(20, 60, step)]
-        runs.append(torch.cat([level.forward(part, len(part)) for part in parts]))
+        runs.append(torch.cat([forward(level, part, len(part)) for part in parts]))
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
@@ -299,7 +300,7 @@ def test_a_drafts_few_rows_are_padded_to_a_power_of_two_and_mean_the_same(
         monkeypatch.setattr(cache, "begin", lambda phase, rows, begin=begin: (seen.append(rows), begin(phase, rows)))
         level, logits = kind("draft", draft, cache, vocab_size=draft.config.vocab_size), []
         for at, count, kept in ((0, 100, 100), (100, 3, 2), (102, 5, 5), (107, 13, 1), (108, 1, 1), (109, 37, 37)):
-            logits.append(level.forward(tokens[at : at + count], min(count, 2)))
+            logits.append(forward(level, tokens[at : at + count], min(count, 2)))
             level.truncate(at + kept)
             assert level.length == at + kept
         runs.append(torch.cat(logits))

@@ -18,6 +18,7 @@ from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass, Selector, choose
 from offload.model.level import Level
+from offload.model.passes import forward
 
 CHUNK = 4
 SIZES = Sizes(gamma=4, budget=16, chunk=CHUNK)
@@ -105,8 +106,8 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> tuple[FullCache, Level
     full = full_cache(decoder, SIZES, mass=True)
     level = Level("target", decoder, full, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
     tokens = random_tokens(41)
-    level.forward(tokens[:37], 1)
-    level.forward(tokens[37:], 1)
+    forward(level, tokens[:37], 1)
+    forward(level, tokens[37:], 1)
     return full, level
 
 

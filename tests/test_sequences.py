@@ -19,7 +19,8 @@ from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit, UsageError
-from offload.model import decoder, level
+from offload.model import decoder
+from offload.model.level import Level
 from offload.worker.worker import Worker
 from processor import OPERATORS, best, process_uses
 
@@ -104,13 +105,12 @@ def test_so_it_is_whoever_comes_and_goes(folders, seed):
 def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     """Four greedy texts of one length take as many passes as one."""
     shared = []
-    run_together = level.run_together
-    monkeypatch.setattr(
-        "offload.engine.sequences.run_together", lambda *args: shared.append(len(args[0])) or run_together(*args)
-    )
+    run = Level.run
+    monkeypatch.setattr(Level, "run", lambda level, passes: shared.append(len(passes)) or run(level, passes))
     requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
     with made(folders, PLAIN, 4) as engine:
         _, stats = together(engine, requests)
+        monkeypatch.undo()
         alone(engine, requests[0])
         [target] = engine.stats.levels
     assert shared == [4] * target.passes
@@ -125,7 +125,6 @@ def test_of_those_who_draft_the_cheapest_level_comes_first():
     sequences._levels = ["draft", "retrieval", "target"]
     waiting = [SimpleNamespace(level_name=name) for name in ("retrieval", "draft", "target", "draft")]
     assert sequences._cheapest(waiting) == waiting[1::2]
-    assert sequences._divided(waiting) == ([*waiting[:2], waiting[3]], [waiting[2]])
 
 
 def test_after_a_pass_nobody_drafts_in_the_middle_of_the_next():

@@ -20,6 +20,7 @@ from offload.errors import DoesNotFit, SessionError
 from offload.kv.full import FullCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
+from offload.model.passes import forward
 from offload.session import manifest as manifests
 from offload.session import page
 from offload.session.catalogue import inspect
@@ -249,20 +250,20 @@ def test_a_restored_cache_goes_on_with_the_same_bits(
     tokens, more = models.random_tokens(60), models.random_tokens(7, seed=2)
     links = [LINKS[before](), LINKS[after]()]
     level, cache = level_over(decoder, links[0])
-    level.forward(tokens[:41], 1)
-    level.forward(tokens[41:], 1)
+    forward(level, tokens[:41], 1)
+    forward(level, tokens[41:], 1)
     identity = identity_of(cache, "fp32")
     with Store.open(path, identity) as store:
         store.save(cache, tokens, capacity=0, extra={}, unchanged=0)
     level.truncate(num_tokens)
-    expected = level.forward(more, 7)
+    expected = forward(level, more, 7)
     other, restored = level_over(decoder, links[1])
-    other.forward(models.random_tokens(50, seed=3), 1)
+    forward(other, models.random_tokens(50, seed=3), 1)
     restored.fetch_ahead()
     with Store.open(path, identity, read_only=True) as store:
         store.load(restored, num_tokens)
     assert restored.length == num_tokens
-    assert torch.equal(other.forward(more, 7), expected)
+    assert torch.equal(forward(other, more, 7), expected)
     for link in links:
         if link is not None:
             link.close()
@@ -271,9 +272,9 @@ def test_a_restored_cache_goes_on_with_the_same_bits(
 def test_what_a_refused_load_leaves_behind_changes_nothing(path: Path, decoder: Decoder) -> None:
     """Hidden rows are multiplied by zero, so none may be infinite."""
     tokens = models.random_tokens(40)
-    expected = level_over(decoder, None)[0].forward(tokens[:20], 20)
+    expected = forward(level_over(decoder, None)[0], tokens[:20], 20)
     level, cache = level_over(decoder, None)
-    level.forward(tokens, 1)
+    forward(level, tokens, 1)
     identity = identity_of(cache, "fp32")
     with Store.open(path, identity) as store:
         store.save(cache, tokens, capacity=0, extra={}, unchanged=0)
@@ -285,7 +286,7 @@ def test_what_a_refused_load_leaves_behind_changes_nothing(path: Path, decoder: 
     with Store.open(path, identity) as store, pytest.raises(SessionError, match=third.name):
         store.load(damaged, 40)
     assert damaged.length == 0
-    assert torch.equal(other.forward(tokens[:20], 20), expected)
+    assert torch.equal(forward(other, tokens[:20], 20), expected)
 
 
 def test_rows_that_the_host_cannot_reach_go_through_a_buffer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

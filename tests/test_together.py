@@ -1,6 +1,6 @@
 """How many sequences run at a time: as many as pay and fit, or what was asked for, and why that cannot be.
 
-What each number is predicted to give is made up here; real plans: test_turn_plans, test_planner.
+What each number is predicted to give is made up here; real plans: test_planner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ Asking = Callable[[int | None, int], int]
 @dataclass(frozen=True)
 class Asked:
     num_sequences: int = 1
-    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,6 @@ def test_what_does_not_fit_is_passed_over_or_refused_with_the_number_that_does(a
     assert alone(None, 8) == 1
     with pytest.raises(DoesNotFit, match="try --batch 1,"):
         alone(2, 8)
-
-
-@pytest.mark.parametrize(("seconds", "turns"), [(0.97, True), (0.99, False), (1.5, False)])
-def test_turns_have_to_promise_as_much_more(monkeypatch: pytest.MonkeyPatch, seconds: float, turns: bool) -> None:
-    """Of a second a token without them."""
-    in_turns = SimpleNamespace(per_token=seconds, cost=SimpleNamespace(placement="in turns"))
-    monkeypatch.setattr(batching, "_placed", lambda *_: SimpleNamespace(per_token=1.0, placement="together"))
-    monkeypatch.setattr(batching, "_best_turns", lambda *_: in_turns)
-    monkeypatch.setattr(batching, "_problems", lambda *_: iter(()))
-    found = batching._found(Planned(Asked()), Sized(), None, 4)  # type: ignore[arg-type]
-    assert found.plan.request == Asked(4, turns)  # type: ignore[comparison-overlap]
-    assert found.plan.placement == ("in turns" if turns else "together")  # type: ignore[comparison-overlap]
-    assert found.rate == pytest.approx(4 / (seconds if turns else 1.0))
 
 
 @pytest.mark.parametrize(

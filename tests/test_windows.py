@@ -40,6 +40,7 @@ from offload.kv.mixed import MixedCache
 from offload.kv.window import WindowCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
+from offload.model.passes import forward
 from offload.pages.tiles import TileShape
 from offload.plan.planner import Options, Plan, make_plan
 from offload.plan.sizing import MAX_ROWS, Sizing, ring_pages
@@ -303,7 +304,7 @@ def scripted(decoder: Decoder, seed: int, *, undo: int, acts: Sequence[str]) -> 
         else:
             count = min(count, 9)
             some = tokens[large.length : large.length + count]
-            first, second = (level.forward(some, len(some)) for level in levels)
+            first, second = (forward(level, some, len(some)) for level in levels)
             assert_same_logits(first, second)
             equal = equal and torch.equal(first, second)
         assert small.length == large.length
@@ -331,12 +332,12 @@ def test_a_level_that_drafts_in_the_ring_leaves_the_targets_logits_alone(decoder
     plain = Level("target", decoder, target_cache(decoder, SIZES), vocab_size=264, blocks=SIZES.blocks)
     for start in range(0, 90, 3):
         some = tokens[start : start + 3]
-        own.forward([*some[:1], 0], 1)
-        own.forward([1, 2, 3], 1)
+        forward(own, [*some[:1], 0], 1)
+        forward(own, [1, 2, 3], 1)
         own.truncate(cache.length + 3)
-        own.forward([7], 1)
-        logits = target.forward(some, 3)
-        assert torch.equal(logits, plain.forward(some, 3))
+        forward(own, [7], 1)
+        logits = forward(target, some, 3)
+        assert torch.equal(logits, forward(plain, some, 3))
         own.truncate(cache.length)
         assert_same_logits(logits, theirs[start : start + 3])
 

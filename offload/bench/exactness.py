@@ -7,7 +7,7 @@ computes at its position. A prefill of the same tokens sums in another order, so
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.decode.sampling import SamplingParams
 from offload.decode.warp import Warp
 from offload.engine.request import GenerationRequest
+from offload.model.passes import Pass, forward
 from offload.progress import OnProgress, Progress, ignore
 
 if TYPE_CHECKING:
@@ -97,9 +98,7 @@ def check_exactness(
     holds nothing of use afterwards. tolerance: None for that of the plan's dtype.
     """
     recorder = Recorder()
-    with _heard(engine, recorder):
-        steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=max_tokens), on_progress=on_progress)
-        tokens = [token for step in steps for token in step.tokens]
+    tokens = _written(engine, GenerationRequest(prompt, sampling, max_tokens=max_tokens), recorder, on_progress)
     drawn_from = recorder.rows(len(prompt) - 1, len(prompt) + len(tokens) - 1)
     distribution, replayed = engine.distribution(sampling, len(prompt), engine.end_tokens), []
     for index, row in enumerate(_replay(engine, prompt, tokens, on_progress)):
@@ -132,14 +131,20 @@ class Recorder:
         return [self._rows[place] for place in range(first, last)]
 
 
-@contextmanager
-def _heard(engine: Engine, recorder: Recorder) -> Iterator[None]:
-    target = engine.levels["target"]
-    target.listener = recorder.hear
-    try:
-        yield
-    finally:
-        target.listener = None
+def _written(engine: Engine, request: GenerationRequest, recorder: Recorder, on_progress: OnProgress) -> list[int]:
+    """The text's tokens. The recorder hears every pass of the target."""
+    target, tokens = engine.levels["target"], list[int]()
+    with closing(engine.in_passes(request, on_progress=on_progress)) as work:
+        for item in work:
+            if not isinstance(item, Pass):
+                tokens += item.tokens
+            elif item.level is target:
+                num_before, logits = target.length, forward(target, item.tokens, item.num_logits)
+                recorder.hear(num_before, target.length, logits)
+                item.made = item.compute(logits, *item.given)
+            else:
+                item.run()
+    return tokens
 
 
 def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_progress: OnProgress) -> Iterator[Tensor]:
@@ -148,9 +153,9 @@ def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_pro
     prefix.begin(prompt, reuse=False)
     engine.worker.record_mass(False)
     prefix.prefill(prompt[: prefix.num_prefilled(prompt)], on_progress)
-    yield target.forward(prompt[target.length :], 1)[0].float().cpu()
+    yield forward(target, prompt[target.length :], 1)[0].float().cpu()
     for token in tokens[:-1]:
-        yield target.forward([token], 1)[0].float().cpu()
+        yield forward(target, [token], 1)[0].float().cpu()
 
 
 def _recompute(
@@ -162,7 +167,7 @@ def _recompute(
     for index in chosen:
         last = len(prompt) + index - 1
         prefix.prefill(sequence[:last], on_progress)
-        yield target.forward(sequence[last : last + 1], 1)[0].float().cpu()
+        yield forward(target, sequence[last : last + 1], 1)[0].float().cpu()
         prefix.truncate(last)
 
 

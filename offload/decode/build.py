@@ -15,7 +15,8 @@ from offload.decode.on_gpu import Beforehand
 from offload.decode.proposal import Proposer
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
-from offload.decode.speculation import Charge, Lengths, Level, ModelProposer, Speculator
+from offload.decode.speculation import Charge, Lengths, ModelProposer, Speculator
+from offload.model.passes import Level
 from offload.plan.composition import LevelName
 from offload.plan.cost import DRAFT_ACCEPTANCE
 from offload.plan.planner import Plan

@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from offload.decode.passes import Work
 from offload.decode.speculation import Speculator
 from offload.metrics import Stats
+from offload.model.passes import Work
 
 FinishReason = Literal["stop", "length"]
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
-from offload.decode.passes import Pass, Passes, result_of
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.random_source import RandomSource
 from offload.decode.sequence import Extended
 from offload.decode.verify import Verdict, verify
 from offload.decode.warp import Warp
-from offload.metrics import LevelStats
+from offload.model.passes import Level, Pass, Passes, result_of
 
 # Logits [n, V] of the last n places of a sequence and its tokens -> logits that follow from both.
 Adjust = Callable[[Tensor, Sequence[int]], Tensor]
@@ -34,32 +33,6 @@ Charge = Callable[[int, float, bool], float]
 def measured(num_rows: int, seconds: float, is_first: bool) -> float:
     """Charge what the clock says."""
     return seconds
-
-
-class Level(Protocol):
-    """A model with a cache."""
-
-    @property
-    def stats(self) -> LevelStats: ...
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache."""
-        ...
-
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
-        """Append `tokens` to the cache; the logits after each of the last `num_logits` of them, [num_logits, V]."""
-        ...
-
-    def then(
-        self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Draw | Judge, *given: Tensor
-    ) -> tuple[Tensor, ...]:
-        """As `forward`, of tokens on a GPU too, int64 [n]; `compute` of the logits and of `given`."""
-        ...
-
-    def truncate(self, length: int) -> None:
-        """Forget all after the first `length` tokens; nothing happens if there are fewer."""
-        ...
 
 
 class ModelProposer:

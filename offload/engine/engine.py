@@ -17,7 +17,6 @@ from offload.decode.build import build_speculator
 from offload.decode.distribution import Distribution, distribution_of
 from offload.decode.generation import FinishReason
 from offload.decode.logprobs import TokenScore, scored
-from offload.decode.passes import Pass, Work, alone
 from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
@@ -34,6 +33,7 @@ from offload.kv.retrieval import RetrievalCache
 from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
 from offload.model.decoder import OnHidden
 from offload.model.level import Level
+from offload.model.passes import Pass, Work, alone, forward
 from offload.plan.composition import PLAIN
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
@@ -223,7 +223,7 @@ class Engine:
         self._prefill(tokens[: prefix.num_prefilled(tokens)], on_progress)
         target = worker.levels["target"]
         num_rows = len(tokens) - target.length
-        target.forward(tokens[-num_rows:], 1)
+        forward(target, tokens[-num_rows:], 1)
         worker.refresh(num_rows)
         worker.fetch_ahead()
         prefix.precomputed(tokens)

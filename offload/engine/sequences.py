@@ -1,27 +1,21 @@
 """Sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
 
 Each sequence has an engine of its own and is decoded as it would be alone; only its passes wait until others want one
-of the same level. Where the plan has them take turns, half of them have a full pass, and while that waits for a tile
-the others draft, in the middle of it. Everything happens on the caller's thread.
+of the same level. Everything happens on the caller's thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-import torch
-
 from offload.decode.build import pass_seconds
-from offload.decode.passes import Pass, Work
 from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
-from offload.kv.full import FullCache
 from offload.metrics import Stats
-from offload.model.level import Level, run_together
+from offload.model.level import Level
+from offload.model.passes import Pass, Work
 from offload.progress import OnProgress, ignore
 
 Key = TypeVar("Key", bound=Hashable)
@@ -40,8 +34,6 @@ class Sequences(Generic[Key]):
         self._engines = [engine]
         self._running: dict[Key, _Running] = {}
         self._levels = list(engine.levels)[::-1]  # the cheapest first
-        self._turns = engine.plan.request.turns
-        self._exposed_seconds = 0.0  # in which others drafted in the middle of full passes and the link rested, so far
         try:
             for _ in range(engine.plan.request.num_sequences - 1):
                 self._engines.append(engine.beside())
@@ -101,52 +93,9 @@ class Sequences(Generic[Key]):
 
     def _run_passes(self) -> None:
         """One pass of the cheapest level that anybody waits for, so that whoever still drafts is there when the next
-        one's turn comes. With turns a full pass comes first, of those who have waited longest, once half of all wait
-        for it."""
-        everybody = list(self._running.values())
-        drafting, at_target = self._divided(everybody)
-        half = -(-len(everybody) // 2)
-        if self._turns and len(at_target) >= half:
-            for part in _parts(sorted(at_target, key=lambda each: each.since)[:half]):
-                with self._others_draft(part):
-                    self._run(part)
-        else:
-            for part in _parts(self._cheapest(drafting or at_target)):
-                self._run(part)
-
-    @contextmanager
-    def _others_draft(self, part: Sequence[_Running]) -> Iterator[None]:
-        """In the body `part` has a full pass; while that waits for a tile, the others draft."""
-        caches = [each.engine.worker.full for each in part]
-        for cache in caches:
-            cache.use_waits(partial(self._draft, part[0].level, caches))
-        try:
-            yield
-        finally:
-            for cache in caches:
-                cache.use_waits(None)
-
-    def _draft(self, under_way: Level, caches: Sequence[FullCache]) -> bool:
-        """Run one pass below the target, in the middle of a pass of `under_way` over `caches`. False where nobody waits
-        for any. It costs nothing while tiles are on their way: so far does it pay to draft."""
-        drafting, _ = self._divided(self._running.values())
-        if not drafting:
-            return False
-        start, [part, *_] = time.perf_counter(), _parts(self._cheapest(drafting))
-        with under_way.left_out(), torch.inference_mode(False):
-            _run_as_one([each.waits_for for each in part])
-            exposed = time.perf_counter() - start if all(cache.link_idle for cache in caches) else 0.0
-            self._charge(part, exposed)
-            for each in part:
-                each.go_on()
-            assert not any(each.step for each in part), "a step comes after a full pass"
-        self._exposed_seconds += exposed
-        return True
-
-    def _divided(self, some: Iterable[_Running]) -> tuple[list[_Running], list[_Running]]:
-        """(who waits for a pass below the target, who waits for one of the target)."""
-        drafting = [each for each in some if each.level_name != self._levels[-1]]
-        return drafting, [each for each in some if each.level_name == self._levels[-1]]
+        one's turn comes."""
+        for part in _parts(self._cheapest(list(self._running.values()))):
+            self._run(part)
 
     def _cheapest(self, some: Sequence[_Running]) -> list[_Running]:
         """Those who wait for a pass of the cheapest level."""
@@ -154,12 +103,10 @@ class Sequences(Generic[Key]):
         return [each for each in some if each.level_name == name]
 
     def _run(self, part: Sequence[_Running]) -> None:
-        """Their passes, as one. What others drafted in the middle of it while the link rested is not theirs."""
-        start, exposed = time.perf_counter(), self._exposed_seconds
-        _run_as_one([each.waits_for for each in part])
-        self._charge(part, time.perf_counter() - start - (self._exposed_seconds - exposed))
-
-    def _charge(self, part: Sequence[_Running], seconds: float) -> None:
+        """Their passes, as one."""
+        start = time.perf_counter()
+        part[0].level.run([each.waits_for for each in part])
+        seconds = time.perf_counter() - start
         for each, share in zip(part, self._shares(part), strict=True):
             each.ran(seconds * share)
 
@@ -223,19 +170,6 @@ def _parts(group: Sequence[_Running]) -> list[list[_Running]]:
     together = [each for each in group if each.level.shares(len(each.waits_for.tokens))]
     apart = [[each] for each in group if each not in together]
     return [together, *apart] if together else apart
-
-
-def _run_as_one(passes: Sequence[Pass]) -> None:
-    if len(passes) == 1:
-        passes[0].run()
-        return
-    levels = [_level(each) for each in passes]
-    continuations = [
-        level.asked(each.tokens, each.num_logits, each.compute, each.given)
-        for level, each in zip(levels, passes, strict=True)
-    ]
-    for each, made in zip(passes, run_together(levels, continuations), strict=True):
-        each.made = made
 
 
 def _level(asked: Pass) -> Level:

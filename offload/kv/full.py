@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -144,15 +144,6 @@ class FullCache:
     def fetch_ahead(self) -> None:
         """Start what the next decode forward needs first. Worth it when nothing more urgent waits for the link."""
         self.pages.access["decode"].fetch_ahead(self.length)
-
-    def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
-        """From now on, while a decode forward waits for a tile, call `meanwhile`: see `TileAccess`."""
-        self.pages.access["decode"].use_waits(meanwhile)
-
-    @property
-    def link_idle(self) -> bool:
-        """Whether no tile of a decode forward is on its way."""
-        return self.pages.access["decode"].link_idle
 
     def page_of_all(self, number: int) -> list[Tensor]:
         """See `PagedRows`."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,44 +16,21 @@ from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, OnHidden, Segment
 from offload.model.graphs import VARIABLE, Graphs
+from offload.model.passes import Pass, the_logits
 from offload.model.shared_blocks import SharedBlocks
 from offload.transfer.hidden_rows import HiddenRows
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
 from offload.transfer.timing import Timing, measured_together
 
-# Of a pass's logits [n, V] and of tensors that are given; where it is part of a graph more rows may follow, which say
-# nothing. Equal ones compute the same: graphs are told apart by it.
-Then = Callable[..., tuple[Tensor, ...]]
-# Called after a forward with the rows before it, the rows after it and the logits of the last ones.
-Listener = Callable[[int, int, Tensor], None]
-
-
-def _themselves(logits: Tensor) -> tuple[Tensor, ...]:
-    return (logits,)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """New tokens (1 or more) of one sequence, as numbers or as int64 [n] on the device, the cache that takes them in,
-    and how many of their last rows are wanted as logits; 0 on a rank that has no head. then, given: what is made of
-    these, and of what."""
-
-    cache: Cache
-    tokens: Sequence[int] | Tensor
-    num_logits: int
-    then: Then = _themselves
-    given: tuple[Tensor, ...] = ()
-
 
 class Level:
-    """Forwards for decoding. Satisfies `offload.decode.speculation.Level`, of the sequence that `cache` holds.
+    """Passes over one model and cache: `offload.model.passes.Level`.
 
     vocab_size: logits are cut to this width; models may pad theirs.
     blocks: a forward runs in blocks of these sizes only, padded, so that a token's bits do not depend on how many
     tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
-    listener: called after every `forward`.
     """
 
     def __init__(
@@ -73,7 +49,6 @@ class Level:
         self._timing = Timing(decoder.device)
         self._graphs = Graphs() if blocks is None and decoder.stays_in_place and wanted(VARIABLE) else None
         self._launched: set[int] = set()  # sizes of blocks that a GPU has kernels for
-        self.listener: Listener | None = None
 
     @property
     def length(self) -> int:
@@ -84,57 +59,27 @@ class Level:
         """Rows of its largest block."""
         return self._blocks.sizes[-1] if self._blocks else None
 
-    def forward(self, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
-        """Append `tokens` (1 or more) to the cache; the logits after each of the last `num_logits`: [num_logits, V]. On
-        a GPU they are computed after the call returned."""
-        [logits] = self.forward_all([Continuation(self._cache, tokens, num_logits)])
-        if self.listener is not None:
-            self.listener(self.length - len(tokens), self.length, logits)
-        return logits
-
-    def then(
-        self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Then, *given: Tensor
-    ) -> tuple[Tensor, ...]:
-        """As `forward`; `compute` of the logits and of `given`. It is part of the pass's graph, if there is one."""
-        if self._graphs is None or self.listener is not None:
-            return compute(self.forward(tokens, num_logits), *given)
-        [made] = self._run([Continuation(self._cache, tokens, num_logits, compute, given)])
-        return made
-
-    def forward_all(self, continuations: Sequence[Continuation]) -> list[Tensor]:
-        """Append to several sequences in one pass, which uses every layer's weights once -> [num_logits, V] of each.
-
-        Each sequence is cut into blocks of its own, so its bits are those that it has alone.
-        """
-        return [logits for [logits] in self._run(continuations)]
-
     def shares(self, num_rows: int) -> bool:
         """Whether a pass of so many rows may be one with those of other sequences: its bits are those it has alone."""
         few = self._blocks is not None or not self._decoder.takes_any_rows or num_rows <= FEW_ROWS
-        return few and self._graphs is None and self.listener is None
-
-    def asked(
-        self, tokens: Sequence[int] | Tensor, num_logits: int, compute: Then | None, given: tuple[Tensor, ...]
-    ) -> Continuation:
-        """`forward`, or `then` with `compute`, as a part of a pass of several sequences."""
-        return Continuation(self._cache, tokens, num_logits, compute or _themselves, given)
+        return few and self._graphs is None
 
     @torch.inference_mode()
-    def _run(
-        self, continuations: Sequence[Continuation], levels: Sequence[Level] | None = None
-    ) -> list[tuple[Tensor, ...]]:
-        """One pass, counted -> what is made of each one's logits. levels: of each continuation; None: this one's."""
-        before = self._link.stats.bytes_to_device if self._link else 0
-        rows = [len(each.tokens) for each in continuations]
-        counted = [(self, sum(rows))] if levels is None else list(zip(levels, rows, strict=True))
-        timings = [level._timing for level, _ in counted]
-        with measured_together(timings, [(level.stats, num_rows) for level, num_rows in counted]):
-            made = self._forward([(levels[i] if levels else self)._caught_up(e) for i, e in enumerate(continuations)])
+    def run(self, passes: Sequence[Pass]) -> None:
+        """See `offload.model.passes.Level`. Each has the bits that it has alone, an equal part of the seconds and of
+        the bytes that cross the link."""
+        levels = [_level(each) for each in passes]
+        crossed = self._link.stats.bytes_to_device if self._link else 0
+        first_passes = self.stats.first_passes
+        counted = [(level.stats, len(each.tokens)) for level, each in zip(levels, passes, strict=True)]
+        with measured_together([level._timing for level in levels], counted):
+            made = self._forward([level._caught_up(each) for level, each in zip(levels, passes, strict=True)])
+        for each, found in zip(passes, made, strict=True):
+            each.made, each.is_first = found, self.stats.first_passes > first_passes
         if self._link:
-            crossed = self._link.stats.bytes_to_device - before
-            for level, _ in counted:
-                level.stats.link_bytes += crossed // len(counted)
-        return made
+            crossed = self._link.stats.bytes_to_device - crossed
+            for level in levels:
+                level.stats.link_bytes += crossed // len(levels)
 
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
@@ -144,32 +89,29 @@ class Level:
         if self._graphs is not None:
             self._graphs.forget()
 
-    def left_out(self) -> AbstractContextManager[None]:
-        """What the body takes, in the middle of a pass of this level, is no part of the pass's seconds."""
-        return self._timing.left_out()
-
     def settle(self) -> None:
         """Have the seconds of all passes in `stats` whose results the host has seen."""
         self._timing.settle()
 
-    def _caught_up(self, continuation: Continuation) -> Continuation:
+    def _caught_up(self, asked: Pass) -> Pass:
         """What is left of it for one pass."""
-        return continuation
+        return asked
 
-    def _forward(self, continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
-        cuts = [self._cut(len(each.tokens)) for each in continuations]
-        segments = [self._begin(each, sum(blocks)) for each, blocks in zip(continuations, cuts, strict=True)]
+    def _forward(self, passes: Sequence[Pass]) -> list[tuple[Tensor, ...]]:
+        """What each one computes."""
+        cuts = [self._cut(len(each.tokens)) for each in passes]
+        segments = [self._begin(each, sum(blocks)) for each, blocks in zip(passes, cuts, strict=True)]
         if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
-            return [self._run_graph(self._graphs, memory, continuations[0], segments[0])]
+            return [self._run_graph(self._graphs, memory, passes[0], segments[0])]
         self._count_first(cuts)
-        parts = self._hidden([len(each.tokens) for each in continuations], segments, cuts)
-        for each in continuations:
-            each.cache.advance(len(each.tokens))
-        if len(continuations) > 1 and (self._blocks is not None or self._decoder.takes_any_rows):
-            logits = self._logits_of_all(continuations, parts)
+        parts = self._hidden([len(each.tokens) for each in passes], segments, cuts)
+        for each, segment in zip(passes, segments, strict=True):
+            segment.cache.advance(len(each.tokens))
+        if len(passes) > 1 and (self._blocks is not None or self._decoder.takes_any_rows):
+            logits = self._logits_of_all(passes, parts)
         else:
-            logits = [self._logits(*each) for each in zip(continuations, parts, cuts, strict=True)]
-        return [each.then(rows, *each.given) for each, rows in zip(continuations, logits, strict=True)]
+            logits = [self._logits(*each) for each in zip(passes, parts, cuts, strict=True)]
+        return [each.compute(rows, *each.given) for each, rows in zip(passes, logits, strict=True)]
 
     def _hidden(self, counts: Sequence[int], segments: Sequence[Segment], cuts: Sequence[list[int]]) -> list[Tensor]:
         """Hidden rows of each sequence, which has so many; what comes after them is padding."""
@@ -186,25 +128,23 @@ class Level:
         [first, *others] = segments
         return None if others or len(first.tokens) > MAX_ROWS else first.cache.graph_memory
 
-    def _run_graph(
-        self, graphs: Graphs, memory: Hashable, continuation: Continuation, segment: Segment
-    ) -> tuple[Tensor, ...]:
+    def _run_graph(self, graphs: Graphs, memory: Hashable, asked: Pass, segment: Segment) -> tuple[Tensor, ...]:
         """Numbers of rows and of logits are padded, so that a few graphs serve all. Which rows are wanted is given
         where not all are."""
-        cache, count, num_logits = segment.cache, len(continuation.tokens), continuation.num_logits
+        cache, count, num_logits = segment.cache, len(asked.tokens), asked.num_logits
         wanted = [] if num_logits == count else [self._places(count, num_logits)]
 
         def compute(tokens: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
             hidden, places = self._decoder.forward([Segment(cache, tokens)]), given[: len(wanted)]
             logits = self._decoder.logits(hidden.index_select(0, *places) if places else hidden)
-            return continuation.then(logits[:, : self._vocab_size], *given[len(wanted) :])
+            return asked.compute(logits[:, : self._vocab_size], *given[len(wanted) :])
 
-        given = segment.tokens, *wanted, *continuation.given
-        follows, first_passes = continuation.then, graphs.first_passes
-        made = graphs.run(memory, given, compute, follows=None if follows is _themselves else follows)
+        given = segment.tokens, *wanted, *asked.given
+        follows, first_passes = None if asked.compute is the_logits else asked.compute, graphs.first_passes
+        made = graphs.run(memory, given, compute, follows=follows)
         self.stats.first_passes += graphs.first_passes - first_passes
         cache.advance(count)
-        return (made[0][:num_logits],) if follows is _themselves else made
+        return (made[0][:num_logits],) if follows is None else made
 
     def _places(self, count: int, num_logits: int) -> Tensor:
         """Rows, int64 on the device, of the last `num_logits` of `count` tokens, and more of the last."""
@@ -217,33 +157,33 @@ class Level:
             self._launched |= new
             self.stats.first_passes += 1
 
-    def _begin(self, continuation: Continuation, num_rows: int) -> Segment:
+    def _begin(self, asked: Pass, num_rows: int) -> Segment:
         """Begin a forward of `num_rows` rows, the tokens and padding."""
-        tokens, padding = continuation.tokens, num_rows - len(continuation.tokens)
+        tokens, padding, cache = asked.tokens, num_rows - len(asked.tokens), _level(asked)._cache
         if isinstance(tokens, Tensor):
             tokens = pad(tokens, (0, padding)) if padding else tokens
         else:
             tokens = sent(torch.tensor([*tokens, *[0] * padding], dtype=torch.long), self._decoder.device)
-        continuation.cache.begin("decode", num_rows)
-        return Segment(continuation.cache, tokens)
+        cache.begin("decode", num_rows)
+        return Segment(cache, tokens)
 
-    def _logits(self, continuation: Continuation, hidden: Tensor, blocks: list[int]) -> Tensor:
+    def _logits(self, asked: Pass, hidden: Tensor, blocks: list[int]) -> Tensor:
         """hidden: of one sequence, in its blocks, padding included."""
-        if not continuation.num_logits:
+        if not asked.num_logits:
             return hidden[:0]
-        count = len(continuation.tokens)
-        first, start = count - continuation.num_logits, 0
+        count = len(asked.tokens)
+        first, start = count - asked.num_logits, 0
         if self._blocks is None:
-            hidden, blocks, start = hidden[:count], [continuation.num_logits], first
+            hidden, blocks, start = hidden[:count], [asked.num_logits], first
         while start + blocks[0] <= first:  # blocks without a wanted row
             start += blocks.pop(0)
         logits = self._decoder.logits(hidden[start:], blocks=blocks if self._blocks is not None else None)
         return logits[first - start : count - start, : self._vocab_size]
 
-    def _logits_of_all(self, continuations: Sequence[Continuation], parts: Sequence[Tensor]) -> list[Tensor]:
+    def _logits_of_all(self, passes: Sequence[Pass], parts: Sequence[Tensor]) -> list[Tensor]:
         """The same of all sequences in blocks that they share, or in one product: no row's bits depend on those beside
         it."""
-        ends = [(len(each.tokens), each.num_logits) for each in continuations]
+        ends = [(len(each.tokens), each.num_logits) for each in passes]
         wanted = [hidden[count - num : count] for hidden, (count, num) in zip(parts, ends, strict=True)]
         sizes = [len(rows) for rows in wanted]
         if not sum(sizes):
@@ -266,22 +206,22 @@ class Level:
 class StreamingLevel(Level):
     """A level over streaming caches, which need not run tokens that no later row will see."""
 
-    def _caught_up(self, continuation: Continuation) -> Continuation:
+    def _caught_up(self, asked: Pass) -> Pass:
         """Run or skip its first tokens, so that one pass takes the rest."""
-        cache, rest = continuation.cache, continuation.tokens
+        cache, rest = self._cache, asked.tokens
         assert isinstance(cache, StreamingCache)
         missing_sinks = max(cache.sinks - cache.length, 0)
         if len(rest) > missing_sinks + cache.window:
             if missing_sinks:
-                self._forward([Continuation(cache, rest[:missing_sinks], 1)])
+                self._forward([Pass(self, rest[:missing_sinks], 1)])
             rest = rest[missing_sinks:]
             skipped = cache.skip(len(rest))
             rest = rest[skipped:]
             self.stats.rows -= skipped  # counted by the caller, never run
         while len(rest) > cache.max_rows:
-            self._forward([Continuation(cache, rest[: cache.max_rows], 1)])
+            self._forward([Pass(self, rest[: cache.max_rows], 1)])
             rest = rest[cache.max_rows :]
-        return replace(continuation, tokens=rest)
+        return replace(asked, tokens=rest)
 
     def _cut(self, num_rows: int) -> list[int]:
         """A few rows are padded to a power of two: they cost nothing, but a CPU's libraries spend several passes' time
@@ -292,11 +232,9 @@ class StreamingLevel(Level):
         return [power_of_two(num_rows, min(MAX_ROWS, self._cache.max_rows))]
 
 
-def run_together(levels: Sequence[Level], continuations: Sequence[Continuation]) -> list[tuple[Tensor, ...]]:
-    """One pass of several sequences, each with a level of its own; these are alike but for their caches, and share such
-    passes -> what is made of each one's logits. Each has the bits that it has alone, an equal part of the pass's
-    seconds and of the bytes that cross the link."""
-    return levels[0]._run(continuations, levels)
+def _level(asked: Pass) -> Level:
+    assert isinstance(asked.level, Level)
+    return asked.level
 
 
 def prefill(

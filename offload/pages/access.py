@@ -6,7 +6,7 @@ the host attends to; `PrefillTiles` stay on the device while their layer is work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -55,16 +55,6 @@ class TileAccess:
     def fetch_ahead(self, length: int) -> None:
         """After a forward, with `length` tokens in the cache: begin to bring what the next one needs first."""
 
-    def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
-        """From now on `meanwhile` is called again and again while a tile that is wanted has not come, until it does
-        nothing any more and returns False; None: the forward waits. It may run passes over other caches. It costs the
-        forward nothing but time."""
-
-    @property
-    def link_idle(self) -> bool:
-        """Whether all tiles that were asked for have come."""
-        return True
-
     def forget(self) -> None:
         """Homes change by a forward of another access: what was fetched ahead for the next one is stale."""
 
@@ -108,7 +98,6 @@ class StreamedTiles(TileAccess):
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
         self._packed = perf_counter()  # when pages were packed last
-        self._meanwhile: Callable[[], bool] | None = None
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
@@ -128,7 +117,6 @@ class StreamedTiles(TileAccess):
         if place != "stream":
             return super().open(layer, index)
         slot = self._slot(layer, index)
-        self._use_the_wait(slot)
         slot.full.wait()
         slot.opened = self._mover.opened(slot.tile, slot.staged)
         return slot.opened
@@ -171,9 +159,6 @@ class StreamedTiles(TileAccess):
             self._fetch_first(length)
             self._ahead = self._order[: len(self._slots)]  # now they are, even if the next step is broken off
 
-    def use_waits(self, meanwhile: Callable[[], bool] | None) -> None:
-        self._meanwhile = meanwhile
-
     def forget(self) -> None:
         for slot in self._slots:
             slot.full.wait()  # homes that it is read from must not be written meanwhile
@@ -182,10 +167,6 @@ class StreamedTiles(TileAccess):
     def settle(self) -> None:
         for slot in self._slots:
             slot.full.synchronize()
-
-    @property
-    def link_idle(self) -> bool:
-        return all(slot.full.happened() for slot in self._slots)
 
     def _pack(self, length: int) -> None:
         """Pack the whole pages of `length` tokens, and anew those that have codes since, for at most a share of the
@@ -200,11 +181,6 @@ class StreamedTiles(TileAccess):
         while again and perf_counter() - began < most:
             again = pages.pack_again(again)
         self._packed = perf_counter()
-
-    def _use_the_wait(self, slot: _Slot) -> None:
-        while self._meanwhile is not None and not slot.full.happened():
-            if not self._meanwhile():
-                return
 
     def _slot(self, layer: int, index: int) -> _Slot:
         return self._slots[self._position[layer, index] % len(self._slots)]

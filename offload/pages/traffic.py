@@ -82,6 +82,3 @@ class All:
     def synchronize(self) -> None:
         for event in self.events:
             event.synchronize()
-
-    def happened(self) -> bool:
-        return all(event.happened() for event in self.events)

@@ -126,10 +126,6 @@ class Cost(Passes):
         """Seconds in which `gamma` tokens are proposed to the target."""
         return gamma * (self.draft_pass if self.composition.inner is None else self.retrieval_token)
 
-    def tokens_of(self, gamma: int) -> float:
-        """Per round with `gamma` drafted ones."""
-        return expected_tokens(self.acceptance, gamma)
-
     @cached_property
     def refresh(self) -> float:
         """Seconds of choosing chunks and fetching them; those on the host cross the link."""

@@ -25,7 +25,7 @@ def read_plan(document: object) -> Plan:
     data = document.get("plan", document) if isinstance(document, dict) else document
     plan = Plan.from_dict(data)
     composition, request = plan.composition, plan.request
-    if request.num_sequences != 1 or request.turns:
+    if request.num_sequences != 1:
         raise ValueError(f"plan.request.num_sequences is {request.num_sequences}; it must be a plan for one sequence")
     if request.num_prompt_tokens < 1 or request.max_tokens < 1:
         raise ValueError(f"plan.request.capacity is {request.capacity}; it must be of a prompt and new tokens")

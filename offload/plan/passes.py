@@ -81,11 +81,6 @@ class Passes:
         return 1 - self.placement.resident_tiles / self.num_tiles if self.num_tiles else 0.0
 
     @property
-    def tiles_stream(self) -> bool:
-        """Whether any tile crosses the link."""
-        return self.placement.resident_tiles + self.placement.host_tiles < self.num_tiles
-
-    @property
     def link_share(self) -> float:
         """Of the bytes of cached numbers, what crosses the link."""
         return CACHED_SHARE[self.placement.link_bits]
@@ -123,11 +118,6 @@ class Passes:
     def full_link_seconds(self) -> float:
         """Seconds in which what a pass over the full cache needs crosses each device's link."""
         return self.full_link_bytes / self.link_rate
-
-    @property
-    def tile_link_seconds(self) -> float:
-        """Seconds in which a tile of one sequence crosses it."""
-        return self.tiles_bytes(1) / self.num_sequences * self.link_share / self.link_rate
 
     @property
     def full_host_bytes(self) -> float:

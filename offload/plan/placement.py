@@ -140,7 +140,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
         if "kv" in offload:
-            sizes["kv staging"] = (sizing.staging_tiles + (bits < 16)) * tile
+            sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
         return {name: size for name, size in (sizing.of_all(sizes) | of_tiles(tiles)).items() if size}
 
@@ -181,7 +181,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         link_bytes_per_second=_link_rate(sizing),
         link_bits=bits,
         weight_link_bits=weight_bits,
-        staging_tiles=sizing.staging_tiles,
+        staging_tiles=NUM_STAGING,
         embeds_on_host=table > 0,
     )
     return with_host_tiles(sizing, capacity, placement, 0)

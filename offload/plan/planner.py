@@ -27,7 +27,7 @@ from offload.records import entries, record
 
 __all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
 
-VERSION = 1  # of a plan's JSON: another one wherever the same plan and seed would give another text
+VERSION = 2  # of a plan's JSON: another one wherever the same plan and seed would give another text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,7 @@ class PlannedRequest:
 
     target, draft: the models by `key_of`, with the dtype and whether kernels are asked for.
     device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
-    num_sequences: that run at a time, each with caches for so many tokens. turns: half of them have a full pass at a
-    time, and the others draft while its tiles stream.
+    num_sequences: that run at a time, each with caches for so many tokens.
     """
 
     target: str
@@ -49,7 +48,6 @@ class PlannedRequest:
     num_prompt_tokens: int
     max_tokens: int
     num_sequences: int = 1
-    turns: bool = False
 
     @property
     def capacity(self) -> int:

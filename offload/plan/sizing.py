@@ -81,7 +81,6 @@ class Sizing:
     hardware: Hardware
     dtype: str
     num_sequences: int = 1  # at a time
-    staging_tiles: int = NUM_STAGING  # of each, through which its tiles stream
 
     def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by purpose for all sequences. sizes: for one."""

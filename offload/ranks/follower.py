@@ -19,7 +19,7 @@ import torch
 
 from offload.errors import TriforceError
 from offload.kernels.rows import Blocks
-from offload.model.level import run_together
+from offload.model.passes import Pass
 from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
@@ -108,8 +108,7 @@ class Follower:
         for part in parts:
             self._begin(**part)
         levels = [self._workers[part["worker"]].levels[part["level"]] for part in parts]
-        asked = [level.asked(part["tokens"], 0, None, ()) for level, part in zip(levels, parts, strict=True)]
-        run_together(levels, asked)
+        levels[0].run([Pass(level, part["tokens"], 0) for level, part in zip(levels, parts, strict=True)])
 
     def _begin(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
         """Forget what rank 0 has not got, and check that the rest is the same."""

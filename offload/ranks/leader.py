@@ -22,7 +22,8 @@ from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder, OnHidden
-from offload.model.level import Continuation, Level
+from offload.model.level import Level
+from offload.model.passes import Pass
 from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
@@ -248,18 +249,12 @@ class LeadingLevel(Level):
             self._worker.tell("truncate", level=self._name, length=length)
         super().truncate(length)
 
-    def _run(
-        self, continuations: Sequence[Continuation], levels: Sequence[Level] | None = None
-    ) -> list[tuple[Tensor, ...]]:
-        parts = [
-            cast(LeadingLevel, level)._part(each.tokens)
-            for level, each in zip(levels or [self], continuations, strict=True)
-        ]
+    def run(self, passes: Sequence[Pass]) -> None:
+        parts = [cast(LeadingLevel, each.level)._part(each.tokens) for each in passes]
         self._worker.tell_all("forward", parts=parts)
-        made = super()._run(continuations, levels)
+        super().run(passes)
         self._decoder.finish()
         self._worker.check()  # what a GPU computed beside a rank that died is not the model's
-        return made
 
     def _part(self, tokens: Sequence[int] | Tensor) -> dict[str, Any]:
         """Of a forward: what the other ranks have to know of this level's sequence."""

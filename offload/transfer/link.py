@@ -32,10 +32,6 @@ class Event(Protocol):
         """Return when it has happened: then the host sees it too."""
         ...
 
-    def happened(self) -> bool:
-        """Whether `wait` would cost nothing by now; cheap. It orders nothing: `wait` all the same."""
-        ...
-
 
 class Link(Protocol):
     """Both directions are independent of each other and keep their own order."""
@@ -65,9 +61,6 @@ class Done:
     def synchronize(self) -> None:
         return None
 
-    def happened(self) -> bool:
-        return True
-
 
 class CopyEvent:
     """Fires when a worker thread finished a copy; raises in the waiter what went wrong in the worker."""
@@ -88,9 +81,6 @@ class CopyEvent:
 
     def synchronize(self) -> None:
         self.wait()
-
-    def happened(self) -> bool:
-        return self._fired.is_set()
 
 
 @dataclass(frozen=True)
@@ -210,9 +200,6 @@ class CudaEvent:
 
     def synchronize(self) -> None:
         self.event.synchronize()
-
-    def happened(self) -> bool:
-        return bool(self.event.query())
 
 
 class CudaLink:

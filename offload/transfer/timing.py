@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
@@ -17,9 +16,8 @@ class Timing:
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
-        self._under_way: _Measured | None = None
         # Seconds of the stats that are not counted yet: so large a part of what was measured.
-        self._open: list[tuple[LevelStats, _Measured, float]] = []
+        self._open: list[tuple[LevelStats, _Stretch, float]] = []
 
     @contextmanager
     def measure(self, stats: LevelStats, rows: int) -> Iterator[None]:
@@ -28,23 +26,12 @@ class Timing:
         with measured_together([self], [(stats, rows)]):
             yield
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """What the body takes, in the middle of a pass that is measured, is no part of it: others' passes."""
-        assert self._under_way is not None
-        stretch = _Stretch(self._is_gpu)
-        yield
-        stretch.end()
-        self._under_way.left_out.append(stretch)
-
     def settle(self) -> None:
         """Count the seconds of all passes that have ended."""
         waiting = []
         for stats, measured, part in self._open:
-            if measured.whole.has_ended:
-                left_out = sum(stretch.seconds for stretch in measured.left_out)
-                stats.seconds += part * (measured.whole.seconds - left_out)
-                stats.meanwhile_seconds += part * left_out
+            if measured.has_ended:
+                stats.seconds += part * measured.seconds
             else:
                 waiting.append((stats, measured, part))
         self._open = waiting
@@ -53,15 +40,9 @@ class Timing:
 @contextmanager
 def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelStats, int]]) -> Iterator[None]:
     """The same of a pass that several levels share, each with its rows: each has an equal part of the seconds."""
-    measured = _Measured(_Stretch(timings[0]._is_gpu))
-    for timing in timings:
-        timing._under_way = measured
-    try:
-        yield
-        measured.whole.end()
-    finally:
-        for timing in timings:
-            timing._under_way = None
+    measured = _Stretch(timings[0]._is_gpu)
+    yield
+    measured.end()
     for timing, (stats, rows) in zip(timings, counted, strict=True):
         stats.count_pass(rows, 0.0)
         timing._open.append((stats, measured, 1 / len(counted)))
@@ -93,11 +74,3 @@ class _Stretch:
     @property
     def seconds(self) -> float:
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3 if self._events else self._seconds
-
-
-@dataclass
-class _Measured:
-    """A pass, and what is no part of it."""
-
-    whole: _Stretch
-    left_out: list[_Stretch] = field(default_factory=list)

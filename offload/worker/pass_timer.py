@@ -35,6 +35,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.model.decoder import Decoder, Segment
 from offload.model.level import Level
 from offload.model.loading import DTYPES
+from offload.model.passes import forward
 from offload.model.quantised import quantised_weights
 from offload.pages.tiles import TileShape
 from offload.plan.hardware import rates_key
@@ -199,7 +200,7 @@ class _Trial:
         def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
             self._cache.record_mass = masses
             self._cache.restored(num_tokens)
-            level.forward([0] * rows, rows)
+            forward(level, [0] * rows, rows)
 
         points: dict[Point, Run] = {("masses", MASS_ROWS): partial(run, whole, MASS_ROWS, self._num_tokens, True)}
         for rows in ROWS:
@@ -215,7 +216,7 @@ class _Trial:
         """A pass over the tokens in 4 bits."""
         quantised.truncate(self._num_tokens)
         level = Level("self", self._decoder(self._num_layers), quantised, vocab_size=self._vocab_size)
-        level.forward([0] * rows, rows)
+        forward(level, [0] * rows, rows)
 
     def _logits_and_draws(self) -> dict[Point, Run]:
         """Logits of the part of the vocabulary, and a draw from all of it after `rows` - 1 drafted tokens."""

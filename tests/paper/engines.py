@@ -32,7 +32,6 @@ class Case:
     host_tiles: int = 0
     dtype: str = "fp32"
     num_sequences: int = 1
-    turns: bool = False
 
     def plan(self, pair: Pair, device: str = "cuda:0") -> Plan:
         target, draft = pair
@@ -48,7 +47,7 @@ class Case:
         )
         return changed(
             plan, device=device, resident_tiles=self.resident_tiles, resident_layers=self.resident_layers,
-            fused_prefill=self.dtype != "fp32", host_tiles=self.host_tiles, turns=self.turns,
+            fused_prefill=self.dtype != "fp32", host_tiles=self.host_tiles,
         )  # fmt: skip
 
     def plain(self) -> Case:

@@ -127,22 +127,6 @@ def test_of_those_who_draft_the_cheapest_level_comes_first():
     assert sequences._cheapest(waiting) == waiting[1::2]
 
 
-def test_after_a_pass_nobody_drafts_in_the_middle_of_the_next():
-    """Also after one that was broken off."""
-    sequences, used = Sequences.__new__(Sequences), []
-    cache = SimpleNamespace(use_waits=used.append)
-    part = [SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(full=cache)), level="target")]
-
-    def broken_off() -> None:
-        with sequences._others_draft(part):
-            assert callable(used[-1])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        broken_off()
-    assert used[1:] == [None]
-
-
 def test_streamed_weights_cross_the_link_once_for_all(folders, monkeypatch):
     """Twenty more tokens of four texts take as many bytes as of one."""
     prompts = [random_tokens(50, seed=number) for number in range(4)]

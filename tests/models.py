@@ -263,13 +263,17 @@ class Sizes:
     sinks: int = 2
     window: int = 8
     capacity: int = 192
-    equal_rows: tuple[int, ...] = ()  # other block sizes that give the same bits
+    any_rows: bool = False  # passes have no padding: kernels give rows their bits among any others
     weight_bits: int = 16  # with fewer and a budget of 0 the target proposes to itself over its whole cache
     kv_bits: int = 16  # with fewer over that in as many bits
 
     @property
+    def block(self) -> int:
+        return 1 if self.any_rows else self.rows
+
+    @property
     def blocks(self) -> Blocks:
-        return Blocks(tuple(sorted({self.rows, *self.equal_rows})))
+        return Blocks((self.rows,))
 
 
 def scorings_of(decoder: Decoder, capacity: int, slack: int = 64) -> Sequence[Scoring]:
@@ -394,7 +398,7 @@ class Stack:
         self.sizes, self.target, self.draft = sizes, target, draft
         self.vocabulary = target.config.vocab_size
         self.full = full_cache(target, sizes, link=link, mass=sizes.gamma > 0)
-        self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, blocks=sizes.blocks, link=link)
+        self.full_level = Level("target", target, self.full, vocab_size=self.vocabulary, block=sizes.block, link=link)
         self.retrieval = retrieval_cache(self.full, sizes, kernels_of(target)) if sizes.gamma else None
         self.streaming = streaming_cache(draft, sizes) if draft is not None and sizes.draft_gamma else None
         self.retrieval_level: Level | None = None

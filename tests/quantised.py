@@ -13,9 +13,7 @@ from processor import best
 SHAPES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
 
 
-DRAFTED = Sizes(
-    gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, equal_rows=tuple(range(1, 17)), page=32, capacity=600
-)
+DRAFTED = Sizes(gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, any_rows=True, page=32, capacity=600)
 PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 
 

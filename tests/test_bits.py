@@ -45,14 +45,14 @@ from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
-from offload.kernels.rows import Blocks
 from offload.kv import Phase
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.model.decoder import Decoder
-from offload.model.few_rows import FewRows
 from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.native_layers import NativeLayers
 from offload.model.passes import Pass, forward
+from offload.model.torch_layers import TorchLayers
 from offload.plan.composition import LevelName
 from processor import OPERATORS, of, process_uses
 
@@ -257,7 +257,7 @@ def verified_together(target: Decoder, sizes: Sizes, ragged: Sequence[tuple[int,
         link = LateLink(late_in=True, late_out=True) if place % 2 else None
         cache = full_cache(target, sizes, mass=True, link=link)
         prefill(target, cache, tokens[:-count], rows=resident_rows(target, 7), on_tokens=lambda num_tokens: None)
-        level = Level("target", target, cache, vocab_size=VOCABULARY, blocks=sizes.blocks)
+        level = Level("target", target, cache, vocab_size=VOCABULARY, block=sizes.block)
         caches.append(cache)
         asked.append(Pass(level, tokens[-count:], count))
     asked[0].level.run(asked)
@@ -302,7 +302,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands_in_its_forward(decoders: Dec
     runs = []
     for step in (21, 1, 3):
         own = full_cache(target, Sizes(rows=rows))
-        level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
+        level = Level("target", target, own, vocab_size=VOCABULARY, block=rows)
         forward(level, tokens[:19], 1)
         runs.append(torch.cat([forward(level, tokens[at : at + step], step) for at in range(19, 40, step)]))
     assert torch.equal(runs[0], runs[1])
@@ -316,7 +316,7 @@ def test_a_tokens_logits_have_the_same_bits_however_many_logits_are_asked_for(
 ) -> None:
     target, tokens = decoders["target", kind], random_tokens(23)
     own = full_cache(target, Sizes(rows=rows))
-    level = Level("target", target, own, vocab_size=VOCABULARY, blocks=Blocks((rows,)))
+    level = Level("target", target, own, vocab_size=VOCABULARY, block=rows)
     logits = forward(level, tokens, 23)
     for count in (1, 2, 3, 7, 16, 22):
         level.truncate(0)
@@ -486,20 +486,20 @@ def test_a_generation_that_fails_in_a_layer_leaves_an_engine_that_says_the_same_
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
         whole = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)))
-        layer, few = Decoder._layer, FewRows.layer
+        layers = {kind: kind.run for kind in (TorchLayers, NativeLayers)}
         for fatal in (0, 5, 13, 14, 15, 16, 17, 20, 33):
             calls = 0
 
-            def failing(layer: Callable[..., None], *args: object) -> None:
+            def failing(layer: Callable[..., None], *args: object, **more: object) -> None:
                 nonlocal calls
                 calls += 1
                 if calls > fatal:  # noqa: B023
                     raise KeyboardInterrupt
-                layer(*args)
+                layer(*args, **more)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Decoder, "_layer", lambda *args: failing(layer, *args))
-                patch.setattr(FewRows, "layer", lambda *args: failing(few, *args))
+                for kind, run in layers.items():
+                    patch.setattr(kind, "run", lambda *args, run=run, **more: failing(run, *args, **more))
                 with pytest.raises(KeyboardInterrupt):
                     list(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)))
             assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))) == whole

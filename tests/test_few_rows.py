@@ -15,15 +15,15 @@ from torch.testing import assert_close
 from models import LateLink, Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
 from offload.kernels.cpu import FEW_ROWS
 from offload.model.decoder import Decoder
-from offload.model.few_rows import FewRows
 from offload.model.level import Level, StreamingLevel
+from offload.model.native_layers import NativeLayers
 from offload.model.passes import Pass, forward
 from offload.transfer.link import Link
 from processor import best, threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FAMILIES = ("llama-gqa", "llama-biased", "qwen2", "qwen3")
-SIZES = Sizes(page=8, capacity=192, chunk=4, equal_rows=tuple(range(1, FEW_ROWS + 1)))
+SIZES = Sizes(page=8, capacity=192, chunk=4, any_rows=True)
 LAST = 5
 TOKENS = random_tokens(90 + LAST, seed=2)
 
@@ -38,7 +38,7 @@ def run(decoder: Decoder, cuts: Sequence[int], *, pages: int = 2, link: Link | N
     """All tokens in forwards of `cuts` rows and a last one of LAST rows: (logits, masses of the last one)."""
     sizes = replace(SIZES, pages=pages)
     cache = full_cache(decoder, sizes, mass=True, link=link)
-    level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
+    level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, block=SIZES.block)
     logits, at = [], 0
     for count in (*cuts, LAST):
         logits.append(forward(level, TOKENS[at : at + count], count))
@@ -89,13 +89,13 @@ def test_a_pass_runs_on_the_kernels_where_that_is_asked_for(
 ) -> None:
     """Else the claims above would be about torch."""
     layers: list[int] = []
-    layer = FewRows.layer
+    layer = NativeLayers.run
 
-    def counted(self: FewRows, index: int, *args: object) -> None:
+    def counted(self: NativeLayers, index: int, *args: object) -> None:
         layers.append(index)
         layer(self, index, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FewRows, "layer", counted)
+    monkeypatch.setattr(NativeLayers, "run", counted)
     decoder = load(folders["qwen3"], kernels=best())
     run(decoder, [90])
     assert layers == [*range(decoder.config.num_layers)] * 2
@@ -132,18 +132,18 @@ def test_a_pass_that_is_broken_off_changes_nothing_of_the_next(
     """Rows are worked on in place, in memory that is kept."""
     decoder = load(folders["qwen2"], kernels=best())
     wanted, _ = run(decoder, [45, 45])
-    layer = FewRows.layer
+    layer = NativeLayers.run
     level = Level(
-        "target", decoder, full_cache(decoder, SIZES), vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks
+        "target", decoder, full_cache(decoder, SIZES), vocab_size=decoder.config.vocab_size, block=SIZES.block
     )
 
-    def fails(self: FewRows, index: int, *args: object) -> None:
+    def fails(self: NativeLayers, index: int, *args: object) -> None:
         layer(self, index, *args)  # type: ignore[arg-type]
         if index:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(FewRows, "layer", fails)
+        patch.setattr(NativeLayers, "run", fails)
         with pytest.raises(KeyboardInterrupt):
             forward(level, TOKENS[:60], 60)
     assert torch.equal(run(decoder, [45, 45])[0], wanted)

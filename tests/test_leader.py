@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from offload.errors import RankFailed
-from offload.kernels.rows import Blocks
 from offload.model.level import Level
 from offload.model.passes import forward
 from offload.plan.planner import Plan
-from offload.ranks import leader
 from offload.ranks.follower import Follower
 from offload.ranks.leader import Lead, LeadingLevel, LeadingWorker
 from offload.ranks.record import TokenRecord
@@ -158,21 +156,6 @@ def test_nothing_that_was_computed_beside_a_rank_that_died_comes_out(monkeypatch
     with pytest.raises(RankFailed, match="rank 1 ended"):
         forward(level, [1, 2], 1)
     assert finished == [1]
-
-
-def test_blocks_have_sizes_that_all_ranks_compute_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "equal_sizes", lambda plan, config: Blocks((1, 2, 4, 8)))
-    monkeypatch.setattr(leader, "fast_sizes", lambda plan, config, blocks: blocks)
-    plan = SimpleNamespace(as_dict=dict)
-
-    def sizes(*answers: list[int]) -> tuple[int, ...]:
-        lead = Lead.__new__(Lead)
-        lead.team = Told(*answers)  # type: ignore[assignment]
-        return lead.block_sizes(plan, None).sizes  # type: ignore[arg-type]
-
-    assert sizes([1, 4, 8, 16], [2, 4, 8]) == (4, 8)
-    with pytest.raises(RankFailed, match="no size of blocks in common"):
-        sizes([1, 4], [2, 8])
 
 
 def test_a_process_has_its_threads_again_when_the_ranks_have_gone() -> None:

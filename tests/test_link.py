@@ -492,7 +492,7 @@ def test_a_decode_forward_moves_the_used_pages_and_no_more(decoder: Decoder, len
     page_bytes = 2 * config.num_kv_heads * config.head_dim * sizes.page * 4
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
-        level = Level("target", decoder, cache, vocab_size=config.vocab_size, blocks=sizes.blocks, link=link)
+        level = Level("target", decoder, cache, vocab_size=config.vocab_size, block=sizes.block, link=link)
         prefill(
             decoder, cache, random_tokens(length), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None
         )
@@ -523,7 +523,7 @@ def test_what_was_fetched_ahead_is_not_fetched_again(decoder: Decoder) -> None:
     page_bytes = 2 * config.num_kv_heads * config.head_dim * sizes.page * 4
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
-        level = Level("target", decoder, cache, vocab_size=config.vocab_size, blocks=sizes.blocks, link=link)
+        level = Level("target", decoder, cache, vocab_size=config.vocab_size, block=sizes.block, link=link)
         prefill(decoder, cache, random_tokens(33), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
         for _ in range(10):
             forward(level, [5, 6], 1)
@@ -541,7 +541,7 @@ def test_a_prefill_makes_what_was_fetched_ahead_stale(decoder: Decoder) -> None:
     sizes = Sizes(page=8, pages=2, rows=4)
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
-        level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, blocks=sizes.blocks, link=link)
+        level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, block=sizes.block, link=link)
         logits = []
         for seed in (1, 2, 1):
             level.truncate(0)

@@ -98,7 +98,7 @@ def in_prefill(decoder: Decoder, cache: Cache, tokens: list[int], prefill_block:
 
 def in_decoding(decoder: Decoder, cache: Cache, tokens: list[int], step: int) -> Tensor:
     """The logits of all rows, `step` tokens to a forward of padded rows, every second one run wrongly first."""
-    level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
+    level = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, block=SIZES.block)
     logits = []
     for start in range(0, len(tokens), step):
         some = tokens[start : start + step]

@@ -40,9 +40,7 @@ from oracles import encode_kv_with_torch
 from processor import best, process_uses
 from quantised import engine_of, level_stats, saved
 
-SIZES = Sizes(
-    gamma=7, draft_gamma=3, budget=0, window=32, kv_bits=4, equal_rows=tuple(range(1, 17)), page=32, capacity=600
-)
+SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, kv_bits=4, any_rows=True, page=32, capacity=600)
 PLAIN = replace(SIZES, gamma=0, kv_bits=16)
 PROMPT = random_tokens(230, seed=7)  # some groups, and a tail
 make = partial(engine_of, prompt_tokens=400)
@@ -97,7 +95,7 @@ def test_it_holds_the_full_cache_after_every_refresh(
     draw = random.Random(5)
     full = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True) if late else None)
     cache = quantised_cache(full)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     own, most = Level("", decoder, cache, vocab_size=264), 0
     for _ in range(200):
         step = draw.choice(["verify", "verify", "draft", "cut", "start over", "restore", "refresh"])
@@ -131,7 +129,7 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
 ) -> None:
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     forward(target, PROMPT, 1)
     cache.refresh()
     target.truncate(200)
@@ -154,7 +152,7 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
 def test_codes_of_tokens_that_were_replaced_are_made_anew(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     forward(target, PROMPT, 1)
     cache.refresh()
     target.truncate(70)
@@ -168,7 +166,7 @@ def test_cut_to_the_length_that_it_has_it_holds_the_same(decoder: Decoder, lengt
     """As each rank cuts it before a forward. Texts shorter than a group were forgotten, and several ranks ended."""
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT[:length], 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT[:length], 1)
     cache.refresh()
     own = Level("", decoder, cache, vocab_size=264)
     wanted = forward(own, [5, 6, 7], 3)
@@ -191,7 +189,7 @@ def test_a_prefill_leaves_codes(folders: tuple[Path, Path]) -> None:
 def test_it_is_not_refreshed_where_nobody_wants_it(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES)
     cache = quantised_cache(full)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT[:8], 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT[:8], 1)
     assert not cache.prepare(8, wanted=False)
     assert cache.length == 0
 
@@ -199,7 +197,7 @@ def test_it_is_not_refreshed_where_nobody_wants_it(decoder: Decoder) -> None:
 def test_drafted_rows_are_seen_by_those_after_them_and_forgotten(decoder: Decoder) -> None:
     """Logits are those of a cache to which the same rows came in one pass, and near the target's own."""
     full = full_cache(decoder, SIZES)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT, 1)
     cache, drafts = quantised_cache(full), random_tokens(6, seed=3)
     own = Level("", decoder, cache, vocab_size=264)
     cache.refresh()
@@ -210,7 +208,7 @@ def test_drafted_rows_are_seen_by_those_after_them_and_forgotten(decoder: Decode
     own.truncate(len(PROMPT))
     one_by_one = torch.cat([forward(own, [token], 1) for token in drafts])
     assert torch.equal(together, one_by_one)
-    exact = forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), drafts, 6)
+    exact = forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), drafts, 6)
     distance = (together.float() - exact.float()).norm() / exact.float().norm()
     assert 0 < float(distance) < 0.3
 
@@ -218,7 +216,7 @@ def test_drafted_rows_are_seen_by_those_after_them_and_forgotten(decoder: Decode
 def test_a_prompt_after_what_was_precomputed_finds_room(decoder: Decoder) -> None:
     """More rows than are drafted at once go in before the next refresh."""
     full = full_cache(decoder, SIZES)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT[:100], 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT[:100], 1)
     small, large = quantised_cache(full, drafted=1), quantised_cache(full, drafted=200)
     for cache in (small, large):
         full.stable_length = 0  # the second asks, too

@@ -45,7 +45,7 @@ from quantised import engine_of, level_stats, saved
 
 BUDGET = 3 * GROUP
 SIZES = Sizes(
-    gamma=7, draft_gamma=3, budget=BUDGET, chunk=GROUP, window=32, kv_bits=4, equal_rows=tuple(range(1, 17)), page=64,
+    gamma=7, draft_gamma=3, budget=BUDGET, chunk=GROUP, window=32, kv_bits=4, any_rows=True, page=64,
     pages=2, capacity=600,
 )  # fmt: skip
 PLAIN = replace(SIZES, gamma=0, kv_bits=16, budget=0)
@@ -118,7 +118,7 @@ def test_it_holds_the_chosen_chunks_after_every_refresh(
     draw = random.Random(5)
     full = full_cache(decoder, SIZES, link=LateLink(late_in=True, late_out=True) if late else None, mass=True)
     cache = coded(full)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     own, most = Level("", decoder, cache, vocab_size=264), 0
     for _ in range(160):
         step = draw.choice(["verify", "verify", "draft", "cut", "start over", "restore"])
@@ -155,7 +155,7 @@ def test_it_holds_the_chosen_chunks_after_every_refresh(
 def test_the_first_tokens_are_held_whole_although_they_came_one_by_one(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     forward(target, random_tokens(EXACT - 2, seed=1), 1)
     for _ in range(4):
         forward(target, [9], 1)
@@ -166,7 +166,7 @@ def test_the_first_tokens_are_held_whole_although_they_came_one_by_one(decoder: 
 def test_the_chunks_with_the_most_mass_are_held(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT, 1)
     scores = cache.selector.scores(full, 5, GROUP, (len(PROMPT) - KV_TAIL) // GROUP)
     cache.selector.forget()
     cache.refresh(5)
@@ -181,7 +181,7 @@ def test_a_chunk_that_stays_is_not_fetched_again(decoder: Decoder, monkeypatch: 
     counts = count_fetched(monkeypatch)
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full, budget=64 * GROUP)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     fetched = []
     for count in (300, 40, 40):
         forward(target, random_tokens(count, seed=count), 1)
@@ -199,7 +199,7 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
 ) -> None:
     full = full_cache(decoder, SIZES, mass=True)
     cache = coded(full)
-    target = Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks)
+    target = Level("", decoder, full, vocab_size=264, block=SIZES.block)
     forward(target, PROMPT, 1)
     cache.refresh(3)
     target.truncate(200)
@@ -224,7 +224,7 @@ def test_with_room_for_all_chunks_logits_are_those_of_the_whole_cache_in_4_bits(
     from offload.transfer.memory import Memory
 
     full, drafts = full_cache(decoder, SIZES, mass=True), random_tokens(20, seed=3)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT, 1)
     memory = Memory(torch.device("cpu"))
     whole = QuantisedCache(full, memory, num_tokens=600, drafted=40, kernels=best())
     some, part = coded(full, budget=600), coded(full)
@@ -338,7 +338,7 @@ def test_two_ranks_say_the_same(folders: tuple[Path, Path], offload: tuple[str, 
 def test_its_codes_and_its_rows_are_its_bytes(decoder: Decoder) -> None:
     full = full_cache(decoder, SIZES, mass=True)  # with an arena of no bytes: all are taken beside it
     cache = coded(full)
-    forward(Level("", decoder, full, vocab_size=264, blocks=SIZES.blocks), PROMPT, 1)
+    forward(Level("", decoder, full, vocab_size=264, block=SIZES.block), PROMPT, 1)
     cache.refresh(1)
     assert full.pages._memory.allocated()["device"]["arena"] == cache.nbytes()
 

@@ -38,11 +38,11 @@ from offload.transfer.memory import Memory
 from processor import best
 from quantised import engine_of, level_stats, saved
 
-SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, weight_bits=4, equal_rows=tuple(range(1, 17)))
+SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, weight_bits=4, any_rows=True)
 BITS = [4, 6]
 PROMPT = random_tokens(60, seed=7)
 make = partial(engine_of, prompt_tokens=140)
-PLAIN = Sizes(equal_rows=SIZES.equal_rows)
+PLAIN = Sizes(any_rows=True)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_drafted_rows_change_nothing_of_the_targets(pair: tuple[Decoder, Decoder
 
 
 def level(decoder: Decoder, cache: object) -> Level:
-    return Level("", decoder, cache, vocab_size=264, blocks=SIZES.blocks)  # type: ignore[arg-type]
+    return Level("", decoder, cache, vocab_size=264, block=SIZES.block)  # type: ignore[arg-type]
 
 
 def alone(exact: Decoder, text: list[int], other: Decoder, drafted: list[int]) -> Tensor:

@@ -76,7 +76,7 @@ class Pair:
         memory = Memory(torch.device("cpu"))
         codes = QuantisedCache(away, memory, num_tokens=600, drafted=12, kernels=best(), beside=True)
         here = full_cache(decoder, sizes)
-        levels = [Level("", decoder, each, vocab_size=264, blocks=SIZES.blocks) for each in (away, here)]
+        levels = [Level("", decoder, each, vocab_size=264, block=SIZES.block) for each in (away, here)]
         return cls(away, codes, here, (levels[0], levels[1]))
 
     @property
@@ -272,7 +272,7 @@ def test_stale_codes_are_no_codes(decoder: Decoder) -> None:
     pair.forward(300, 1)
     pair.refresh()
     other = full_cache(decoder, SIZES)
-    forward(Level("", decoder, other, vocab_size=264, blocks=SIZES.blocks), random_tokens(300, seed=8), 1)
+    forward(Level("", decoder, other, vocab_size=264, block=SIZES.block), random_tokens(300, seed=8), 1)
     for full in (pair.away, pair.here):
         full.copy_from(other)
     assert pair.codes.covered == 0

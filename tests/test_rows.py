@@ -1,61 +1,43 @@
-"""Blocks of rows: any number of rows is cut into sizes that round alike on this machine."""
+"""Blocks of rows: torch's operators give a row the same bits at every place of a block, or rows run one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache, tiny_plan
-from offload.config.reading import read_config
+from models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
 from offload.kernels import rows as rows_module
-from offload.kernels.attention import Part
-from offload.kernels.device import NONE
-from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks, same_at_every_place
+from offload.kernels.rows import AttentionShape, attention_alike, products_alike, same_at_every_place
+from offload.model import decoder as decoder_module
 from offload.model.level import Level, StreamingLevel
 from offload.model.passes import forward
-from offload.plan.sizing import CPU_BLOCKS
-from offload.worker import assemble
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SIZES = st.sets(st.integers(1, 20), min_size=1).map(lambda sizes: Blocks(tuple(sorted(sizes))))
+PRODUCTS = ((96, 64, True), (64, 48, False))
+SHAPE = AttentionShape(4, 2, 16, num_pages=3, page_tokens=32)
+BLOCK = 16
 
 
-@given(SIZES, st.integers(0, 100))
-def test_a_cut_holds_all_rows_in_blocks_of_the_given_sizes(blocks: Blocks, num_rows: int) -> None:
-    cut = blocks.cut(num_rows)
-    assert set(cut) <= set(blocks.sizes)
-    assert sum(cut) >= num_rows
-    assert blocks.padded(num_rows) == sum(cut)
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    products_alike.cache_clear()
+    attention_alike.cache_clear()
 
 
-@given(SIZES, st.integers(1, 100))
-def test_a_padded_number_is_cut_the_same_way(blocks: Blocks, num_rows: int) -> None:
-    """The level pads and the cache cuts the padded rows; both must get the same blocks."""
-    assert blocks.cut(blocks.padded(num_rows)) == blocks.cut(num_rows)
+def products(dtype: torch.dtype) -> bool:
+    products_alike.cache_clear()
+    return products_alike(PRODUCTS, BLOCK, dtype, torch.get_num_threads())
 
 
-@given(SIZES, st.integers(1, 100))
-def test_only_the_last_block_is_padded_and_as_little_as_can_be(blocks: Blocks, num_rows: int) -> None:
-    *whole, last = blocks.cut(num_rows)
-    assert set(whole) <= {blocks.sizes[-1]}
-    smaller = [size for size in blocks.sizes if size < last]
-    assert not smaller or sum(whole) + smaller[-1] < num_rows
-
-
-SHAPES = Shapes(((96, 64, True),), (64, 48, False), 4, 2, 16, num_pages=3, page_tokens=32)
-
-
-def probe(dtype: torch.dtype) -> Blocks:
-    rows_module.equal_blocks.cache_clear()
-    return equal_blocks(SHAPES, CPU_BLOCKS, dtype, torch.get_num_threads())
+def attention(dtype: torch.dtype) -> bool:
+    attention_alike.cache_clear()
+    return attention_alike(SHAPE, BLOCK, dtype, torch.get_num_threads())
 
 
 def shuffled(tensor: Tensor, dim: int) -> Tensor:
@@ -65,69 +47,16 @@ def shuffled(tensor: Tensor, dim: int) -> Tensor:
     return tensor.index_select(dim, order)
 
 
-def other_order_for(sizes: set[int], inner: Callable[..., Tensor], *, first_row: int = 0) -> Callable[..., Tensor]:
-    """`linear` that sums in another order for so many rows, the first of them row `first_row` or later."""
+def other_order_at(places: slice, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`linear` that sums the rows at some places of a block in another order."""
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) in sizes and x.storage_offset() >= first_row * x.shape[1]:
-            return inner(shuffled(x, 1), shuffled(weight, 1), bias)
-        return inner(x, weight, bias)
-
-    return product
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_a_product_that_rounds_differently_for_some_number_of_rows_is_found(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = probe(dtype)
-    assert {8, 16} <= set(usual.sizes)
-    for size, first_row in ((12, 0), (16, 0), (16, 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(rows_module, "linear", other_order_for({size}, rows_module.linear, first_row=first_row))
-            assert probe(dtype).sizes == tuple(kept for kept in usual.sizes if kept != size)
-    rows_module.equal_blocks.cache_clear()
-
-
-def other_order_at(places: slice, sizes: set[int], inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`linear` that sums the rows at some places of a block in another order, in blocks of some sizes."""
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = inner(x, weight, bias)
-        if len(x) in sizes:
+        if len(x) > 1:
             out[places] = inner(shuffled(x, 1), shuffled(weight, 1), bias)[places]
         return out
 
     return product
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-@pytest.mark.parametrize(
-    ("places", "sizes", "left"),
-    [
-        (slice(1, None, 2), set(CPU_BLOCKS), {1}),
-        (slice(0, 1), set(CPU_BLOCKS), {1}),
-        (slice(15, 16), {16, 32}, set(CPU_BLOCKS) - {16, 32}),
-        (slice(2, None, 3), {12}, set(CPU_BLOCKS) - {12}),
-    ],
-    ids=["odd rows", "first row", "sixteenth row", "every third of 12"],
-)
-def test_a_size_in_whose_blocks_a_rows_place_changes_its_bits_is_found(
-    places: slice, sizes: set[int], left: set[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: rows were compared with those at the same place of a larger block alone, so all sizes were kept where the
-    odd rows of all blocks were summed in another order. Rows by themselves are left."""
-    usual = set(probe(dtype).sizes)
-    monkeypatch.setattr(rows_module, "linear", other_order_at(places, sizes, rows_module.linear))
-    assert set(probe(dtype).sizes) == (usual & left or {1})
-    rows_module.equal_blocks.cache_clear()
-
-
-def test_rows_by_themselves_are_left_whatever_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "linear", other_order_at(slice(1, None, 2), {2, 4}, rows_module.linear))
-    rows_module.equal_blocks.cache_clear()
-    assert equal_blocks(SHAPES, (2, 4), torch.float32, torch.get_num_threads()).sizes == (1,)
-    rows_module.equal_blocks.cache_clear()
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -143,99 +72,40 @@ def test_the_check_of_places_finds_any_one_that_is_otherwise(place: int) -> None
     assert not same_at_every_place(otherwise, rows)
 
 
-def test_where_no_size_suits_all_layers_rows_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, found = save(random_model(), tmp_path), iter([Blocks((2, 4)), Blocks((3, 8))])
-    plan = tiny_plan(folder, None, Sizes(), num_prompt_tokens=20, max_tokens=10)
-    monkeypatch.setattr(assemble, "_kernels", lambda plan, config: NONE)
-    monkeypatch.setattr(assemble, "_shapes", lambda plan, config: [SHAPES, SHAPES])
-    monkeypatch.setattr(assemble, "equal_blocks", lambda *shapes: next(found))
-    assert assemble.equal_sizes(plan, read_config(folder)).sizes == (1,)
-
-
-def test_of_sizes_that_round_in_two_ways_the_larger_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen with a model of many heads: some sizes rounded like the smallest, others like the largest, 8 like none."""
-    usual = set(probe(torch.bfloat16).sizes)
-    inner = rows_module.linear
-    for odd in ({7, 8, 12}, {24, 32}, {1, 32}):
-        monkeypatch.setattr(rows_module, "linear", other_order_for(odd, inner))
-        assert set(probe(torch.bfloat16).sizes) == usual - odd
-    rows_module.equal_blocks.cache_clear()
-
-
-def test_a_machine_that_errs_once_costs_a_size_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen once in about a hundred starts on one CPU: the first block of a trial differed from all later ones."""
-    usual, attend, errors = probe(torch.bfloat16).sizes, rows_module.attend, iter([1.0])
-
-    def erring(*args: Any) -> Part:
-        part = attend(*args)
-        return replace(part, out=part.out + next(errors, 0.0))
-
-    monkeypatch.setattr(rows_module, "attend", erring)
-    assert probe(torch.bfloat16).sizes == usual[:-1]
-    rows_module.equal_blocks.cache_clear()
-
-
-def timed(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], *sizes: int) -> tuple[int, ...]:
-    """The sizes that are kept if blocks take these times."""
-    monkeypatch.setattr(rows_module, "_seconds", lambda run, sizes: {size: seconds(size) for size in sizes})
-    rows_module.fast_blocks.cache_clear()
-    try:
-        return fast_blocks(SHAPES, Blocks(sizes), torch.float32, 1).sizes
-    finally:
-        rows_module.fast_blocks.cache_clear()
-
-
-def test_a_size_is_kept_where_it_is_faster_than_the_smaller_ones_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert timed(monkeypatch, lambda size: 10 + size, 1, 8, 16, 32) == (1, 8, 16, 32)
-    assert timed(monkeypatch, lambda size: size, 1, 8, 16, 32) == (1,)
-    assert timed(monkeypatch, lambda size: 10 + size + 25 * (size > 16), 1, 8, 16, 24, 32) == (1, 8, 16)
-    assert timed(monkeypatch, lambda size: 10 + size + 100 * (size == 16), 8, 16, 24) == (8, 24)
-    assert timed(monkeypatch, lambda size: 10 + size, 7) == (7,)
-
-
-def test_a_size_takes_what_it_took_at_best_and_new_memory_is_met_by_the_largest(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    "places",
+    [slice(1, None, 2), slice(0, 1), slice(15, 16), slice(2, None, 3)],
+    ids=["odd rows", "first row", "last row", "every third"],
+)
+def test_a_product_in_whose_blocks_a_rows_place_changes_its_bits_is_found(
+    places: slice, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[int] = []
-    pauses = iter([5.0, 5.0, 0.0, 0.0, 0.0, 9.0])
-    now = 0.0
-
-    def run(size: int) -> None:
-        nonlocal now
-        ran.append(size)
-        now += size + next(pauses)
-
-    monkeypatch.setattr(rows_module, "perf_counter", lambda: now)
-    assert rows_module._seconds(run, (1, 8, 16), times=2) == {1: 1.0, 8: 8.0, 16: 16.0}
-    assert ran == [16, 8, 1] * 2
-
-
-def test_the_trial_of_sizes_runs_a_layer_over_a_tile() -> None:
-    rows_module.fast_blocks.cache_clear()
-    kept = fast_blocks(SHAPES, Blocks((1, 8, 16)), torch.float32, torch.get_num_threads()).sizes
-    assert kept[0] == 1
-    assert set(kept) <= {1, 8, 16}
+    """Bug: rows were compared with those at the same place of a larger block alone."""
+    assert products(dtype)
+    monkeypatch.setattr(rows_module, "linear", other_order_at(places, rows_module.linear))
+    assert not products(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_attention_that_rounds_differently_for_some_number_of_rows_is_found(
+def test_attention_in_whose_blocks_a_rows_place_changes_its_bits_is_found(
     half: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = rows_module.attend
 
-    def otherwise(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> object:
-        if q.shape[1] == 2 * 16:  # two query heads for each KV head
-            if half == "keys":
-                q, keys = shuffled(q, 2), shuffled(keys, 3)
-            else:
-                keys, values = shuffled(keys, 2), shuffled(values, 2)
-        return attend(q, keys, values, visible)
+    def otherwise(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Any:
+        found = attend(q, keys, values, visible)
+        if half == "keys":
+            q, keys = shuffled(q, 2), shuffled(keys, 3)
+        else:
+            keys, values = shuffled(keys, 2), shuffled(values, 2)
+        found.out[:, 0] = attend(q, keys, values, visible).out[:, 0]
+        return found
 
-    usual = probe(dtype)
+    assert attention(dtype)
     monkeypatch.setattr(rows_module, "attend", otherwise)
-    assert probe(dtype).sizes == tuple(size for size in usual.sizes if size != 16)
-    rows_module.equal_blocks.cache_clear()
+    assert not attention(dtype)
 
 
 def test_rounding_of_1e_8_in_one_products_values_is_found_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,44 +115,61 @@ def test_rounding_of_1e_8_in_one_products_values_is_found_in_bf16(monkeypatch: p
 
     def rounded(weights: Tensor, values: Tensor) -> Tensor:
         out = bmm(weights, values)
-        if weights.shape[1] == 2 * 16:  # two query heads for each KV head
-            out[0, 0] += 1e-8
+        out[0, 0] += 1e-8
         return out
 
-    usual = probe(torch.bfloat16).sizes
+    assert attention(torch.bfloat16)
     monkeypatch.setattr(torch, "bmm", rounded)
-    assert probe(torch.bfloat16).sizes == tuple(size for size in usual if size != 16)
-    rows_module.equal_blocks.cache_clear()
+    assert not attention(torch.bfloat16)
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_logits_have_the_same_bits_in_a_block_of_any_size_that_was_found_equal(
-    tmp_path: Path, dtype: str
+def test_a_tokens_logits_have_the_same_bits_in_passes_of_any_number_of_rows(
+    tmp_path: Path, dtype: str, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole passes of a model over a cache of two tiles, cut in every way that the found sizes allow."""
+    """Whole passes of a model over a cache of two tiles; where places do not round alike, rows run one by one."""
     target = load(save(random_model(), tmp_path), dtype=DTYPES[dtype])
-    config, tokens = target.config, random_tokens(60, vocabulary=target.config.vocab_size)
-    sizes = Sizes(rows=8, page=16, pages=2)
-    head = (config.vocab_size, config.hidden_size, False)
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    shapes = Shapes(config.layer_products(), head, *heads, sizes.pages, sizes.page)
-    found = equal_blocks(shapes, CPU_BLOCKS, target.weights.embedding.dtype, torch.get_num_threads())
+    tokens, sizes = random_tokens(60, vocabulary=target.config.vocab_size), Sizes(rows=BLOCK, page=16, pages=2)
+    rows = set[int]()
+    if not alike:
+        odd = other_order_at(slice(1, None, 2), torch.nn.functional.linear)
+
+        def counted(x: Tensor, *args: Any) -> Tensor:
+            rows.add(len(x))
+            return odd(x, *args)
+
+        monkeypatch.setattr("offload.weights.linear.linear", counted)
+        monkeypatch.setattr(decoder_module, "products_alike", lambda *args: False)
     runs = []
-    for blocks, step in [(Blocks((8,)), 20), *((found, step) for step in (1, 2, 3, 5, 8, 11, 20))]:
-        cache = full_cache(target, Sizes(rows=8, page=16, pages=2, equal_rows=blocks.sizes))
-        level = Level("target", target, cache, vocab_size=config.vocab_size, blocks=blocks)
+    for step in (20, 1, 2, 3, 5, 8, 11):
+        level = Level("target", target, full_cache(target, sizes), vocab_size=target.config.vocab_size, block=BLOCK)
         forward(level, tokens[:20], 1)
         parts = [tokens[at : at + step] for at in range(20, 60, step)]
         runs.append(torch.cat([forward(level, part, len(part)) for part in parts]))
     assert all(torch.equal(run, runs[0]) for run in runs)
+    assert rows == (set() if alike else {1})
+
+
+def test_the_trial_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[int]()
+    same = rows_module.same_at_every_place
+    monkeypatch.setattr(rows_module, "same_at_every_place", lambda *args: tried.append(1) or same(*args))
+    target = load(save(random_model(), tmp_path), dtype=torch.float32)
+    cache = full_cache(target, Sizes(rows=BLOCK))
+    level = Level("target", target, cache, vocab_size=target.config.vocab_size, block=BLOCK)
+    forward(level, [1, 2, 3], 1)
+    count = len(tried)
+    forward(level, [4], 1)
+    assert len(tried) == count > 0
 
 
 # A draft
 
 
 class Unpadded(StreamingLevel):
-    def _cut(self, num_rows: int) -> list[int]:
-        return [num_rows]
+    def _room(self, num_rows: int) -> int:
+        return num_rows
 
 
 def test_a_drafts_few_rows_are_padded_to_a_power_of_two_and_mean_the_same(

@@ -104,7 +104,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> tuple[FullCache, Level
     """A target whose full cache holds 41 tokens, the last four of them verified in one pass."""
     decoder = load(save(random_model(), tmp_path_factory.mktemp("target")))
     full = full_cache(decoder, SIZES, mass=True)
-    level = Level("target", decoder, full, vocab_size=decoder.config.vocab_size, blocks=SIZES.blocks)
+    level = Level("target", decoder, full, vocab_size=decoder.config.vocab_size, block=SIZES.block)
     tokens = random_tokens(41)
     forward(level, tokens[:37], 1)
     forward(level, tokens[37:], 1)

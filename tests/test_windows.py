@@ -285,7 +285,7 @@ def scripted(decoder: Decoder, seed: int, *, undo: int, acts: Sequence[str]) -> 
     draw = random.Random(seed)
     tokens = random_tokens(150, seed=seed)
     small, large = (target_cache(decoder, SIZES, undo=size) for size in (undo, 400))
-    levels = [Level("target", decoder, cache, vocab_size=264, blocks=SIZES.blocks) for cache in (small, large)]
+    levels = [Level("target", decoder, cache, vocab_size=264, block=SIZES.block) for cache in (small, large)]
     for _ in range(25):
         room = 150 - large.length
         count = min(draw.randrange(1, 30), room)
@@ -327,9 +327,9 @@ def test_a_level_that_drafts_in_the_ring_leaves_the_targets_logits_alone(decoder
     assert isinstance(cache, MixedCache)
     assert isinstance(cache._growing, FullCache)
     ahead = MixedCache(decoder.config, AheadCache(cache._growing), cache._windows, drafts=True)
-    own = Level("self", decoder, ahead, vocab_size=264, blocks=SIZES.blocks)
-    target = Level("target", decoder, cache, vocab_size=264, blocks=SIZES.blocks)
-    plain = Level("target", decoder, target_cache(decoder, SIZES), vocab_size=264, blocks=SIZES.blocks)
+    own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
+    target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
+    plain = Level("target", decoder, target_cache(decoder, SIZES), vocab_size=264, block=SIZES.block)
     for start in range(0, 90, 3):
         some = tokens[start : start + 3]
         forward(own, [*some[:1], 0], 1)
@@ -344,7 +344,7 @@ def test_a_level_that_drafts_in_the_ring_leaves_the_targets_logits_alone(decoder
 
 # Engines: what comes back is what a fresh start says.
 
-PLAIN = Sizes(rows=4, page=32, prefill_block=16, equal_rows=tuple(range(1, 17)), capacity=600)
+PLAIN = Sizes(rows=4, page=32, prefill_block=16, any_rows=True, capacity=600)
 
 
 def engine_plan(folder: Path) -> Plan:

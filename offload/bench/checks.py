@@ -36,7 +36,7 @@ from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 from offload.weights.homes import HomeMaker
 from offload.weights.layout import LayerLayout
-from offload.worker.assemble import equal_sizes, full_cache, scorings_of
+from offload.worker.assemble import block_rows, full_cache, scorings_of
 
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
 NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after them
@@ -187,10 +187,10 @@ class Trial:
     def _run(self, plan: Plan, *, apart: bool = False) -> tuple[Tensor, Tensor]:
         """(the last COMPARED rows of the prefill, the decoded rows), [n, H * D] on the CPU. apart: rows of a pass each
         by itself."""
-        device, blocks = self._device, self._blocks(plan)
+        device, block = self._device, block_rows(plan, self.config)
         link = make_link(device) if plan.placement.offload else None
         with closing(link) if link is not None else nullcontext():
-            cache = full_cache(plan, self.config, Memory(device), link, blocks)
+            cache = full_cache(plan, self.config, Memory(device), link, Blocks((block,)))
             prefilled = []
             cache.begin("prefill", NUM_TOKENS)
             for start in range(0, NUM_TOKENS, plan.placement.prefill_block):
@@ -200,7 +200,7 @@ class Trial:
             decode = []
             count = 1 if apart else NUM_ROWS
             for at in range(NUM_TOKENS, LENGTH, count):
-                padded = blocks.padded(count)
+                padded = count + -count % block
                 cache.begin("decode", padded)
                 decode.append(cache.attend(0, *self._rows.part(at, at + padded, device))[:count].cpu())
                 cache.advance(count)
@@ -215,8 +215,8 @@ class Trial:
             out = torch.empty(len(x), len(weight), dtype=x.dtype)
             Steps(kernels, [Step(x, weight, None, out)], room_to_widen(*x.shape)).run(len(x))
             return out
-        count = self._blocks(self._plan("")).padded(len(x))
-        padded = torch.cat([x, x.new_zeros(count - len(x), x.shape[1])])
+        padding = -len(x) % block_rows(self._plan(""), self.config)
+        padded = torch.cat([x, x.new_zeros(padding, x.shape[1])])
         return linear(padded.to(self._device), weight.to(self._device))[: len(x)].cpu()
 
     @cached_property
@@ -254,9 +254,6 @@ class Trial:
             plan.placement, tile_tokens=PAGE_TOKENS, offload=offloaded, resident_tiles=tiles, link_bits=link_bits
         )
         return replace(plan, placement=placement)
-
-    def _blocks(self, plan: Plan) -> Blocks:
-        return equal_sizes(plan, self.config)
 
 
 LENGTH = NUM_TOKENS + NUM_ROWS

@@ -6,27 +6,27 @@ whatever works on rows works on all of them together, attention works sequence b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, rms_norm, silu
+from torch.nn.functional import rms_norm
 
-from offload.config.block import Attention, Block
 from offload.config.model import ModelConfig
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
-from offload.kernels.norms import NormWeights, add_normed, normed_heads
+from offload.kernels.rows import products_alike
 from offload.kv import Cache
-from offload.model.few_rows import FewRows, normed_over_ranks, norms_over_ranks
-from offload.model.shared_blocks import SharedBlocks
+from offload.model.heads import norms_over_ranks
+from offload.model.native_layers import NativeLayers
 from offload.model.sums import Due, OneRank, Sums
+from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
-from offload.weights.layout import LayerWeights
 
 # Called with a block's first row and the block [n, hidden], as the last layer left it; it is written to afterwards.
 OnHidden = Callable[[int, Tensor], None]
@@ -53,7 +53,10 @@ class Decoder:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
-        self._idle: list[FewRows] = []  # a pass takes one, and another one where it runs in the middle of a pass
+        self._operators = TorchLayers(config, self._sums)
+        self._native: NativeLayers | None = None
+        if isinstance(kernels, CpuKernels):
+            self._native = NativeLayers(kernels, config, dtype, self._sums)
 
     def over(self, weights: Weights) -> Decoder:
         """The same model over other weights."""
@@ -83,34 +86,24 @@ class Decoder:
     @property
     def takes_any_rows(self) -> bool:
         """True where every number of rows is as good as its neighbours, up to FEW_ROWS."""
-        return self._kernels.usable
+        return self._native is not None
 
-    def forward(
-        self,
-        segments: Sequence[Segment],
-        *,
-        blocks: Sequence[int] | None = None,
-        shared: SharedBlocks | None = None,
-    ) -> Tensor:
+    def forward(self, segments: Sequence[Segment], *, block: int | None = None) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
-        blocks: every matrix product sees exactly these numbers of rows, one after the other (`T` is their sum), so that
-        a row's bits do not depend on how many others there are; None: all at once. shared: those of several segments,
-        whose rows come out in its order. With several ranks it ends on all of them.
+        block: torch's products see blocks of so many rows, of which T is a multiple, so that a row's bits do not depend
+        on how many others there are; None: all of a segment at once. With several ranks it ends on all of them.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
-        if shared is not None:
-            tokens, blocks = shared.joined(tokens), shared.sizes
-        if blocks is not None and len(tokens) != sum(blocks):
-            raise ValueError(f"{len(tokens)} rows are not blocks of {blocks}")
-        if self.takes_any_rows and (blocks is not None or len(tokens) <= FEW_ROWS):
-            with self._few_rows() as few:
-                return self._forward_few(few, tokens, segments)
-        x = self._embedded(tokens)
+        if (native := self._native_for(len(tokens), block)) is not None:
+            x, run = self._embedded(tokens, native.rows(len(tokens))), native.run
+        else:
+            blocks = self._blocks([len(each.tokens) for each in segments], block)
+            x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks)
         with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
-                self._layer(layer, weights, x, segments, blocks, shared)
+                run(layer, weights, x, partial(_attend, segments))
         return x
 
     def prefill(
@@ -133,22 +126,10 @@ class Decoder:
                 if layer == 0:
                     self._embedded(segment.tokens[start : start + len(x)], x)
                 with self._due(x, 1):
-                    self._layer(layer, weights, x, [segment])
+                    self._operators.run(layer, weights, x, segment.cache.attend)
                 if on_hidden is not None and layer == self.config.num_layers - 1:
                     on_hidden(start, x)
                 on_rows(len(x))
-
-    def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
-        num_rows = tokens.shape[0]
-        x = self._embedded(tokens, few.rows(num_rows))
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(layer, q, k, v, segments)
-
-        with self._due(x, self.config.num_layers):
-            for layer, weights in enumerate(self.weights.layers):
-                few.layer(layer, weights, num_rows, attend)
-        return x
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, hidden], in `out` where that is given."""
@@ -157,31 +138,43 @@ class Decoder:
             x.copy_(rms_norm(x.float(), x.shape[1:], eps=norm.eps))
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
-    @contextmanager
-    def _few_rows(self) -> Iterator[FewRows]:
-        """Not in use; what is in its rows then stays there until the next pass."""
-        dtype = self.weights.embedding.dtype
-        assert isinstance(self._kernels, CpuKernels)
-        few = self._idle.pop() if self._idle else FewRows(self._kernels, self.config, dtype, self._sums)
-        try:
-            yield few
-        finally:
-            self._idle.append(few)
+    def _native_for(self, num_rows: int, block: int | None) -> NativeLayers | None:
+        """What runs so many rows by the CPU's kernels; None: torch's operators do."""
+        if self._native is None or (block is None and num_rows > FEW_ROWS):
+            return None
+        return self._native
+
+    def _blocks(self, rows: Sequence[int], block: int | None) -> list[int] | None:
+        """The numbers of rows that torch's products see; None: all. rows: of each segment. A row is a block by itself
+        where its place in one of `block` rows would change its bits."""
+        if block is None:
+            return list(rows) if len(rows) > 1 else None
+        if sum(rows) % block:
+            raise ValueError(f"{sum(rows)} rows are no blocks of {block}")
+        size = block if self._rounds_alike(block) else 1
+        return [size] * (sum(rows) // size)
+
+    def _rounds_alike(self, block: int) -> bool:
+        """Whether a row has the same bits at every place of a block. A GPU's places are tried by its tests."""
+        if self.device.type != "cpu":
+            return True
+        config, dtype = self.config, self.weights.embedding.dtype
+        products = (*config.all_products, (config.vocab_size, config.hidden_size, False))
+        return products_alike(products, block, dtype, torch.get_num_threads())
 
     def finish(self) -> None:
         """Return when all that was computed is there: on a GPU, calls return before it is."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def logits(self, hidden: Tensor, *, blocks: Sequence[int] | None = None) -> Tensor:
-        """hidden [n, hidden] -> [n, V] in the model's dtype."""
+    def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
+        """hidden [n, hidden] -> [n, V] in the model's dtype. block: as of `forward`."""
         assert self.weights.head is not None, "rank 0 alone has the head"
-        if self.takes_any_rows and (blocks is not None or len(hidden) <= FEW_ROWS):
-            with self._few_rows() as few:
-                logits = few.logits(hidden, self.weights.final_norm, self.weights.head)
+        norm, head = self.weights.final_norm, self.weights.head
+        if (native := self._native_for(len(hidden), block)) is not None:
+            logits = native.logits(hidden, norm, head)
         else:
-            head, norm = self.weights.head, self.weights.final_norm
-            logits = _by_block(blocks, hidden, lambda part: head(norm(part)))
+            logits = self._operators.logits(hidden, norm, head, self._blocks([len(hidden)], block))
         if self.config.logits_scale != 1:
             logits.mul_(self.config.logits_scale)
         if (cap := self.config.logits_cap) is not None:
@@ -195,82 +188,11 @@ class Decoder:
         squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
         return self._sums.due([*squares, Due(rows, hidden), Due(rows, hidden)] * num_layers, x)
 
-    def _layer(
-        self,
-        layer: int,
-        weights: LayerWeights,
-        x: Tensor,
-        segments: Sequence[Segment],
-        blocks: Sequence[int] | None = None,
-        shared: SharedBlocks | None = None,
-    ) -> None:
-        """x [T, hidden], in place."""
-        block = self.config.blocks[layer]
-        qkv = _by_block(blocks, x, lambda part: weights.qkv(_normed(part, weights.before_attention)))
-        beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part)) if block.side_by_side else None
-        gate_size = block.attention.q_size if block.attention.gate else 0
-        heads, gate = qkv.split((qkv.shape[1] - gate_size, gate_size), 1)
-        q, k, v = self._heads(block.attention, weights, heads if shared is None else shared.apart(heads))
-        attended = self._attend(layer, q, k, v, segments)
-        attended = attended if shared is None else shared.joined(attended)
-        attended = attended * gate.sigmoid() if gate_size else attended
-        self._add(x, _by_block(blocks, attended, weights.o), weights.after_attention, block)
-        if beside is None:
-            beside = _by_block(blocks, x, lambda part: self._feed_forward(weights, part))
-        self._add(x, beside, weights.after_feed_forward, block)
-        if weights.factor is not None:
-            x *= weights.factor
 
-    def _add(self, x: Tensor, part: Tensor, norm: NormWeights | None, block: Block) -> None:
-        """To x, in place, what this rank's part of a layer gives."""
-        add_normed(x, self._sums.total(part), norm, block.scale)
-
-    def _feed_forward(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """x [n, hidden] -> [n, hidden], of this rank's part of the network."""
-        block = self.config.block
-        inner = weights.gate_up(
-            _normed(x, weights.before_attention if block.side_by_side else weights.before_feed_forward)
-        )
-        if not block.feed_forward.gated:
-            return weights.down(_activated(inner, block))
-        gate, up = inner.chunk(2, -1)
-        return weights.down(_activated(gate, block).mul_(up))
-
-    def _heads(self, attention: Attention, weights: LayerWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (H + 2 H_kv) * D], or (H + H_kv) where values are keys -> q [T, H, D], k and v [T, H_kv, D], normed where
-        the model does that."""
-        q, k, *values = qkv.split(attention.parts[: 2 if attention.values_are_keys else 3], 1)
-        v = normed_heads(values[0] if values else k, weights.v_norm, attention.head_dim)
-        if norms_over_ranks(self.config, self._sums):
-            q, k = normed_over_ranks(q, k, weights, self._sums)
-        else:
-            size = 0 if attention.norms_whole else attention.head_dim
-            q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
-        q, k, v = (rows.unflatten(1, (-1, attention.head_dim)) for rows in (q, k, v))
-        return q, k, v
-
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Each segment's share of these rows, through its cache -> [T, H * D]."""
-        if len(segments) == 1:
-            return segments[0].cache.attend(layer, q, k, v)
-        counts = [len(each.tokens) for each in segments]
-        own = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
-        return torch.cat([each.cache.attend(layer, *rows) for each, rows in zip(segments, own, strict=True)])
-
-
-def _normed(x: Tensor, norm: NormWeights | None) -> Tensor:
-    return x if norm is None else norm(x)
-
-
-def _activated(x: Tensor, block: Block) -> Tensor:
-    activation = block.feed_forward.activation
-    if activation == "silu":
-        return silu(x)
-    return gelu(x, approximate="tanh") if activation == "gelu_tanh" else relu(x).square_()
-
-
-def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
-    """`operator` over x in blocks of exactly these numbers of rows."""
-    if blocks is None or len(blocks) == 1:
-        return operator(x)
-    return torch.cat([operator(part) for part in x.split(list(blocks))])
+def _attend(segments: Sequence[Segment], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each segment's share of the rows q [T, H, D], k and v [T, H_kv, D], through its cache -> [T, H * D]."""
+    if len(segments) == 1:
+        return segments[0].cache.attend(layer, q, k, v)
+    counts = [len(each.tokens) for each in segments]
+    own = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
+    return torch.cat([each.cache.attend(layer, *rows) for each, rows in zip(segments, own, strict=True)])

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.cpu import FEW_ROWS, wanted
-from offload.kernels.rows import MAX_ROWS, Blocks, power_of_two
+from offload.kernels.rows import MAX_ROWS, power_of_two
 from offload.kv import Cache
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, OnHidden, Segment
 from offload.model.graphs import VARIABLE, Graphs
 from offload.model.passes import Pass, the_logits
-from offload.model.shared_blocks import SharedBlocks
 from offload.transfer.hidden_rows import HiddenRows
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
@@ -28,8 +27,8 @@ class Level:
     """Passes over one model and cache: `offload.model.passes.Level`.
 
     vocab_size: logits are cut to this width; models may pad theirs.
-    blocks: a forward runs in blocks of these sizes only, padded, so that a token's bits do not depend on how many
-    tokens are verified with it. None: as many rows as there are tokens.
+    block: torch's products run in blocks of so many rows, the last one padded, so that a token's bits do not depend on
+    how many tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
     """
 
@@ -40,15 +39,15 @@ class Level:
         cache: Cache,
         *,
         vocab_size: int,
-        blocks: Blocks | None = None,
+        block: int | None = None,
         link: Link | None = None,
     ) -> None:
         self.stats = LevelStats(name)
         self._decoder, self._cache = decoder, cache
-        self._vocab_size, self._blocks, self._link = vocab_size, blocks, link
+        self._vocab_size, self._block, self._link = vocab_size, block, link
         self._timing = Timing(decoder.device)
-        self._graphs = Graphs() if blocks is None and decoder.stays_in_place and wanted(VARIABLE) else None
-        self._launched: set[int] = set()  # sizes of blocks that a GPU has kernels for
+        self._graphs = Graphs() if block is None and decoder.stays_in_place and wanted(VARIABLE) else None
+        self._launched: set[int] = set()  # numbers of rows that a GPU has kernels for
 
     @property
     def length(self) -> int:
@@ -56,12 +55,12 @@ class Level:
 
     @property
     def block(self) -> int | None:
-        """Rows of its largest block."""
-        return self._blocks.sizes[-1] if self._blocks else None
+        """Rows for which the weights are read once; None: all."""
+        return FEW_ROWS if self._decoder.takes_any_rows else self._block
 
     def shares(self, num_rows: int) -> bool:
         """Whether a pass of so many rows may be one with those of other sequences: its bits are those it has alone."""
-        few = self._blocks is not None or not self._decoder.takes_any_rows or num_rows <= FEW_ROWS
+        few = self._block is not None or not self._decoder.takes_any_rows or num_rows <= FEW_ROWS
         return few and self._graphs is None
 
     @torch.inference_mode()
@@ -99,29 +98,17 @@ class Level:
 
     def _forward(self, passes: Sequence[Pass]) -> list[tuple[Tensor, ...]]:
         """What each one computes."""
-        cuts = [self._cut(len(each.tokens)) for each in passes]
-        segments = [self._begin(each, sum(blocks)) for each, blocks in zip(passes, cuts, strict=True)]
+        block = self._block_for(passes)
+        rows = self._padded([len(each.tokens) for each in passes], block)
+        segments = [self._begin(each, num_rows) for each, num_rows in zip(passes, rows, strict=True)]
         if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
             return [self._run_graph(self._graphs, memory, passes[0], segments[0])]
-        self._count_first(cuts)
-        parts = self._hidden([len(each.tokens) for each in passes], segments, cuts)
+        self._count_first(sum(rows))
+        hidden = self._decoder.forward(segments, block=block)
         for each, segment in zip(passes, segments, strict=True):
             segment.cache.advance(len(each.tokens))
-        if len(passes) > 1 and (self._blocks is not None or self._decoder.takes_any_rows):
-            logits = self._logits_of_all(passes, parts)
-        else:
-            logits = [self._logits(*each) for each in zip(passes, parts, cuts, strict=True)]
-        return [each.compute(rows, *each.given) for each, rows in zip(passes, logits, strict=True)]
-
-    def _hidden(self, counts: Sequence[int], segments: Sequence[Segment], cuts: Sequence[list[int]]) -> list[Tensor]:
-        """Hidden rows of each sequence, which has so many; what comes after them is padding."""
-        if len(segments) > 1 and self._blocks is not None and not self._decoder.takes_any_rows:
-            shared = SharedBlocks.of(counts, self._blocks, self._decoder.device)
-            return list(self._decoder.forward(segments, shared=shared)[: sum(counts)].split(list(counts)))
-        # Without blocks the decoder may take all rows of a sequence together: their bits may depend on each other.
-        apart = self._blocks is not None or len(segments) > 1
-        exact = [size for blocks in cuts for size in blocks] if apart else None
-        return list(self._decoder.forward(segments, blocks=exact).split([sum(blocks) for blocks in cuts]))
+        logits = self._logits(passes, hidden.split(rows), block)
+        return [each.compute(own, *each.given) for each, own in zip(passes, logits, strict=True)]
 
     def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
         """See `Graphs.run`; None: these rows are no graph."""
@@ -151,10 +138,10 @@ class Level:
         rows = torch.arange(power_of_two(num_logits)).add_(count - num_logits).clamp_(max=count - 1)
         return sent(rows, self._decoder.device)
 
-    def _count_first(self, cuts: Sequence[list[int]]) -> None:
+    def _count_first(self, num_rows: int) -> None:
         """A GPU's kernels are compiled by the first pass that needs them."""
-        if self._decoder.device.type == "cuda" and (new := {size for cut in cuts for size in cut} - self._launched):
-            self._launched |= new
+        if self._decoder.device.type == "cuda" and num_rows not in self._launched:
+            self._launched.add(num_rows)
             self.stats.first_passes += 1
 
     def _begin(self, asked: Pass, num_rows: int) -> Segment:
@@ -167,40 +154,34 @@ class Level:
         cache.begin("decode", num_rows)
         return Segment(cache, tokens)
 
-    def _logits(self, asked: Pass, hidden: Tensor, blocks: list[int]) -> Tensor:
-        """hidden: of one sequence, in its blocks, padding included."""
-        if not asked.num_logits:
-            return hidden[:0]
-        count = len(asked.tokens)
-        first, start = count - asked.num_logits, 0
-        if self._blocks is None:
-            hidden, blocks, start = hidden[:count], [asked.num_logits], first
-        while start + blocks[0] <= first:  # blocks without a wanted row
-            start += blocks.pop(0)
-        logits = self._decoder.logits(hidden[start:], blocks=blocks if self._blocks is not None else None)
-        return logits[first - start : count - start, : self._vocab_size]
-
-    def _logits_of_all(self, passes: Sequence[Pass], parts: Sequence[Tensor]) -> list[Tensor]:
-        """The same of all sequences in blocks that they share, or in one product: no row's bits depend on those beside
-        it."""
+    def _logits(self, passes: Sequence[Pass], parts: Sequence[Tensor], block: int | None) -> list[Tensor]:
+        """The logits that each pass asks for. parts: its hidden rows; padding may follow its tokens'."""
         ends = [(len(each.tokens), each.num_logits) for each in passes]
         wanted = [hidden[count - num : count] for hidden, (count, num) in zip(parts, ends, strict=True)]
         sizes = [len(rows) for rows in wanted]
+        if block is None:  # bits may depend on the rows beside
+            return [self._decoder.logits(rows)[:, : self._vocab_size] if len(rows) else rows for rows in wanted]
         if not sum(sizes):
             return wanted
-        if self._decoder.takes_any_rows or self._blocks is None:
-            logits = self._decoder.logits(torch.cat(wanted), blocks=[sum(sizes)])
-        else:
-            blocks = self._blocks.cut(sum(sizes))
-            rows = pad(torch.cat(wanted), (0, 0, 0, sum(blocks) - sum(sizes)))
-            logits = self._decoder.logits(rows, blocks=blocks)
-        return list(logits[: sum(sizes), : self._vocab_size].split(sizes))
+        rows = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        if padding := -sum(sizes) % block:
+            rows = pad(rows, (0, 0, 0, padding))
+        return list(self._decoder.logits(rows, block=block)[: sum(sizes), : self._vocab_size].split(sizes))
 
-    def _cut(self, num_rows: int) -> list[int]:
-        """Blocks that hold so many rows."""
-        if self._blocks is not None:
-            return self._blocks.cut(num_rows)
-        return [num_rows if self._graphs is None else power_of_two(num_rows)]
+    def _block_for(self, passes: Sequence[Pass]) -> int | None:
+        """Rows of a block, which passes may share. Kernels give a row the bits that it has alone among any others."""
+        any_rows = self._block is None and len(passes) > 1 and self._decoder.takes_any_rows
+        return 1 if any_rows else self._block
+
+    def _padded(self, counts: Sequence[int], block: int | None) -> list[int]:
+        """Rows of each pass, with padding: at the end, where all share blocks."""
+        if block is None:
+            return [self._room(count) for count in counts]
+        return [*counts[:-1], counts[-1] + -sum(counts) % block]
+
+    def _room(self, num_rows: int) -> int:
+        """Rows that a pass without blocks has: few numbers of them are few graphs."""
+        return num_rows if self._graphs is None else power_of_two(num_rows)
 
 
 class StreamingLevel(Level):
@@ -223,13 +204,13 @@ class StreamingLevel(Level):
             rest = rest[cache.max_rows :]
         return replace(asked, tokens=rest)
 
-    def _cut(self, num_rows: int) -> list[int]:
+    def _room(self, num_rows: int) -> int:
         """A few rows are padded to a power of two: they cost nothing, but a CPU's libraries spend several passes' time
         on the first of each number. What catches up with other proposers comes in any."""
         if self._decoder.takes_any_rows:
-            return [num_rows]
+            return num_rows
         assert isinstance(self._cache, StreamingCache)
-        return [power_of_two(num_rows, min(MAX_ROWS, self._cache.max_rows))]
+        return power_of_two(num_rows, min(MAX_ROWS, self._cache.max_rows))
 
 
 def _level(asked: Pass) -> Level:

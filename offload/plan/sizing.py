@@ -17,7 +17,8 @@ from offload.plan.shards import Shard
 PREFILL_BLOCK = 512  # rows of one block of a prefill
 PREFILL_PAGES = 2  # whose scores are in memory at a time, where no fused kernel serves
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
-CPU_BLOCKS = (*range(1, 9), 12, 16, 20, 24, 32)  # rows, those that the machine computes alike and gains by
+BLOCK_ROWS = 16  # of a block of torch's products: a GPU's matrix units take 16 at the price of one
+CPU_ROWS = 32  # of a pass on a CPU, that are priced as one
 MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
 NUM_ROW_SLOTS = 3  # blocks of a prefill that are on the device, where its hidden rows are on the host
 STORED_TEMPORARY = 16  # bytes of a number in blocks that torch's operators decode (formats/stored.py)
@@ -112,15 +113,14 @@ class Sizing:
 
     @cached_property
     def rows(self) -> int:
-        """The prompt's last rows, left to the first pass over the full cache; on a GPU also the rows of a block, since
-        its matrix units take 16 at the price of one. It follows from the device alone: a token's bits depend on it.
-        """
-        return 8 if self.hardware.is_cpu else 16
+        """The prompt's last rows, left to the first pass over the full cache: a block's on a GPU. It follows from the
+        device alone: a token's bits depend on it."""
+        return 8 if self.hardware.is_cpu else BLOCK_ROWS
 
     @cached_property
     def most_rows(self) -> int:
-        """The most rows of a block. A CPU pays for each row and has several block sizes (kernels/rows.py)."""
-        return max(CPU_BLOCKS) if self.hardware.is_cpu else self.rows
+        """Rows of a pass that are computed together."""
+        return CPU_ROWS if self.hardware.is_cpu else BLOCK_ROWS
 
     @property
     def fused_prefill(self) -> bool:

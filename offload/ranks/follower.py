@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from offload.errors import TriforceError
-from offload.kernels.rows import Blocks
 from offload.model.passes import Pass
 from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
@@ -31,11 +30,10 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
 from offload.session.page import PagedRows
-from offload.worker.assemble import equal_sizes
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
 
-_ANSWERED = ("load", "try_sizes", "build", "stats")
+_ANSWERED = ("load", "build", "stats")
 
 
 class Follower:
@@ -86,14 +84,10 @@ class Follower:
         assert self._sums is not None
         self._sums.connect(self._store)
 
-    def _try_sizes(self, plan: Mapping[str, Any]) -> list[int]:
-        assert self._models is not None
-        return list(equal_sizes(self._own(plan), self._models.target.config).sizes)
-
-    def _build(self, worker: int, plan: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    def _build(self, worker: int, plan: Mapping[str, Any], block: int) -> None:
         assert self._models is not None
         vocab_size = self._models.target.config.vocab_size
-        made = Worker(self._own(plan), self._models, vocab_size=vocab_size, blocks=Blocks(tuple(sizes)))
+        made = Worker(self._own(plan), self._models, vocab_size=vocab_size, block=block)
         self._workers[worker], self._records[worker] = made, TokenRecord()
 
     def _go(self) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import RankFailed
-from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder, OnHidden
@@ -34,7 +33,7 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
 from offload.session.page import PagedRows, WindowRows
-from offload.worker.assemble import equal_sizes, fast_sizes
+from offload.worker.assemble import block_rows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
 
@@ -77,19 +76,11 @@ class Lead:
             raise
         return models
 
-    def block_sizes(self, plan: Plan, config: ModelConfig) -> Blocks:
-        """Sizes that every rank's CPU computes alike. Raises RankFailed where there are none."""
-        told = self.team.tell("try_sizes", plan=plan.as_dict())
-        alike = set(equal_sizes(plan, config).sizes).intersection(*self.team.replies(told))
-        if not alike:
-            raise RankFailed("the ranks' CPUs have no size of blocks in common that they compute alike")
-        return fast_sizes(plan, config, Blocks(tuple(sorted(alike))))
-
-    def build(self, plan: Plan, blocks: Blocks) -> tuple[int, int]:
+    def build(self, plan: Plan, block: int) -> tuple[int, int]:
         """The others begin to build workers. Returns the number that these have, and that of what they were told."""
         self._num_workers += 1
         number = self._num_workers
-        return number, self.team.tell("build", worker=number, plan=plan.as_dict(), sizes=blocks.sizes)
+        return number, self.team.tell("build", worker=number, plan=plan.as_dict(), block=block)
 
     def close(self) -> None:
         self.team.close()
@@ -107,10 +98,10 @@ class LeadingWorker(Worker):
     """Rank 0's worker: what changes the caches is told to the workers of this number first."""
 
     def __init__(
-        self, lead: Lead, number: int, plan: Plan, models: LoadedModels, *, vocab_size: int, blocks: Blocks
+        self, lead: Lead, number: int, plan: Plan, models: LoadedModels, *, vocab_size: int, block: int
     ) -> None:
         self._lead, self.number, self._record = lead, number, TokenRecord()
-        super().__init__(plan, models, vocab_size=vocab_size, blocks=blocks)
+        super().__init__(plan, models, vocab_size=vocab_size, block=block)
 
     @classmethod
     def load(
@@ -129,15 +120,11 @@ class LeadingWorker(Worker):
             raise
 
     @classmethod
-    def build(
-        cls, lead: Lead, plan: Plan, models: LoadedModels, *, vocab_size: int, blocks: Blocks | None = None
-    ) -> LeadingWorker:
-        """blocks: those of another worker of the same plan. Raises DoesNotFit where one rank has too little memory;
-        then none keeps any of it."""
-        if blocks is None:
-            blocks = lead.block_sizes(plan, models.target.config)
-        number, told = lead.build(plan, blocks)
-        worker = cls(lead, number, plan, models, vocab_size=vocab_size, blocks=blocks)
+    def build(cls, lead: Lead, plan: Plan, models: LoadedModels, *, vocab_size: int) -> LeadingWorker:
+        """Raises DoesNotFit where one rank has too little memory; then none keeps any of it."""
+        block = block_rows(plan, models.target.config)
+        number, told = lead.build(plan, block)
+        worker = cls(lead, number, plan, models, vocab_size=vocab_size, block=block)
         try:
             lead.team.replies(told)
         except BaseException:
@@ -206,7 +193,7 @@ class LeadingWorker(Worker):
         super().fetch_ahead()
 
     def beside(self) -> Worker:
-        return LeadingWorker.build(self._lead, self.plan, self.models, vocab_size=self.vocab_size, blocks=self._blocks)
+        return LeadingWorker.build(self._lead, self.plan, self.models, vocab_size=self.vocab_size)
 
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
         """Of a worker of the same ranks; False for any other."""
@@ -230,11 +217,9 @@ class LeadingWorker(Worker):
     def _another(self, plan: Plan) -> Worker:
         return LeadingWorker.build(self._lead, plan, self.models, vocab_size=self.vocab_size)
 
-    def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
+    def _level(self, name: str, decoder: Decoder, cache: Cache, block: int | None) -> Level:
         record = self._record if name == "target" else None
-        return LeadingLevel(
-            self, record, name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=self.link
-        )
+        return LeadingLevel(self, record, name, decoder, cache, vocab_size=self.vocab_size, block=block, link=self.link)
 
 
 class LeadingLevel(Level):

@@ -1,20 +1,19 @@
-"""The caches that a plan wants, and the sizes of blocks and the kernels that its passes run on."""
+"""The caches that a plan wants, and the kernels and blocks that its passes run on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
-from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting, of_model
-from offload.kernels.device import DeviceKernels, NoKernels
+from offload.kernels.cpu import fitting, of_model
+from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring, scorings
-from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
+from offload.kernels.rows import Blocks
 from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
@@ -25,7 +24,7 @@ from offload.kv.window import WindowCache
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
 from offload.plan.planner import Plan
-from offload.plan.sizing import CPU_BLOCKS, MAX_ROWS, tail_tokens
+from offload.plan.sizing import BLOCK_ROWS, MAX_ROWS, tail_tokens
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -159,25 +158,12 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Ro
     )
 
 
-def equal_sizes(plan: Plan, config: ModelConfig) -> Blocks:
-    """The sizes of blocks that a pass may have on this machine, whatever is fast; rows one by one where no size suits
-    all layers. config: of this rank's shard. A GPU's blocks are all alike: fewer rows would not be faster there."""
+def block_rows(plan: Plan, config: ModelConfig) -> int:
+    """Rows of a block, of which the target's passes have whole ones. 1 where the CPU's kernels run, which give a row
+    its bits among any others. config: of this rank's shard."""
     if plan.request.device != "cpu":
-        return Blocks((plan.placement.rows,))
-    if _kernels(plan, config).usable:
-        return Blocks(tuple(range(1, FEW_ROWS + 1)))
-    dtype, threads = DTYPES[plan.request.dtype], torch.get_num_threads()
-    found = [equal_blocks(shapes, CPU_BLOCKS, dtype, threads).sizes for shapes in _shapes(plan, config)]
-    return Blocks(tuple(size for size in found[0] if all(size in sizes for sizes in found)) or (1,))
-
-
-def fast_sizes(plan: Plan, config: ModelConfig, blocks: Blocks) -> Blocks:
-    """Those of `blocks` that are worth their while on this machine. Other sizes never change what is computed, so they
-    may be chosen by time."""
-    if plan.request.device != "cpu" or _kernels(plan, config).usable:
-        return blocks
-    growing = _shapes(plan, config)[0]
-    return fast_blocks(growing, blocks, DTYPES[plan.request.dtype], torch.get_num_threads())
+        return plan.placement.rows
+    return 1 if of_model(torch.device("cpu"), config).usable else BLOCK_ROWS
 
 
 def _attention_kernels(plan: Plan, config: ModelConfig, *, windows: bool = False) -> DeviceKernels:
@@ -203,28 +189,6 @@ def _prefill_attention(plan: Plan, config: ModelConfig, *, windows: bool = False
 def _kv_shape(config: ModelConfig, *, windows: bool) -> tuple[int, int]:
     """KV heads and their size in growing layers or in those with a window."""
     return config.kv_shapes[config.windowed[0]] if windows else (config.num_kv_heads, config.head_dim)
-
-
-def _kernels(plan: Plan, config: ModelConfig) -> CpuKernels | NoKernels:
-    """The CPU's kernels that the model's passes run on; none on a GPU."""
-    return of_model(torch.device(plan.request.device), config)
-
-
-def _shapes(plan: Plan, config: ModelConfig) -> list[Shapes]:
-    """Of each kind of heads, those of growing layers first."""
-    growing = Shapes(
-        config.all_products,
-        (config.vocab_size, config.hidden_size, False),
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        plan.placement.tile_tokens // plan.placement.page_tokens,
-        plan.placement.page_tokens,
-        bool(config.windowed),
-    )
-    others = dict.fromkeys(config.kv_shapes) | {}
-    others.pop((config.num_kv_heads, config.head_dim))
-    return [growing, *(replace(growing, num_kv_heads=heads, head_dim=dim, num_pages=1) for heads, dim in others)]
 
 
 def scorings_of(plan: Plan, config: ModelConfig, rotated: Rotated = ()) -> tuple[Scoring, ...]:

@@ -43,6 +43,7 @@ from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
+from offload.plan.sizing import BLOCK_ROWS
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
@@ -134,6 +135,7 @@ class _Trial:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weight_bits: int) -> None:
         item, config = dtype.itemsize, replace(config, blocks=(config.block,) * config.num_layers)
         self._config, self._kernels, self._coded = config, _kernels(config), weight_bits < 16
+        self._block = 1 if self._kernels.usable else BLOCK_ROWS
         self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
         room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # of the exact ones
         self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
@@ -229,10 +231,10 @@ class _Trial:
 
         points: dict[Point, Run] = {}
         for rows in ROWS:
-            hidden = torch.full((rows, config.hidden_size), _VALUE, dtype=dtype)
+            hidden = torch.full((rows + -rows % self._block, config.hidden_size), _VALUE, dtype=dtype)
             logits = torch.zeros(rows, config.vocab_size, dtype=dtype)
             logits[:, 0] = 50.0  # as sure as most are
-            points["logits", rows] = partial(decoder.logits, hidden, blocks=[rows])
+            points["logits", rows] = partial(decoder.logits, hidden, block=self._block)
             points["draw", rows] = partial(draw, logits)
         return points
 
@@ -261,7 +263,7 @@ class _Trial:
 
     def _with_layers(self, count: int) -> Level:
         """The first `count` layers; 0: what a pass does besides."""
-        return Level("target", self._decoder(count), self._cache, vocab_size=self._vocab_size, blocks=Blocks(ROWS))
+        return Level("target", self._decoder(count), self._cache, vocab_size=self._vocab_size, block=self._block)
 
     def _quantised_cache(self) -> QuantisedCache | None:
         """Of all tokens of the full cache; None where no kernel attends to it."""
@@ -285,7 +287,7 @@ class _Trial:
             shape,
             num_layers=self._num_layers,
             scorings=scorings(config, room, room, "cpu", dtype)[: self._num_layers],
-            blocks=Blocks(ROWS),
+            blocks=Blocks((self._block,)),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
         )

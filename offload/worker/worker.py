@@ -28,8 +28,7 @@ from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.worker.assemble import (
-    equal_sizes,
-    fast_sizes,
+    block_rows,
     full_cache,
     quantised_cache,
     retrieval_cache,
@@ -48,14 +47,14 @@ class Worker:
     `fetch_ahead`, `copy_rows`. `full` is the target's cache.
     """
 
-    def __init__(self, plan: Plan, models: LoadedModels, *, vocab_size: int, blocks: Blocks | None = None) -> None:
-        """Allocate the plan's caches, empty. vocab_size: the width of all logits. blocks: sizes that all ranks compute
-        alike; None: those that this machine does.
+    def __init__(self, plan: Plan, models: LoadedModels, *, vocab_size: int, block: int | None = None) -> None:
+        """Allocate the plan's caches, empty. vocab_size: the width of all logits. block: rows of a block, of which the
+        target's passes have whole ones on all ranks; None: as this machine's kernels want it.
 
         Raises DoesNotFit, with the context that there is memory for. On an error nothing stays allocated.
         """
         self.plan, self.models, self.vocab_size = plan, models, vocab_size
-        self._blocks = blocks or fast_sizes(plan, models.target.config, equal_sizes(plan, models.target.config))
+        self.block = block or block_rows(plan, models.target.config)
         self.levels: dict[str, Level] = {}
         self.retrieval: RetrievalCache | None = None
         self._copies: RetrievalCache | QuantisedCache | None = None  # see `Composition.keeps_copies`
@@ -97,7 +96,7 @@ class Worker:
     def beside(self) -> Worker:
         """A worker of the same plan, for another sequence: with caches of its own, over the same models. Raises
         DoesNotFit."""
-        return Worker(self.plan, self.models, vocab_size=self.vocab_size, blocks=self._blocks)
+        return Worker(self.plan, self.models, vocab_size=self.vocab_size, block=self.block)
 
     @property
     def target(self) -> Decoder:
@@ -204,13 +203,15 @@ class Worker:
         resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
         self._hidden_rows: HiddenRows = self.models.rows or resident
         rotated = self.target.weights.rotated
-        self.full = full_cache(plan, self.target.config, self.memory, self.link, self._blocks, arena, rotated=rotated)
+        self.full = full_cache(
+            plan, self.target.config, self.memory, self.link, Blocks((self.block,)), arena, rotated=rotated
+        )
         self._caches.append(self.full)
-        self.windows = window_cache(plan, self.target.config, self.memory, self._blocks, rotated)
+        self.windows = window_cache(plan, self.target.config, self.memory, Blocks((self.block,)), rotated)
         if self.windows is not None:
             self._caches.append(self.windows)
         self._target_cache = self._with_windows(self.full, drafts=False)
-        self.levels["target"] = self._level("target", self.target, self._target_cache, self._blocks)
+        self.levels["target"] = self._level("target", self.target, self._target_cache, self.block)
         own = self._own_target()
         if plan.composition.inner == "retrieval":
             self.retrieval = retrieval_cache(plan, self.target.config, self.full)
@@ -223,7 +224,7 @@ class Worker:
             self._caches.append(quantised)
             self.levels["self"] = self._level("self", own, self._with_windows(quantised), None)
         elif plan.composition.inner == "self":
-            self.levels["self"] = self._level("self", own, self._with_windows(AheadCache(self.full)), self._blocks)
+            self.levels["self"] = self._level("self", own, self._with_windows(AheadCache(self.full)), self.block)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
@@ -244,11 +245,11 @@ class Worker:
         self._has_coded_target = True
         return coded
 
-    def _level(self, name: str, decoder: Decoder, cache: Cache, blocks: Blocks | None) -> Level:
+    def _level(self, name: str, decoder: Decoder, cache: Cache, block: int | None) -> Level:
         """A level of the target, over one of its weights and caches. Where neither streams, what crosses the link
         meanwhile is for others."""
         link = self.link if cache is self._target_cache or decoder.streams else None
-        return Level(name, decoder, cache, vocab_size=self.vocab_size, blocks=blocks, link=link)
+        return Level(name, decoder, cache, vocab_size=self.vocab_size, block=block, link=link)
 
     def _reserve(self) -> None:
         plan = self.plan

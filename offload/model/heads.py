@@ -1,0 +1,28 @@
+"""Queries and keys whose heads are normed together, over all ranks that have some of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.config.model import ModelConfig
+from offload.kernels.norms import norm_over
+from offload.model.sums import Sums
+from offload.weights.layout import LayerWeights
+
+
+def norms_over_ranks(config: ModelConfig, sums: Sums) -> bool:
+    """Whether queries and keys are normed over heads that other ranks have."""
+    return config.block.attention.norms_whole and sums.size > 1
+
+
+def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -> tuple[Tensor, Tensor]:
+    """q [T, H * D] and k [T, H_kv * D] of this rank's heads -> the same, normed over all ranks' heads. Where ranks have
+    the same KV heads, all are had by as many."""
+    assert weights.q_norm is not None
+    assert weights.k_norm is not None
+    squares = sums.total(torch.stack([part.float().square().sum(1) for part in (q, k)], 1))
+    return (
+        norm_over(q, weights.q_norm, squares[:, :1], sums.size * q.shape[1]),
+        norm_over(k, weights.k_norm, squares[:, 1:], sums.size * k.shape[1]),
+    )

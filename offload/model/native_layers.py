@@ -1,0 +1,181 @@
+"""Layers by the CPU's kernels, over a few rows: steps between two attentions are one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.config.block import Activation, Attention
+from offload.config.model import ModelConfig
+from offload.kernels.norms import NormWeights, add_normed, normed_heads
+from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
+from offload.model.heads import normed_over_ranks, norms_over_ranks
+from offload.model.layer import Add, Attend, AttendRows, Operand, Product, Scale, steps_of
+from offload.model.sums import OneRank, Sums
+from offload.native.interface import Library
+from offload.weights.layout import LayerWeights
+from offload.weights.linear import Linear, Parts
+
+_Prepared = Sequence[Steps | Attend | Add | Scale]
+
+
+class NativeLayers:
+    """Runs the steps of layers over rows that it keeps. A row's bits do not depend on the rows beside it.
+
+    Calls are prepared once and kept by the weights that they use, which stay where they are: streamed ones come to a
+    few staging buffers.
+    """
+
+    def __init__(self, kernels: Library, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
+        self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
+        self._alone = isinstance(sums, OneRank)
+        self._most = 0
+        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by weights and room
+        self._rooms: list[_Room] = []  # of each layer
+
+    def rows(self, num_rows: int) -> Tensor:
+        """[num_rows, hidden], for the caller to fill; `run` works on them."""
+        if num_rows > self._most:
+            self._allocate(max(num_rows, 8))
+        return self._operands["x"][:num_rows]
+
+    def run(self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows) -> None:
+        """x: from `rows`, in place."""
+        num_rows, room, attended = len(x), self._rooms[layer], None
+        for step in self._prepared(layer, weights, room):
+            match step:
+                case Steps():
+                    if attended is not None:
+                        step.read(attended)
+                    step.run(num_rows)
+                    attended = None
+                case Attend():
+                    attended = self._attended(layer, step, room, num_rows, attend)
+                case Add():
+                    total = self._sums.total(self._operands["part"][:num_rows])
+                    add_normed(x, total, step.norm, step.factor)
+                case _:
+                    x *= step.factor
+
+    def logits(self, hidden: Tensor, norm: NormWeights, head: Linear) -> Tensor:
+        """hidden [n, hidden] -> [n, V]."""
+        hidden = hidden.contiguous()
+        num_rows = hidden.shape[0]
+        out = hidden.new_empty(num_rows, head.weight.shape[0])
+        Steps(self._kernels, _steps_of(hidden, head, out, norm), room_to_widen(*hidden.shape)).run(num_rows)
+        return out
+
+    def _allocate(self, most: int) -> None:
+        self._most, hidden, inner = most, self._config.hidden_size, self._config.intermediate_size
+        widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden}
+        self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
+        attentions = [kind.block.attention for kind, _ in self._config.kinds]
+        widest = max(hidden, inner, *(max(sum(each.parts), each.q_size) for each in attentions))
+        self._widened = room_to_widen(most, widest)
+        self._layers.clear()
+        self._rooms = _rooms(self._config, most, self._dtype)
+
+    def _prepared(self, layer: int, weights: LayerWeights, room: _Room) -> _Prepared:
+        """A layer's steps. Those that need no Python between them are one call."""
+        key = id(weights), id(room)
+        if key not in self._layers:
+            found, products = list[Steps | Attend | Add | Scale](), list[Step]()
+            for step in steps_of(self._config.blocks[layer], weights, alone=self._alone):
+                if isinstance(step, Product | Add) and (native := self._native(step, room)):
+                    products += native
+                    continue
+                found += [*self._call(products), step]  # type: ignore[list-item]
+                products = []
+            self._layers[key] = weights, [*found, *self._call(products)]
+        return self._layers[key][1]
+
+    def _call(self, products: list[Step]) -> list[Steps]:
+        return [Steps(self._kernels, products, self._widened)] if products else []
+
+    def _native(self, step: Product | Add, room: _Room) -> list[Step]:
+        """The kernels' steps for it; none for what ranks have to sum first."""
+        own = self._operands | {"qkv": room.qkv, "attended": room.attended}
+        if isinstance(step, Product):
+            described = step.norm, step.ending, step.factor, step.activation
+            return _steps_of(own[step.read], step.linear, own[step.out], *described)
+        return [Step(own["part"], None, None, own["x"], step.norm, "add", step.factor)] if self._alone else []
+
+    def _attended(self, layer: int, step: Attend, room: _Room, num_rows: int, attend: AttendRows) -> Tensor:
+        """[T, H * D]. Heads are normed in place, in the room."""
+        attention, weights = step.attention, step.weights
+        rows, heads, gate = room.views(num_rows)
+        if attention.values_are_keys:
+            rows[2].copy_(rows[1])
+        if norms_over_ranks(self._config, self._sums):
+            for part, normed in zip(rows, normed_over_ranks(rows[0], rows[1], weights, self._sums), strict=False):
+                part.copy_(normed)
+        else:
+            for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
+                if norm is not None and attention.weighs_heads:
+                    part.copy_(normed_heads(part, norm, attention.head_dim))
+                elif norm is not None:
+                    norm_heads(self._kernels, part, norm)
+        if weights.v_norm is not None:
+            norm_heads(self._kernels, rows[2], weights.v_norm)
+        attended = attend(layer, *heads)
+        return attended if gate is None else attended * gate.sigmoid()
+
+
+class _Room:
+    """Of heads of one shape: what a layer's first product gives, and what its attention does, for `most` rows."""
+
+    def __init__(self, attention: Attention, most: int, dtype: torch.dtype) -> None:
+        self.attention = attention
+        self.qkv = torch.empty(most, sum(attention.parts), dtype=dtype)
+        self.attended = torch.empty(most, attention.q_size, dtype=dtype)
+        self._values = torch.empty(most, attention.kv_size if attention.values_are_keys else 0, dtype=dtype)
+        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
+
+    def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
+        """q [T, H * D], k and v [T, H_kv * D], among the products' results where they have their own; the same by
+        heads, [T, H, D]; the gate."""
+        if num_rows not in self._views:
+            attention = self.attention
+            q, k, *others = self.qkv[:num_rows].split(attention.parts, 1)
+            v, *gate = [self._values[:num_rows], *others] if attention.values_are_keys else others
+            heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
+            self._views[num_rows] = (q, k, v), heads, gate[0] if gate else None
+        return self._views[num_rows]
+
+
+def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
+    """Of each layer; those whose heads are alike share theirs."""
+    made: dict[tuple[object, ...], _Room] = {}
+    found = []
+    for block in config.blocks:
+        own = block.attention
+        key = own.parts, own.head_dim, own.values_are_keys
+        if key not in made:
+            made[key] = _Room(own, most, dtype)
+        found.append(made[key])
+    return found
+
+
+def _steps_of(
+    x: Tensor,
+    linear: Linear,
+    out: Tensor,
+    norm: NormWeights | None = None,
+    ending: Ending = "write",
+    factor: float = 1.0,
+    activation: Activation = "silu",
+) -> list[Step]:
+    """A step for each part of the operator's matrix, but for a gate: of that both halves are one."""
+    weight, bias = linear.weight, linear.bias
+    if not isinstance(weight, Parts):
+        return [Step(x, weight, bias, out, norm, ending, factor, activation)]
+    if ending == "gate":
+        first, up = weight.parts
+        return [Step(x, first, bias, out, norm, ending, factor, activation, up)]
+    steps, end = [], 0
+    for part in weight.parts:
+        own = slice(end, end := end + part.shape[0])
+        steps.append(Step(x, part, None if bias is None else bias[own], out[:, own], norm, ending, factor, activation))
+    return steps

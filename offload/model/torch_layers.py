@@ -1,0 +1,98 @@
+"""Layers by torch's operators, over any number of rows on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from offload.config.block import Activation
+from offload.config.model import ModelConfig
+from offload.kernels.norms import NormWeights, add_normed, normed_heads
+from offload.model.heads import normed_over_ranks, norms_over_ranks
+from offload.model.layer import Add, Attend, AttendRows, LayerStep, Operand, Product, steps_of
+from offload.model.sums import OneRank, Sums
+from offload.weights.layout import LayerWeights
+from offload.weights.linear import Linear
+
+
+class TorchLayers:
+    """Runs the steps of layers. Steps are kept by the weights that they use, which stay where they are: streamed ones
+    come to a few staging buffers."""
+
+    def __init__(self, config: ModelConfig, sums: Sums) -> None:
+        self._config, self._sums = config, sums
+        self._steps: dict[int, tuple[LayerWeights, list[LayerStep]]] = {}
+
+    def run(
+        self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows, blocks: Sequence[int] | None = None
+    ) -> None:
+        """x [T, hidden], in place. blocks: the numbers of rows that every matrix product sees, one block after the
+        other (T is their sum), so that a row's bits do not depend on how many others there are; None: all at once."""
+        operands: dict[Operand, Tensor] = {"x": x}
+        for step in self._steps_of(layer, weights):
+            match step:
+                case Product():
+                    self._multiply(step, operands, blocks)
+                case Attend():
+                    operands["attended"] = self._attended(step, operands["qkv"], partial(attend, layer))
+                case Add():
+                    add_normed(x, self._sums.total(operands["part"]), step.norm, step.factor)
+                case _:
+                    x *= step.factor
+
+    def logits(self, hidden: Tensor, norm: NormWeights, head: Linear, blocks: Sequence[int] | None = None) -> Tensor:
+        """hidden [n, hidden] -> [n, V]. blocks: as of `run`."""
+        return _by_block(blocks, hidden, lambda rows: head(norm(rows)))
+
+    def _steps_of(self, layer: int, weights: LayerWeights) -> list[LayerStep]:
+        if (kept := self._steps.get(id(weights))) is None:
+            steps = steps_of(self._config.blocks[layer], weights, alone=isinstance(self._sums, OneRank))
+            kept = self._steps[id(weights)] = (weights, steps)
+        return kept[1]
+
+    def _multiply(self, step: Product, operands: dict[Operand, Tensor], blocks: Sequence[int] | None) -> None:
+        made = _by_block(blocks, operands[step.read], partial(_product, step))
+        if step.ending == "add":
+            add_normed(operands[step.out], made, None, step.factor)
+        else:
+            operands[step.out] = made
+
+    def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """qkv [T, outputs] -> [T, H * D]."""
+        own, weights = step.attention, step.weights
+        q, k, *others = qkv.split(own.parts, 1)
+        values = k if own.values_are_keys else others.pop(0)
+        v = normed_heads(values, weights.v_norm, own.head_dim)
+        if norms_over_ranks(self._config, self._sums):
+            q, k = normed_over_ranks(q, k, weights, self._sums)
+        else:
+            size = 0 if own.norms_whole else own.head_dim
+            q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
+        attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in (q, k, v)))
+        return attended * others[0].sigmoid() if own.gate else attended
+
+
+def _product(step: Product, rows: Tensor) -> Tensor:
+    """What the step makes of rows [n, inputs], but for the ending "add": the product alone."""
+    made = step.linear(rows if step.norm is None else step.norm(rows))
+    if step.ending == "gate":
+        gate, up = made.chunk(2, -1)
+        return _activated(gate, step.activation).mul_(up)
+    return _activated(made, step.activation) if step.ending == "activate" else made
+
+
+def _activated(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return silu(x)
+    return gelu(x, approximate="tanh") if activation == "gelu_tanh" else relu(x).square_()
+
+
+def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
+    """`operator` over x in blocks of exactly these numbers of rows."""
+    if blocks is None or len(blocks) == 1:
+        return operator(x)
+    return torch.cat([operator(part) for part in x.split(list(blocks))])

@@ -37,7 +37,6 @@ from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
 from offload.model.level import Level, prefill
 from offload.model.passes import forward
-from offload.pages.traffic import All
 from offload.transfer.link import Link, PacedLink
 from offload.weights.homes import AsTheyAre
 from offload.weights.layers import StreamedLayers
@@ -79,20 +78,6 @@ class Gate:
 
     def happened(self) -> bool:
         return self._open.is_set()
-
-
-def test_an_event_says_whether_it_has_happened() -> None:
-    gate, src = Gate(), torch.ones(4)
-    with paced() as link:
-        came = link.to_device(torch.zeros(4), src, (gate,))
-        both = All((link.record(), came))
-        assert link.record().happened()
-        assert not came.happened()
-        assert not both.happened()
-        gate.fire()
-        came.wait()
-        assert came.happened()
-        assert both.happened()
 
 
 def link_threads() -> list[threading.Thread]:

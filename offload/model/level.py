@@ -127,11 +127,11 @@ class Level:
             return asked.compute(logits[:, : self._vocab_size], *given[len(wanted) :])
 
         given = segment.tokens, *wanted, *asked.given
-        follows, first_passes = None if asked.compute is the_logits else asked.compute, graphs.first_passes
-        made = graphs.run(memory, given, compute, follows=follows)
+        first_passes, is_plain = graphs.first_passes, asked.compute is the_logits
+        made = graphs.run(memory, given, compute, follows=None if is_plain else asked.compute)
         self.stats.first_passes += graphs.first_passes - first_passes
         cache.advance(count)
-        return (made[0][:num_logits],) if follows is None else made
+        return (made[0][:num_logits],) if is_plain else made
 
     def _places(self, count: int, num_logits: int) -> Tensor:
         """Rows, int64 on the device, of the last `num_logits` of `count` tokens, and more of the last."""

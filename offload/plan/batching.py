@@ -15,7 +15,6 @@ from math import ceil
 
 from offload.errors import DoesNotFit
 from offload.plan.cost import Cost
-from offload.plan.host_share import shared
 from offload.plan.pass_times import Times
 from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
@@ -77,19 +76,19 @@ def _found(plan: Plan, sizing: Sizing, times: Times, number: int) -> _Found:
     sizing = replace(sizing, num_sequences=number)
     if number == 1:
         cost = Cost(sizing, plan.placement, plan.request.capacity, plan.composition, times)
-        return _Found(plan, 1 / cost.per_token, next(_problems(plan, cost), ""))
+        return _Found(plan, 1 / cost.per_token, next(_problems(cost), ""))
     cost = _placed(plan, sizing, times)
     turns = _best_turns(plan, cost)
     pay = turns is not None and turns.per_token * _WORTH < cost.per_token
     cost, per_token = (turns.cost, turns.per_token) if turns is not None and pay else (cost, cost.per_token)
     request = replace(plan.request, num_sequences=number, turns=pay)
     placed = replace(plan, request=request, placement=cost.placement)
-    return _Found(placed, number / per_token, next(_problems(plan, cost), ""))
+    return _Found(placed, number / per_token, next(_problems(cost), ""))
 
 
 def _placed(plan: Plan, sizing: Sizing, times: Times) -> Cost:
     capacity, composition = plan.request.capacity, plan.composition
-    return shared(Cost(sizing, place(sizing, capacity, composition), capacity, composition, times))
+    return Cost(sizing, place(sizing, capacity, composition), capacity, composition, times)
 
 
 def _best_turns(plan: Plan, cost: Cost) -> Turns | None:
@@ -98,16 +97,13 @@ def _best_turns(plan: Plan, cost: Cost) -> Turns | None:
         return None
     staged = (replace(cost.sizing, staging_tiles=number) for number in Turns(cost).staging)
     found = [Turns(_placed(plan, sizing, cost.times)) for sizing in staged]
-    fitting = [each for each in found if each.possible and not any(_problems(plan, each.cost))]
+    fitting = [each for each in found if each.possible and not any(_problems(each.cost))]
     return min(fitting, key=lambda each: each.per_token, default=None)
 
 
-def _problems(plan: Plan, cost: Cost) -> Iterator[str]:
+def _problems(cost: Cost) -> Iterator[str]:
     if (short := shortage(cost.sizing, cost.placement)) is not None:
         yield f"need {short}"
-    on_gpu = not cost.sizing.hardware.is_cpu
-    if on_gpu and cost.sizing.num_sequences > 1 and (plan.placement.host_tiles or cost.placement.host_tiles):
-        yield "would attend to other tiles on the host, whose last bits differ"
     proposes_over_it = cost.composition.inner == "self" and not cost.composition.keeps_copies
     if proposes_over_it and "kv" in cost.placement.offload:
         yield "would have their caches cross a link in passes that propose"
@@ -139,7 +135,7 @@ class Turns:
     @property
     def staging(self) -> Iterator[int]:
         """Numbers of staged tiles to choose from: as many as keep the link busy in a pass that proposes, and fewer."""
-        streamed = self.cost.num_tiles - self.cost.placement.resident_tiles - self.cost.placement.host_tiles
+        streamed = self.cost.num_tiles - self.cost.placement.resident_tiles
         number = min(1 + ceil(self._proposing_pass / self.cost.tile_link_seconds), streamed)
         fewest = self.cost.sizing.staging_tiles
         while number > fewest:

@@ -136,7 +136,6 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
             full_pass_seconds=0.1,
             full_sum_seconds=0.0,
             full_link_bytes=0,
-            full_host_bytes=0,
             full_row_seconds=0.01,
             full_block_rows=16,
             mass_share=0.1,

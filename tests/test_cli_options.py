@@ -67,8 +67,6 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--weight-bits", "6", "options.weight_bits", 6),
     ("--kv-bits", "16", "options.kv_bits", 16),
     ("--link-bits", "12", "options.link_bits", 12),
-    ("--host-attention", "0.5", "options.host_attention", 0.5),
-    ("--host-attention", "off", "options.host_attention", 0.0),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
     ("--timeout", "1.5", "timeout", 1.5),
@@ -132,7 +130,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     command = typer.main.get_command(app).commands["generate"]
     declared = {f"--{name}": parameter.envvar for name, parameter in tree.options(command).items()}
     assert declared == {flag: variable_of(flag) for flag in declared}
-    apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
+    apart = {"--model", "--draft", "--link-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
     apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
@@ -192,14 +190,6 @@ def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
     assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
     assert parse("--model", model, "--offload", "kv").options.link_gbps == 3.0
-
-
-def test_the_pace_of_the_host_and_its_variable_say_the_same(model, monkeypatch):
-    paced = ("--model", model, "--offload", "kv", "--link-gbps", "2")
-    assert parse(*paced).options.host_gbps is None
-    assert parse(*paced, "--host-gbps", "4.8").options.host_gbps == 4.8
-    monkeypatch.setenv("TRIFORCE_HOST_GBPS", "3")
-    assert parse(*paced).options.host_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
@@ -263,11 +253,6 @@ def test_offload_takes_any_order(text, expected):
         (["--kv-bits", "6"], ["kv-bits", "6", "auto, 16 or 4"]),
         (["--link-bits", "few"], ["link-bits", "'few'", "auto, 16 or 12"]),
         (["--link-bits", "8"], ["link-bits", "8", "auto, 16 or 12"]),
-        (["--host-attention", "half"], ["host-attention", "'half'", "auto, off or a share from 0 to 1"]),
-        (["--host-attention", "1.5"], ["host-attention", "1.5", "from 0 to 1"]),
-        (["--host-attention", "nan"], ["host-attention", "nan", "from 0 to 1"]),
-        (["--offload", "kv", "--host-gbps", "2"], ["host-gbps", "--link-gbps"]),
-        (["--offload", "kv", "--link-gbps", "1", "--host-gbps", "0"], ["host-gbps", "0", "GB/s"]),
         (["--stop", ""], ["stop", "empty"]),
         (["--stop", "\udcff"], ["--stop", "not valid UTF-8"]),
         (["--batch", "9" * 5000], ["batch", "auto or a whole number from 1 to"]),

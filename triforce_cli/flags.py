@@ -110,8 +110,6 @@ class PlacementFlags:
     device_memory: options.DeviceMemory = None
     link_gbps: options.LinkGbps = None
     link_bits: options.LinkBits = AUTO
-    host_attention: options.HostAttention = AUTO
-    host_gbps: options.HostGbps = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +172,6 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given = vars(levels) | placement
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
-    given["host_attention"] = _host_share(given["host_attention"])
     for name in ("weight_bits", "kv_bits", "link_bits"):
         if name in given:
             given[name] = _bits(name.replace("_", "-"), given[name])
@@ -201,16 +198,6 @@ def _bits(name: str, text: str) -> int | None:
         from offload.plan.options import bits_of
 
         raise UsageError(f"{name} is {text!r}, it must be {bits_of(name)}") from error
-
-
-def _host_share(text: str) -> float | None:
-    """From a number, "off" (0), or "auto" (None: the plan chooses)."""
-    if text.strip() in (AUTO, "off"):
-        return None if text.strip() == AUTO else 0.0
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(f"host-attention is {text!r}; it may be auto, off or a share from 0 to 1") from error
 
 
 def _offloaded(text: str) -> frozenset[str] | None:

@@ -365,28 +365,6 @@ LinkBits = Annotated[
         hidden=True,
     ),
 ]
-HostAttention = Annotated[
-    str,
-    option(
-        "--host-attention",
-        "Attend to this share of streamed tiles on the host; off, auto.",
-        PLACEMENT,
-        hidden=True,
-        metavar="SHARE",
-    ),
-]
-HostGbps = Annotated[
-    float | None,
-    option(
-        "--host-gbps",
-        "Limit what the host reads to attend to its tiles to this bandwidth, in 10^9 bytes per second (with "
-        "--link-gbps). Without it, 2.4 times the link's.",
-        EXPERT,
-        metavar="GB/S",
-        parser=number,
-        hidden=True,
-    ),
-]
 
 
 Logprobs = Annotated[

@@ -156,10 +156,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
     if "kv" in placement.offload:
         blocks.append(plan.request.capacity * config.hidden_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
-        tiles = placement.resident_tiles, placement.host_tiles
-        store = TileStore(
-            memory, shape, len(config.growing), *tiles, packs=placement.link_bits < 16, most_tokens=num_tokens
-        )
+        tiles, packs = placement.resident_tiles, placement.link_bits < 16
+        store = TileStore(memory, shape, len(config.growing), tiles, packs=packs, most_tokens=num_tokens)
         if placement.raw_pages:
             blocks += [placement.raw_pages * shape.nbytes // shape.num_pages] * plan.request.num_sequences
         for index in range(shape.count(num_tokens)):

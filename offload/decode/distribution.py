@@ -128,12 +128,12 @@ def distribution_of(
     biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
     rows = BiasRows(biases, vocab_size, device) if biases else None
     warping = replace(sampling, seed=None)
-    if not sampling.looks_back:
-        return Distribution(None, Warping(warping, biases, rows))
     penalties, text = _penalties(sampling, tokenizer, end_tokens), None
     if sampling.constraint is not None:
         grammar = grammar_of(sampling.constraint, tokenizer, vocab_size, frozenset(end_tokens))
         text = GrammarText(grammar.state(), num_prompt, vocab_size)
+    if text is None and not penalties:
+        return Distribution(None, Warping(warping, biases, rows))
     return Distribution(Adjustment(num_prompt, text, rows, penalties), Warping(warping))
 
 

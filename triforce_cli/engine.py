@@ -72,10 +72,9 @@ def prepare(
         tokenizer = load_tokenizer(models.target, models.draft)
         untimed = Request.on_this_machine(models.target, models.draft, options)
         request = timed(untimed) if given is None else replace(untimed, given=given)
-        if sampling is not None:
-            check_sampling(sampling, request.target, tokenizer)
+        looks_back = sampling is not None and check_sampling(sampling, request.target, tokenizer)
         device = "cpu" if request.hardware.is_cpu else "cuda"
-        if sampling is not None and sampling.looks_back and device == "cuda":
+        if looks_back and device == "cuda":
             output.note("what is written depends on the tokens before it: the GPU waits for the host after each pass")
         for model in filter(is_gguf, filter(None, (models.target, models.draft))):
             for note in notes(read_header(model), DTYPE_BYTES[request.dtype]):

@@ -151,42 +151,6 @@ Prompt = Annotated[
 ]
 
 MaxTokens = Annotated[int, option("--max-tokens", "New tokens at most.", SAMPLING, metavar="N", parser=whole)]
-Temperature = Annotated[
-    float,
-    option("--temperature", "0: the likeliest token.", SAMPLING, metavar="X", parser=number),
-]
-TopP = Annotated[
-    float,
-    option(
-        "--top-p",
-        "Keep likely tokens up to this total probability; 1 is off.",
-        SAMPLING,
-        metavar="X",
-        parser=number,
-    ),
-]
-TopK = Annotated[int, option("--top-k", "Keep so many; 0 is off.", SAMPLING, metavar="N", parser=whole)]
-MinP = Annotated[
-    float,
-    option(
-        "--min-p",
-        "Drop those below this share of the likeliest; 0 is off.",
-        SAMPLING,
-        metavar="X",
-        parser=number,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    option(
-        "--seed",
-        "The same text again on the same plan.",
-        SAMPLING,
-        metavar="N",
-        parser=whole,
-    ),
-]
-
 
 SESSION = "Session (what was computed, kept on disk)"
 

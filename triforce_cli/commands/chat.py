@@ -18,7 +18,7 @@ from triforce_cli import options
 from triforce_cli.chat.keys import Keys
 from triforce_cli.chat.tools import checked_variables
 from triforce_cli.choice import Models
-from triforce_cli.control import ControlFlags
+from triforce_cli.control import Sampling
 from triforce_cli.documents.selection import Named
 from triforce_cli.engine import prepare
 from triforce_cli.flags import (
@@ -276,7 +276,7 @@ def chat(
     include: options.Include = None,
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
-    sampling: ControlFlags,
+    sampling: Sampling,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
@@ -305,7 +305,7 @@ def chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
         template=template,
-        settings=Settings(sampling=sampling.params(), max_tokens=max_tokens),
+        settings=Settings(sampling=sampling, max_tokens=max_tokens),
         options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),

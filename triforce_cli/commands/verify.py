@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
-from triforce_cli.control import GreedyControlFlags
+from triforce_cli.control import GreedySampling
 from triforce_cli.documents.selection import Named
 from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import (
@@ -112,7 +112,7 @@ def verify(
     documents: DocumentFlags,
     prompt: options.Prompt = None,
     max_tokens: options.MaxTokens = 64,
-    sampling: GreedyControlFlags,
+    sampling: GreedySampling,
     positions: NumRecomputed = None,
     tolerance: Tolerance = None,
     plan: options.GivenPlan = None,
@@ -143,7 +143,7 @@ def verify(
         documents=documents.named(),
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=sampling.params(),
+        sampling=sampling,
         num_recomputed=positions,
         tolerance=tolerance,
         options=chosen,

@@ -36,7 +36,10 @@ STOREYS = (
 )
 GROUND = tuple(
     f"offload.{name}"
-    for name in ("errors", "files", "formats.layout", "metrics", "progress", "records", "seeds", "strict_json", "units")
+    for name in (
+        *("errors", "files", "formats.layout", "interrupts", "metrics", "progress", "records", "seeds"),
+        *("strict_json", "units"),
+    )
 )
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.ranks.follower", "offload.config", "offload.plan", "offload.session"),
@@ -132,9 +135,11 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
     transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
-    # The process that runs llama.cpp asks all of its slots at once. What the thread that pins reads is locked.
+    # The process that runs llama.cpp asks all of its slots at once. What the thread that pins reads is locked. A poll
+    # asks on which thread it is.
     allowed = (
         *transfer,
+        "offload.interrupts",
         "offload.transfer.memory",
         "triforce_cli.chat.background",
         "offload.ranks",

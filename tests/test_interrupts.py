@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from triforce_cli.signals import Terminated, interruptible
 
 from hearing import hear_signals
 from models import TOKENIZER_SIZE, random_model, save
@@ -27,7 +28,6 @@ from terminals import Terminal
 from triforce_cli import inputs, signals
 from triforce_cli.chat import reader
 from triforce_cli.commands import sessions
-from triforce_cli.signals import Terminated, interruptible
 
 RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: Terminated}
 EVERY = pytest.mark.parametrize("number", RAISED, ids=lambda number: number.name)

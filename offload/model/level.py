@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, wanted
 from offload.kernels.rows import MAX_ROWS, Blocks, power_of_two
 from offload.kv import Cache
@@ -124,6 +125,7 @@ class Level:
         self, continuations: Sequence[Continuation], levels: Sequence[Level] | None = None
     ) -> list[tuple[Tensor, ...]]:
         """One pass, counted -> what is made of each one's logits. levels: of each continuation; None: this one's."""
+        poll()
         before = self._link.stats.bytes_to_device if self._link else 0
         rows = [len(each.tokens) for each in continuations]
         counted = [(self, sum(rows))] if levels is None else list(zip(levels, rows, strict=True))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError
-from offload.interrupts import Terminated, resume
+from offload.interrupts import Terminated
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.citations import ASKED, Citation, citations
@@ -18,6 +18,7 @@ from triforce_cli.render.chat import Drop
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
+    from offload.engine.engine import Step
     from offload.progress import OnProgress, Progress
     from triforce_cli.chat import thoughts
     from triforce_cli.chat.engine import ChatEngine
@@ -205,44 +206,55 @@ class Dialogue:
         spoken: list[int] = []
         finish: str | None = None
         stopped: Stopped | None = None
-        with self.output, self._stoppable():
-            self._wait_ahead()
-            self._background.forget()
-            steps = self.engine.answer(
-                opening.tokens,
-                self._sampling(opening),
-                max_tokens=self.settings.max_tokens,
-                stop=self.format.stops,
-                end_tokens=self.format.end_tokens,
-                passages=ASKED if self.cites else 0,
-                named=opening.named,
-                on_progress=self._show,
-            )
-            splitter = opening.splitter()
+        splitter = opening.splitter()
+
+        def show() -> None:
+            nonlocal finish
+            with closing(self._steps(opening)) as steps:
+                for step in steps:
+                    pieces.append(step.text if "".join(pieces) else step.text.lstrip())
+                    spoken.extend(step.tokens)
+                    finish = step.finish
+                    self.citations = citations(step.passages, opening.tokens, documents, self.format.tokenizer)
+                    self._show_parts(splitter.push(step.text, step.named))
+            self._show_end(splitter)
+
+        with self.output:
             try:
-                with closing(steps), self._stoppable():
-                    for step in steps:
-                        pieces.append(step.text if "".join(pieces) else step.text.lstrip())
-                        spoken += step.tokens
-                        finish = step.finish
-                        self.citations = citations(step.passages, opening.tokens, documents, self.format.tokenizer)
-                        self._show_parts(splitter.push(step.text, step.named))
+                with self._stoppable():
+                    self._wait_ahead()
+                    show()
             except Stopped as error:
                 if not pieces:
                     raise
                 stopped = error
-            self._show_parts(splitter.flush())
-            self.output.end_line()
-            if stopped is not None and finish is None:
-                self.output.note("stopped")
+                self._show_end(splitter)
+                self.output.note("" if finish else "stopped")
         if self.cites and documents and finish is not None:
             self.output.note(render_chat.cited(self.citations))
         return Reply("".join(pieces), spoken, finish, stopped)
+
+    def _steps(self, opening: thoughts.Opening) -> Generator[Step, None, None]:
+        self._background.forget()
+        return self.engine.answer(
+            opening.tokens,
+            self._sampling(opening),
+            max_tokens=self.settings.max_tokens,
+            stop=self.format.stops,
+            end_tokens=self.format.end_tokens,
+            passages=ASKED if self.cites else 0,
+            named=opening.named,
+            on_progress=self._show,
+        )
 
     def _sampling(self, opening: thoughts.Opening) -> SamplingParams:
         sampling = self.settings.params(self._num_replies)
         budget = opening.budget(self._thought_tokens)
         return sampling if budget is None else replace(sampling, thoughts=budget)
+
+    def _show_end(self, splitter: thoughts.Splitter) -> None:
+        self._show_parts(splitter.flush())
+        self.output.end_line()
 
     def _show_parts(self, parts: Sequence[thoughts.Part]) -> None:
         for part in parts:
@@ -271,7 +283,6 @@ class Dialogue:
         except KeyboardInterrupt as error:
             if not self.interactive:
                 raise
-            resume()
             raise Stopped(None) from error
         except Terminated as error:
             if error.forced:

@@ -237,6 +237,7 @@ def _answer_all(dialogue: Dialogue, reader: Reader) -> None:
     from triforce_cli.chat.slash import Over
 
     while True:
+        resume()
         try:
             dialogue.work_ahead()
             text = reader.read(dialogue.taken_draft())
@@ -248,7 +249,6 @@ def _answer_all(dialogue: Dialogue, reader: Reader) -> None:
         except KeyboardInterrupt:
             if not dialogue.interactive:
                 raise
-            resume()
         except TriforceError as error:
             if not dialogue.interactive:
                 raise

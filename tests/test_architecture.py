@@ -241,7 +241,7 @@ def _calls(node: ast.AST, *names: str) -> bool:
     others = [
         call
         for call in calls
-        if (dotted(call.func).endswith(".get") and all(each.arg != "timeout" for each in call.keywords))
+        if (f".{dotted(call.func)}".endswith(".get") and all(each.arg != "timeout" for each in call.keywords))
         or dotted(call.func) == "join"
         or (dotted(call.func).endswith(".join") and len(call.args) > 1)
     ]

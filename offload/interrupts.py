@@ -35,13 +35,13 @@ class Terminated(SystemExit):
 
 
 class _Listener:
-    """The signal that was noted last and the exception that was raised last.
+    """The signals that were noted and the exception that was raised last.
 
-    noted: the signal whose exception is still to be raised. waits: the main thread is within `waiting`.
+    noted: those whose exceptions are still to be raised, each once. waits: the main thread is within `waiting`.
     """
 
     def __init__(self) -> None:
-        self.noted: int | None = None
+        self.noted: list[int] = []
         self.waits = False
         self._noted_at = self._raised_at = -math.inf
         self._raised: int | None = None
@@ -55,15 +55,15 @@ class _Listener:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_ending and (number == signal.SIGINT or self._raised != signal.SIGINT):
             return  # the same wish again
-        now, was_noted = time.monotonic(), self.noted is not None
-        if not was_noted or number != signal.SIGINT:
-            self.noted = number
-        if not was_noted:
+        now, is_first = time.monotonic(), not self.noted
+        if is_first:
             self._noted_at = now
+        if number not in self.noted:
+            self.noted.append(number)
         _request(self)
         if self.waits:
             self.deliver()
-        elif was_noted and not self.is_ending and now - self._noted_at >= GRACE_SECONDS:
+        elif not is_first and not self.is_ending and now - self._noted_at >= GRACE_SECONDS:
             self._forced = True
             raise self._taken()
 
@@ -72,13 +72,13 @@ class _Listener:
             self.deliver()
 
     def deliver(self) -> None:
-        """Raise the exception of a noted signal, if this is the main thread."""
-        if self.noted is not None and not self.is_ending and _is_main_thread():
+        """Raise the exception of the first signal that is noted, if this is the main thread."""
+        if self.noted and not self.is_ending and _is_main_thread():
             raise self._taken()
 
     def error_of(self, error: Exception) -> BaseException:
         """`error`, or the exception of the signal that was noted or raised by force before it came of that."""
-        if self.noted is not None and not self.is_ending:
+        if self.noted and not self.is_ending:
             return self._taken()
         return Terminated(self._raised, forced=True) if self._forced and self._raised is not None else error
 
@@ -100,10 +100,9 @@ class _Listener:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _taken(self) -> BaseException:
-        """The exception of the noted signal, which is noted no longer."""
-        number, self.noted = self.noted, None
-        assert number is not None
-        _request(None)
+        """The exception of the first signal that is noted, which is noted no longer."""
+        number = self.noted.pop(0)
+        _request(self if self.noted else None)
         self.end_wait()
         self._raised, self._raised_at = number, time.monotonic()
         if number == signal.SIGINT and not self._forced:

@@ -332,6 +332,25 @@ def test_what_asks_to_end_while_an_interrupt_is_under_way_is_raised_once_the_con
     assert type(interrupted(work)) is Terminated
 
 
+@pytest.mark.parametrize("numbers", [(2, 15), (2, 2, 1), (15, 2)])
+def test_of_several_signals_the_first_is_raised_first(numbers: tuple[int, ...]) -> None:
+    """However long the next poll takes. A conversation that goes on after an interrupt ends then, if that was asked."""
+    raised: list[type[BaseException]] = []
+
+    def work() -> None:
+        for number in numbers:
+            interrupt(number)
+        for _ in range(2):
+            try:
+                poll()
+            except BaseException as error:
+                raised.append(type(error))
+            resume()
+
+    interrupted(work)
+    assert raised == [RAISED[signal.Signals(number)] for number in dict.fromkeys(numbers)]
+
+
 @pytest.mark.usefixtures("impatient")
 @EVERY
 @pytest.mark.parametrize("converts", [False, True])

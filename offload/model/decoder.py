@@ -16,6 +16,7 @@ from torch.nn.functional import gelu, relu, rms_norm, silu
 
 from offload.config.block import Attention, Block
 from offload.config.model import ModelConfig
+from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
@@ -136,6 +137,7 @@ class Decoder:
                     self._layer(layer, weights, x, [segment])
                 if on_hidden is not None and layer == self.config.num_layers - 1:
                     on_hidden(start, x)
+                poll()
                 on_rows(len(x))
 
     def _forward_few(self, few: FewRows, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -13,6 +13,7 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
+from offload.interrupts import poll
 from offload.kernels.choice import gpu_kernels
 from offload.kernels.cpu import of_model
 from offload.model.decoder import Decoder
@@ -167,4 +168,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
 
 
 def _stage(stage: Stage, on_progress: OnProgress) -> Callable[[int, int], None]:
-    return lambda done, total: on_progress(Progress(stage, done, total, "bytes"))
+    def report(done: int, total: int) -> None:
+        poll()
+        on_progress(Progress(stage, done, total, "bytes"))
+
+    return report

@@ -14,6 +14,7 @@ import typer
 from offload import strict_json
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
+from offload.interrupts import Terminated, resume
 from triforce_cli import options
 from triforce_cli.chat.keys import Keys
 from triforce_cli.chat.tools import checked_variables
@@ -35,7 +36,6 @@ from triforce_cli.options import option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import decode_argument
 from triforce_cli.render import chat as render_chat
-from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
     from offload.plan.planner import Options
@@ -213,8 +213,9 @@ def _converse(dialogue: Dialogue, reader: Reader) -> None:
     try:
         _answer_all(dialogue, reader)
         _finish(dialogue, reader)
-    except Terminated:
-        dialogue.keep()
+    except Terminated as ending:
+        if not ending.forced:
+            dialogue.keep()
         raise
 
 
@@ -236,6 +237,7 @@ def _answer_all(dialogue: Dialogue, reader: Reader) -> None:
     from triforce_cli.chat.slash import Over
 
     while True:
+        resume()
         try:
             dialogue.work_ahead()
             text = reader.read(dialogue.taken_draft())

@@ -14,7 +14,6 @@ from triforce_cli.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFla
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.plan.hardware import Hardware
@@ -150,8 +149,7 @@ class Planning:
         from offload.plan.what_if import in_16_bits
         from triforce_cli.render.plan import Planned
 
-        with deferred():
-            request = self._request(self.machine)
+        request = self._request(self.machine)
         longest = request.longest_context() if self.fit else None
         if num_prompt_tokens is None:
             sizes = self._sizes(request.context if longest is None else max(longest, self.max_tokens + 1))
@@ -177,10 +175,9 @@ class Planning:
         if not self.documents:
             return None
         prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report)
-        with deferred():
-            from offload.decode.tokenizer import Tokenizer
+        from offload.decode.tokenizer import Tokenizer
 
-            return Tokenizer.from_folder(self.models.target).num_tokens(prompt)
+        return Tokenizer.from_folder(self.models.target).num_tokens(prompt)
 
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request

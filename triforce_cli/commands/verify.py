@@ -25,7 +25,6 @@ from triforce_cli.options import number, option, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
 from triforce_cli.render import verify as render_verify
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
@@ -81,8 +80,8 @@ class Verify:
             prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report)
             prepared = prepare(self.models, self.options, output, sampling=self.sampling, given=self.given)
             sampling = self.sampling
-            with deferred():
-                from offload.bench.exactness import check_exactness
+            from offload.bench.exactness import check_exactness
+
             tokenizer = prepared.tokenizer
             tokens = prepared.prompt_tokenizer.encode(prompt)
             plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)

@@ -2,7 +2,7 @@
 
 usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,8192] [--tasks continue,quote]
                                    [--settings plain,default,gamma=7]
-                                   [--offload kv --link-gbps 1 [--host-gbps 2.4]]
+                                   [--offload kv --link-gbps 1]
 
 A setting is `plain` (--no-speculation), `default` (what `generate` does by itself), `transformers` (its own `generate`
 on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
@@ -188,7 +188,6 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, lengths="4096,8192,16384,32000", settings="transformers,plain,default", max_tokens=256)
     parser.add_argument("--temperatures", default="0.6")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--host-gbps", type=float, default=None, help="beside the link, for attention on the host")
     return parser.parse_args()
 
 
@@ -207,7 +206,7 @@ def main() -> None:
     model, draft = demo_models(args.model, args.draft)
     tokenizer = load_tokenizer(model, draft)
     offload = frozenset(filter(None, args.offload.split(",")))
-    options = Options(offload=offload, link_gbps=args.link_gbps, host_gbps=args.host_gbps)
+    options = Options(offload=offload, link_gbps=args.link_gbps)
     settings, rows, measured = args.settings.split(","), [], list[Measurement]()
     for task, length, temperature in itertools.product(
         args.tasks.split(","), map(int, args.lengths.split(",")), map(float, args.temperatures.split(","))
@@ -221,8 +220,7 @@ def main() -> None:
         for setting, runs in results.items():
             measured += [prompted | {"setting": setting, "turn": turn} | run for turn, run in enumerate(runs)]
     link = f", link {args.link_gbps} GB/s" if args.link_gbps else ""
-    host = f", host {args.host_gbps} GB/s" if args.host_gbps else ""
-    title = f"{model.name}, offload {args.offload or 'none'}{link}{host}"
+    title = f"{model.name}, offload {args.offload or 'none'}{link}"
     columns = [
         "task", "prompt", "temp", "setting", "ms/token", "range", "vs plain", "predicted", "accept", "accept retr.",
         "tokens/round", "link",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload.errors import UsageError
+from offload.interrupts import waiting
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+")
 
@@ -58,7 +59,8 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock on the file `path`, which is made where it is not there and stays. Whoever else wants it waits. The
     system releases it when the process ends. OSError."""
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with waiting():
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -105,30 +105,6 @@ class LinkStats:
 
 
 @dataclass(frozen=True)
-class HostStats:
-    """Tiles of the cache that were attended to on the host, where they live. busy_seconds: time in which at least one
-    was."""
-
-    bytes_read: int = 0
-    busy_seconds: float = 0.0
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """None where nothing was read."""
-        return self.bytes_read / self.busy_seconds if self.busy_seconds else None
-
-    def __add__(self, more: HostStats) -> HostStats:
-        return HostStats(self.bytes_read + more.bytes_read, self.busy_seconds + more.busy_seconds)
-
-    def __sub__(self, earlier: HostStats) -> HostStats:
-        """What was read since `earlier`."""
-        return HostStats(self.bytes_read - earlier.bytes_read, self.busy_seconds - earlier.busy_seconds)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"bytes_per_second": self.bytes_per_second}
-
-
-@dataclass(frozen=True)
 class RankStats:
     """What one of several ranks did. sum_seconds: in sums over the ranks, with the wait for those that are slower.
     device_bytes, host_bytes: allocated."""
@@ -177,7 +153,6 @@ class Stats:
     levels: list[LevelStats] = field(default_factory=list)
     prefill_link: LinkStats = field(default_factory=LinkStats)
     decode_link: LinkStats = field(default_factory=LinkStats)
-    host_attention: HostStats = field(default_factory=HostStats)  # while decoding, of this rank
     ranks: list[RankStats] = field(default_factory=list)  # while decoding, where there are several
     wider_layers: int = 0  # whose weights cross the link in 12 bits where fewer are planned: they would not come back
 
@@ -217,5 +192,4 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         data = asdict(self) | {name: getattr(self, name) for name in _DERIVED}
         data["levels"] = [level.as_dict() for level in self.levels]
-        data["host_attention"] = self.host_attention.as_dict()
         return data

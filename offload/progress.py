@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from offload.interrupts import poll
+
 Stage = Literal["load", "pin", "restore", "prefill", "save", "replay"]
 
 
@@ -38,6 +40,7 @@ def bytes_of(stage: Stage, total: int, on_progress: OnProgress) -> OnBytes:
 
     def count(num_bytes: int, fewer: int = 0, /) -> None:
         nonlocal done, total
+        poll()
         total -= fewer
         done = min(done + num_bytes, total)
         on_progress(Progress(stage, done, total, "bytes"))

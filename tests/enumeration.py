@@ -393,7 +393,7 @@ class Case:
             return made.Distribution(None, self.warp)
         letters, ends = Letters(self.vocabulary), (self.vocabulary - 1,)
         biases = made._biases(self.params, letters, self.vocabulary, ends)
-        penalties = made._penalties(self.params, letters, ends)
+        penalties = decode.penalties.penalties_of(self.params, letters, ends)
         text = None
         if self.rule is not None:
             text = decode.grammar_text.GrammarText(RuleState(self.rule), len(self.prompt), self.vocabulary)

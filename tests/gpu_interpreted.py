@@ -15,8 +15,6 @@ from torch.testing import assert_close
 from interpreter import products_by_row, without_idle_work
 from models import LateLink, count_fetched
 from offload.errors import TriforceError
-from offload.kernels import cpu
-from offload.kernels.attention import join
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu import kernels as gpu_kernels
 from offload.kernels.gpu import programs
@@ -26,7 +24,7 @@ from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import ROWS
 from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows, SpanAttention
+from offload.kernels.spans import Rows
 from offload.kv import fetch
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
@@ -242,36 +240,6 @@ def test_scores_of_any_size_are_weighed_right() -> None:
     held = [hold(page=64, pages=2, tokens=128, dim=32, dtype=torch.float32)]
     q = 100 * normal(2, 2, 32, seed=5)
     assert_near(attended(held, q, 126, span=64)[0], in_fp64(held, q, 126)[0], torch.float32)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize(("group", "num_rows"), [(1, 4), (3, 11)])
-def test_what_the_host_attended_to_is_joined_as_if_the_gpu_had(dtype: torch.dtype, group: int, num_rows: int) -> None:
-    """The middle one of three tiles is attended to by the CPU: out and masses against fp64."""
-    tiles = [
-        hold(page=64, pages=2, tokens=tokens, dim=32, dtype=dtype, first=first)
-        for first, tokens in ((0, 128), (128, 128), (256, 90))
-    ]
-    q = (2 * normal(num_rows, KV_HEADS * group, 32, seed=14)).to(dtype)
-    index = 346 - num_rows
-    gpu = attending([tiles[0], tiles[2]], q, index, span=64, chunk=16).part()
-    library = cpu.kernels()
-    if not isinstance(library, cpu.CpuKernels):
-        pytest.skip(library.reason)
-    host = SpanAttention(library, dtype=dtype, span=64, chunk=16)
-    new = torch.zeros(num_rows, KV_HEADS, 32, dtype=dtype)
-    host.begin(Rows(q, new, new, Scoring(unmoving(32, dtype)), 0, index), 2, masses=True)
-    host.attend(host.exact_run(tiles[1].pages, first=128, tokens=128, slot=0))
-    both = join(gpu, host.part(), 128 // 16)
-    wanted, weights = in_fp64(tiles, q, index)
-    assert_near(both.out.flatten(1), wanted, dtype)
-    assert both.mass is not None
-    mass = both.mass.unflatten(1, (KV_HEADS, group)).sum(2)
-    assert_close(mass.double(), by_chunk(weights, 16, mass.shape[-1]), atol=2e-6, rtol=2e-5)
-    if dtype != torch.bfloat16:  # which the interpreter cuts off where it should round
-        alone = attending(tiles, q, index, span=64, chunk=16).part()
-        assert torch.equal(alone.out.flatten(1).to(dtype), attended(tiles, q, index, span=64, chunk=16)[0])
 
 
 @pytest.mark.few(1)

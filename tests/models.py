@@ -69,6 +69,7 @@ from offload.transfer.link import Done, Event, Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.layers import load_weights
+from processor import best
 
 VOCABULARY = 96
 TOKENIZER_SIZE = 258  # 256 bytes, bos, eos
@@ -254,7 +255,6 @@ class Sizes:
     page: int = 8
     pages: int = 2
     num_resident: int = 0  # tiles of all layers together, only where there is a link
-    num_host: int = 0  # the same
     kv_staging: int = 2
     budget: int = 16
     chunk: int = 4
@@ -303,10 +303,8 @@ def full_cache(
         and Offload(
             link,
             num_resident=sizes.num_resident,
-            num_host=sizes.num_host,
             num_staging=sizes.kv_staging,
-            host_kernels=kernels_of(decoder) if packs else NONE,
-            packs=packs,
+            packs=best() if packs else None,
             raw_pages=raw_pages,
         ),
         mass_chunk=sizes.chunk if mass else None,

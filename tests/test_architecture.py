@@ -36,7 +36,10 @@ STOREYS = (
 )
 GROUND = tuple(
     f"offload.{name}"
-    for name in ("errors", "files", "formats.layout", "metrics", "progress", "records", "seeds", "strict_json", "units")
+    for name in (
+        *("errors", "files", "formats.layout", "interrupts", "metrics", "progress", "records", "seeds"),
+        *("strict_json", "units"),
+    )
 )
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.ranks.follower", "offload.config", "offload.plan", "offload.session"),
@@ -132,9 +135,11 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
     transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
-    # The process that runs llama.cpp asks all of its slots at once. What the thread that pins reads is locked.
+    # The process that runs llama.cpp asks all of its slots at once. What the thread that pins reads is locked. A poll
+    # asks on which thread it is.
     allowed = (
         *transfer,
+        "offload.interrupts",
         "offload.transfer.memory",
         "triforce_cli.chat.background",
         "offload.ranks",
@@ -191,6 +196,65 @@ def only_app_catches_broadly(module: str, source: str) -> list[str]:
     return found
 
 
+def only_interrupts_hears_signals(module: str, source: str) -> list[str]:
+    """The other ranks ignore what is for rank 0, which blocks signals while it starts them; a terminal's modes are
+    changed back when it is left; before the program is imported a signal ends it."""
+    ranks = ("offload.ranks.follower", "offload.ranks.rendezvous")
+    if module in ("offload.interrupts", *ranks, "triforce_cli.chat.keys", "triforce_cli.__main__"):
+        return []
+    return [f"{module}:{line} imports {name}" for name, line in imports(walked(source)) if within(name, "signal")]
+
+
+def waits_are_interruptible(module: str, source: str) -> list[str]:
+    """A system call that may last for ever is within `waiting`; a loop of short waits polls."""
+    # A rank takes part in a sum, or in its own end, whatever happens. The watch, a copy's pace and the program that
+    # runs llama.cpp are other threads and processes. `Ahead.wait` reports progress, which polls.
+    ranks = ("offload.ranks.follower", "offload.ranks.shared", "offload.ranks.watch")
+    if within(module, "offload.interrupts", *ranks, "offload.transfer.pace", "offload.bench.llama_cpp"):
+        return []
+    whole = ("Sums._wait", "Sums._hear_why", "Ahead.wait")
+    found: list[str] = []
+
+    def look(node: ast.AST, owner: str, waits: bool) -> None:
+        if isinstance(node, ast.With):
+            waits = waits or any(_calls(item, "waiting") for item in node.items)
+        if isinstance(node, ast.Call) and not waits and _lasts(node):
+            found.append(f"{module}:{node.lineno} calls {dotted(node.func)} outside of waiting")
+        if isinstance(node, ast.While) and _calls(node, *_SHORT_WAITS) and not _calls(node, "poll", "waiting"):
+            found.append(f"{module}:{node.lineno} waits in a loop that does not poll")
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            owner = f"{owner}.{node.name}".strip(".")
+        for child in ast.iter_child_nodes(node) if owner not in whole else ():
+            look(child, owner, waits)
+
+    look(ast.parse(source), "", False)
+    return found
+
+
+_LAST = ("select.select", "readline", "flock", "prompt", "http_get", "model_info")
+_SHORT_WAITS = ("wait", "join", "sleep", "get", "select", "await_count")
+
+
+def _calls(node: ast.AST, *names: str) -> bool:
+    """Whether functions or methods of these names are called in it. Those of texts and mappings are others."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    others = [
+        call
+        for call in calls
+        if (f".{dotted(call.func)}".endswith(".get") and all(each.arg != "timeout" for each in call.keywords))
+        or dotted(call.func) == "join"
+        or (dotted(call.func).endswith(".join") and len(call.args) > 1)
+    ]
+    return any(dotted(call.func).rpartition(".")[2] in names for call in calls if call not in others)
+
+
+def _lasts(call: ast.Call) -> bool:
+    name = dotted(call.func)
+    at_once = any(dotted(part) == "fcntl.LOCK_NB" for each in call.args for part in ast.walk(each))
+    at_once |= bool(call.args) and isinstance(call.args[-1], ast.Constant) and call.args[-1].value == 0
+    return not at_once and (name in _LAST or name.rpartition(".")[2] in _LAST)
+
+
 def plans_without_torch(module: str, source: str) -> list[str]:
     """At module level; looking at the hardware may import it when it is called."""
     if not within(module, *WITHOUT_TORCH):
@@ -212,6 +276,8 @@ RULES: list[Rule] = [
     only_link_makes_threads_and_streams,
     only_output_writes,
     only_app_catches_broadly,
+    only_interrupts_hears_signals,
+    waits_are_interruptible,
     plans_without_torch,
 ]
 VIOLATIONS: list[tuple[Rule, str, str]] = [
@@ -253,6 +319,13 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
         "offload.engine.engine",
         "def g():\n    try:\n        f()\n    except Exception:\n        if x:\n            return 1\n        raise",
     ),
+    (only_interrupts_hears_signals, "triforce_cli.app", "import signal"),
+    (only_interrupts_hears_signals, "offload.engine.engine", "def f():\n    from signal import SIGINT"),
+    (waits_are_interruptible, "triforce_cli.inputs", "select.select([stream], [], [], None)"),
+    (waits_are_interruptible, "triforce_cli.inputs", "with waiting():\n    pass\nsys.stdin.readline()"),
+    (waits_are_interruptible, "offload.files", "fcntl.flock(file, fcntl.LOCK_EX)"),
+    (waits_are_interruptible, "offload.bench.peer", "while True:\n    if done.wait(0.1):\n        break"),
+    (waits_are_interruptible, "offload.ranks.team", "while True:\n    answers.get(timeout=0.1)"),
     (plans_without_torch, "offload.config.model", "import torch"),
     (plans_without_torch, "offload.plan.planner", "from torch import Tensor"),
     (plans_without_torch, "offload.metrics", "if True:\n    import torch.cuda"),
@@ -273,6 +346,11 @@ INNOCENT: list[tuple[Rule, str, str]] = [
         "try:\n    f()\nexcept Exception as e:\n    raise Mine() from e",
     ),
     (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept OSError:\n    pass"),
+    (only_interrupts_hears_signals, "offload.interrupts", "import signal"),
+    (waits_are_interruptible, "triforce_cli.inputs", "with waiting():\n    sys.stdin.readline()"),
+    (waits_are_interruptible, "triforce_cli.outfile", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
+    (waits_are_interruptible, "offload.bench.peer", "while True:\n    poll()\n    done.wait(0.1)"),
+    (waits_are_interruptible, "offload.bench.peer", "while names:\n    names = rest.get(names)"),
     (plans_without_torch, "offload.plan.hardware", "def probe():\n    import torch"),
     (plans_without_torch, "offload.engine.engine", "import torch"),
 ]

@@ -18,7 +18,6 @@ from offload.kernels.attention import (
     attend_whole_pages,
     count_up,
     fold,
-    join,
     merge,
     unfold,
 )
@@ -147,35 +146,6 @@ def test_merged_tiles_equal_attention_over_all_keys_and_their_masses_sum_to_one(
     sighted = case.seen.any(1)
     assert_close(total.sum(-1)[:, sighted], torch.ones_like(total.sum(-1)[:, sighted]), atol=1e-5, rtol=0)
     assert_near(case, total.double()[:, sighted], weights[:, sighted])
-
-
-@given(case=examples(), data=st.data())
-def test_two_parts_are_joined_with_their_masses_in_the_keys_order(case: Example, data: st.DataObject) -> None:
-    """The second part's keys lie among the first's, from page `at` on. Some rows see nothing of one part."""
-    pages = case.keys.shape[0]
-    at = data.draw(st.integers(0, pages))
-    stop = data.draw(st.integers(at, pages))
-    page = case.keys.shape[2]
-    inside = (torch.arange(pages) >= at) & (torch.arange(pages) < stop)
-    parts = []
-    for own in (~inside, inside):
-        if not own.any():
-            return
-        seen = case.seen.view(-1, pages, page) & own[:, None]
-        scores = case.q.double() @ case.keys.double().transpose(0, 1).flatten(1, 2).transpose(1, 2)
-        scores = (scores / case.q.shape[2] ** 0.5).masked_fill(~seen.flatten(1), -torch.inf)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-        out = weights @ case.values.double().transpose(0, 1).flatten(1, 2)
-        mass = weights.unflatten(-1, (pages, page)).sum(-1)[..., own]
-        parts.append(Part(out.float(), lse.float(), mass.float()))
-    got, (wanted, lse, weights) = join(*parts, at), reference(case)
-    assert_close(got.out.double(), wanted, atol=1e-5, rtol=1e-5)
-    assert_close(got.lse.double(), lse, atol=1e-5, rtol=1e-5)
-    assert got.mass is not None
-    seeing = case.seen.any(-1)
-    mass = weights.unflatten(-1, (pages, page)).sum(-1)
-    assert_close(got.mass[:, seeing].double(), mass[:, seeing], atol=1e-5, rtol=1e-5)
 
 
 def tile(case: Example, index: int, *, chunk: int | None = None) -> Part:

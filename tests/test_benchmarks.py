@@ -171,26 +171,6 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
     assert "caches over 1 GB/s" in table
 
 
-@pytest.mark.deep
-def test_decode_attends_on_the_host_where_its_pace_is_given(run: Run) -> None:
-    args = (
-        "--lengths",
-        "300",
-        "--max-tokens",
-        "8",
-        "--turns",
-        "1",
-        "--temperatures",
-        "0",
-        "--settings",
-        "plain,default",
-    )
-    written, _ = run("decode.py", *args, "--offload", "kv", "--link-gbps", "0.05", "--host-gbps", "0.12")
-    shared, runs = read(written)
-    assert "host 0.12 GB/s" in shared["title"]
-    assert all(measured["stats"]["host_attention"]["bytes_read"] > 0 for measured in runs)
-
-
 def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
     args = ("--lengths", "300", "--max-tokens", "12", "--turns", "2", "--temperatures", "0", "--settings")

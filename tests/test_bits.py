@@ -120,7 +120,7 @@ class Case:
     def __str__(self) -> str:
         sizes = self.sizes
         numbers = f"g{sizes.gamma}.{sizes.draft_gamma} r{sizes.rows} b{sizes.budget} c{sizes.chunk}"
-        tiles = f"p{sizes.page}x{sizes.pages} res{self.resident}.{sizes.num_host}"
+        tiles = f"p{sizes.page}x{sizes.pages} res{self.resident}"
         return f"{self.target} {self.draft} n{self.prompt_length} {numbers} {tiles}"
 
 
@@ -138,7 +138,6 @@ def sample_cases(num_cases: int) -> list[Case]:
         "chunk": [1, 2, 4],
         "tile": [(4, 1), (4, 4), (8, 2), (16, 1), (32, 2)],
         "resident": [None, 0, 1, 2, 50],
-        "num_host": [0, 1, 5, 99],
         "window": [1, 8, 200],
     }
     columns: dict[str, list[object]] = {}

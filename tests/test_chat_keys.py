@@ -15,15 +15,16 @@ from terminals import Terminal
 ROOT = Path(__file__).resolve().parent.parent
 WRITER = """
 import signal, sys
+from offload.interrupts import interruptible, poll
 from triforce_cli.chat.keys import Keys
-from triforce_cli.signals import interruptible
 
 def main():
-    with interruptible(main.__code__):
+    with interruptible():
         with Keys(edited=EDITED).hidden():
             print("writes", flush=True)
             while True:
                 signal.pause()
+                poll()
                 print("goes on", flush=True)
 try:
     main()

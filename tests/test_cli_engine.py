@@ -84,7 +84,6 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(shell, folder):
         SMALL_LEVELS,
         (*SMALL_LEVELS, "--draft", "draft"),
         (*SMALL_LEVELS, "--draft", "draft", "--offload", "weights,kv", "--link-gbps", "2"),
-        (*SMALL_LEVELS, "--draft", "draft", "--offload", "kv", "--link-gbps", "2", "--host-attention", "0.5"),
         ("--draft", "draft", "--gamma", "7", "--draft-gamma", "1", "--budget", "128", "--chunk", "16"),
         ("--no-speculation", "--offload", "kv"),
         ("--context", "700"),
@@ -122,17 +121,6 @@ def test_offloaded_bytes_are_in_the_stats(shell, folder):
     assert code == 0
     assert "offload kv" in table
     assert "to device" in table
-
-
-def test_bytes_that_the_host_attends_to_are_in_the_stats(shell):
-    paced = ("--offload", "kv", "--link-gbps", "2", "--host-attention", "0.5", *SMALL_LEVELS)
-    host = shell.document(*paced)["stats"]["host_attention"]
-    assert host["bytes_read"] > 0
-    assert host["bytes_per_second"] == pytest.approx(host["bytes_read"] / host["busy_seconds"])
-    code, _, table = shell.code(*paced, "--stats")
-    assert code == 0
-    assert any(line.startswith("host        attention ") and line.endswith(" GB/s") for line in table.splitlines())
-    assert "attention" not in shell.code("--offload", "kv", "--stats")[2]
 
 
 def test_text_ends_before_a_stop_string(shell):

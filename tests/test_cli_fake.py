@@ -3,8 +3,8 @@
 `python tests/test_cli_fake.py generate ...` is `triforce generate ...` on it, and so is a fork of the tests' process,
 which has loaded the libraries. FAKE holds a JSON object:
 pieces: the text, one piece a step; plain_pieces: the same without speculation; piece_seconds: after each; finish: of
-the last step; hang: after the pieces, sleep until killed; endless: repeat the last piece very often; fail: raise this
-error ("DoesNotFit", ...) after the pieces;
+the last step; hang: after the pieces, run until interrupted; endless: repeat the last piece very often; fail: raise
+this error ("DoesNotFit", ...) after the pieces;
 load_fail: raise it at load; ticks: progress calls of each stage, load_ticks and prefill_ticks of one; tick_seconds:
 between two of them; pretended: time passes in these pauses alone, and they take none (in a fork).
 """
@@ -35,6 +35,7 @@ if str(ROOT) not in sys.path:  # run as a script
 from hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
+from offload.interrupts import poll  # noqa: E402
 from offload.metrics import LevelStats, Stats  # noqa: E402
 from offload.plan import request  # noqa: E402
 from offload.plan.composition import Composition  # noqa: E402
@@ -136,7 +137,6 @@ def make_plan(options: Options, num_prompt_tokens: int = 1000, max_tokens: int =
             full_pass_seconds=0.1,
             full_sum_seconds=0.0,
             full_link_bytes=0,
-            full_host_bytes=0,
             full_row_seconds=0.01,
             full_block_rows=16,
             mass_share=0.1,
@@ -198,7 +198,7 @@ class Engine:
         if "fail" in SCRIPT:
             raise _error(SCRIPT["fail"])
         if "hang" in SCRIPT:
-            time.sleep(3600)
+            _pause(3600)
 
     def __enter__(self) -> Engine:
         return self
@@ -271,8 +271,11 @@ def _tick(stage: str, total: int, unit: str, on_progress: Callable[[Progress], N
 def _pause(seconds: float) -> None:
     if SCRIPT.get("pretended"):
         _MOMENT[0] += seconds
-    else:
-        time.sleep(seconds)
+        return
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        poll()  # as each pass and each block of a prefill does
+        time.sleep(min(left, 0.01))
 
 
 def _error(name: str) -> Exception:

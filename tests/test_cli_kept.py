@@ -10,12 +10,12 @@ import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
 from offload.engine.engine import Engine, Step
+from offload.interrupts import Terminated
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
 from triforce_cli.answer import Answer
 from triforce_cli.app import main
 from triforce_cli.deadline import Deadline, TimedOut
-from triforce_cli.signals import Terminated
 
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(30))
 SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 4096, "eos_token_id": None}

@@ -10,8 +10,10 @@ import pytest
 import typer
 
 from offload.decode.constraint import Constraint
+from offload.decode.sampling import SETTINGS
 from offload.errors import UsageError
 from offload.session.names import session_folder
+from sampler_values import others
 from triforce_cli import choice, tree
 from triforce_cli.app import app, main
 from triforce_cli.choice import choose_models
@@ -23,33 +25,20 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--prompt", "In short:", "prompt", "In short:"),
     ("--prompt-file", "-", "documents.paths", (Path("-"),)),
     ("--max-tokens", "7", "max_tokens", 7),
-    ("--temperature", "0", "sampling.temperature", 0.0),
-    ("--top-p", "0.5", "sampling.top_p", 0.5),
-    ("--top-k", "40", "sampling.top_k", 40),
-    ("--min-p", "0.05", "sampling.min_p", 0.05),
-    ("--seed", "1", "sampling.seed", 1),
+    *(
+        (f"--{row.label}", str(value), f"sampling.{row.name}", value)
+        for row in SETTINGS.values()
+        if row.kind is not bool
+        for value in others(row)[:1]
+    ),
     ("--json-schema", '{"type": "object"}', "sampling.constraint", Constraint("json-schema", '{"type": "object"}')),
     ("--json-schema", "true", "sampling.constraint", Constraint("json-schema", "true")),
     ("--regex", "[0-9]+", "sampling.constraint", Constraint("regex", "[0-9]+")),
     ("--choice", "yes,no", "sampling.constraint", Constraint("choice", '["yes", "no"]')),
     ("--grammar", str(WORDS), "sampling.constraint", Constraint("grammar", WORDS.read_text(encoding="utf-8"))),
-    ("--repetition-penalty", "1.1", "sampling.repetition_penalty", 1.1),
-    ("--presence-penalty", "0.5", "sampling.presence_penalty", 0.5),
-    ("--frequency-penalty", "-0.5", "sampling.frequency_penalty", -0.5),
-    ("--penalty-window", "0", "sampling.penalty_window", 0),
-    ("--no-repeat-ngram", "3", "sampling.no_repeat_ngram", 3),
-    ("--dry-multiplier", "0.8", "sampling.dry_multiplier", 0.8),
-    ("--dry-base", "2", "sampling.dry_base", 2.0),
-    ("--dry-allowed-length", "4", "sampling.dry_allowed_length", 4),
-    ("--dry-window", "100", "sampling.dry_window", 100),
     ("--dry-breaker", ";", "sampling.dry_breakers", (";",)),
-    ("--typical-p", "0.9", "sampling.typical_p", 0.9),
-    ("--top-n-sigma", "1.5", "sampling.top_n_sigma", 1.5),
-    ("--xtc-probability", "0.5", "sampling.xtc_probability", 0.5),
-    ("--xtc-threshold", "0.2", "sampling.xtc_threshold", 0.2),
     ("--logit-bias", "42=-5", "sampling.logit_bias", ((42, -5.0),)),
     ("--logit-bias", "a=b=-inf", "sampling.logit_bias", (("a=b", -math.inf),)),
-    ("--min-tokens", "5", "sampling.min_tokens", 5),
     ("--stop", "END", "stops", ("END",)),
     ("--context", "4096", "options.context", 4096),
     ("--budget", "512", "options.budget", 512),
@@ -67,8 +56,6 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--weight-bits", "6", "options.weight_bits", 6),
     ("--kv-bits", "16", "options.kv_bits", 16),
     ("--link-bits", "12", "options.link_bits", 12),
-    ("--host-attention", "0.5", "options.host_attention", 0.5),
-    ("--host-attention", "off", "options.host_attention", 0.0),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
     ("--timeout", "1.5", "timeout", 1.5),
@@ -83,7 +70,7 @@ SWITCHES = [
     ("--jsonl", "form", "jsonl"),
     ("--echo", "echo", True),
     ("--quiet", "quiet", True),
-    ("--ignore-eos", "sampling.ignore_eos", True),
+    *((f"--{row.label}", f"sampling.{row.name}", True) for row in SETTINGS.values() if row.kind is bool),
 ]
 
 
@@ -132,7 +119,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     command = typer.main.get_command(app).commands["generate"]
     declared = {f"--{name}": parameter.envvar for name, parameter in tree.options(command).items()}
     assert declared == {flag: variable_of(flag) for flag in declared}
-    apart = {"--model", "--draft", "--link-gbps", "--host-gbps", "--read-only", "--debug"}  # tested one by one
+    apart = {"--model", "--draft", "--link-gbps", "--read-only", "--debug"}  # tested one by one
     apart |= {"--input-jsonl", "--output-jsonl", "--config", "--log-file", "--batch"}  # in files of their own
     apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
@@ -192,14 +179,6 @@ def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
     assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
     assert parse("--model", model, "--offload", "kv").options.link_gbps == 3.0
-
-
-def test_the_pace_of_the_host_and_its_variable_say_the_same(model, monkeypatch):
-    paced = ("--model", model, "--offload", "kv", "--link-gbps", "2")
-    assert parse(*paced).options.host_gbps is None
-    assert parse(*paced, "--host-gbps", "4.8").options.host_gbps == 4.8
-    monkeypatch.setenv("TRIFORCE_HOST_GBPS", "3")
-    assert parse(*paced).options.host_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
@@ -263,11 +242,6 @@ def test_offload_takes_any_order(text, expected):
         (["--kv-bits", "6"], ["kv-bits", "6", "auto, 16 or 4"]),
         (["--link-bits", "few"], ["link-bits", "'few'", "auto, 16 or 12"]),
         (["--link-bits", "8"], ["link-bits", "8", "auto, 16 or 12"]),
-        (["--host-attention", "half"], ["host-attention", "'half'", "auto, off or a share from 0 to 1"]),
-        (["--host-attention", "1.5"], ["host-attention", "1.5", "from 0 to 1"]),
-        (["--host-attention", "nan"], ["host-attention", "nan", "from 0 to 1"]),
-        (["--offload", "kv", "--host-gbps", "2"], ["host-gbps", "--link-gbps"]),
-        (["--offload", "kv", "--link-gbps", "1", "--host-gbps", "0"], ["host-gbps", "0", "GB/s"]),
         (["--stop", ""], ["stop", "empty"]),
         (["--stop", "\udcff"], ["--stop", "not valid UTF-8"]),
         (["--batch", "9" * 5000], ["batch", "auto or a whole number from 1 to"]),

@@ -236,31 +236,6 @@ class TestReport:
         assert "memory  " in done.stdout
         assert "the same" in next(line for line in done.stdout.splitlines() if line.startswith("free"))
 
-    def test_what_the_host_attends_to_is_not_streamed(self, plan: Plan) -> None:
-        """The same plan as that of a request with these rates; --host-gbps of GPUs is something else."""
-        here = ("--model", str(plan.models / "68m"), "--context", "2000", "--device", "cpu", "--offload", "kv")
-        rates = ("--link-gbps", "0.1", "--host-gbps", "0.3", "--host-attention", "1")
-        found = plan.document(*here, *rates)["plan"]
-        placement = found["placement"]
-        assert (placement["host_tiles"], placement["host_bytes_per_second"]) == (2, 0.3e9)
-        assert found["predicted"]["full_link_bytes"] == 0
-        lines = plan.report(*here, *rates)
-        assert "streams nothing: all is attended to on the host" in lines
-        attended = size(placement["attended_bytes"])
-        assert f"host attention {attended} of kv cache in 2 tiles a full pass, at 0.30 GB/s" in lines
-        assert "host attention" not in plan.text(*here)
-        shared = (*here, "--link-gbps", "0.1", "--host-attention", "0.5")
-        half, in_half = plan.report(*shared), plan.planned(*shared)
-        halved, crossing = size(placement["attended_bytes"] // 2), size(in_half["predicted"]["full_link_bytes"])
-        assert f"streams {crossing} of kv cache a full pass" in half
-        assert f"host attention {halved} of kv cache in 1 tile a full pass, at 0.24 GB/s" in half
-        beside = plan.document("--gpus", "1", "--host-attention", "0.5")["plan"]["placement"]
-        assert beside["host_tiles"] > 0
-        assert any(line.startswith("host attention") for line in plan.report("--gpus", "1", "--host-attention", "0.5"))
-        refused = plan.run("--gpus", "2", "--host-attention", "0.5")
-        assert refused.returncode == 2
-        assert "host-attention is 0.5 and there are 2 GPUs" in refused.stderr
-
     def test_rates_are_called_typical_given_or_measured(self, plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
         """A link that was only assumed was called measured, and one that the user gave was called typical."""
         assert "link 25.0 GB/s, device memory 1,000 GB/s (typical rates)" in plan.report("--gpus", "1", "--fit")

@@ -60,9 +60,9 @@ def planned(tokens: list[int], **options: object) -> Plan:
     return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
 
 
-def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0, host: int = 0) -> Plan:
+def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0) -> Plan:
     """The plan with tiles of 1024 tokens, and that many layers and tiles on the device where `offload` lets others go:
-    small models fit any GPU by themselves. host: tiles that the CPU attends to."""
+    small models fit any GPU by themselves."""
     moved = tuple(sorted(filter(None, offload.split(","))))
     return replace(
         plan,
@@ -72,7 +72,6 @@ def placed(plan: Plan, offload: str = "", *, layers: int = 8, tiles: int = 0, ho
             offload=moved,
             resident_layers=layers,
             resident_tiles=tiles,
-            host_tiles=host,
         ),
     )
 
@@ -81,9 +80,8 @@ def said(tokens: list[int], plan: Plan, *, speculation: bool = True) -> list[int
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         steps = engine.generate(GenerationRequest(tokens, GREEDY, max_tokens=MAX_TOKENS, speculation=speculation))
         text = [token for step in steps for token in step.tokens]
-        moved, read = engine.stats.decode_link.bytes_to_device, engine.stats.host_attention.bytes_read
+        moved = engine.stats.decode_link.bytes_to_device
     assert bool(moved) == bool(plan.placement.offload), (moved, plan.placement.offload)
-    assert bool(read) == bool(plan.placement.host_tiles), (read, plan.placement.host_tiles)
     return text
 
 
@@ -182,17 +180,6 @@ def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link()
         plan = planned(tokens, dtype="bf16", offload=frozenset({"weights", "kv"}), link_bits=12, **few)
         assert (plan.placement.link_bits, plan.placement.weight_link_bits) == bits
         assert said(tokens, placed(plan, "weights,kv", layers=2, tiles=5)) == expected, plan
-
-
-def test_the_processor_attends_beside_the_gpu() -> None:
-    """A third of the tiles are on the GPU and some more on the host, the rest streams; one plan, with drafts and
-    without."""
-    tokens = prompt(LONG)
-    num_tiles = 8 * -(-LONG // 1024)
-    shares = {"tiles": num_tiles // 3, "host": num_tiles * 3 // 8}
-    for dtype in DTYPES:
-        plan = placed(planned(tokens, dtype=dtype, gamma=15, draft_gamma=1, budget=256), "kv", **shares)
-        assert said(tokens, plan) == said(tokens, plan, speculation=False)
 
 
 def test_several_prompts_at_a_time_say_what_each_says_alone() -> None:

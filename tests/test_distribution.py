@@ -17,10 +17,11 @@ from transformers.generation import logits_process as theirs
 
 from offload.decode.constraint import Constraint
 from offload.decode.distribution import Distribution, distribution_of, grammar_of
-from offload.decode.sampling import SamplingParams, ThoughtBudget
+from offload.decode.sampling import SETTINGS, SamplingParams, ThoughtBudget
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
+from sampler_values import others
 from sampling_reference import Letters, probabilities
 
 SIZE = 6
@@ -29,27 +30,30 @@ ALL = SamplingParams(temperature=1.0, top_p=1.0)
 DEMO = Path(__file__).parent.parent / "triforce_cli" / "models" / "demo-target"
 
 numbers = st.floats(-4, 4, width=32)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.sampled_from([0.0, 0.7, 1.0]),
+    "top_k": st.sampled_from([0, 3]),
+    "top_p": st.sampled_from([0.6, 1.0]),
+    "min_p": st.sampled_from([0.0, 0.2]),
+    "typical_p": st.sampled_from([0.5, 1.0]),
+    "top_n_sigma": st.sampled_from([0.0, 0.9]),
+    "xtc_probability": st.sampled_from([0.0, 0.3]),
+    "repetition_penalty": st.sampled_from([1.0, 1.5, 0.5]),
+    "presence_penalty": st.sampled_from([0.0, 0.6]),
+    "frequency_penalty": st.sampled_from([0.0, 0.4, -0.3]),
+    "penalty_window": st.integers(0, 5),
+    "no_repeat_ngram": st.integers(0, 4),
+    "dry_multiplier": st.sampled_from([0.0, 0.8]),
+    "dry_allowed_length": st.integers(1, 3),
+    "dry_window": st.integers(0, 5),
+    "dry_breakers": st.sampled_from([(), ("a",), ("b", "c"), ("ab",), ("aa", "bca")]),
+    "logit_bias": st.sampled_from([(), ((1, 2.0), (2, -math.inf)), tuple((t, -math.inf) for t in range(SIZE))]),
+    "min_tokens": st.integers(0, 3),
+    "ignore_eos": st.booleans(),
+}
 params = st.builds(
     lambda **fields: replace(ALL, **fields),
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-    top_k=st.sampled_from([0, 3]),
-    top_p=st.sampled_from([0.6, 1.0]),
-    min_p=st.sampled_from([0.0, 0.2]),
-    typical_p=st.sampled_from([0.5, 1.0]),
-    top_n_sigma=st.sampled_from([0.0, 0.9]),
-    xtc_probability=st.sampled_from([0.0, 0.3]),
-    repetition_penalty=st.sampled_from([1.0, 1.5, 0.5]),
-    presence_penalty=st.sampled_from([0.0, 0.6]),
-    frequency_penalty=st.sampled_from([0.0, 0.4, -0.3]),
-    penalty_window=st.integers(0, 5),
-    no_repeat_ngram=st.integers(0, 4),
-    dry_multiplier=st.sampled_from([0.0, 0.8]),
-    dry_allowed_length=st.integers(1, 3),
-    dry_window=st.integers(0, 5),
-    dry_breakers=st.sampled_from([(), ("a",), ("b", "c"), ("ab",), ("aa", "bca")]),
-    logit_bias=st.sampled_from([(), ((1, 2.0), (2, -math.inf)), tuple((t, -math.inf) for t in range(SIZE))]),
-    min_tokens=st.integers(0, 3),
-    ignore_eos=st.booleans(),
+    **{name: st.sampled_from([row.default, *others(row)]) for name, row in SETTINGS.items() if name != "seed"} | VALUES,
 )
 
 

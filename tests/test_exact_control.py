@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from enumeration import Case, MixedLengths, TurnLengths, emission_error, generation_error, proposal_error
-from offload.decode.sampling import SamplingParams
+from offload.decode.sampling import SETTINGS, SamplingParams
 from sampling_reference import Rule
 from test_exactness import one_level, two_levels
 
@@ -47,7 +47,10 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "end tokens wait": {"min_tokens": 2},
     "no end": {"ignore_eos": True},
     "top-n-sigma": {"top_n_sigma": 0.8},
+    "temperature": {"temperature": 0.5},
     "top-p": {"top_p": 0.7},
+    "top-k": {"top_k": 2},
+    "min-p": {"min_p": 0.4},
     "typical": {"typical_p": 0.6},
     "XTC": {"xtc_probability": 0.5, "xtc_threshold": 0.25},
 }
@@ -111,6 +114,11 @@ CHECKS: dict[str, Callable[..., float]] = {
     **{f"controlled: {name}": partial(emission_error, case) for name, case in CASES.items()},
     **{f"controlled: {name}": check for name, check in MIXES.items()},
 }
+
+
+def test_every_setting_is_among_the_controls() -> None:
+    """But for the seed, which the enumeration replaces."""
+    assert SETTINGS.keys() - {"seed"} <= {name for own in CONTROLS.values() for name in own}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

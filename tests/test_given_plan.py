@@ -60,7 +60,7 @@ def changed(place: tuple[str, ...], value: object) -> dict[str, Any]:
         plan(),
         plan(Options(speculation=False), draft=None),
         plan(Options(gamma=3, budget=512, lookup=False, masses=True)),
-        plan(Options(offload=KV, link_gbps=0.3, host_gbps=1.7)),
+        plan(Options(offload=KV, link_gbps=0.3)),
         plan(Options(device_memory=12.0, weight_bits=4), target=LLAMA_7B, draft=None, hardware=GPU, prompt=8000),
     ],
 )
@@ -85,6 +85,17 @@ def test_a_key_that_is_missing_is_named(place: tuple[str, ...]) -> None:
 def test_a_key_that_is_unknown_is_named(part: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"plan\.(\w+\.)?gama is not known"):
         read_plan(changed((*part, "gama"), 4))
+
+
+def test_a_plan_of_before_is_read_unless_the_host_attends_in_it() -> None:
+    """Plans had tiles that the CPU attended to; where it attended to none their text is the same."""
+    old = changed(("placement", "host_tiles"), 0)
+    old["placement"] |= {"attended_bytes": 0, "host_bytes_per_second": None}
+    old["predicted"]["full_host_bytes"] = 0
+    assert read_plan(old) == read_plan(DOCUMENT)
+    old["placement"] |= {"host_tiles": 3}
+    with pytest.raises(ValueError, match=r"plan\.placement\.host_tiles is 3; .* plan again"):
+        read_plan(old)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def make(
     return FullCache(
         memory or Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
         scorings=tape.scorings, blocks=Blocks((ROWS,)), mass_chunk=CHUNK, kernels=kernels,
-        offload=link and Offload(link, host_kernels=kernels, packs=packs, **fields),
+        offload=link and Offload(link, packs=kernels if packs else None, **fields),
     )  # fmt: skip
 
 
@@ -191,9 +191,7 @@ def late() -> LateLink:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "fields", [{"num_resident": 1, "num_host": 2}, {"num_staging": 3}, {}, {"num_resident": 1}], ids=str
-)
+@pytest.mark.parametrize("fields", [{"num_resident": 3}, {"num_staging": 3}, {}, {"num_resident": 1}], ids=str)
 @settings(max_examples=12)
 @given(prompt=st.integers(1, 130), blocks=st.integers(1, 40), rounds=SOME_ROUNDS, seed=st.integers(0, 99))
 def test_packing_pages_changes_no_bit(

@@ -31,7 +31,7 @@ RACE, DROPPED, MIXED, UNPINNED = "race: ", "given back while", "on the GPU and o
 LINK, MEMORY, WEIGHTS = "offload.transfer.link", "offload.transfer.memory", "offload.weights.layers"
 ACCESS, READER, FETCH = "offload.pages.access", "offload.pages.reader", "offload.kv.fetch"
 HIDDEN_ROWS = "offload.transfer.hidden_rows"
-HOST_SIDE, TRAFFIC, MOVER = "offload.kv.host_attention", "offload.pages.traffic", "offload.pages.mover"
+TRAFFIC, MOVER = "offload.pages.traffic", "offload.pages.mover"
 
 
 @dataclass(frozen=True)
@@ -199,34 +199,6 @@ BUGS = [
         HIDDEN_ROWS,
         "return self._slots[place % len(self._slots)]",
         "return self._slots[place % (len(self._slots) - 1)]",
-    ),
-    Bug(
-        "the host attends to rows before they came",
-        HOST_SIDE, "        self._sent.arrived.synchronize()\n        q, k, v", "        pass\n        q, k, v",
-        "host attention, kv streamed",
-    ),
-    Bug(
-        "rows leave for the host before they are computed",
-        HOST_SIDE, "(self._link.record(),)", "()", "host attention, kv streamed",
-    ),
-    Bug(
-        "rows are dropped while they leave for the host",
-        HOST_SIDE, "self._sent = _Sent(packed,", "self._sent = _Sent(there,", "host attention, kv streamed", DROPPED,
-    ),
-    Bug(
-        "nobody waits for what the host has attended to",
-        HOST_SIDE,
-        ".copy_(packed, non_blocking=True)",
-        "; self._link.to_device(there, packed)",
-        "host attention, kv streamed",
-    ),
-    Bug(
-        "what the host has attended to comes from memory that is not pinned",
-        HOST_SIDE,
-        "packed = self._result.tensor((sum(tensor.numel() for tensor in tensors),), torch.float32)",
-        "packed = torch.empty(sum(tensor.numel() for tensor in tensors))",
-        "host attention, nothing streamed",
-        UNPINNED,
     ),
     Bug(
         "tokens stay on the host",

@@ -54,7 +54,6 @@ def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
         pytest.param({"gamma": 7, "offload": frozenset({"kv"})}, marks=pytest.mark.deep),
         {"gamma": 0, "offload": frozenset({"kv"}), "device_memory": 0.5},
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
-        {"gamma": 7, "offload": frozenset({"kv"}), "host_attention": 0.5},
         {"gamma": 7, "offload": frozenset({"kv"}), "link_gbps": 1.0, "link_bits": 12},
         pytest.param({"gamma": 7, "device_memory": 0.078}, marks=pytest.mark.deep),
         {"gamma": 7, "device_memory": 0.062},

@@ -81,7 +81,6 @@ def make(
     dtype: str = "fp32",
     offload: tuple[str, ...] = (),
     room: int = 200,
-    host_tiles: int = 0,
     num_sequences: int = 1,
 ) -> Engine:
     target, draft = folders[family]
@@ -96,7 +95,7 @@ def make(
         offload=frozenset(offload),
         num_sequences=num_sequences,
     )
-    return tiny_engine(changed(plan, num_devices=num_ranks, host_tiles=host_tiles), target, wanted)
+    return tiny_engine(changed(plan, num_devices=num_ranks), target, wanted)
 
 
 def say(
@@ -144,21 +143,6 @@ def test_ranks_that_offload_say_the_same(folders: Folders, offload: tuple[str, .
     with make(folders, 2, offload=offload) as engine:
         assert [say(engine), say(engine, PROMPT[:20])] == wanted
         assert all(rank.bytes_to_device > 0 for rank in engine.worker.rank_stats())
-
-
-@pytest.mark.usefixtures("forked")
-def test_ranks_attend_to_tiles_on_the_host_each_to_its_heads(folders: Folders) -> None:
-    moved, said = [], []
-    for host_tiles in (0, 3, 99):
-        with make(folders, 2, offload=("kv",), host_tiles=host_tiles) as engine:
-            said.append(say(engine))
-            assert (engine.stats.host_attention.bytes_read > 0) == (host_tiles > 0)
-            plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, speculation=False))
-            assert [token for step in plainly for token in step.tokens] == said[0]
-            moved.append([rank.bytes_to_device for rank in engine.worker.rank_stats()])
-    assert said[0] == said[1] == said[2]
-    for rank in range(2):
-        assert moved[0][rank] > moved[1][rank] > moved[2][rank]
 
 
 @pytest.mark.usefixtures("forked")

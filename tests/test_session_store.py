@@ -227,8 +227,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def level_over(decoder: Decoder, link: Link | None) -> tuple[Level, FullCache]:
-    """A model with a full cache: resident, or with a link three tiles of all layers; the host attends to two more."""
-    sizes = Sizes(num_resident=3, num_host=2)
+    """A model with a full cache: resident, or with a link three tiles of all layers."""
+    sizes = Sizes(num_resident=3)
     cache = models.full_cache(decoder, sizes, link=link)
     return Level("target", decoder, cache, vocab_size=models.VOCABULARY, block=sizes.block), cache
 

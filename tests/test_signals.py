@@ -28,8 +28,7 @@ from test_chat_terminal import environment as chat_environment
 from test_cli import PIPES, read_until
 from test_cli_fake import ROOT, command, environment, fork, start
 from test_cli_terminal import HIDE_CURSOR, SHOW_CURSOR, SLOW, Screen, shown_at_the_end
-from triforce_cli import app, inputs, signals
-from triforce_cli.signals import Terminated, deferred, interruptible
+from triforce_cli import app, inputs
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 EVERY = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
@@ -201,24 +200,6 @@ def test_libraries_are_imported_to_their_end(tmp_path: Path, number: signal.Sign
         preexec_fn=hear_signals,
     )
     assert (done.returncode, done.stdout, done.stderr) == (CODES[number], b"", b"")
-
-
-@EVERY
-def test_what_is_deferred_comes_at_the_end_of_it(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.0)  # for the test, whose code is not the program's own
-    signal.signal(number, signal.default_int_handler)  # the tests may run where it is ignored
-    done = []
-
-    def run() -> None:
-        with interruptible(run.__code__):
-            with deferred():
-                os.kill(os.getpid(), number)
-                done.append(1)
-            time.sleep(60)
-
-    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated):
-        run()
-    assert done
 
 
 def test_handlers_are_as_they_were_before(monkeypatch: pytest.MonkeyPatch) -> None:

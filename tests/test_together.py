@@ -25,11 +25,6 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Sized:
-    num_sequences: int = 1
-
-
-@dataclass(frozen=True)
 class Planned:
     request: Any
     notes: tuple[str, ...] = ()
@@ -75,29 +70,6 @@ def test_what_does_not_fit_is_passed_over_or_refused_with_the_number_that_does(a
         alone(2, 8)
 
 
-@pytest.mark.parametrize(
-    ("is_cpu", "number", "host_tiles", "problem"),
-    [
-        (False, 2, (0, 3), "would attend to other tiles on the host"),
-        (False, 2, (3, 0), "would attend to other tiles on the host"),
-        (False, 1, (3, 3), ""),
-        (False, 2, (0, 0), ""),
-        (True, 2, (3, 2), ""),  # on a CPU they have the same bits wherever they are
-    ],
-)
-def test_beside_a_gpu_a_text_does_not_depend_on_the_tiles_that_the_host_attends_to(
-    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, number: int, host_tiles: tuple[int, int], problem: str
-) -> None:
-    monkeypatch.setattr(batching, "shortage", lambda sizing, placement: None)
-    alone, all_of_them = (
-        SimpleNamespace(placement=SimpleNamespace(host_tiles=each, offload=("kv",))) for each in host_tiles
-    )
-    all_of_them.sizing = SimpleNamespace(hardware=SimpleNamespace(is_cpu=is_cpu), num_sequences=number)
-    all_of_them.composition = SimpleNamespace(inner="self", keeps_copies=True)
-    assert next(_problems(alone, all_of_them), "").startswith(problem)  # type: ignore[arg-type]
-    assert bool(problem) == any(_problems(alone, all_of_them))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("inner", ["self", "retrieval", None])
 @pytest.mark.parametrize("keeps_copies", [True, False])
 @pytest.mark.parametrize("offload", [("kv",), ("weights",), ()])
@@ -105,10 +77,10 @@ def test_no_cache_crosses_a_link_in_passes_that_propose(
     monkeypatch: pytest.MonkeyPatch, inner: str | None, keeps_copies: bool, offload: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(batching, "shortage", lambda sizing, placement: None)
-    placement = SimpleNamespace(host_tiles=0, offload=offload)
+    placement = SimpleNamespace(offload=offload)
     sizing = SimpleNamespace(hardware=SimpleNamespace(is_cpu=True), num_sequences=2)
     cost = SimpleNamespace(
         sizing=sizing, placement=placement, composition=SimpleNamespace(inner=inner, keeps_copies=keeps_copies)
     )
     wrong = inner == "self" and not keeps_copies and offload == ("kv",)
-    assert any(_problems(SimpleNamespace(placement=placement), cost)) == wrong  # type: ignore[arg-type]
+    assert any(_problems(cost)) == wrong  # type: ignore[arg-type]

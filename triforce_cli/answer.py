@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from offload.interrupts import Terminated
 from triforce_cli import __version__, log
 from triforce_cli.chat.calls import Call, Calls
 from triforce_cli.citations import Citation, citations
@@ -16,7 +17,6 @@ from triforce_cli.output import Output
 from triforce_cli.render.chat import cited
 from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.stats import answer_document, stats_table
-from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
     from offload.decode.logprobs import TokenScore

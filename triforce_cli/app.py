@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from offload.interrupts import Terminated, interruptible
 from offload.plan.hardware import Launched
 from triforce_cli import __version__, log, variables
 from triforce_cli.commands import Command
@@ -33,7 +34,6 @@ from triforce_cli.commands.verify import verify
 from triforce_cli.errors import debugging, describe, wants_json
 from triforce_cli.flags import flowing
 from triforce_cli.output import Output
-from triforce_cli.signals import Terminated, interruptible
 
 INTERRUPTED = 130
 
@@ -98,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _follow(launched)
     command: Command | None = None
     try:
-        with interruptible(main.__code__, last=args is None):
+        with interruptible(last=args is None):
             parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
             if isinstance(parsed, int):  # --help or --version: all is done
                 return parsed

@@ -1,32 +1,25 @@
-"""Options that control what is written: penalties, other samplers, biases, and what the text has to be."""
+"""Options that control what is written: the settings of the table of samplers, biases, and what the text has to be."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 from offload.decode.constraint import Constraint
-from offload.decode.sampling import BREAKERS, SamplingParams
+from offload.decode.sampling import BREAKERS, SETTINGS, Row, SamplingParams
 from offload.errors import UsageError
 from triforce_cli import options
-from triforce_cli.flags import SamplingFlags
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.prompt import decode_argument, read_text, user_path
 
 CONTROL = "What is written (docs/sampling.md)"
 NEVER = ("-inf", "false")  # a bias with which a token is never taken
-
-
-def _number(name: str, help_text: str, *, hidden: bool = False) -> Any:
-    return option(name, help_text, CONTROL, metavar="X", parser=number, hidden=hidden)
-
-
-def _whole(name: str, help_text: str, *, hidden: bool = False) -> Any:
-    return option(name, help_text, CONTROL, metavar="N", parser=whole, hidden=hidden)
-
+BASIC = ("temperature", "top_p", "top_k", "min_p", "seed")  # the settings that other programs have too
 
 JsonSchema = Annotated[
     str | None,
@@ -43,35 +36,6 @@ GrammarFile = Annotated[
     Path | None,
     option("--grammar", "The text follows a grammar in llguidance's Lark.", CONTROL, metavar="FILE", hidden=True),
 ]
-RepetitionPenalty = Annotated[
-    float,
-    option(
-        "--repetition-penalty",
-        "What was there before is less likely; 1 is off.",
-        options.SAMPLING,
-        metavar="X",
-        parser=number,
-    ),
-]
-PresencePenalty = Annotated[
-    float, _number("--presence-penalty", "Taken from the logits of generated tokens; 0 is off.", hidden=True)
-]
-FrequencyPenalty = Annotated[
-    float, _number("--frequency-penalty", "The same, as often as each was generated; 0 is off.", hidden=True)
-]
-PenaltyWindow = Annotated[
-    int, _whole("--penalty-window", "Last tokens that these three look at; 0: the whole text.", hidden=True)
-]
-NoRepeatNgram = Annotated[
-    int,
-    _whole("--no-repeat-ngram", "Never write so many tokens in a row a second time; 0 is off.", hidden=True),
-]
-DryMultiplier = Annotated[
-    float, _number("--dry-multiplier", "DRY: prolonging a repetition costs; 0 is off, 0.8 a usual value.", hidden=True)
-]
-DryBase = Annotated[float, _number("--dry-base", "DRY: each further token multiplies the cost by this.", hidden=True)]
-DryAllowedLength = Annotated[int, _whole("--dry-allowed-length", "DRY: shorter repetitions cost nothing.", hidden=True)]
-DryWindow = Annotated[int, _whole("--dry-window", "DRY: last tokens that are looked at; 0: all.", hidden=True)]
 DryBreakers = Annotated[
     list[str] | None,
     option(
@@ -81,19 +45,6 @@ DryBreakers = Annotated[
         metavar="TEXT",
         hidden=True,
     ),
-]
-TypicalP = Annotated[
-    float, _number("--typical-p", "Keep the most typical tokens up to this total probability; 1 is off.", hidden=True)
-]
-TopNSigma = Annotated[
-    float,
-    _number("--top-n-sigma", "Keep logits within this many standard deviations of the largest; 0 is off.", hidden=True),
-]
-XtcProbability = Annotated[
-    float, _number("--xtc-probability", "XTC: how often the likeliest tokens are left out; 0 is off.", hidden=True)
-]
-XtcThreshold = Annotated[
-    float, _number("--xtc-threshold", "XTC: all above this probability but the last one of them.", hidden=True)
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -105,66 +56,84 @@ LogitBias = Annotated[
         hidden=True,
     ),
 ]
-MinTokens = Annotated[int, _whole("--min-tokens", "New tokens at least, before the text may end.", hidden=True)]
-IgnoreEos = Annotated[
-    bool, switch("--ignore-eos", "Write until --max-tokens: the text cannot end.", CONTROL, hidden=True)
-]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ControlFlags(SamplingFlags):
-    """All of `SamplingParams`."""
+@dataclass(frozen=True)
+class Control:
+    """Options that together say one field of `SamplingParams`. options: annotations by parameter; value: of what these
+    are given, the field's value."""
 
-    json_schema: JsonSchema = None
-    regex: Regex = None
-    choice: Choice = None
-    grammar: GrammarFile = None
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    penalty_window: PenaltyWindow = 512
-    no_repeat_ngram: NoRepeatNgram = 0
-    dry_multiplier: DryMultiplier = 0.0
-    dry_base: DryBase = 1.75
-    dry_allowed_length: DryAllowedLength = 2
-    dry_window: DryWindow = 0
-    dry_breaker: DryBreakers = None
-    typical_p: TypicalP = 1.0
-    top_n_sigma: TopNSigma = 0.0
-    xtc_probability: XtcProbability = 0.0
-    xtc_threshold: XtcThreshold = 0.1
-    logit_bias: LogitBias = None
-    min_tokens: MinTokens = 0
-    ignore_eos: IgnoreEos = False
-
-    def params(self) -> SamplingParams:
-        """Reads the files that are named. Raises UsageError."""
-        own = {field.name for field in fields(SamplingParams)}
-        given = {name: value for name, value in vars(self).items() if name in own}
-        given["logit_bias"] = tuple(_bias(text) for text in self.logit_bias or ())
-        breakers = tuple(decode_argument("--dry-breaker", text) for text in self.dry_breaker or BREAKERS)
-        return SamplingParams(**given, dry_breakers=breakers, constraint=self._constraint())
-
-    def _constraint(self) -> Constraint | None:
-        found: list[Constraint] = []
-        if self.json_schema is not None:
-            found.append(Constraint("json-schema", _schema(self.json_schema)))
-        if self.regex is not None:
-            found.append(Constraint("regex", decode_argument("--regex", self.regex)))
-        if self.choice:
-            found.append(Constraint("choice", json.dumps(_choices(self.choice))))
-        if self.grammar is not None:
-            found.append(Constraint("grammar", read_text(user_path(str(self.grammar)), "the grammar")))
-        if len(found) > 1:
-            raise UsageError(f"{' and '.join(each.kind for each in found)} both say what the text is; give one of them")
-        return found[0] if found else None
+    options: Mapping[str, Any]
+    value: Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GreedyControlFlags(ControlFlags):
-    """The same for commands that are greedy by default."""
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options of `SamplingParams`, a group of `flags.spread`, in the order of its fields.
 
-    temperature: options.Temperature = 0.0
+    names: of the fields that have options; empty: all. temperature: the default, if it is another one than the table's.
+    """
+
+    names: Sequence[str] = ()
+    temperature: float | None = None
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Settings have their defaults; other options are None unless given."""
+        defaults = {name: row.default for name, row in SETTINGS.items()}
+        if self.temperature is not None:
+            defaults["temperature"] = self.temperature
+        for name, control in self._controls():
+            for option_name, annotation in control.options.items():
+                yield Parameter(option_name, Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
+
+    def made(self, given: Mapping[str, Any]) -> SamplingParams:
+        """given: by parameter. Reads the files that are named. Raises UsageError."""
+        values = {name: control.value(*map(given.get, control.options)) for name, control in self._controls()}
+        return SamplingParams(**values)
+
+    def _controls(self) -> Iterator[tuple[str, Control]]:
+        return ((name, control) for name, control in CONTROLS.items() if name in (self.names or CONTROLS))
+
+
+Sampling = Annotated[SamplingParams, SamplingOptions()]
+GreedySampling = Annotated[SamplingParams, SamplingOptions(temperature=0.0)]  # of commands that are greedy by default
+BasicGreedySampling = Annotated[SamplingParams, SamplingOptions(BASIC, temperature=0.0)]
+
+
+def _option(row: Row) -> Control:
+    """The option of a setting."""
+    words = f"--{row.label}", row.help, options.SAMPLING if row.common else CONTROL
+    if row.kind is bool:
+        declared = switch(*words, hidden=not row.common)
+    else:
+        metavar, parser = ("X", number) if row.kind is float else ("N", whole)
+        declared = option(*words, metavar=metavar, parser=parser, hidden=not row.common)
+    return Control({row.name: Annotated[row.kind, declared]}, lambda value: value)
+
+
+def _constraint(
+    schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> Constraint | None:
+    found: list[Constraint] = []
+    if schema is not None:
+        found.append(Constraint("json-schema", _schema(schema)))
+    if regex is not None:
+        found.append(Constraint("regex", decode_argument("--regex", regex)))
+    if choice:
+        found.append(Constraint("choice", json.dumps(_choices(choice))))
+    if grammar is not None:
+        found.append(Constraint("grammar", read_text(user_path(str(grammar)), "the grammar")))
+    if len(found) > 1:
+        raise UsageError(f"{' and '.join(each.kind for each in found)} both say what the text is; give one of them")
+    return found[0] if found else None
+
+
+def _breakers(texts: list[str] | None) -> tuple[str, ...]:
+    return tuple(decode_argument("--dry-breaker", text) for text in texts or BREAKERS)
+
+
+def _biases(texts: list[str] | None) -> tuple[tuple[int | str, float], ...]:
+    return tuple(map(_bias, texts or ()))
 
 
 def _schema(text: str) -> str:
@@ -190,3 +159,17 @@ def _bias(text: str) -> tuple[int | str, float]:
     except ValueError as error:
         raise UsageError(f"logit-bias of {name!r} is {value!r}, it must be a number or -inf") from error
     return int(name) if name.isdecimal() else name, bias
+
+
+_OTHERS = {
+    "constraint": Control(
+        {"json_schema": JsonSchema, "regex": Regex, "choice": Choice, "grammar": GrammarFile}, _constraint
+    ),
+    "dry_breakers": Control({"dry_breaker": DryBreakers}, _breakers),
+    "logit_bias": Control({"logit_bias": LogitBias}, _biases),
+}
+CONTROLS: Mapping[str, Control] = {
+    field.name: _option(SETTINGS[field.name]) if field.name in SETTINGS else _OTHERS[field.name]
+    for field in fields(SamplingParams)
+    if field.name in SETTINGS or field.name in _OTHERS
+}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from triforce_cli import __version__
 from triforce_cli.choice import Models
 from triforce_cli.output import Output
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
@@ -58,38 +57,36 @@ def prepare(
     and the model cannot do."""
     output.note(models.note)
     output.wait("starting")
-    with deferred():
-        from triforce_cli.busy import OtherPrograms, busy_note
+    from triforce_cli.busy import OtherPrograms, busy_note
 
-        others = OtherPrograms()  # while torch is imported and the first passes are timed
-        from offload.config.gguf import notes
-        from offload.config.gguf_header import is_gguf, read_header
-        from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
-        from offload.engine.request import check_sampling
-        from offload.plan.options import DTYPE_BYTES
-        from offload.plan.request import Request
+    others = OtherPrograms()  # while torch is imported and the first passes are timed
+    from offload.config.gguf import notes
+    from offload.config.gguf_header import is_gguf, read_header
+    from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
+    from offload.engine.request import check_sampling
+    from offload.plan.options import DTYPE_BYTES
+    from offload.plan.request import Request
 
-        tokenizer = load_tokenizer(models.target, models.draft)
-        untimed = Request.on_this_machine(models.target, models.draft, options)
-        request = timed(untimed) if given is None else replace(untimed, given=given)
-        if sampling is not None:
-            check_sampling(sampling, request.target, tokenizer)
-        device = "cpu" if request.hardware.is_cpu else "cuda"
-        if sampling is not None and sampling.looks_back and device == "cuda":
-            output.note("what is written depends on the tokens before it: the GPU waits for the host after each pass")
-        for model in filter(is_gguf, filter(None, (models.target, models.draft))):
-            for note in notes(read_header(model), DTYPE_BYTES[request.dtype]):
-                output.note(note)
-        problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
-        for problem in dict.fromkeys(filter(None, problems)):
-            output.note(f"slower than need be, on torch's operators: {problem}")
-        if problem := prefill_problem(device):
-            output.note(f"prompts are read by torch's fused kernel: {problem}")
-        share = others.share() if device == "cpu" else 0.0
-        if measures or (untimed.times.target is None and request.times.target is not None):  # it was timed
-            output.note(busy_note(share))
-            share = 0.0
-        return Prepared(models, tokenizer, request, output.note, share)
+    tokenizer = load_tokenizer(models.target, models.draft)
+    untimed = Request.on_this_machine(models.target, models.draft, options)
+    request = timed(untimed) if given is None else replace(untimed, given=given)
+    looks_back = sampling is not None and check_sampling(sampling, request.target, tokenizer)
+    device = "cpu" if request.hardware.is_cpu else "cuda"
+    if looks_back and device == "cuda":
+        output.note("what is written depends on the tokens before it: the GPU waits for the host after each pass")
+    for model in filter(is_gguf, filter(None, (models.target, models.draft))):
+        for note in notes(read_header(model), DTYPE_BYTES[request.dtype]):
+            output.note(note)
+    problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
+    for problem in dict.fromkeys(filter(None, problems)):
+        output.note(f"slower than need be, on torch's operators: {problem}")
+    if problem := prefill_problem(device):
+        output.note(f"prompts are read by torch's fused kernel: {problem}")
+    share = others.share() if device == "cpu" else 0.0
+    if measures or (untimed.times.target is None and request.times.target is not None):  # it was timed
+        output.note(busy_note(share))
+        share = 0.0
+    return Prepared(models, tokenizer, request, output.note, share)
 
 
 @contextmanager

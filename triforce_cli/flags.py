@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from rich.markup import escape
 
-from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.choice import NONE, Models, choose_models
@@ -55,28 +54,6 @@ class DocumentFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingFlags:
-    """What most texts need of `SamplingParams`."""
-
-    temperature: options.Temperature = 0.6
-    top_p: options.TopP = 0.9
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
-    seed: options.Seed = None
-
-    def params(self) -> SamplingParams:
-        """The sampling parameters. Raises UsageError."""
-        return SamplingParams(**vars(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GreedyFlags(SamplingFlags):
-    """The same for commands that are greedy by default."""
-
-    temperature: options.Temperature = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LevelFlags:
     """The levels and their sizes; all of them may be left to the plan."""
 
@@ -110,8 +87,6 @@ class PlacementFlags:
     device_memory: options.DeviceMemory = None
     link_gbps: options.LinkGbps = None
     link_bits: options.LinkBits = AUTO
-    host_attention: options.HostAttention = AUTO
-    host_gbps: options.HostGbps = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +149,6 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
     given = vars(levels) | placement
     given["lookup"], given["speculation"] = not given.pop("no_lookup"), not given.pop("no_speculation", False)
     given["offload"] = _offloaded(given["offload"])
-    given["host_attention"] = _host_share(given["host_attention"])
     for name in ("weight_bits", "kv_bits", "link_bits"):
         if name in given:
             given[name] = _bits(name.replace("_", "-"), given[name])
@@ -203,16 +177,6 @@ def _bits(name: str, text: str) -> int | None:
         raise UsageError(f"{name} is {text!r}, it must be {bits_of(name)}") from error
 
 
-def _host_share(text: str) -> float | None:
-    """From a number, "off" (0), or "auto" (None: the plan chooses)."""
-    if text.strip() in (AUTO, "off"):
-        return None if text.strip() == AUTO else 0.0
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(f"host-attention is {text!r}; it may be auto, off or a share from 0 to 1") from error
-
-
 def _offloaded(text: str) -> frozenset[str] | None:
     """From "weights,kv", either alone, "none", or "auto" (None: the plan chooses)."""
     if text.strip() == AUTO:
@@ -232,22 +196,56 @@ def flowing(text: str | None) -> str:
     return escape("\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text or "").split("\n\n")))
 
 
+@runtime_checkable
+class Group(Protocol):
+    """Options that a command takes as one parameter, whose annotation has the group as metadata."""
+
+    def parameters(self) -> Iterable[Parameter]: ...
+
+    def made(self, given: Mapping[str, Any]) -> Any:
+        """The command's argument. given: values by parameter. Raises UsageError."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The group of a dataclass's fields. kind: the dataclass."""
+
+    kind: Any
+
+    def parameters(self) -> Iterator[Parameter]:
+        hints = get_type_hints(self.kind, include_extras=True)
+        for field in fields(self.kind):
+            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+
+    def made(self, given: Mapping[str, Any]) -> Any:
+        return self.kind(**given)
+
+
+def _group(hint: Any) -> Group | None:
+    if is_dataclass(hint):
+        return _Fields(hint)
+    return next((found for found in getattr(hint, "__metadata__", ()) if isinstance(found, Group)), None)
+
+
 def spread(command: Callable[..., T]) -> Callable[..., T]:
-    """`command` with an option for each field of those of its parameters that are groups. Help texts name defaults.
-    Where options are hidden, they come last, and `--help-all` shows them."""
+    """`command` with the options of those of its parameters that are groups: dataclasses, whose fields are options, or
+    annotated with a `Group`. Help texts name defaults. Where options are hidden, they come last, and `--help-all` shows
+    them."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if name != "return" and is_dataclass(hint)}
+    groups = {name: group for name, hint in hints.items() if name != "return" and (group := _group(hint))}
+    spread_out = {name: list(group.parameters()) for name, group in groups.items()}
 
     def spread_command(**flags: Any) -> T:
         flags.pop(HELP_ALL.name, None)
         for name, group in groups.items():
-            flags[name] = group(**{field.name: flags.pop(field.name) for field in fields(group)})
+            flags[name] = group.made({option.name: flags.pop(option.name) for option in spread_out[name]})
         return command(**flags)
 
     parameters: list[Parameter] = []
     for parameter in signature(command).parameters.values():
-        group = groups.get(parameter.name)
-        parameters += _options(group) if group else [parameter.replace(annotation=hints[parameter.name])]
+        own = [parameter.replace(annotation=hints[parameter.name])]
+        parameters += spread_out.get(parameter.name, own)
     parameters = sorted(map(_with_default, parameters), key=_is_hidden)
     if any(map(_is_hidden, parameters)):
         parameters.append(HELP_ALL)
@@ -255,14 +253,6 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return spread_command
-
-
-def _options(group: Any) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(group)
-    ]
 
 
 def _with_default(parameter: Parameter) -> Parameter:

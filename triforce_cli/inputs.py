@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from offload.errors import UsageError
+from offload.interrupts import waiting
 from offload.units import size
-from triforce_cli.signals import listening
 
 MOST_TEXT_BYTES = 256 << 20  # of one text
 PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
@@ -38,8 +38,7 @@ def read_file(path: Path, what: str, *, note: Note) -> bytes:
                 return _read(stream, str(path))
             _wait(stream, what, f"{path} (Ctrl-C gives up)", f"nothing writes to {path}", note)
             os.set_blocking(stream.fileno(), True)
-            with listening():
-                return _read(stream, str(path))
+            return _read(stream, str(path))
     except OSError as error:
         raise UsageError(f"{what} cannot be read from {path}: {error.strerror}") from error
 
@@ -50,8 +49,7 @@ def read_stdin(what: str, *, note: Note) -> bytes:
         return b""
     silent = "standard input is open, and nothing comes; </dev/null where there is none"
     _wait(sys.stdin, what, "standard input (Ctrl-D ends it)", silent, note)
-    with listening():
-        return _read(sys.stdin.buffer, "standard input")
+    return _read(sys.stdin.buffer, "standard input")
 
 
 def _check_kind(path: Path, what: str, mode: int) -> None:
@@ -71,10 +69,15 @@ def _check_size(name: str, num_bytes: int, more: str = "") -> None:
 def _read(stream: IO[bytes], name: str) -> bytes:
     """To the end, whatever size the system says that it has; of one over the limit no more than the limit."""
     found = bytearray()
-    while piece := stream.read(min(_PIECE_BYTES, MOST_TEXT_BYTES + 1 - len(found))):
+    while piece := _piece(stream, min(_PIECE_BYTES, MOST_TEXT_BYTES + 1 - len(found))):
         found += piece
         _check_size(name, len(found), "over ")
     return bytes(found)
+
+
+def _piece(stream: IO[bytes], num_bytes: int) -> bytes:
+    with waiting():
+        return stream.read(num_bytes)
 
 
 def _wait(stream: IO[Any], what: str, where: str, silent: str, note: Note) -> None:
@@ -84,10 +87,10 @@ def _wait(stream: IO[Any], what: str, where: str, silent: str, note: Note) -> No
     note(f"waiting for {what} on {where}")
     if not _comes(stream, LONG_SECONDS):
         note(f"still waiting for {what}: {silent}", urgent=True)
-        with listening():
-            _comes(stream, None)
+        _comes(stream, None)
 
 
 def _comes(stream: IO[Any], seconds: float | None) -> bool:
     """Is there something to read, or the end, within so many seconds? None: however long it takes."""
-    return bool(select.select([stream], [], [], seconds)[0])
+    with waiting():
+        return bool(select.select([stream], [], [], seconds)[0])

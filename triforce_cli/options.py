@@ -151,42 +151,6 @@ Prompt = Annotated[
 ]
 
 MaxTokens = Annotated[int, option("--max-tokens", "New tokens at most.", SAMPLING, metavar="N", parser=whole)]
-Temperature = Annotated[
-    float,
-    option("--temperature", "0: the likeliest token.", SAMPLING, metavar="X", parser=number),
-]
-TopP = Annotated[
-    float,
-    option(
-        "--top-p",
-        "Keep likely tokens up to this total probability; 1 is off.",
-        SAMPLING,
-        metavar="X",
-        parser=number,
-    ),
-]
-TopK = Annotated[int, option("--top-k", "Keep so many; 0 is off.", SAMPLING, metavar="N", parser=whole)]
-MinP = Annotated[
-    float,
-    option(
-        "--min-p",
-        "Drop those below this share of the likeliest; 0 is off.",
-        SAMPLING,
-        metavar="X",
-        parser=number,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    option(
-        "--seed",
-        "The same text again on the same plan.",
-        SAMPLING,
-        metavar="N",
-        parser=whole,
-    ),
-]
-
 
 SESSION = "Session (what was computed, kept on disk)"
 
@@ -362,28 +326,6 @@ LinkBits = Annotated[
         "Bits of a bf16 number that cross the link: 16, 12 (9 or 8 where codes are there; none is lost) or auto.",
         PLACEMENT,
         metavar="BITS",
-        hidden=True,
-    ),
-]
-HostAttention = Annotated[
-    str,
-    option(
-        "--host-attention",
-        "Attend to this share of streamed tiles on the host; off, auto.",
-        PLACEMENT,
-        hidden=True,
-        metavar="SHARE",
-    ),
-]
-HostGbps = Annotated[
-    float | None,
-    option(
-        "--host-gbps",
-        "Limit what the host reads to attend to its tiles to this bandwidth, in 10^9 bytes per second (with "
-        "--link-gbps). Without it, 2.4 times the link's.",
-        EXPERT,
-        metavar="GB/S",
-        parser=number,
         hidden=True,
     ),
 ]

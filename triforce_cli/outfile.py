@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from offload.errors import TriforceError, UsageError
+from offload.interrupts import waiting
 
 PARTIAL = ".partial"
 
@@ -33,7 +34,8 @@ class OutputFile:
             if self._path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
             if self._path.exists() and not self._path.is_file():
-                self._file = FileIO(self._path, "w")
+                with waiting():
+                    self._file = FileIO(self._path, "w")
                 return self
             self._partial = self._destination().with_name(self._destination().name + PARTIAL)
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
@@ -99,4 +101,5 @@ def write_all(file: FileIO, data: bytes) -> None:
     """Write all of `data`, unbuffered: a buffer would fail a second time when it is closed. Raises OSError."""
     rest = memoryview(data)
     while rest:
-        rest = rest[file.write(rest) :]
+        with waiting():
+            rest = rest[file.write(rest) :]

@@ -17,6 +17,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from offload.errors import TriforceError
+from offload.interrupts import poll, waiting
 from triforce_cli import log
 from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
 from triforce_cli.render.text import line_text, visible
@@ -137,16 +138,19 @@ class Output:
 
     def wait(self, label: str) -> None:
         """Show that something goes on that cannot be measured, until the next output."""
+        poll()
         self._display.wait(line_text(label))
 
     def progress(self, progress: Progress) -> None:
         """Show how far a stage is. The engine calls this often."""
+        poll()
         if progress.done >= progress.total:
             log.event(f"{progress.stage} done", {progress.unit: progress.total})
         self._display.update(progress.stage, progress.done, progress.total, progress.unit)
 
     def report(self, stage: str, done: int, total: int, unit: str = "bytes") -> None:
         """The same of what nothing but its number is known of."""
+        poll()
         self._display.update(stage, done, total, unit)
 
     def note(self, line: str, *, urgent: bool = False) -> None:
@@ -246,8 +250,9 @@ def _write(stream: IO[str] | None, data: bytes) -> None:
     if stream is None:  # closed by the caller: like a reader that has gone
         raise BrokenPipeError
     try:
-        stream.buffer.write(data)  # type: ignore[attr-defined]
-        stream.flush()
+        with waiting():
+            stream.buffer.write(data)  # type: ignore[attr-defined]
+            stream.flush()
     except OSError as error:
         _discard(stream)
         if isinstance(error, BrokenPipeError):

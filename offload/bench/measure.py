@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from offload.interrupts import poll
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
@@ -103,6 +104,7 @@ def _best_seconds(run: Callable[[], object], device: torch.device | None = None,
     """The shortest of at least three runs, that together take `seconds`, each until `device` has done it."""
     best, spent, count = math.inf, 0.0, 0
     while count < MIN_RUNS or spent < seconds:
+        poll()
         start = time.perf_counter()
         run()
         if device is not None:

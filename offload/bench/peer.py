@@ -24,6 +24,7 @@ from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from offload.files import expanded, user_folder
+from offload.interrupts import waiting
 from offload.plan.rates import FOLDER_VARIABLE
 
 ENVIRONMENT_VARIABLE = "TRIFORCE_LLAMA_CPP"
@@ -115,7 +116,8 @@ class Peer:
         try:
             self._process.stdin.write(json.dumps(document) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            with waiting():
+                line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:

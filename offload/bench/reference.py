@@ -18,6 +18,7 @@ from offload.bench.program import Program
 from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
+from offload.interrupts import poll, waiting
 from offload.model.loading import DTYPES
 
 SDPA, EAGER = "sdpa", "eager"
@@ -44,7 +45,8 @@ class Reference:
         logging.disable_progress_bar()  # the command line shows its own
         logging.set_verbosity_error()
         try:
-            self._model = _load(model, dtype, device)
+            with waiting():
+                self._model = _load(model, dtype, device)
             self._speculation: dict[str, Any] = {"prompt_lookup_num_tokens": lookup} if lookup else {}
             if draft is not None:
                 self._speculation = {"assistant_model": _load(draft, dtype, device)}
@@ -142,6 +144,7 @@ class _Clock(BaseStreamer):
         self.moments: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
+        poll()
         self.moments += [time.perf_counter()] * value.numel()
 
     def end(self) -> None: ...

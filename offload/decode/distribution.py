@@ -13,23 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.decode.breakers import breakers_of
 from offload.decode.constraint import Constraint
 from offload.decode.grammar import Grammar
 from offload.decode.grammar_text import GrammarText
-from offload.decode.penalties import (
-    ClosedThoughts,
-    Dry,
-    Mark,
-    MinTokens,
-    NoRepeatNgram,
-    Occurrences,
-    Penalty,
-    Repetition,
-    Text,
-    Tokens,
-)
-from offload.decode.sampling import SamplingParams, ThoughtBudget
+from offload.decode.penalties import Penalty, Text, Tokens, penalties_of
+from offload.decode.sampling import SamplingParams
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
 from offload.decode.warp import Biases, BiasRows, Warping, finite
@@ -128,12 +116,12 @@ def distribution_of(
     biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
     rows = BiasRows(biases, vocab_size, device) if biases else None
     warping = replace(sampling, seed=None)
-    if not sampling.looks_back:
-        return Distribution(None, Warping(warping, biases, rows))
-    penalties, text = _penalties(sampling, tokenizer, end_tokens), None
+    penalties, text = penalties_of(sampling, tokenizer, end_tokens), None
     if sampling.constraint is not None:
         grammar = grammar_of(sampling.constraint, tokenizer, vocab_size, frozenset(end_tokens))
         text = GrammarText(grammar.state(), num_prompt, vocab_size)
+    if text is None and not penalties:
+        return Distribution(None, Warping(warping, biases, rows))
     return Distribution(Adjustment(num_prompt, text, rows, penalties), Warping(warping))
 
 
@@ -141,36 +129,6 @@ def distribution_of(
 def grammar_of(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> Grammar:
     """Compiled once. Raises UsageError."""
     return Grammar.compiled(constraint, tokenizer, vocab_size, end_tokens)
-
-
-def _penalties(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Collection[int]) -> list[Penalty]:
-    """Those that are on, in their order."""
-    found: list[Penalty] = [] if sampling.thoughts is None else [_closed(sampling.thoughts, tokenizer)]
-    if sampling.repetition_penalty != 1.0:
-        found.append(Repetition(sampling.repetition_penalty, sampling.penalty_window))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        found.append(Occurrences(sampling.presence_penalty, sampling.frequency_penalty, sampling.penalty_window))
-    if sampling.no_repeat_ngram:
-        found.append(NoRepeatNgram(sampling.no_repeat_ngram))
-    if sampling.dry_multiplier:
-        breakers = breakers_of(tokenizer, sampling.dry_breakers)
-        found.append(
-            Dry(sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_window, breakers)
-        )
-    if sampling.min_tokens and not sampling.ignore_eos:
-        found.append(MinTokens(sampling.min_tokens, end_tokens))
-    return found
-
-
-def _closed(thoughts: ThoughtBudget, tokenizer: Tokenizer) -> ClosedThoughts:
-    added = tokenizer.added_tokens(special=False)
-
-    def mark(text: str) -> Mark:
-        return Mark(text, added.get(text), tokenizer.decode)
-
-    close = tuple(tokenizer.encode_piece(thoughts.close))
-    opening = mark(thoughts.open) if thoughts.open else None
-    return ClosedThoughts(thoughts.tokens, close, mark(thoughts.close.strip()), opening)
 
 
 def _biases(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> Biases:

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.decode.breakers import Breakers
+from offload.decode.breakers import Breakers, breakers_of
+from offload.decode.sampling import SamplingParams, ThoughtBudget
+from offload.decode.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int32]
 
@@ -199,6 +201,36 @@ class ClosedThoughts:
                 banned[row] = True
                 banned[row, self.close[place - due]] = False
         return _without(logits, banned)
+
+
+def penalties_of(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Collection[int]) -> list[Penalty]:
+    """Those that are on, in the order in which they apply (docs/sampling.md). end_tokens: those that end the text."""
+    found: list[Penalty] = [] if sampling.thoughts is None else [_closed(sampling.thoughts, tokenizer)]
+    if sampling.repetition_penalty != 1.0:
+        found.append(Repetition(sampling.repetition_penalty, sampling.penalty_window))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        found.append(Occurrences(sampling.presence_penalty, sampling.frequency_penalty, sampling.penalty_window))
+    if sampling.no_repeat_ngram:
+        found.append(NoRepeatNgram(sampling.no_repeat_ngram))
+    if sampling.dry_multiplier:
+        breakers = breakers_of(tokenizer, sampling.dry_breakers)
+        found.append(
+            Dry(sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_window, breakers)
+        )
+    if sampling.min_tokens and not sampling.ignore_eos:
+        found.append(MinTokens(sampling.min_tokens, end_tokens))
+    return found
+
+
+def _closed(thoughts: ThoughtBudget, tokenizer: Tokenizer) -> ClosedThoughts:
+    added = tokenizer.added_tokens(special=False)
+
+    def mark(text: str) -> Mark:
+        return Mark(text, added.get(text), tokenizer.decode)
+
+    close = tuple(tokenizer.encode_piece(thoughts.close))
+    opening = mark(thoughts.open) if thoughts.open else None
+    return ClosedThoughts(thoughts.tokens, close, mark(thoughts.close.strip()), opening)
 
 
 def _without(logits: Tensor, banned: Tensor) -> Tensor:

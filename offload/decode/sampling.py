@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
 
 from offload.decode.constraint import Constraint
 from offload.errors import UsageError
@@ -14,28 +14,37 @@ from offload.seeds import NUM_SEEDS
 BREAKERS = ("\n", ":", '"', "*")  # strings that end a repetition, as in llama.cpp
 _BIAS = 100.0  # at most
 
-# Of each field, whether a value is allowed and what it must be.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda x: 0.0 <= x <= 100.0, "from 0 (greedy) to 100"),
-    "top_k": (lambda x: x >= 0, "0 (off) or more"),
-    "top_p": (lambda x: 0.0 < x <= 1.0, "above 0 and at most 1 (off)"),
-    "min_p": (lambda x: 0.0 <= x <= 1.0, "from 0 (off) to 1 (only the likeliest)"),
-    "typical_p": (lambda x: 0.0 < x <= 1.0, "above 0 and at most 1 (off)"),
-    "top_n_sigma": (lambda x: 0.0 <= x <= 100.0, "from 0 (off) to 100"),
-    "xtc_probability": (lambda x: 0.0 <= x <= 1.0, "from 0 (off) to 1"),
-    "xtc_threshold": (lambda x: 0.0 < x <= 1.0, "above 0 and at most 1"),
-    "repetition_penalty": (lambda x: 0.0 < x <= 10.0, "above 0 and at most 10 (1 is off)"),
-    "presence_penalty": (lambda x: -2.0 <= x <= 2.0, "from -2 to 2 (0 is off)"),
-    "frequency_penalty": (lambda x: -2.0 <= x <= 2.0, "from -2 to 2 (0 is off)"),
-    "penalty_window": (lambda x: x >= 0, "0 (the whole text) or more"),
-    "no_repeat_ngram": (lambda x: x >= 0, "0 (off) or more"),
-    "dry_multiplier": (lambda x: 0.0 <= x <= 100.0, "from 0 (off) to 100"),
-    "dry_base": (lambda x: 1.0 <= x <= 10.0, "from 1 to 10"),
-    "dry_allowed_length": (lambda x: x >= 1, "1 or more"),
-    "dry_window": (lambda x: x >= 0, "0 (the whole text) or more"),
-    "min_tokens": (lambda x: x >= 0, "0 (off) or more"),
-    "seed": (lambda x: x is None or 0 <= x < NUM_SEEDS, "from 0 to 2^63 - 1"),
-}
+
+@dataclass(frozen=True)
+class Setting:
+    """Help text and range of a field of `SamplingParams` that is a number or a switch.
+
+    low, high: the least and the greatest value; above: `low` itself is not allowed. off: the value with which the
+    sampler changes nothing; None: the field is no sampler by itself. means: what other single values are. common:
+    --help shows the option, not only --help-all.
+    """
+
+    help: str
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    off: float | None = None
+    means: Mapping[float, str] = field(default_factory=dict)
+    common: bool = False
+
+    @property
+    def wanted(self) -> str:
+        """The range in words."""
+        named = self.means if self.off is None else {self.off: "off"} | dict(self.means)
+        low, high = (_written(end) + (f" ({named[end]})" if end in named else "") for end in (self.low, self.high))
+        if self.high == math.inf:
+            return f"{low} or more"
+        inner = "".join(f" ({value:g} is {name})" for value, name in named.items() if self.low < value < self.high)
+        return (f"above {low} and at most {high}" if self.above else f"from {low} to {high}") + inner
+
+    def allows(self, value: float) -> bool:
+        """Whether the range has the value; it has no NaN."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
 
 
 @dataclass(frozen=True)
@@ -63,39 +72,76 @@ class SamplingParams:
     What is on applies in the order of docs/sampling.md: the constraint, biases, the end of thoughts, penalties,
     no-repeat n-grams, DRY, end tokens; temperature; top-n-sigma, top-k, top-p, min-p, typical, XTC, each truncation to
     the renormalised result of the one before.
+    Fields with a `Setting` are the table of samplers (`SETTINGS`). Options have the order of fields.
     logit_bias: pairs of a token, its id or its text, and what is added to its logit; -inf: it is never taken.
     """
 
-    temperature: float = 0.6
-    top_k: int = 0
-    top_p: float = 0.9
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_window: int = 512
-    no_repeat_ngram: int = 0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_window: int = 0
-    dry_breakers: tuple[str, ...] = BREAKERS
-    logit_bias: tuple[tuple[int | str, float], ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    temperature: Annotated[float, Setting("0: the likeliest token.", 0, 100, means={0: "greedy"}, common=True)] = 0.6
+    top_p: Annotated[
+        float,
+        Setting("Keep likely tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1, common=True),
+    ] = 0.9
+    top_k: Annotated[int, Setting("Keep so many; 0 is off.", 0, off=0, common=True)] = 0
+    min_p: Annotated[
+        float,
+        Setting(
+            "Drop those below this share of the likeliest; 0 is off.",
+            0,
+            1,
+            off=0,
+            means={1: "only the likeliest"},
+            common=True,
+        ),
+    ] = 0.0
+    seed: Annotated[int | None, Setting("The same text again on the same plan.", 0, NUM_SEEDS - 1, common=True)] = None
     constraint: Constraint | None = None
+    repetition_penalty: Annotated[
+        float, Setting("What was there before is less likely; 1 is off.", 0, 10, above=True, off=1, common=True)
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, Setting("Taken from the logits of generated tokens; 0 is off.", -2, 2, off=0)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Setting("The same, as often as each was generated; 0 is off.", -2, 2, off=0)
+    ] = 0.0
+    penalty_window: Annotated[
+        int,
+        Setting("Last tokens that these three look at; 0: the whole text.", 0, means={0: "the whole text"}),
+    ] = 512
+    no_repeat_ngram: Annotated[
+        int, Setting("Never write so many tokens in a row a second time; 0 is off.", 0, off=0)
+    ] = 0
+    dry_multiplier: Annotated[
+        float, Setting("DRY: prolonging a repetition costs; 0 is off, 0.8 a usual value.", 0, 100, off=0)
+    ] = 0.0
+    dry_base: Annotated[float, Setting("DRY: each further token multiplies the cost by this.", 1, 10)] = 1.75
+    dry_allowed_length: Annotated[int, Setting("DRY: shorter repetitions cost nothing.", 1)] = 2
+    dry_window: Annotated[
+        int, Setting("DRY: last tokens that are looked at; 0: all.", 0, means={0: "the whole text"})
+    ] = 0
+    dry_breakers: tuple[str, ...] = BREAKERS
+    typical_p: Annotated[
+        float,
+        Setting("Keep the most typical tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1),
+    ] = 1.0
+    top_n_sigma: Annotated[
+        float,
+        Setting("Keep logits within this many standard deviations of the largest; 0 is off.", 0, 100, off=0),
+    ] = 0.0
+    xtc_probability: Annotated[
+        float, Setting("XTC: how often the likeliest tokens are left out; 0 is off.", 0, 1, off=0)
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, Setting("XTC: all above this probability but the last one of them.", 0, 1, above=True)
+    ] = 0.1
+    logit_bias: tuple[tuple[int | str, float], ...] = ()
+    min_tokens: Annotated[int, Setting("New tokens at least, before the text may end.", 0, off=0)] = 0
+    ignore_eos: Annotated[bool, Setting("Write until --max-tokens: the text cannot end.", off=False)] = False
     thoughts: ThoughtBudget | None = None
-    seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, (allowed, wanted) in _RANGES.items():
-            value = getattr(self, name)
-            if not allowed(value):
-                raise UsageError(f"{name.replace('_', '-')} is {value}, it must be {wanted}")
+        for row in SETTINGS.values():
+            row.check(getattr(self, row.name))
         for token, bias in self.logit_bias:
             if not (abs(bias) <= _BIAS or bias == -math.inf):
                 raise UsageError(
@@ -110,15 +156,41 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Setting):
+    """A row of the table of samplers: a field of `SamplingParams` with its setting. kind: its type."""
+
+    name: str
+    kind: Any
+    default: Any
+
     @property
-    def looks_back(self) -> bool:
-        """Whether the distribution of a place depends on the tokens before it, otherwise than through the logits."""
-        repeats = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
-        return bool(
-            self.constraint is not None
-            or self.thoughts is not None
-            or repeats
-            or self.no_repeat_ngram
-            or self.dry_multiplier
-            or (self.min_tokens and not self.ignore_eos)
-        )
+    def label(self) -> str:
+        """The name in options and messages: "top-p"."""
+        return self.name.replace("_", "-")
+
+    @property
+    def optional(self) -> bool:
+        """Whether the value may be None, as where no seed is given."""
+        return self.default is None
+
+    def check(self, value: Any) -> None:
+        """Raises UsageError for a value out of range."""
+        if not (self.allows(value) if value is not None else self.optional):
+            raise UsageError(f"{self.label} is {value}, it must be {self.wanted}")
+
+
+def _written(number: float) -> str:
+    return "2^63 - 1" if number == NUM_SEEDS - 1 else f"{number:g}"
+
+
+def _rows() -> Iterator[Row]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    for each in fields(SamplingParams):
+        for setting in getattr(hints[each.name], "__metadata__", ()):
+            yield Row(name=each.name, kind=hints[each.name].__origin__, default=each.default, **vars(setting))
+
+
+# The table of samplers: options, lines of batches, /set and keys of configuration files are made from it.
+SETTINGS: Mapping[str, Row] = {row.name: row for row in _rows()}

@@ -30,7 +30,7 @@ from offload.kernels.choice import gpu_kernels, of_model
 from offload.kernels.cpu import OFF
 from offload.kernels.gpu.flash import flash
 from offload.kv.retrieval import RetrievalCache
-from offload.metrics import HostStats, LevelStats, LinkStats, RankStats, Stats
+from offload.metrics import LevelStats, LinkStats, RankStats, Stats
 from offload.model.decoder import OnHidden
 from offload.model.level import Level
 from offload.model.passes import Pass, Work, alone, forward
@@ -122,7 +122,6 @@ class Engine:
         self._load_seconds = load_seconds
         self._refreshes, self._refresh_timing = LevelStats("refresh"), Timing(worker.memory.device)
         self._link_at_start = self._link_at_decode = LinkStats()
-        self._host_at_decode = HostStats()
         self._ranks_at_decode: list[RankStats] = []
 
     @classmethod
@@ -361,7 +360,6 @@ class Engine:
         self._refreshes = LevelStats("refresh")
         self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self.worker.link_stats
-        self._host_at_decode = self.worker.host_stats
 
     def _attended(self, num_prompt: int) -> Attended:
         """Raises UsageError where the plan records no masses."""
@@ -374,13 +372,11 @@ class Engine:
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
         self.prefix.prefill(tokens, on_progress, on_hidden)
         self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
-        self._host_at_decode = self.worker.host_stats
 
     def _measure(self, run: generation.Run) -> None:
         """What crossed the links; of the other ranks at the end only, since they have to be asked."""
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
-        self.stats.host_attention = self.worker.host_stats - self._host_at_decode
         for level in self.levels.values():
             level.settle()
         self._refresh_timing.settle()

@@ -60,10 +60,12 @@ def end_tokens_of(model: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset((*model.eos_token_ids, *own))
 
 
-def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises UsageError, before anything is loaded, for what `sampling` asks and this model cannot do: a bias of what
-    is no token of it, a constraint that cannot be followed."""
+def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Tokenizer) -> bool:
+    """Whether the distribution of a place depends on the tokens before it, otherwise than through the logits. Raises
+    UsageError, before anything is loaded, for what `sampling` asks and this model cannot do: a bias of what is no token
+    of it, a constraint that cannot be followed."""
     from offload.decode.distribution import distribution_of  # torch comes with it
 
     ends = end_tokens_of(model, tokenizer)
-    distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=model.vocab_size, end_tokens=ends)
+    found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=model.vocab_size, end_tokens=ends)
+    return found.adjust is not None

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from offload.errors import ModelError
 from offload.hub.remote import RemoteFile, transport_error
+from offload.interrupts import poll, waiting
 
 Count = Callable[[int], None]  # called with the number of new bytes
 _BLOCK_BYTES = 1 << 20
@@ -41,7 +42,7 @@ def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
         while received.tell() < file.num_bytes:
             start = received.tell()
             try:
-                with _quiet():
+                with _quiet(), waiting():
                     http_get(url, received, resume_size=start, headers=headers, displayed_filename=file.name)
                 break
             except HfHubHTTPError:
@@ -117,6 +118,7 @@ def _hash_of(path: Path, file: RemoteFile, count: Count) -> Hash:
         hash_ = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
     with path.open("rb") as source:
         while block := source.read(_BLOCK_BYTES):
+            poll()
             hash_.update(block)
             count(len(block))
     return hash_

@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.decode import gguf_tokenizer
 from offload.errors import DoesNotFit, ModelError
+from offload.interrupts import waiting
 from offload.plan.machine import free_host_bytes
 
 _WEIGHT_BYTES = 4 + 2  # per weight while unpacking: fp32, and fp16 beside it
@@ -25,7 +26,7 @@ def dequantise(file: Path, folder: Path) -> None:
     reader = _open(file)
     _check_memory(file, reader)
     try:
-        with _quiet():
+        with _quiet(), waiting():
             gguf_tokenizer.write(file, folder)
             _unpack(file, folder)
     except ModelError as error:

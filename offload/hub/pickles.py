@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offload.errors import ModelError, TriforceError
+from offload.interrupts import poll
 from offload.weights.checkpoint import COMPUTES_NOTHING, EMBEDDINGS, HEAD
 
 SOURCE_KEY = "triforce_source"  # metadata key: digest or name of the converted file
@@ -115,6 +116,7 @@ def _verify(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if set(file.keys()) != tensors.keys():
             raise ModelError(f"{path.name} was not written correctly; check the disk")
         for name, tensor in tensors.items():
+            poll()
             written: Tensor = file.get_tensor(name)
             same = (written.dtype, written.shape) == (tensor.dtype, tensor.shape)
             if not same or not torch.equal(_bits(written), _bits(tensor)):

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from offload.errors import ModelError, TriforceError
 from offload.hub.disk import disk_error
 from offload.hub.names import is_id, models_folder, pull_command
+from offload.interrupts import waiting
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -56,7 +57,8 @@ def list_repository(repository: str, revision: str) -> Listing:
 
     with translated_errors(repository, revision):
         try:
-            info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS)
+            with waiting():
+                info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS)
         except HfHubHTTPError:
             raise
         except (ValueError, KeyError, TypeError) as error:

@@ -148,17 +148,6 @@ def merge(first: Part, second: Part) -> Part:
     return Part(out / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None], top + total.log())
 
 
-def join(first: Part, second: Part, at: int) -> Part:
-    """`merge`, with both parts' masses over all these keys: those of the second before chunk `at` of the first's. A row
-    without a key in either has no masses: they are not numbers."""
-    both = merge(first, second)
-    if first.mass is None or second.mass is None:
-        return both
-    ours = first.mass * (first.lse - both.lse).exp()[..., None]
-    theirs = second.mass * (second.lse - both.lse).exp()[..., None]
-    return Part(both.out, both.lse, torch.cat([ours[..., :at], theirs, ours[..., at:]], -1))
-
-
 def _hidden(num_visible: Tensor, num_pages: int, page: int, first_visible: Tensor | None = None) -> Tensor:
     """[P, 1, R, S] bool: the keys that each row must not see."""
     index = torch.arange(num_pages * page, device=num_visible.device).view(num_pages, 1, 1, page)

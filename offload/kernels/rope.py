@@ -76,11 +76,6 @@ class Scoring:
         """In place."""
         return rotated if self.weights is None else rotated.mul_(self.weights[1])
 
-    def to(self, device: str, rope: RopeTable) -> Scoring:
-        """The same on another device, where `rope` is its table."""
-        weights = self.weights and (self.weights[0].to(device), self.weights[1].to(device))
-        return replace(self, rope=rope, weights=weights)
-
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, H, D] (any float dtype, may be a view) by cos, sin [T, D] of a RopeTable -> new [T, H, D].

@@ -86,29 +86,11 @@ class Block:
         grouped = joined.view(joined.shape[0], -1, self.count, joined.shape[-1]).sum(1).transpose(0, 1)
         return pad(grouped, (0, num_chunks - grouped.shape[-1]))  # a block may end before the pass's last tile
 
-    def by_rows(self, num_chunks: int) -> Part:
-        """What was gathered, of rows [count, H]; with masses of so many chunks, unless that is 0."""
-        part = self.part or self._nothing()
-        out = unfold(part.out, self.count).view(self.count, -1, part.out.shape[-1])
-        lse = unfold(part.lse[..., None], self.count)
-        if not num_chunks:
-            return Part(out, lse)
-        if not self.masses:
-            return Part(out, lse, out.new_zeros(*lse.shape, num_chunks))
-        joined = self._joined_mass()
-        mass = unfold(joined, self.count).view(*lse.shape, joined.shape[-1])
-        return Part(out, lse, pad(mass, (0, num_chunks - mass.shape[-1])))
-
     def _joined_mass(self) -> Tensor:
-        """[H_kv, R, C] fp32 of all tiles so far, relative to all of them; zeros of a row that sees nothing of them."""
+        """[H_kv, R, C] fp32 of all tiles so far, relative to all of them."""
         assert self.part is not None
         whole = self.part.lse.clamp(min=torch.finfo(torch.float32).min)  # from which -inf may be taken
         return torch.cat([mass * (lse - whole).exp()[..., None] for mass, lse in self.masses], -1)
-
-    def _nothing(self) -> Part:
-        """Of rows that see no key."""
-        out = torch.zeros_like(self.query, dtype=torch.float32)
-        return Part(out, torch.full_like(out[..., 0], -torch.inf))
 
     @property
     def _last(self) -> int:

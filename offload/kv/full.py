@@ -14,7 +14,6 @@ from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
 from offload.kv import Phase
 from offload.kv.block import OperatorTiles
-from offload.kv.host_attention import HostAttention
 from offload.kv.places import Places
 from offload.kv.tile_attention import TileAttention
 from offload.pages.storage import Offload, PageStorage
@@ -22,7 +21,6 @@ from offload.pages.tiles import TileShape, write_rows
 from offload.plan.sizing import MAX_ROWS
 from offload.transfer.arena import Arena
 from offload.transfer.memory import Memory
-from offload.transfer.pace import HostReads
 
 
 class FullCache:
@@ -54,18 +52,11 @@ class FullCache:
     ) -> None:
         self.shape, self.num_layers, self.scorings, self.mass_chunk = shape, num_layers, scorings, mass_chunk
         self.device, self.arena = memory.device, arena or Arena(memory)
-        self.host_reads = HostReads() if offload is None else offload.host_reads
         most = len(scorings[0].rope.cos) if scorings else 0
         self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
         self._places = Places(memory.device)
         self._prefill = prefill or OperatorTiles(shape.num_kv_heads)
         self._attention = TileAttention(shape, blocks, kernels, mass_chunk)
-        self._host_attention: HostAttention | None = None
-        if offload is not None and offload.num_host and memory.device.type == "cuda":
-            host = TileAttention(shape, blocks, offload.host_kernels, mass_chunk)
-            self._host_attention = HostAttention(
-                memory, self.pages.store, offload.link, gpu=self._attention, host=host, chunk=mass_chunk
-            )
         self.record_mass = mass_chunk is not None  # from the next decode forward on, for who chooses chunks by it
         self.keep_mass = False  # the same for others
         self.length = 0
@@ -117,7 +108,6 @@ class FullCache:
                 access.wrote(layer, index, first, stop)
             block.attend(tile, index * tokens)
             access.close(layer, index)
-        access.end_layer()
         return block.attended().to(q.dtype)
 
     def advance(self, num_tokens: int, *, ahead: bool = False) -> None:
@@ -182,8 +172,6 @@ class FullCache:
     def release(self) -> None:
         """Give the tiles back; the cache is not used again."""
         self.truncate(0)
-        if self._host_attention is not None:
-            self._host_attention.release()
         self.pages.release()
 
     @property
@@ -219,17 +207,11 @@ class FullCache:
         self._taken = [0] * self.num_layers
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
-        """Tiles on the host come first on a CPU: on a GPU they would take their time beside the others, and so they do
-        in a rehearsal, since only `end_layer` waits for it."""
         masses = self.mass_chunk is not None and (self.record_mass or self.keep_mass)
         access = self.pages.access["decode"]
-        tiles = self.pages.store.order(layer, self.shape.count(rows.index + len(rows.q)))
-        if self._host_attention is not None:
-            out, mass = self._host_attention.attend(access, layer, rows, tiles, masses=masses)
-        else:
-            self._attention.attend(access, layer, rows, tiles, masses=masses)
-            access.end_layer()
-            out, mass = self._attention.merge()
+        num_tiles = self.shape.count(rows.index + len(rows.q))
+        self._attention.attend(access, layer, rows, num_tiles, masses=masses)
+        out, mass = self._attention.merge()
         if mass is not None:
             self._mass.append(mass)
         return out

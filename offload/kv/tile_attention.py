@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.attention import Part
 from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
 from offload.kernels.rows import Blocks
 from offload.kernels.spans import Rows
@@ -19,7 +18,7 @@ from offload.pages.tiles import TileShape, write_rows
 class TileAttention:
     """By the device's own kernels, else by torch's operators, in `blocks` of rows over whole tiles.
 
-    One layer at a time: `run`, then `merge` or `part`. New rows are written to the tiles that they fall into.
+    One layer at a time: `attend`, then `merge`. New rows are written to the tiles that they fall into.
     chunk: tokens that a mass is of.
     """
 
@@ -34,13 +33,13 @@ class TileAttention:
     def by_kernels(self) -> bool:
         return self._spans is not None
 
-    def attend(self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], *, masses: bool) -> None:
-        """Attend to `tiles`, not empty. Kernels take them in the order given."""
+    def attend(self, access: TileAccess, layer: int, rows: Rows, num_tiles: int, *, masses: bool) -> None:
+        """Attend to the layer's first `num_tiles` tiles, one at least."""
         self._rows = rows
         if self._spans is not None:
-            self._by_kernels(self._spans, access, layer, rows, tiles, masses)
+            self._by_kernels(self._spans, access, layer, rows, num_tiles, masses)
         else:
-            self._by_operators(access, layer, rows, sorted(tiles), self._chunk if masses else None)
+            self._by_operators(access, layer, rows, num_tiles, self._chunk if masses else None)
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """(out [T, H * D], mass [T, H_kv, C] as the device keeps it, or None): each row's softmax mass per chunk of the
@@ -54,41 +53,27 @@ class TileAttention:
         mass = joined([block.total_mass(self._num_chunks) for block in self._blocks])
         return out, mass.to(MASS_DTYPE) if mass.is_cuda else mass
 
-    def part(self) -> Part:
-        """In place of `merge`, what is to be joined with attention to other tiles: see `SpanAttention.part`."""
-        if self._spans is not None:
-            return self._spans.part()
-        parts = [block.by_rows(self._num_chunks) for block in self._blocks]
-        masses = [part.mass for part in parts if part.mass is not None]
-        out, lse = joined([part.out for part in parts]), joined([part.lse for part in parts])
-        return Part(out, lse, joined(masses) if masses else None)
-
     def _by_kernels(
-        self, spans: DecodeAttention, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], masses: bool
+        self, spans: DecodeAttention, access: TileAccess, layer: int, rows: Rows, num_tiles: int, masses: bool
     ) -> None:
-        """Tile by tile as they come."""
         start, stop, tokens = rows.index, rows.index + len(rows.q), self._shape.tokens
-        used = {index: min(stop - index * tokens, tokens) for index in tiles}
-        slots = {index: number * tokens // spans.span for number, index in enumerate(sorted(tiles))}
-        spans.begin(rows, sum(-(-count // spans.span) for count in used.values()), masses=masses)
-        for index in tiles:
-            base = index * tokens
-            run = spans.exact_run(access.open(layer, index), first=base, tokens=used[index], slot=slots[index])
+        spans.begin(rows, -(-stop // spans.span), masses=masses)
+        for index in range(num_tiles):
+            base, used = index * tokens, min(stop - index * tokens, tokens)
+            run = spans.exact_run(access.open(layer, index), first=base, tokens=used, slot=base // spans.span)
             if base + tokens > start:
                 spans.append_rows(run)
-                access.wrote(layer, index, max(start - base, 0), used[index])
+                access.wrote(layer, index, max(start - base, 0), used)
             spans.attend(run)
             access.close(layer, index)
 
-    def _by_operators(
-        self, access: TileAccess, layer: int, rows: Rows, tiles: Sequence[int], chunk: int | None
-    ) -> None:
+    def _by_operators(self, access: TileAccess, layer: int, rows: Rows, num_tiles: int, chunk: int | None) -> None:
         start = rows.index
         q, k = rows.scoring.rotated(rows.q, rows.k, start)
         sizes = self._block_sizes.cut(len(q))
         self._blocks = blocks_of(q, start, self._shape.num_kv_heads, rows.scoring, sizes)
-        self._num_chunks = len(tiles) * self._shape.tokens // chunk if chunk else 0
-        for index in tiles:
+        self._num_chunks = num_tiles * self._shape.tokens // chunk if chunk else 0
+        for index in range(num_tiles):
             base, tile = index * self._shape.tokens, access.open(layer, index)
             first, stop = write_rows(tile, base, start, k, rows.v)
             if first < stop:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from offload.config.model import ModelConfig
+from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, NoKernels
 from offload.kernels.rows import products_alike
@@ -129,6 +130,7 @@ class Decoder:
                     self._operators.run(layer, weights, x, segment.cache.attend)
                 if on_hidden is not None and layer == self.config.num_layers - 1:
                     on_hidden(start, x)
+                poll()
                 on_rows(len(x))
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, wanted
 from offload.kernels.rows import MAX_ROWS, power_of_two
 from offload.kv import Cache
@@ -67,6 +68,7 @@ class Level:
     def run(self, passes: Sequence[Pass]) -> None:
         """See `offload.model.passes.Level`. Each has the bits that it has alone, an equal part of the seconds and of
         the bytes that cross the link."""
+        poll()
         levels = [_level(each) for each in passes]
         crossed = self._link.stats.bytes_to_device if self._link else 0
         first_passes = self.stats.first_passes

@@ -12,6 +12,7 @@ from torch import Tensor
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.quantised import Codes
+from offload.interrupts import poll
 from offload.kernels.device import DeviceKernels
 from offload.transfer.memory import Memory
 from offload.weights.layers import ResidentLayers, Weights
@@ -56,6 +57,7 @@ def quantised_weights(
     layers = list[LayerWeights]()
     made = weights.layers.coded
     for exact in islice(weights.layers, config.num_layers - len(made)) if made else weights.layers:
+        poll()
         layout = layouts[len(layers)]
         layers.append(layout.bind(allocate(layout)))
         fill_coded(layers[-1], exact, kernels)

@@ -1,7 +1,7 @@
 """The three ways to have a tile at hand during a forward.
 
-`TileAccess` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile, but for those that
-the host attends to; `PrefillTiles` stay on the device while their layer is worked on.
+`TileAccess` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile; `PrefillTiles` stay
+on the device while their layer is worked on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from offload.pages.packed import StagedPages
 from offload.pages.tiles import TileStore
 from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
-from offload.transfer.pace import HostReads
 
 _AGAIN_SHARE, _AGAIN_SECONDS = 0.25, 1.0  # of a round, and of any time: for packing pages anew, at most
 
 
 class TileAccess:
-    """Access to tiles during one forward. Tiles are opened layer by layer, in the order of their places or in that of
-    `TileStore.order`, and closed after use.
+    """Access to tiles during one forward. Tiles are opened layer by layer, in the order of their places, and closed
+    after use.
 
     Here every tile is on the device: its home is where it is used, and nothing moves.
     """
@@ -45,9 +44,6 @@ class TileAccess:
 
     def close(self, layer: int, index: int) -> None:
         """The tile was used."""
-
-    def end_layer(self) -> None:
-        """All tiles of a layer were closed: return when all that was read of them would have been."""
 
     def end(self) -> None:
         """The forward is over or was broken off: nothing of it is under way any more but copies home."""
@@ -77,32 +73,24 @@ class StreamedTiles(TileAccess):
 
     While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
     rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
-    and copied home from there. Tiles that the host attends to are used at home, and `reads` counts and paces that.
-    Whole pages that lie packed at home are packed between passes.
+    and copied home from there. Whole pages that lie packed at home are packed between passes.
     """
 
-    def __init__(
-        self,
-        store: TileStore,
-        link: Link,
-        staging: Sequence[Tensor],
-        mover: Mover,
-        reads: HostReads,
-    ) -> None:
+    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], mover: Mover) -> None:
         super().__init__(store)
-        self._link, self._mover, self._reads = link, mover, reads
+        self._link, self._mover = link, mover
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
-        self._length = self._stop = 0  # tokens in the cache as the forward began, and with all of its rows
+        self._length = 0  # tokens in the cache as the forward began
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
         self._packed = perf_counter()  # when pages were packed last
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
-        self._length, self._stop, self._finished = length, length + num_rows, False
-        self._order = self._store.streamed(self._stop)
+        self._length, self._finished = length, False
+        self._order = self._store.streamed(length + num_rows)
         self._position = {key: i for i, key in enumerate(self._order)}
         first, ahead = self._order[: len(self._slots)], self._ahead
         self._ahead = []  # also where what follows is broken off
@@ -111,10 +99,7 @@ class StreamedTiles(TileAccess):
             self._fetch_first(length)
 
     def open(self, layer: int, index: int) -> Tensor:
-        place = self._store.place(layer, index)
-        if place == "host":
-            self._reads.begin()
-        if place != "stream":
+        if self._store.place(layer, index) == "device":
             return super().open(layer, index)
         slot = self._slot(layer, index)
         slot.full.wait()
@@ -122,7 +107,7 @@ class StreamedTiles(TileAccess):
         return slot.opened
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        if self._store.place(layer, index) != "stream":
+        if self._store.place(layer, index) == "device":
             return
         slot = self._slot(layer, index)
         assert slot.opened is not None
@@ -131,20 +116,13 @@ class StreamedTiles(TileAccess):
             slot.left = event
 
     def close(self, layer: int, index: int) -> None:
-        place, shape = self._store.place(layer, index), self._store.shape
-        if place == "host":
-            num_bytes = shape.used_pages(index, self._stop) * shape.nbytes // shape.num_pages
-            self._reads.end(num_bytes, rows=self._stop - self._length)
-        if place != "stream":
+        if self._store.place(layer, index) == "device":
             return
         self._slot(layer, index).free = self._link.record()
         following = self._position[layer, index] + len(self._slots)
         if following < len(self._order):
             self._fetch(following, self._length)
         self._finished = self._position[layer, index] + 1 == len(self._order)
-
-    def end_layer(self) -> None:
-        self._reads.wait()
 
     def end(self) -> None:
         if not self._finished:  # the forward broke off: it closed none of what it had opened

@@ -17,8 +17,6 @@ from offload.native.interface import Library
 from offload.pages.table import Page, PageTable
 from offload.pages.tiles import TileShape
 
-UNINTERRUPTED = True  # a page lies where the table says
-
 
 class PageCodes(Protocol):
     """Codes in 4 bits of the full cache's tokens, kept on the device. They stay as long as the rows of their tokens."""

@@ -11,8 +11,6 @@ from offload.pages.tiles import TileStore
 from offload.pages.traffic import All, Traffic
 from offload.transfer.link import Event, Link
 
-UNINTERRUPTED = True  # what was issued is known
-
 
 class Mover:
     """Copies over `link`, each ordered after those of its tile's home that `traffic` knows.

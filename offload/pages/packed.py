@@ -21,8 +21,6 @@ from offload.pages.traffic import All, Traffic
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
-UNINTERRUPTED = True  # a page lies where the table says
-
 _AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
 
 

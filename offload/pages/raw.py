@@ -12,7 +12,6 @@ from torch import Tensor
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
-UNINTERRUPTED = True  # a slot is free, or somebody's
 PURPOSE = "raw pages"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -20,7 +20,6 @@ from offload.pages.traffic import Traffic
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-from offload.transfer.pace import HostReads
 
 _STAGING = "kv staging"
 
@@ -29,18 +28,15 @@ _STAGING = "kv staging"
 class Offload:
     """Which tiles are on the host, and how they come to the device over `link`.
 
-    num_resident, num_host: see `TileStore`. num_staging: tiles of the device through which others stream. host_reads:
-    of tiles that are attended to on the host. packs: pages that stream lie packed at home, which `host_kernels`, the
-    CPU's, do; bf16 alone. raw_pages: room for so many that are not packed yet, allocated by `reserve`.
+    num_resident: see `TileStore`. num_staging: tiles of the device through which others stream. packs: the CPU's
+    kernels, by which pages that stream lie packed at home, bf16 alone; None: they lie as they are. raw_pages: room for
+    so many that are not packed yet, allocated by `reserve`.
     """
 
     link: Link
     num_resident: int = 0
-    num_host: int = 0
     num_staging: int = 2
-    host_reads: HostReads = field(default_factory=HostReads)
-    host_kernels: DeviceKernels = NONE
-    packs: bool = False
+    packs: CpuKernels | None = None
     raw_pages: int = 0
 
 
@@ -70,20 +66,18 @@ class PageStorage:
             self.access: Mapping[Literal["prefill", "decode"], TileAccess] = {"prefill": here, "decode": here}
             self.reader = RowReader(self.store, memory, None)
             return
-        link, packs, num_staging = offload.link, offload.packs, offload.num_staging
-        sizes = offload.num_resident, offload.num_host
-        self.store = TileStore(memory, shape, num_layers, *sizes, packs=packs, most_tokens=num_tokens)
+        link, packs, num_staging = offload.link, offload.packs is not None, offload.num_staging
+        self.store = TileStore(memory, shape, num_layers, offload.num_resident, packs=packs, most_tokens=num_tokens)
         for _ in range(num_staging + packs):
             self._staging.append(memory.allocate(shape.shape, shape.dtype, tier="device", purpose=_STAGING))
         self._traffic = Traffic(link)
-        if packs:
-            assert isinstance(offload.host_kernels, CpuKernels)
-            self.packed = PackedPages(self.store, memory, offload.host_kernels, link, self._traffic)
+        if offload.packs is not None:
+            self.packed = PackedPages(self.store, memory, offload.packs, link, self._traffic)
         unpacked = self._staging[-1] if packs else None
         mover = Mover(self.store, link, self._traffic, self.packed, unpacked, kernels)
         self.access = {
             "prefill": PrefillTiles(self.store, link, arena, mover),
-            "decode": StreamedTiles(self.store, link, self._staging[:num_staging], mover, offload.host_reads),
+            "decode": StreamedTiles(self.store, link, self._staging[:num_staging], mover),
         }
         self.reader = RowReader(self.store, memory, link, self.packed)
 

@@ -14,8 +14,6 @@ from offload.pages.raw import RawPages
 from offload.pages.tiles import TileStore
 from offload.transfer.memory import Memory, sent
 
-UNINTERRUPTED = True  # a page lies where the table says
-
 Page = tuple[int, int]  # its layer, and its number in the sequence
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from offload.formats.layout import Packing
 from offload.transfer.memory import Memory, Tier, sent
 
-# How a tile is attended to. "device": it lives there. "stream": it lives on the host and crosses the link into a
-# staging slot. "host": it lives on the host, and the CPU attends to it there.
-Place = Literal["device", "stream", "host"]
+# "device": a tile lives there. "stream": it lives on the host and crosses the link into a staging slot.
+Place = Literal["device", "stream"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,6 @@ class TileStore:
     """The homes of one sequence's tiles: the first ones of each layer on the device, the rest on the host.
 
     num_resident: how many are on the device, of all layers together, spread evenly; None: all.
-    num_host: how many are attended to on the host, of all layers together, so that those which stream are spread
-    evenly. In each layer they follow the resident ones.
     packs: the homes of those which stream are of packed pages, uint8 [pages, 2, bytes of a packed block], see
     `PackedPages`; the last one's of no more pages than `most_tokens` tokens reach into.
     """
@@ -73,14 +70,12 @@ class TileStore:
         shape: TileShape,
         num_layers: int,
         num_resident: int | None,
-        num_host: int = 0,
         *,
         packs: bool = False,
         most_tokens: int = sys.maxsize,
     ) -> None:
         self.shape, self.num_layers, self._packs, self._most_tokens = shape, num_layers, packs, most_tokens
         self._memory, self._num_resident = memory, num_resident
-        self._first_streamed = [self._num_unmoved(layer, num_host) for layer in range(num_layers)]
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._addresses: Tensor | None = None  # of these
 
@@ -97,20 +92,13 @@ class TileStore:
         return share + (layer < extra)
 
     def place(self, layer: int, index: int) -> Place:
-        if index < self.num_resident(layer):
-            return "device"
-        return "host" if index < self._first_streamed[layer] else "stream"
-
-    def order(self, layer: int, num_tiles: int) -> list[int]:
-        """The first `num_tiles` tiles of `layer`, those on the host first: others are under way meanwhile."""
-        first = min(self.num_resident(layer), num_tiles)
-        stop = min(self._first_streamed[layer], num_tiles)
-        return [*range(first, stop), *range(first), *range(stop, num_tiles)]
+        return "device" if index < self.num_resident(layer) else "stream"
 
     def streamed(self, num_tokens: int) -> list[tuple[int, int]]:
         """(layer, index) of all tiles of `num_tokens` tokens that stream, in the order in which layers want them."""
         count = self.shape.count(num_tokens)
-        return [(layer, index) for layer, first in enumerate(self._first_streamed) for index in range(first, count)]
+        layers = range(self.num_layers)
+        return [(layer, index) for layer in layers for index in range(self.num_resident(layer), count)]
 
     def grow(self, num_tokens: int) -> None:
         """Allocate tiles until `num_tokens` tokens have room. After an error it can be asked again."""
@@ -131,20 +119,6 @@ class TileStore:
                 self._memory.released(home, tier=self._tier(layer, index), purpose="kv cache")
             homes.clear()
         self._addresses = None
-
-    def _num_unmoved(self, layer: int, num_host: int) -> int:
-        """Tiles of `layer` that do not cross the link, those on the device and those attended to on the host: as many
-        in each layer, and one more in some layers far apart, so that the link is never idle for long. The first of them
-        come early, while the link brings what later layers want."""
-        if self._num_resident is None:
-            return sys.maxsize
-        least, resident_extra = divmod(self._num_resident, self.num_layers)
-        share, extra = divmod(self._num_resident + num_host, self.num_layers)
-        first = resident_extra if share == least else 0  # layers that have that one more on the device
-        if layer < first:
-            return share + 1
-        at, chosen, among = layer - first, extra - first, self.num_layers - first
-        return share - (-(at + 1) * chosen // among) + (-at * chosen // among)
 
     def _tier(self, layer: int, index: int) -> Tier:
         return "device" if self.place(layer, index) == "device" else "host"

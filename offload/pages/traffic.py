@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from offload.transfer.link import Event, Link
 
-UNINTERRUPTED = True  # what was issued is known
-
 Tile = tuple[int, int]  # its layer, and its number there
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFit
 from offload.plan.cost import Cost
-from offload.plan.host_share import shared
 from offload.plan.pass_times import Times
 from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
@@ -72,23 +71,20 @@ def _found(plan: Plan, sizing: Sizing, times: Times, number: int) -> _Found:
     sizing = replace(sizing, num_sequences=number)
     if number == 1:
         cost = Cost(sizing, plan.placement, plan.request.capacity, plan.composition, times)
-        return _Found(plan, 1 / cost.per_token, next(_problems(plan, cost), ""))
+        return _Found(plan, 1 / cost.per_token, next(_problems(cost), ""))
     cost = _placed(plan, sizing, times)
     placed = replace(plan, request=replace(plan.request, num_sequences=number), placement=cost.placement)
-    return _Found(placed, number / cost.per_token, next(_problems(plan, cost), ""))
+    return _Found(placed, number / cost.per_token, next(_problems(cost), ""))
 
 
 def _placed(plan: Plan, sizing: Sizing, times: Times) -> Cost:
     capacity, composition = plan.request.capacity, plan.composition
-    return shared(Cost(sizing, place(sizing, capacity, composition), capacity, composition, times))
+    return Cost(sizing, place(sizing, capacity, composition), capacity, composition, times)
 
 
-def _problems(plan: Plan, cost: Cost) -> Iterator[str]:
+def _problems(cost: Cost) -> Iterator[str]:
     if (short := shortage(cost.sizing, cost.placement)) is not None:
         yield f"need {short}"
-    on_gpu = not cost.sizing.hardware.is_cpu
-    if on_gpu and cost.sizing.num_sequences > 1 and (plan.placement.host_tiles or cost.placement.host_tiles):
-        yield "would attend to other tiles on the host, whose last bits differ"
     proposes_over_it = cost.composition.inner == "self" and not cost.composition.keeps_copies
     if proposes_over_it and "kv" in cost.placement.offload:
         yield "would have their caches cross a link in passes that propose"

@@ -8,7 +8,6 @@ from offload.formats.layout import CODE_BITS
 from offload.plan.bits import cache_problem, weights_problem
 from offload.plan.composition import Composition, compositions, finer
 from offload.plan.cost import Cost
-from offload.plan.host_share import shared
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
 from offload.plan.sizing import Sizing
@@ -76,7 +75,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
 def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> Iterator[Cost]:
     """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
     would cross a link in it."""
-    costs = (shared(Cost(sizing, place(sizing, capacity, each), capacity, each, times)) for each in found)
+    costs = (Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found)
     return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
 
 

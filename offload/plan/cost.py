@@ -14,7 +14,7 @@ from math import hypot, inf, log, sqrt
 from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
-from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK, host_slowdown
+from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
 
 # Of what is proposed before a text has shown it: fits to what the demo pair, SmolLM2 and Qwen2.5-Coder accept
 # (docs/log.md).
@@ -99,15 +99,14 @@ class Cost(Passes):
         return 0.0 if self.sizing.draft is None or not self.composition.draft else self.device.draft()
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
-        """Seconds of a pass over the full cache: the longest of computation and sums, block by block, of the link, and
-        of the tiles that are attended to on the host."""
+        """Seconds of a pass over the full cache: the longer of computation with its sums, block by block, and the
+        link."""
         return max(self.full_computed(rows, masses=masses), self.full_link_seconds)
 
     def full_computed(self, rows: int, *, masses: bool = False) -> float:
         """The same where nothing has to be waited for that crosses the link."""
         device = self.device
-        computed = device.full(rows, masses=masses) + device.unpacking + device.restoring
-        return max(computed, self._host_seconds(rows))
+        return device.full(rows, masses=masses) + device.unpacking + device.restoring
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
         """acceptance: without it, that of the mean text."""
@@ -156,14 +155,6 @@ class Cost(Passes):
             return 0
         return (self.sizing.target.num_layers - 1) * self.sizing.hidden_bytes(num_tokens)
 
-    def _host_seconds(self, rows: int) -> float:
-        """Of a pass that waits for the tiles attended to on the host."""
-        rate = self.placement.host_bytes_per_second
-        if not rate:
-            return 0.0
-        attending = self.full_host_bytes * host_slowdown(rows, self.sizing.group) / rate
-        return attending + self.device.besides_attention(rows)
-
 
 def own_acceptance(hidden_size: int, weight_bits: int, kv_bits: int, share: float) -> float:
     """Of tokens that the target proposes by itself, with fewer bits of its weights and of its cache, over `share` of
@@ -187,8 +178,7 @@ class Prediction:
     pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
     seconds that recording masses for the retrieval level adds. retrieval: of the level at which the target proposes to
     itself, over retrieved tokens or all; retrieval_token_seconds: for a token that it proposes.
-    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass;
-    full_host_bytes: that the CPU attends to on the host meanwhile, for each device.
+    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass.
     """
 
     prefill_seconds: float
@@ -196,7 +186,6 @@ class Prediction:
     full_pass_seconds: float
     full_sum_seconds: float
     full_link_bytes: int
-    full_host_bytes: int
     full_row_seconds: float
     full_block_rows: int
     mass_share: float
@@ -225,7 +214,6 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         full_pass_seconds=cost.full_pass(1),
         full_sum_seconds=cost.device.full_sums(1),
         full_link_bytes=round(cost.full_link_bytes),
-        full_host_bytes=round(cost.full_host_bytes),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
         mass_share=cost.full_pass(1, masses=cost.composition.mass_chunk is not None) / cost.full_pass(1) - 1.0,

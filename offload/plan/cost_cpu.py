@@ -69,9 +69,6 @@ class CpuPasses(DevicePasses):
             return passes.opened_weights / CPU_RESTORED
         return (passes.streamed_weights + passes.opened_weights) / self._rate
 
-    def besides_attention(self, rows: int) -> float:
-        return self._over(0, rows) + self.full_sums(rows)
-
     @property
     def rank_sums(self) -> SumCosts:
         return SHARED

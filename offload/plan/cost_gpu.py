@@ -37,9 +37,7 @@ GPU = GpuCosts()
 
 class GpuPasses(DevicePasses):
     def full(self, rows: int, *, masses: bool) -> float:
-        passes = self.passes
-        cache, tiles = self._cache - passes.full_host_bytes, self._tiles - passes.placement.host_tiles
-        return self._over_blocks(rows, self._weights, cache, tiles) * (1.0 + GPU.mass_share * masses)
+        return self._over_blocks(rows, self._weights, self._cache, self._tiles) * (1.0 + GPU.mass_share * masses)
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
@@ -91,14 +89,6 @@ class GpuPasses(DevicePasses):
             codes = sizing.low_bit_bytes(passes.composition.weight_bits, first=False) / sizing.target.num_layers
         crossed = passes.streamed_weights + passes.streamed_layers * codes
         return (crossed + passes.opened_weights) / self._rate
-
-    def besides_attention(self, rows: int) -> float:
-        """Also what the host has for a layer waits for: the tile that is just crossing the link."""
-        passes = self.passes
-        work = self._by_rows(self._weights, self.padded(rows), self._blocks(rows))
-        waits = min(passes.placement.host_tiles, passes.sizing.num_growing)
-        crossing = passes.tiles_bytes(waits) / passes.link_rate
-        return max(self._calls, work) + self.full_sums(rows) + crossing
 
     @property
     def rank_sums(self) -> SumCosts:

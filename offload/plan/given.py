@@ -10,7 +10,6 @@ from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.plan.cost import Cost
 from offload.plan.hardware import Hardware
-from offload.plan.host_share import shared
 from offload.plan.options import Options
 from offload.plan.pass_times import key_of
 from offload.plan.placement import Placement, place, shortage
@@ -80,11 +79,11 @@ def plan_again(
     before = capacity - max_tokens
     sized(target, draft, _pinning(plan, options), hardware, before, max_tokens, [])  # checks what is asked for
     _, sizing = sized(target, draft, replace(options, context=capacity), hardware, before, max_tokens, [])
-    cost = shared(Cost(sizing, place(sizing, capacity, composition), capacity, composition))
+    cost = Cost(sizing, place(sizing, capacity, composition), capacity, composition)
     check_link(options, cost.placement)
     for problem in _problems(plan, cost):
         raise DoesNotFit(f"the plan of --plan {problem}; leave out --plan for one that suits this machine")
-    _check_rounding(plan, cost.placement, on_cpu=hardware.is_cpu)
+    _check_rounding(plan, cost.placement)
     request = replace(
         plan.request,
         device=hardware.device,
@@ -171,9 +170,9 @@ def _problems(plan: Plan, cost: Cost) -> Iterator[str]:
         yield "proposes over the whole cache, which would cross a link here"
 
 
-def _check_rounding(plan: Plan, here: Placement, *, on_cpu: bool) -> None:
+def _check_rounding(plan: Plan, here: Placement) -> None:
     """Raise UsageError where sums would be made in another order than on the machine of the plan."""
-    for name in _ROUNDING if on_cpu else (*_ROUNDING, "host_tiles"):
+    for name in _ROUNDING:
         planned, found = getattr(plan.placement, name), getattr(here, name)
         if planned != found:
             raise UsageError(

@@ -20,9 +20,7 @@ class Options:
     gamma, draft_gamma: a number is kept to; None adapts to the text.
     offload: what may be kept on the host; on a CPU, where device and host are one memory, all of it is, unless
     device_memory says how much of it may be on the "device".
-    link_gbps: of a CPU's link. host_gbps: beside it, what the CPU reads of tiles that it attends to on the host.
-    host_attention: the share of tiles that it attends to there, of those that would cross the link; None: the plan's
-    choice.
+    link_gbps: of a CPU's link.
     weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself: 16, 4, and
     of the weights 6.
     link_bits: of a cached number or a weight that crosses the link, 16, or 12: packed, none of its bits lost, or where
@@ -46,8 +44,6 @@ class Options:
     offload: frozenset[str] | None = None
     device_memory: float | None = None
     link_gbps: float | None = None
-    host_attention: float | None = None
-    host_gbps: float | None = None
     speculation: bool = True
     lookup: bool = True
     masses: bool = False
@@ -78,12 +74,6 @@ class Options:
         moves = bool(self.offload) or (self.offload is None and self.device_memory is not None)
         if self.link_gbps is not None and not moves:
             raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
-        if self.host_attention is not None and not 0.0 <= self.host_attention <= 1.0:
-            raise UsageError(f"host-attention is {self.host_attention}, it must be auto, off or from 0 to 1")
-        if self.host_gbps is not None and not 0.001 <= self.host_gbps <= 10_000:
-            raise UsageError(f"host-gbps is {self.host_gbps}, it must be from 0.001 to 10000 GB/s")
-        if self.host_gbps is not None and self.link_gbps is None:
-            raise UsageError("host-gbps paces the CPU beside a paced link; add --link-gbps")
 
 
 def bits_of(name: str) -> str:

@@ -77,7 +77,7 @@ class Passes:
 
     @property
     def share_on_host(self) -> float:
-        """Of the tiles, wherever they are attended to."""
+        """Of the tiles."""
         return 1 - self.placement.resident_tiles / self.num_tiles if self.num_tiles else 0.0
 
     @property
@@ -102,7 +102,7 @@ class Passes:
     @property
     def streamed_cache_bytes(self) -> float:
         """Keys and values that cross the link in a pass over the full cache, as they are before they are packed."""
-        return self.tiles_bytes(self.num_tiles - self.placement.resident_tiles - self.placement.host_tiles)
+        return self.tiles_bytes(self.num_tiles - self.placement.resident_tiles)
 
     @property
     def retrieved_bytes(self) -> int:
@@ -119,11 +119,6 @@ class Passes:
         """Seconds in which what a pass over the full cache needs crosses each device's link."""
         return self.full_link_bytes / self.link_rate
 
-    @property
-    def full_host_bytes(self) -> float:
-        """Bytes that the CPU attends to on the host in a pass over the full cache, for each device."""
-        return self.tiles_bytes(self.placement.host_tiles)
-
 
 @dataclass(frozen=True)
 class DevicePasses(ABC):
@@ -133,7 +128,7 @@ class DevicePasses(ABC):
 
     @abstractmethod
     def full(self, rows: int, *, masses: bool) -> float:
-        """Of a pass over the full cache, with its sums, but for what the host attends to and the link brings."""
+        """Of a pass over the full cache, with its sums, but for what the link brings."""
 
     @abstractmethod
     def retrieval(self, rows: int) -> float:
@@ -165,11 +160,6 @@ class DevicePasses(ABC):
     @abstractmethod
     def restoring(self) -> float:
         """In which weights that crossed the link quantised become what they are."""
-
-    @abstractmethod
-    def besides_attention(self, rows: int) -> float:
-        """Seconds of a pass, with its sums, in which it attends to nothing: then the host has no query. On a GPU also
-        those in which what the host has for a layer waits for the tile that is just crossing the link."""
 
     @property
     @abstractmethod

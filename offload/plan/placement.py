@@ -6,7 +6,7 @@ Weights come first, since the retrieval level reads all of them in every inner p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
@@ -19,11 +19,9 @@ class Placement:
     """Where weights and caches are, and in which pieces they are moved and computed.
 
     offload: of "weights" and "kv", what may be on the host. resident_layers, resident_tiles: how many layers' weights,
-    and how many tiles of all layers together, are on the device. The rest crosses the link, but for `host_tiles` more,
-    which the CPU attends to on the host: `attended_bytes` of the hosts' cache, at `host_bytes_per_second` for
-    each rank if that is paced. Bytes are by purpose: those of the first device, of each other one where there are
-    several, and of all ranks on the hosts; of all sequences that run at a time, each of which has so many tiles.
-    Sizes of pages and tiles in tokens.
+    and how many tiles of all layers together, are on the device. The rest crosses the link. Bytes are by purpose: those
+    of the first device, of each other one where there are several, and of all ranks on the hosts; of all sequences that
+    run at a time, each of which has so many tiles. Sizes of pages and tiles in tokens.
     """
 
     offload: tuple[str, ...]
@@ -38,9 +36,6 @@ class Placement:
     prefill_block: int  # rows
     fused_prefill: bool  # it attends by torch's fused kernel
     link_bytes_per_second: float | None  # set, or measured; None: not known
-    host_tiles: int = 0
-    attended_bytes: int = 0
-    host_bytes_per_second: float | None = None
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home,
     # 9: as what it has beside its code, which is on the device
     raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
@@ -158,14 +153,16 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         tiles = most(tiles, others, lambda number: sum(of_tiles(number).values()))
     devices = sizing.num_devices
     of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
+    cache = sizing.host_cache_bytes(capacity, tiles, bits)
     host = {
         "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
         "target embeddings": table * devices,
         "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
+        **{name: size * devices for name, size in cache.items()},
     }
     host = {name: size for name, size in sizing.of_all(host).items() if size}
-    placement = Placement(
+    return Placement(
         offload=tuple(sorted(offload)),
         resident_layers=layers,
         resident_tiles=tiles,
@@ -180,24 +177,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         fused_prefill=sizing.fused_prefill,
         link_bytes_per_second=_link_rate(sizing),
         link_bits=bits,
+        raw_pages=sizing.raw_pages(capacity, tiles) if bits < 16 else 0,
         weight_link_bits=weight_bits,
         staging_tiles=NUM_STAGING,
         embeds_on_host=table > 0,
-    )
-    return with_host_tiles(sizing, capacity, placement, 0)
-
-
-def with_host_tiles(sizing: Sizing, capacity: int, placement: Placement, number: int) -> Placement:
-    """`placement` where `number` tiles of all layers are attended to on the host."""
-    resident, bits = placement.resident_tiles, placement.link_bits
-    cache = sizing.host_cache_bytes(capacity, resident, number, bits)
-    of_all = sizing.of_all({name: size * sizing.num_devices for name, size in cache.items()})
-    others = {name: size for name, size in placement.host_bytes.items() if name not in cache}
-    return replace(
-        placement,
-        host_tiles=number,
-        host_bytes=others | {name: size for name, size in of_all.items() if size},
-        raw_pages=sizing.raw_pages(capacity, resident + number) if bits < 16 else 0,
     )
 
 

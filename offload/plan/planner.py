@@ -7,7 +7,7 @@ text. Nothing is measured here: times of passes were, before the first plan.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.hardware import Hardware
-from offload.plan.host_share import worth_a_share
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times, key_of
 from offload.plan.placement import Placement, largest
@@ -27,7 +26,13 @@ from offload.records import entries, record
 
 __all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
 
-VERSION = 2  # of a plan's JSON: another one wherever the same plan and seed would give another text
+VERSION = 1  # of a plan's JSON: another one wherever the same plan and seed would give another text
+# Of mechanisms that are gone, in plans of before: 0, false or null where they were not used.
+_GONE = {
+    "request": ("turns",),
+    "placement": ("host_tiles", "attended_bytes", "host_bytes_per_second"),
+    "predicted": ("full_host_bytes",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +90,24 @@ class Plan:
         parts = dict(entries(data, ["version", *(field.name for field in fields(cls))], "plan"))
         if (version := parts.pop("version")) != VERSION:
             raise ValueError(f"plan.version is {reprlib.repr(version)}; this program reads version {VERSION}")
+        for part, names in _GONE.items():
+            parts[part] = _without_zeros(parts[part], names, f"plan.{part}")
         derived = {place: _taken(parts, *place) for place in (("request", "capacity"), ("composition", "levels"))}
         plan = record(cls, parts, "plan")
         for (part, key), value in derived.items():
             if (follows := getattr(getattr(plan, part), key)) != (tuple(value) if isinstance(value, list) else value):
                 raise ValueError(f"plan.{part}.{key} is {reprlib.repr(value)}; from the rest follows {follows}")
         return plan
+
+
+def _without_zeros(part: object, names: Collection[str], place: str) -> object:
+    """The part of a plan without keys that it may have if they say nothing. Raises ValueError."""
+    if not isinstance(part, dict):
+        return part
+    for name in names:
+        if value := part.get(name):
+            raise ValueError(f"{place}.{name} is {reprlib.repr(value)}; this version does not do that: plan again")
+    return {name: value for name, value in part.items() if name not in names}
 
 
 def _taken(parts: dict[str, object], part: str, key: str) -> object:
@@ -175,11 +192,6 @@ def sized(
     _check_windows(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
-    if options.host_attention and hardware.num_devices > 1 and not hardware.is_cpu:
-        raise UsageError(
-            f"host-attention is {options.host_attention} and there are {hardware.num_devices} GPUs: the CPU "
-            "attends for one GPU only so far; leave out --host-attention, or add --gpus 1"
-        )
     return capacity, sizing
 
 
@@ -205,7 +217,7 @@ def _without_speculation(sizing: Sizing) -> Sizing:
 
 def _unused(options: Options, cost: Cost) -> list[str]:
     """The user's options that have no effect in this plan."""
-    composition, host_tiles = cost.composition, cost.placement.host_tiles
+    composition = cost.composition
     weight_bits, kv_bits = (None if bits == 16 else bits for bits in (options.weight_bits, options.kv_bits))
     pairs = (
         ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
@@ -214,8 +226,6 @@ def _unused(options: Options, cost: Cost) -> list[str]:
         ("weight-bits", weight_bits, composition.weight_bits < 16, "the target does not propose to itself"),
         ("kv-bits", kv_bits, composition.kv_bits < 16, "the target does not propose to itself"),
         ("chunk", options.chunk, composition.budget, "there is no retrieval level"),
-        ("host-attention", options.host_attention, host_tiles, "it makes no whole tile of those that cross the link"),
-        ("host-gbps", options.host_gbps, host_tiles, "nothing is attended to on the host"),
     )
     return [f"--{name} {given} is not used: {why}" for name, given, used, why in pairs if given and not used]
 
@@ -230,11 +240,6 @@ def _advice(cost: Cost) -> Iterator[str]:
         yield (
             f"{target.num_layers - resident} of {target.num_layers} layers do not fit the device: "
             f"{cost.streamed_weights / 1e9:.1f} GB cross the link in every {passes}"
-        )
-    if (worth := worth_a_share(cost)) is not None:
-        yield (
-            f"--host-attention {worth[0]:.2f} would make a full pass {worth[1]:.1f} times as fast; the last bits of a "
-            "token then depend on where the plan puts tiles, --no-speculation's too"
         )
 
 

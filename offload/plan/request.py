@@ -8,6 +8,7 @@ from pathlib import Path
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.formats.layout import CODE_BITS
+from offload.interrupts import poll
 from offload.plan.batching import plan_together
 from offload.plan.given import plan_again
 from offload.plan.hardware import Hardware, probe, rates_key
@@ -71,6 +72,7 @@ class Request:
 
     def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
         """Raises DoesNotFit, UsageError; where a plan is given that is for other models, ModelError."""
+        poll()
         if self.given is not None:
             return plan_again(self.given, *self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         return make_plan(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)

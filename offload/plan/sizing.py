@@ -31,21 +31,14 @@ KV_ROWS = 16  # that attend to that cache at a time
 RAW_TILES = 3  # whose pages are on their way home in a prefill, at most, before some are packed
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 WINDOW_UNDO = 1024  # tokens, at least, by which a sequence may become shorter before a window misses some
-HOST_ROWS = 16  # of a KV head, that a desktop's CPU attends to as fast as its memory is read (computed)
 # What each sequence has of its own; models, staging of weights and workspaces serve all of them.
 OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
-        *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks", "host attention"),
+        *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
     )
 )
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
-
-
-def host_slowdown(rows: int, group: int) -> float:
-    """The time that a desktop's CPU attends to keys for `rows` rows of `group` query heads for each KV head, as a
-    multiple of the time in which its memory is read: 1 while it has nothing to wait for but that."""
-    return max(rows * group / HOST_ROWS, 1.0)
 
 
 def ring_pages(window: int, rows: int, *, page: int, undo: int) -> int:
@@ -101,11 +94,6 @@ class Sizing:
     def shard(self) -> ModelConfig:
         """The target as each device has it."""
         return Shard(0, self.num_devices).config(self.target)
-
-    @cached_property
-    def group(self) -> int:
-        """Query heads for each KV head."""
-        return self.shard.num_heads // self.shard.num_kv_heads
 
     @cached_property
     def itemsize(self) -> int:
@@ -177,25 +165,25 @@ class Sizing:
         """Layers whose cache is in tiles."""
         return len(self.target.growing)
 
-    def host_cache_bytes(self, capacity: int, resident: int, attended: int, bits: int) -> dict[str, int]:
-        """Bytes of the cache on the host, for each device, by purpose. resident, attended: tiles of all layers that are
-        on the device, and that the host attends to. bits: of a number of the others."""
+    def host_cache_bytes(self, capacity: int, resident: int, bits: int) -> dict[str, int]:
+        """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers that are on the
+        device. bits: of a number of the others."""
         tile, away = self.tile_bytes(capacity), self.num_growing * self.num_tiles(capacity) - resident
         if bits == 16:
             return {"kv cache": away * tile}
-        packed = self._streamed_pages(capacity, resident + attended) * self._packed_page_bytes
-        raw = self.raw_pages(capacity, resident + attended) * (PAGE_TOKENS * tile // self.tile_tokens(capacity))
-        return {"kv cache": attended * tile + packed, "raw pages": raw}
+        packed = self._streamed_pages(capacity, resident) * self._packed_page_bytes
+        raw = self.raw_pages(capacity, resident) * (PAGE_TOKENS * tile // self.tile_tokens(capacity))
+        return {"kv cache": packed, "raw pages": raw}
 
-    def raw_pages(self, capacity: int, unmoved: int) -> int:
+    def raw_pages(self, capacity: int, resident: int) -> int:
         """Pages that lie as they are on the host while they are not packed: the last of each layer, with room for the
-        rows of a pass, and those that a prefill writes. unmoved: tiles of all layers that do not stream."""
+        rows of a pass, and those that a prefill writes. resident: tiles of all layers on the device."""
         last = (1 + -(-MAX_ROWS // PAGE_TOKENS)) * self.num_growing
-        return min(last + RAW_TILES * self._tile_pages(capacity), self._streamed_pages(capacity, unmoved))
+        return min(last + RAW_TILES * self._tile_pages(capacity), self._streamed_pages(capacity, resident))
 
-    def _streamed_pages(self, capacity: int, unmoved: int) -> int:
+    def _streamed_pages(self, capacity: int, resident: int) -> int:
         """Of all layers, those that a capacity reaches into."""
-        share, extra = divmod(unmoved, self.num_growing)
+        share, extra = divmod(resident, self.num_growing)
         pages = -(-(capacity + MAX_ROWS) // PAGE_TOKENS)
         few, more = (max(pages - tiles * self._tile_pages(capacity), 0) for tiles in (share + 1, share))
         return extra * few + (self.num_growing - extra) * more
@@ -349,14 +337,6 @@ class Sizing:
             return 0
         tokens = composition.budget + tail_tokens(composition) if composition.budget else capacity
         return min(FETCH_BYTES, tokens * self.kv_bytes_per_token)
-
-    def host_attention_bytes(self, capacity: int, composition: Composition, num_tiles: int) -> int:
-        """On the host beside a GPU: the rows of a pass as they come, and what attention to `num_tiles` tiles of a
-        layer there makes of them, in fp32, with masses."""
-        target, rows = self.shard, self._padded(composition.gamma + 1)
-        heads, dim = target.num_heads, target.head_dim
-        masses = num_tiles * self.tile_tokens(capacity) // composition.chunk if composition.mass_chunk else 0
-        return rows * ((heads + 2 * target.num_kv_heads) * dim * self.itemsize + heads * (dim + 1 + masses) * 4)
 
     def retrieval_bytes(self, capacity: int, composition: Composition) -> int:
         if composition.kv_bits < 16:

@@ -14,8 +14,6 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.session.page import PagedRows, WindowRows
 
-UNINTERRUPTED = True  # a page is gathered from all ranks, or from none
-
 
 class AllRows:
     """`PagedRows` over caches of all ranks that are alike, on rank 0. A page is gathered when it is read, and sent out

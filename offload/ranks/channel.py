@@ -8,8 +8,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-UNINTERRUPTED = True  # half a message would be the end of the conversation
-
 Message = Mapping[str, Any]
 _LENGTH_BYTES = 4  # before each message; a length of zero is a beat: whoever sends it is alive
 _PIECE_BYTES = 1 << 16

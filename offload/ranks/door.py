@@ -9,6 +9,8 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from offload.interrupts import waiting
+
 SECRET_BYTES = 32
 _MOST = 256  # who came and have not said it yet: with one more, the first of them goes
 
@@ -60,7 +62,9 @@ class Door:
             while self._visitors and self._visitors[0].latest < now:
                 self._turn_away(self._visitors[0])
             next_look = min([latest, *(visitor.latest for visitor in self._visitors[:1])])
-            for key, _ in self._selector.select(next_look - now):
+            with waiting():
+                ready = self._selector.select(next_look - now)
+            for key, _ in ready:
                 if key.data is None:
                     self._accept()
                 elif key.data in self._visitors and self._hear(key.data):

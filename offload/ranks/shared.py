@@ -17,8 +17,6 @@ from torch import Tensor
 
 from offload.native.interface import DTYPES
 
-UNINTERRUPTED = True  # all ranks show a piece, or none
-
 SLOT_BYTES = 1 << 18  # what a core's own cache holds beside what is read
 _COUNT_BYTES = 64  # a cache line
 _LOOK_NANOSECONDS = 100_000_000  # how often a rank that waits looks whether the others are still there

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from offload.errors import RankFailed, UsageError
+from offload.interrupts import poll
 from offload.kernels.cpu import CpuKernels, kernels
 from offload.model.sums import Due
 from offload.ranks.shared import SharedMemory
-
-UNINTERRUPTED = True  # all ranks take part in a sum, or none
 
 _LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the others are still there
 _WHY_SECONDS = 3.0  # in which a rank that ended is found and named
@@ -90,6 +89,7 @@ class Sums:
         while meeting.is_alive():
             meeting.join(_LOOK.total_seconds())
             self._check()
+            poll()
         if failed:
             self._hear_why()
             raise failed[0]

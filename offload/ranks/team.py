@@ -12,10 +12,9 @@ from typing import Any
 
 from offload import errors
 from offload.errors import RankFailed, TriforceError
+from offload.interrupts import poll
 from offload.ranks.rendezvous import Met
 from offload.ranks.watch import Watch
-
-UNINTERRUPTED = True  # a rank that was told a thing and one that was not would not be in step
 
 _END_SECONDS = 5.0  # for a rank to end by itself
 _LOOK_SECONDS = 0.2  # how often who waits for an answer looks whether anybody is left to give it
@@ -107,6 +106,7 @@ class Team:
                 answer = self._answers[rank].get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 self.check()
+                poll()
                 continue
             if answer["number"] == told:
                 return answer

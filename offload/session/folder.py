@@ -17,6 +17,8 @@ import os
 import stat
 from pathlib import Path
 
+from offload.interrupts import waiting
+
 WRITER, READERS = "writer.lock", "readers.lock"
 _MAX_OWNER_BYTES = 32
 _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
@@ -152,7 +154,8 @@ class Lock:
         while True:
             fd = folder.open_lock(name, shared=shared)
             try:
-                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+                with waiting():
+                    fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
                 if folder.is_at(fd, name):
                     return cls(fd)
             except BlockingIOError:

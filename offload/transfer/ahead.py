@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from offload.interrupts import poll
+
 _LOOK_SECONDS = 0.1
 
 
@@ -44,6 +46,7 @@ class Ahead:
             while not self._made[num_bytes]:
                 if self._error is not None:
                     raise self._error
+                poll()
                 self._changed.wait(_LOOK_SECONDS)
             return self._made[num_bytes].pop()
 

@@ -17,7 +17,6 @@ from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
-UNINTERRUPTED = True  # what was issued is known
 _PURPOSE = "hidden rows"
 
 

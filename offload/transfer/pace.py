@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import time
 
-from offload.metrics import HostStats
-from offload.plan.sizing import host_slowdown
-
 
 class Pace:
     """A schedule of its own for reads or copies, one after the other, each of at least bytes / rate seconds.
@@ -30,36 +27,3 @@ class Pace:
 def sleep_until(end: float) -> None:
     while (left := end - time.perf_counter()) > 0:
         time.sleep(left)
-
-
-class HostReads:
-    """What the CPU reads of tiles that it attends to where they live, while the link brings others.
-
-    On a CPU that computes what a device would, paced to what the host's memory is said to give besides, and to what a
-    desktop's CPU computes meanwhile.
-    """
-
-    def __init__(self, bytes_per_second: float | None = None, *, group: int = 1) -> None:
-        """group: query heads for each KV head."""
-        self._pace, self._group, self._began, self._end = Pace(bytes_per_second), group, 0.0, 0.0
-        self._stats = HostStats()
-
-    @property
-    def stats(self) -> HostStats:
-        """Totals since it was made, a snapshot."""
-        return self._stats
-
-    def begin(self) -> None:
-        """A tile is attended to from now on."""
-        self._began = time.perf_counter()
-
-    def end(self, num_bytes: int, *, rows: int) -> None:
-        """That was done for `rows` rows, and it read `num_bytes`."""
-        took = time.perf_counter() - self._began
-        paced = round(num_bytes * host_slowdown(rows, self._group))
-        start, self._end = self._pace.schedule(paced, ready=self._began, least=took)
-        self._stats += HostStats(num_bytes, self._end - start)
-
-    def wait(self) -> None:
-        """Return when all that was read is due."""
-        sleep_until(self._end)

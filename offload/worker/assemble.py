@@ -28,7 +28,6 @@ from offload.plan.sizing import BLOCK_ROWS, MAX_ROWS, tail_tokens
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-from offload.transfer.pace import HostReads
 from offload.worker.models import tile_shape, window_shape
 
 Rotated = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -82,32 +81,25 @@ def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
     return Offload(
         link,
         num_resident=placement.resident_tiles,
-        num_host=placement.host_tiles,
         num_staging=placement.staging_tiles,
-        host_reads=_host_reads(plan, config),
-        host_kernels=fitting(torch.device("cpu"), config.head_dim, ()),
         packs=_packs(plan, config),
         raw_pages=placement.raw_pages,
     )
 
 
-def _packs(plan: Plan, config: ModelConfig) -> bool:
-    """Whether pages cross the link packed. Raises UsageError where they should and the kernels do not run."""
+def _packs(plan: Plan, config: ModelConfig) -> CpuKernels | None:
+    """The kernels that pack pages where these cross the link packed. Raises UsageError where they should and kernels
+    do not run."""
     if plan.placement.link_bits == 16:
-        return False
-    for kernels in (fitting(torch.device("cpu"), config.head_dim, ()), _attention_kernels(plan, config)):
-        if not kernels.usable:
-            raise UsageError(
-                f"pages that cross the link in {plan.placement.link_bits} bits need kernels, which do not run: "
-                f"{kernels.reason}; add --link-bits 16"
-            )
-    return True
-
-
-def _host_reads(plan: Plan, config: ModelConfig) -> HostReads:
-    """Paced on a CPU alone: beside a GPU the CPU is what it is."""
-    rate = plan.placement.host_bytes_per_second if plan.request.device == "cpu" else None
-    return HostReads(rate, group=config.num_heads // config.num_kv_heads)
+        return None
+    host, device = fitting(torch.device("cpu"), config.head_dim, ()), _attention_kernels(plan, config)
+    if isinstance(host, CpuKernels) and device.usable:
+        return host
+    reason = device.reason if isinstance(host, CpuKernels) else host.reason
+    raise UsageError(
+        f"pages that cross the link in {plan.placement.link_bits} bits need kernels, which do not run: {reason}; add "
+        "--link-bits 16"
+    )
 
 
 def retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:

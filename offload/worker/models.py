@@ -13,6 +13,7 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
+from offload.interrupts import poll
 from offload.kernels.choice import gpu_kernels
 from offload.kernels.cpu import of_model
 from offload.model.decoder import Decoder
@@ -156,10 +157,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
     if "kv" in placement.offload:
         blocks.append(plan.request.capacity * config.hidden_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
-        tiles = placement.resident_tiles, placement.host_tiles
-        store = TileStore(
-            memory, shape, len(config.growing), *tiles, packs=placement.link_bits < 16, most_tokens=num_tokens
-        )
+        tiles, packs = placement.resident_tiles, placement.link_bits < 16
+        store = TileStore(memory, shape, len(config.growing), tiles, packs=packs, most_tokens=num_tokens)
         if placement.raw_pages:
             blocks += [placement.raw_pages * shape.nbytes // shape.num_pages] * plan.request.num_sequences
         for index in range(shape.count(num_tokens)):
@@ -169,4 +168,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
 
 
 def _stage(stage: Stage, on_progress: OnProgress) -> Callable[[int, int], None]:
-    return lambda done, total: on_progress(Progress(stage, done, total, "bytes"))
+    def report(done: int, total: int) -> None:
+        poll()
+        on_progress(Progress(stage, done, total, "bytes"))
+
+    return report

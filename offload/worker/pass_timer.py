@@ -25,6 +25,7 @@ from offload.decode.verify import verify
 from offload.decode.warp import warp
 from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
 from offload.formats.stored import StoredMatrix
+from offload.interrupts import poll
 from offload.kernels.cpu import CpuKernels, of_model
 from offload.kernels.device import NoKernels
 from offload.kernels.norms import NormWeights, dtype_of
@@ -335,6 +336,7 @@ def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, flo
     taken, start, num_turns = dict.fromkeys(points, inf), time.perf_counter(), 0
     while num_turns < 2 or (num_turns < MAX_TURNS and time.perf_counter() - start < ENOUGH_SECONDS):
         for point, run in points.items():
+            poll()
             begun = time.perf_counter()
             run()
             end = time.perf_counter()

@@ -15,7 +15,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
-from offload.metrics import HostStats, LinkStats, RankStats
+from offload.metrics import LinkStats, RankStats
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Level, StreamingLevel, prefill
 from offload.model.loading import DTYPES
@@ -124,11 +124,6 @@ class Worker:
     def link_stats(self) -> LinkStats:
         """Totals since the worker was loaded; zeros where there is no link."""
         return self.link.stats if self.link is not None else LinkStats()
-
-    @property
-    def host_stats(self) -> HostStats:
-        """Totals of the target's cache since it was made."""
-        return self.full.host_reads.stats
 
     def rank_stats(self) -> list[RankStats]:
         """Totals of each rank since the worker was loaded; none where there is one rank."""

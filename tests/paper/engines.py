@@ -23,13 +23,12 @@ DRAFTED = Sizes(gamma=5, draft_gamma=2, capacity=128)
 
 @dataclass(frozen=True)
 class Case:
-    """A plan's levels and places. resident_tiles, host_tiles: of all layers; resident_layers: of two."""
+    """A plan's levels and places. resident_tiles: of all layers; resident_layers: of two."""
 
     sizes: Sizes
     offload: tuple[str, ...] = ()
     resident_tiles: int = 0
     resident_layers: int = 0
-    host_tiles: int = 0
     dtype: str = "fp32"
     num_sequences: int = 1
 
@@ -47,7 +46,7 @@ class Case:
         )
         return changed(
             plan, device=device, resident_tiles=self.resident_tiles, resident_layers=self.resident_layers,
-            fused_prefill=self.dtype != "fp32", host_tiles=self.host_tiles,
+            fused_prefill=self.dtype != "fp32",
         )  # fmt: skip
 
     def plain(self) -> Case:
@@ -57,7 +56,6 @@ class Case:
 
 CASES = {  # the busiest first, which are tried by default
     "draft, both streamed": Case(DRAFTED, ("kv", "weights")),
-    "host attention, kv streamed": Case(DRAFTED, ("kv",), resident_tiles=3, host_tiles=5),
     "bf16, both streamed": Case(replace(DRAFTED, rows=8), ("kv", "weights"), dtype="bf16"),
     "adaptive, both streamed": Case(replace(DRAFTED, adaptive=True), ("kv", "weights"), resident_tiles=5),
     "tail alone, kv streamed": Case(replace(DRAFTED, chunk=128, budget=128, page=128, pages=1), ("kv",)),
@@ -71,7 +69,6 @@ CASES = {  # the busiest first, which are tried by default
     "draft, kv streamed": Case(DRAFTED, ("kv",), resident_tiles=1),
     "lookup, kv streamed": Case(replace(DRAFTED, lookup=True), ("kv",)),
     "three slots": Case(replace(DRAFTED, kv_staging=3), ("kv",)),
-    "host attention, nothing streamed": Case(DRAFTED, ("kv",), resident_tiles=3, host_tiles=99),
 }
 BUSIEST = CASES["draft, both streamed"]
 

@@ -13,6 +13,7 @@ from offload import strict_json
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
+from offload.interrupts import poll
 from offload.seeds import seed_after
 from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
 from triforce_cli.batch.openai import is_openai, own
@@ -77,6 +78,7 @@ def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
 
 
 def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
+    poll()
     data = _object(line, place)
     if is_openai(data):
         data = own(data, place)

@@ -26,7 +26,6 @@ from triforce_cli.progress import TimeLeft
 from triforce_cli.prompt import read_input
 from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.text import duration
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -64,8 +63,7 @@ class Batch:
                 max_tokens=self.max_tokens, sampling=self.sampling, stops=self.stops, logprobs=self.logprobs
             )
             text = read_input(self.source, "the prompts", note=output.note)
-            with deferred():
-                records = read_records(text, str(self.source), defaults)
+            records = read_records(text, str(self.source), defaults)
             with ResultStream(output.document) if self.target is None else ResultFile(self.target) as results:
                 rest = after(records, results.done, str(self.target))
                 if results.done:

@@ -5,39 +5,37 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields as fields_of
 from typing import Any
 
 from offload.decode.constraint import Constraint, Kind
-from offload.decode.sampling import SamplingParams
+from offload.decode.sampling import SETTINGS
 from offload.errors import UsageError
 from triforce_cli.batch.fields import Fields, is_number, is_text, is_whole
 from triforce_cli.control import NEVER
 
-# By the types of SamplingParams' fields, what a value must be.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "float": (is_number, "a number"),
-    "int": (is_whole, "a whole number"),
-    "int | None": (lambda value: value is None or is_whole(value), "a whole number or null"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
+# By the kinds of settings, what a value must be.
+_KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    float: (is_number, "a number"),
+    int: (is_whole, "a whole number"),
+    int | None: (lambda value: value is None or is_whole(value), "a whole number or null"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
 }
-_NUMBERS = {field.name: str(field.type) for field in fields_of(SamplingParams) if field.type in _KINDS}
 _CONSTRAINTS: dict[str, tuple[Kind, Callable[[Any], bool], str]] = {
     "json_schema": ("json-schema", lambda value: isinstance(value, dict | bool), "an object, true or false"),
     "regex": ("regex", is_text, "a text"),
     "choice": ("choice", lambda value: _is_list_of_texts(value), "a list of texts"),
     "grammar": ("grammar", is_text, "a text"),
 }
-SAMPLING = (*_NUMBERS, "logit_bias", "dry_breakers", *_CONSTRAINTS)
+SAMPLING = (*SETTINGS, "logit_bias", "dry_breakers", *_CONSTRAINTS)
 
 
 def changes(fields: Fields) -> dict[str, Any]:
     """The fields of SamplingParams that the line has. Raises UsageError."""
     found: dict[str, Any] = {}
-    for name, kind in _NUMBERS.items():
+    for name, row in SETTINGS.items():
         if name in fields.data:
-            value = fields.get(name, *_KINDS[kind])
-            found[name] = float(value) if kind == "float" else value
+            value = fields.get(name, *_KINDS[row.kind])
+            found[name] = float(value) if row.kind is float else value
     if "logit_bias" in fields.data:
         biases = fields.get("logit_bias", _are_biases, 'an object such as {"42": -5, " the": "-inf"}')
         found["logit_bias"] = tuple((_token(name), _bias(value)) for name, value in biases.items())

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from offload.interrupts import poll
 from offload.progress import OnProgress, Progress, ignore
 
 Work = Callable[[OnProgress], None]  # tells how far it is, often; may be broken off wherever it does
@@ -91,6 +92,7 @@ class BackgroundWork:
             if (progress := self.progress) is not None and progress is not told:
                 on_progress(progress)
                 told = progress
+            poll()
             wait([running], _POLL_SECONDS)
         self._running = None
         return running

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError
+from offload.interrupts import Terminated
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
-from triforce_cli.chat.interrupts import Interrupts, Stopped
 from triforce_cli.citations import ASKED, Citation, citations
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.chat import Drop
@@ -27,6 +27,29 @@ if TYPE_CHECKING:
     from triforce_cli.output import Output
 
 _SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
+
+
+class Stopped(Exception):
+    """A signal broke off work that a conversation goes on after, or that leaves something to keep. ending: of a signal
+    that ends the program."""
+
+    def __init__(self, ending: Terminated | None) -> None:
+        self.ending = ending
+
+    def end(self) -> None:
+        """Raises Terminated where the program is to end."""
+        if self.ending is not None:
+            raise self.ending
+
+
+@dataclass(frozen=True)
+class Reply:
+    """finish: how it ended; None: it was stopped."""
+
+    text: str
+    tokens: list[int]
+    finish: str | None
+    stopped: Stopped | None
 
 
 class Dialogue:
@@ -73,32 +96,31 @@ class Dialogue:
     def answer(self, asked: Conversation, *, again: bool = False) -> None:
         """Show the reply to the open question and add it, possibly incomplete, to the conversation. again: the question
         has a reply, which stays if there is no new one."""
-        with self._stoppable() as on_progress:
-            self._answer(asked, again, on_progress)
-
-    def _answer(self, asked: Conversation, again: bool, on_progress: OnProgress) -> None:
         question = "" if again else asked.question or ""
         try:
             opening = self.format.opening(asked)
             tokens = opening.tokens
             self._check_room(len(tokens) + 1)
-            reply, reply_tokens, finish = self._show_reply(opening, asked.documents, on_progress)
+            reply = self._show_reply(opening, asked.documents)
         except TriforceError:
             self.draft = question
             raise
-        except Stopped:
+        except Stopped as stopped:
             self.draft = question
             stays = "the reply before stays" if again else "the message can be sent again"
             self.output.note(f"stopped before the first word; {stays}")
+            stopped.end()
             return
         self._num_replies += 1
-        spoken = self.format.spoken(reply_tokens, reply)
-        self.conversation = asked.answered(reply.strip(), spoken, complete=finish == "stop")
-        if finish == "length":
-            full = len(tokens) + len(reply_tokens) >= self.engine.limit
+        spoken = self.format.spoken(reply.tokens, reply.text)
+        self.conversation = asked.answered(reply.text.strip(), spoken, complete=reply.finish == "stop")
+        if reply.finish == "length":
+            full = len(tokens) + len(reply.tokens) >= self.engine.limit
             constraint = self.settings.sampling.constraint
             self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens, constraint))
         self._warn_of_the_end()
+        if reply.stopped is not None:
+            reply.stopped.end()
 
     def change(self, conversation: Conversation) -> None:
         """Replace the conversation."""
@@ -156,9 +178,10 @@ class Dialogue:
         if self.engine.store is None:
             return
         try:
-            with self.output, self._stoppable() as on_progress:
-                self._background.wait(on_progress)
-        except Stopped:
+            with self.output, self._stoppable():
+                self._background.wait(self._show)
+        except Stopped as stopped:
+            stopped.end()
             self.output.note("stopped; the session is as it was after the turn before")
 
     def keep(self) -> None:
@@ -177,44 +200,61 @@ class Dialogue:
     def close(self) -> None:
         self._background.close()
 
-    def _show_reply(
-        self, opening: thoughts.Opening, documents: Sequence[Document], on_progress: OnProgress
-    ) -> tuple[str, list[int], str | None]:
-        """Show the reply. Returns (text, tokens, how it ended); the last is None if the person stopped it."""
+    def _show_reply(self, opening: thoughts.Opening, documents: Sequence[Document]) -> Reply:
+        """Show the reply, as far as it came. Raises Stopped where it had not begun."""
         pieces: list[str] = []
         spoken: list[int] = []
         finish: str | None = None
-        with self.output:
-            self._wait_ahead(on_progress)
-            self._background.forget()
-            steps = self.engine.answer(
-                opening.tokens,
-                self._sampling(opening),
-                max_tokens=self.settings.max_tokens,
-                stop=self.format.stops,
-                end_tokens=self.format.end_tokens,
-                passages=ASKED if self.cites else 0,
-                named=opening.named,
-                on_progress=on_progress,
-            )
-            splitter = opening.splitter()
-            with closing(steps):
-                for step in self._until_stopped(steps):
+        stopped: Stopped | None = None
+        splitter = opening.splitter()
+
+        def show() -> None:
+            nonlocal finish
+            with closing(self._steps(opening)) as steps:
+                for step in steps:
                     pieces.append(step.text if "".join(pieces) else step.text.lstrip())
-                    spoken += step.tokens
+                    spoken.extend(step.tokens)
                     finish = step.finish
                     self.citations = citations(step.passages, opening.tokens, documents, self.format.tokenizer)
                     self._show_parts(splitter.push(step.text, step.named))
-            self._show_parts(splitter.flush())
-            self.output.end_line()
+            self._show_end(splitter)
+
+        with self.output:
+            try:
+                with self._stoppable():
+                    self._wait_ahead()
+                    show()
+            except Stopped as error:
+                if not pieces:
+                    raise
+                stopped = error
+                self._show_end(splitter)
+                self.output.note("" if finish else "stopped")
         if self.cites and documents and finish is not None:
             self.output.note(render_chat.cited(self.citations))
-        return "".join(pieces), spoken, finish
+        return Reply("".join(pieces), spoken, finish, stopped)
+
+    def _steps(self, opening: thoughts.Opening) -> Generator[Step, None, None]:
+        self._background.forget()
+        return self.engine.answer(
+            opening.tokens,
+            self._sampling(opening),
+            max_tokens=self.settings.max_tokens,
+            stop=self.format.stops,
+            end_tokens=self.format.end_tokens,
+            passages=ASKED if self.cites else 0,
+            named=opening.named,
+            on_progress=self._show,
+        )
 
     def _sampling(self, opening: thoughts.Opening) -> SamplingParams:
         sampling = self.settings.params(self._num_replies)
         budget = opening.budget(self._thought_tokens)
         return sampling if budget is None else replace(sampling, thoughts=budget)
+
+    def _show_end(self, splitter: thoughts.Splitter) -> None:
+        self._show_parts(splitter.flush())
+        self.output.end_line()
 
     def _show_parts(self, parts: Sequence[thoughts.Part]) -> None:
         for part in parts:
@@ -226,34 +266,28 @@ class Dialogue:
             else:
                 self.output.wait("thinking")
 
-    def _wait_ahead(self, on_progress: OnProgress) -> None:
+    def _wait_ahead(self) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""
         try:
-            self._background.wait(on_progress)
+            self._background.wait(self._show)
         except TriforceError as error:
             if not self.interactive:
                 raise
             self.output.error(str(error))
 
-    def _until_stopped(self, steps: Iterator[Step]) -> Iterator[Step]:
-        for step in steps:
-            yield step
-            if self._interrupts.requested:
-                self.output.end_line()
-                self.output.note("stopped")
-                return
-
     @contextmanager
-    def _stoppable(self) -> Iterator[OnProgress]:
-        """With a person at the terminal, Ctrl-C and SIGTERM make the next report of progress raise Stopped."""
-        with Interrupts(person=self.interactive) as interrupts:
-            self._interrupts = interrupts
-
-            def on_progress(progress: Progress) -> None:
-                interrupts.check()
-                self._show(progress)
-
-            yield on_progress
+    def _stoppable(self) -> Iterator[None]:
+        """Ctrl-C of a person at the terminal, and what asks the program to end, raise Stopped from it."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if not self.interactive:
+                raise
+            raise Stopped(None) from error
+        except Terminated as error:
+            if error.forced:
+                raise
+            raise Stopped(error) from error
 
     def _show(self, progress: Progress) -> None:
         if progress.unit == "bytes" or progress.total >= _SHOWN_TOKENS:

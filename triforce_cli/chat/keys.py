@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from triforce_cli.signals import handled
+from offload.interrupts import handled
 
-UNINTERRUPTED = True  # a terminal's modes are changed and changed back
 _LOCAL = 3  # the place of local modes in what termios gives
 _INPUT = 0
 _LEAVING = (signal.SIGTSTP, signal.SIGQUIT)  # Ctrl-Z and Ctrl-\, after which others have the terminal

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from triforce_cli.chat.keys import Keys
 
 from offload.errors import UsageError
-from triforce_cli.signals import listening
+from offload.interrupts import waiting
 
 FENCE = '"""'  # around a message of several lines
 _REFRESH_SECONDS = 0.25
@@ -88,7 +88,8 @@ class PromptReader:
 
     def read(self, default: str = "") -> str | None:
         try:
-            return without_fences(self._session.prompt(default=default))
+            with waiting():
+                return without_fences(self._session.prompt(default=default))
         except EOFError:
             return None
 
@@ -108,7 +109,7 @@ def without_fences(text: str) -> str:
 def _next_line() -> str | None:
     if sys.stdin is None:
         return None
-    with listening():
+    with waiting():
         data = sys.stdin.buffer.readline()
     if not data:
         return None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.decode.sampling import SamplingParams
+from offload.decode.sampling import SETTINGS, SamplingParams
 from offload.errors import UsageError
 from offload.seeds import seed_after
+from triforce_cli.control import BASIC
 
 MAX_TOKENS = "max-tokens"
-SHOWN = ("temperature", "top-p", "top-k", "min-p", "seed")  # whatever they are; others where they are on
-_KINDS: dict[str, Callable[[str], object]] = {"float": float, "int": int, "int | None": int}
-_FIELDS = {field.name.replace("_", "-"): field for field in fields(SamplingParams) if field.type in (*_KINDS, "bool")}
+SHOWN = tuple(SETTINGS[name].label for name in BASIC)  # whatever they are; others where they are on
+_ROWS = {row.label: row for row in SETTINGS.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Settings:
             raise UsageError(f"there is no setting {name!r}; there are {', '.join(names())}")
         value: Any = _parse(name, text)
         if name != MAX_TOKENS:
-            return replace(self, sampling=replace(self.sampling, **{_FIELDS[name].name: value}))
+            return replace(self, sampling=replace(self.sampling, **{_ROWS[name].name: value}))
         if not isinstance(value, int) or value < 1:
             raise UsageError(f"max-tokens is {value}, it must be 1 or more")
         return replace(self, max_tokens=value)
@@ -40,29 +39,29 @@ class Settings:
         return replace(self.sampling, seed=seed_after(self.sampling.seed, num_replies))
 
     def __str__(self) -> str:
-        values = {name: getattr(self.sampling, field.name) for name, field in _FIELDS.items()}
-        changed = [name for name, field in _FIELDS.items() if name not in SHOWN and values[name] != field.default]
+        values = {name: getattr(self.sampling, row.name) for name, row in _ROWS.items()}
+        changed = [name for name, row in _ROWS.items() if name not in SHOWN and values[name] != row.default]
         shown = {name: values[name] for name in (*SHOWN, *changed)} | {MAX_TOKENS: self.max_tokens}
         return ", ".join(f"{name} {_written(value)}" for name, value in shown.items())
 
 
 def names() -> tuple[str, ...]:
-    return (*SHOWN, MAX_TOKENS, *(name for name in _FIELDS if name not in SHOWN))
+    return (*SHOWN, MAX_TOKENS, *(name for name in _ROWS if name not in SHOWN))
 
 
 def _parse(name: str, text: str) -> object:
-    if name == "seed" and text == "none":
-        return None
-    kind = "int" if name == MAX_TOKENS else str(_FIELDS[name].type)
-    if kind == "bool":
+    kind, optional = (int, False) if name == MAX_TOKENS else (_ROWS[name].kind, _ROWS[name].optional)
+    if kind is bool:
         if text not in ("on", "off"):
             raise UsageError(f"{name} is {text!r}, it must be on or off")
         return text == "on"
+    if optional and text == "none":
+        return None
     try:
-        return _KINDS[kind](text)
+        return float(text) if kind is float else int(text)
     except ValueError as error:
-        wanted = "a number" if kind == "float" else "a whole number"
-        raise UsageError(f"{name} is {text!r}, it must be {wanted}{' or none' if name == 'seed' else ''}") from error
+        wanted = "a number" if kind is float else "a whole number"
+        raise UsageError(f"{name} is {text!r}, it must be {wanted}{' or none' if optional else ''}") from error
 
 
 def _written(value: object) -> str:

@@ -34,7 +34,7 @@ from triforce_cli.commands.generate import (
     form_of,
     stops_of,
 )
-from triforce_cli.control import ControlFlags
+from triforce_cli.control import Sampling
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -116,7 +116,7 @@ def ask(
     var: Variables = None,
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
-    sampling: ControlFlags,
+    sampling: Sampling,
     stop: Stop = None,
     timeout: Timeout = None,
     plan: options.GivenPlan = None,
@@ -165,7 +165,7 @@ def ask(
         template=template,
         variables=dict(_variable(text) for text in var or ()),
         max_tokens=max_tokens,
-        sampling=sampling.params(),
+        sampling=sampling,
         stops=stops_of(stop),
         timeout=timeout,
         options=chosen,

@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from offload.errors import DoesNotFit, UsageError
+from offload.interrupts import Terminated
 from triforce_cli import __version__, options, plot
 from triforce_cli.choice import Models
+from triforce_cli.control import BASIC, BasicGreedySampling
 from triforce_cli.documents.selection import Named
 from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.flags import (
-    GreedyFlags,
     LevelFlags,
     ModelFlags,
     PlacementFlags,
@@ -31,7 +32,6 @@ from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
 from triforce_cli.prompt import LIBRARY, library_text, read_prompt
 from triforce_cli.render import bench as render_bench
-from triforce_cli.signals import Terminated, deferred
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison
@@ -139,7 +139,7 @@ class Bench:
     contexts: tuple[int, ...] | None
     max_tokens: int
     repeats: int
-    sampling: GreedyFlags
+    sampling: SamplingParams
     options: Options
     models: Models
     against: str | None
@@ -152,8 +152,8 @@ class Bench:
         if self.plot is not None:
             plot.check(self.plot)
         if self.against == "llama.cpp":
-            with deferred():
-                from offload.bench.peer import llama_cpp_python
+            from offload.bench.peer import llama_cpp_python
+
             llama_cpp_python()
         output = Output(quiet=self.quiet)
         with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
@@ -161,12 +161,12 @@ class Bench:
             self._measure(text, findings, output)
 
     def _measure(self, text: str, findings: Findings, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output, sampling=self.sampling.params(), measures=True)
-        with deferred():
-            from offload.bench.environment import environment
+        prepared = prepare(self.models, self.options, output, sampling=self.sampling, measures=True)
+        from offload.bench.environment import environment
+
         if self.against == "llama.cpp" and not prepared.request.hardware.is_cpu:
             raise UsageError("llama.cpp is measured on the CPU only; add --device cpu")
-        trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling.params())
+        trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling)
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
@@ -254,11 +254,11 @@ class Bench:
             return nullcontext()
         output.wait(f"loading {self.against}")
         if self.against == "llama.cpp":
-            with deferred():
-                from offload.bench.peer import llama_cpp_of
+            from offload.bench.peer import llama_cpp_of
+
             return llama_cpp_of(self.models.target, dtype=planned.dtype)
-        with deferred():
-            from offload.bench.reference import transformers_of
+        from offload.bench.reference import transformers_of
+
         return nullcontext(transformers_of(self.models.target, dtype=planned.dtype, device=planned.device))
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
@@ -268,7 +268,7 @@ class Bench:
             "environment": environment,
             "model": self.models.as_dict(),
             "prompt": {"source": source, "sha256": hashlib.sha256(text.encode()).hexdigest()},
-            "sampling": vars(self.sampling),
+            "sampling": {name: getattr(self.sampling, name) for name in BASIC},
             "max_tokens": self.max_tokens,
             "repeats": self.repeats,
         }
@@ -286,7 +286,7 @@ def bench(
     against: Against = "none",
     plot: Plot = None,
     max_tokens: options.MaxTokens = 128,
-    sampling: GreedyFlags,
+    sampling: BasicGreedySampling,
     levels: LevelFlags,
     placement: PlacementFlags,
     json: options.AsJson = False,

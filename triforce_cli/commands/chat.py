@@ -14,11 +14,12 @@ import typer
 from offload import strict_json
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
+from offload.interrupts import Terminated, resume
 from triforce_cli import options
 from triforce_cli.chat.keys import Keys
 from triforce_cli.chat.tools import checked_variables
 from triforce_cli.choice import Models
-from triforce_cli.control import ControlFlags
+from triforce_cli.control import Sampling
 from triforce_cli.documents.selection import Named
 from triforce_cli.engine import prepare
 from triforce_cli.flags import (
@@ -35,7 +36,6 @@ from triforce_cli.options import option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import decode_argument
 from triforce_cli.render import chat as render_chat
-from triforce_cli.signals import Terminated
 
 if TYPE_CHECKING:
     from offload.plan.planner import Options
@@ -213,8 +213,9 @@ def _converse(dialogue: Dialogue, reader: Reader) -> None:
     try:
         _answer_all(dialogue, reader)
         _finish(dialogue, reader)
-    except Terminated:
-        dialogue.keep()
+    except Terminated as ending:
+        if not ending.forced:
+            dialogue.keep()
         raise
 
 
@@ -236,6 +237,7 @@ def _answer_all(dialogue: Dialogue, reader: Reader) -> None:
     from triforce_cli.chat.slash import Over
 
     while True:
+        resume()
         try:
             dialogue.work_ahead()
             text = reader.read(dialogue.taken_draft())
@@ -276,7 +278,7 @@ def chat(
     include: options.Include = None,
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
-    sampling: ControlFlags,
+    sampling: Sampling,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
@@ -305,7 +307,7 @@ def chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
         template=template,
-        settings=Settings(sampling=sampling.params(), max_tokens=max_tokens),
+        settings=Settings(sampling=sampling, max_tokens=max_tokens),
         options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),

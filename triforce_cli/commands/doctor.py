@@ -15,7 +15,6 @@ from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
 from triforce_cli.prompt import user_path
-from triforce_cli.signals import deferred
 
 Report = Annotated[
     Path | None,
@@ -41,12 +40,11 @@ class Doctor:
         output = Output(quiet=self.quiet)
         with output, nullcontext() if self.file is None else OutputFile(self.file, note=output.note) as file:
             output.wait("starting")
-            with deferred():
-                from offload.bench.checks import check_device
-                from offload.bench.diagnosis import diagnose, remember, usable_hardware
-                from offload.engine.engine import time_again
-                from offload.plan.hardware import probe
-                from offload.plan.what_if import expectations
+            from offload.bench.checks import check_device
+            from offload.bench.diagnosis import diagnose, remember, usable_hardware
+            from offload.engine.engine import time_again
+            from offload.plan.hardware import probe
+            from offload.plan.what_if import expectations
             from triforce_cli.render import doctor as render_doctor
 
             diagnosis = diagnose(output.wait)

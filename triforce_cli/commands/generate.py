@@ -16,7 +16,7 @@ from triforce_cli.answer import Answer, FormName, make_form
 from triforce_cli.batch import Batch
 from triforce_cli.choice import Models
 from triforce_cli.commands import Command
-from triforce_cli.control import ControlFlags
+from triforce_cli.control import Sampling
 from triforce_cli.deadline import Deadline
 from triforce_cli.documents.selection import Named
 from triforce_cli.ending import Unfinished, ends_here, may_not_match
@@ -315,7 +315,7 @@ def generate(
     output_jsonl: OutputLines = None,
     batch: Together = AUTO,
     max_tokens: options.MaxTokens = 256,
-    sampling: ControlFlags,
+    sampling: Sampling,
     stop: Stop = None,
     timeout: Timeout = None,
     plan: options.GivenPlan = None,
@@ -352,7 +352,7 @@ def generate(
             source=user_path(str(input_jsonl)),
             target=destination(output_jsonl),
             max_tokens=max_tokens,
-            sampling=sampling.params(),
+            sampling=sampling,
             stops=stops,
             timeout=timeout,
             num_sequences=num_sequences,
@@ -367,7 +367,7 @@ def generate(
         documents=documents.named(),
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=sampling.params(),
+        sampling=sampling,
         stops=stops,
         timeout=timeout,
         options=chosen,

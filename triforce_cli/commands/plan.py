@@ -14,7 +14,6 @@ from triforce_cli.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFla
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.plan.hardware import Hardware
@@ -51,7 +50,7 @@ HostGbps = Annotated[
     option(
         "--host-gbps",
         "Bandwidth of host memory, which all links share, in 10^9 bytes per second: some 42 for two channels of "
-        "DDR4-3200, 72 of DDR5-5600, 165 for a server's eight. On a CPU, beside --link-gbps: see triforce generate.",
+        "DDR4-3200, 72 of DDR5-5600, 165 for a server's eight.",
         MACHINE,
         metavar="GB/S",
         parser=number,
@@ -82,7 +81,7 @@ class Machine:
             return self._changed(assumed)
         here = probe(self.device, number)
         for name, given in (("gpu-memory", self.gpu_memory), ("host-gbps", self.host_gbps)):
-            if here.is_cpu and given is not None and (name == "gpu-memory" or self.link_gbps is None):
+            if here.is_cpu and given is not None:
                 raise UsageError(f"{name} is about GPUs and {_without_gpus(self.device)}")
         return self._changed(here)
 
@@ -111,7 +110,7 @@ class Machine:
         if self.link_gbps is not None:
             speed = self.link_gbps * 1e9
             hardware = replace(hardware, rates=replace(hardware.rates, to_device=speed, to_host=speed))
-        if self.host_gbps is not None and not hardware.is_cpu:
+        if self.host_gbps is not None:
             hardware = replace(hardware, rates=replace(hardware.rates, links=self.host_gbps * 1e9))
         return hardware
 
@@ -150,8 +149,7 @@ class Planning:
         from offload.plan.what_if import in_16_bits
         from triforce_cli.render.plan import Planned
 
-        with deferred():
-            request = self._request(self.machine)
+        request = self._request(self.machine)
         longest = request.longest_context() if self.fit else None
         if num_prompt_tokens is None:
             sizes = self._sizes(request.context if longest is None else max(longest, self.max_tokens + 1))
@@ -177,18 +175,14 @@ class Planning:
         if not self.documents:
             return None
         prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report)
-        with deferred():
-            from offload.decode.tokenizer import Tokenizer
+        from offload.decode.tokenizer import Tokenizer
 
-            return Tokenizer.from_folder(self.models.target).num_tokens(prompt)
+        return Tokenizer.from_folder(self.models.target).num_tokens(prompt)
 
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request
 
-        hardware, options = machine.hardware(), self.options
-        if hardware.is_cpu and machine.link_gbps is not None and (machine.host_gbps or options.host_attention):
-            options = replace(options, link_gbps=machine.link_gbps, host_gbps=machine.host_gbps)
-        return Request.of(self.models.target, self.models.draft, options, hardware)
+        return Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
 
     def _sizes(self, context: int) -> dict[str, int]:
         """Tokens of prompt and output that fill `context`. Raises UsageError."""
@@ -221,7 +215,6 @@ def plan(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
-    host_attention: options.HostAttention = "auto",
     link_bits: options.LinkBits = "auto",
     json: options.AsJson = False,
     program: ProgramFlags,
@@ -255,7 +248,7 @@ def plan(
             host_gbps=host_gbps,
             device=device,
         ),
-        options=plan_options(cache, dtype=dtype, offload=offload, host_attention=host_attention, link_bits=link_bits),
+        options=plan_options(cache, dtype=dtype, offload=offload, link_bits=link_bits),
         max_tokens=max_tokens,
         fit=fit,
         as_json=json,

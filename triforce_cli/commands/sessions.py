@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from offload.errors import SessionError, UsageError
+from offload.interrupts import waiting
 from offload.session.catalogue import inspect, outdated, remove, summaries
 from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
@@ -22,7 +23,6 @@ from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import user_path
 from triforce_cli.render import sessions as render_sessions
-from triforce_cli.signals import listening
 
 SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"
@@ -240,7 +240,7 @@ def _agreed(output: Output, question: str, table: str = "") -> bool:
     if table:
         output.table(table)
     output.question(f"{question} [y/N]")
-    with listening():
+    with waiting():
         agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not agreed:
         output.note("nothing was removed")

@@ -17,7 +17,6 @@ from triforce_cli.output import Output
 from triforce_cli.prompt import STDIN
 from triforce_cli.render import tokens as render_tokens
 from triforce_cli.render.tokens import Counted, Counts
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.plan.options import Options
@@ -48,12 +47,11 @@ class Tokens:
             output.note(self.models.note)
             readings = read_documents(self.documents, "the text", note=output.note, on_read=output.report)
             output.wait("counting")
-            with deferred():
-                from offload.decode.tokenizer import Tokenizer
-                from offload.plan.request import Request
+            from offload.decode.tokenizer import Tokenizer
+            from offload.plan.request import Request
 
-                tokenizer = Tokenizer.from_folder(self.models.target)
-                request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
+            tokenizer = Tokenizer.from_folder(self.models.target)
+            request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
             counts = Counts(
                 model=self.models.target.name,
                 documents=tuple(Counted(reading, tokenizer.num_tokens(reading.text)) for reading in readings),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from offload.errors import Differs, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
-from triforce_cli.control import GreedyControlFlags
+from triforce_cli.control import GreedySampling
 from triforce_cli.documents.selection import Named
 from triforce_cli.engine import open_engine, prepare
 from triforce_cli.flags import (
@@ -25,7 +25,6 @@ from triforce_cli.options import number, option, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
 from triforce_cli.render import verify as render_verify
-from triforce_cli.signals import deferred
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams
@@ -81,8 +80,8 @@ class Verify:
             prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report)
             prepared = prepare(self.models, self.options, output, sampling=self.sampling, given=self.given)
             sampling = self.sampling
-            with deferred():
-                from offload.bench.exactness import check_exactness
+            from offload.bench.exactness import check_exactness
+
             tokenizer = prepared.tokenizer
             tokens = prepared.prompt_tokenizer.encode(prompt)
             plan = prepared.request.plan(num_prompt_tokens=len(tokens), max_tokens=self.max_tokens)
@@ -112,7 +111,7 @@ def verify(
     documents: DocumentFlags,
     prompt: options.Prompt = None,
     max_tokens: options.MaxTokens = 64,
-    sampling: GreedyControlFlags,
+    sampling: GreedySampling,
     positions: NumRecomputed = None,
     tolerance: Tolerance = None,
     plan: options.GivenPlan = None,
@@ -143,7 +142,7 @@ def verify(
         documents=documents.named(),
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=sampling.params(),
+        sampling=sampling,
         num_recomputed=positions,
         tolerance=tolerance,
         options=chosen,

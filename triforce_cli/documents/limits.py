@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from offload.errors import UsageError
+from offload.interrupts import poll
 from offload.units import size
-from triforce_cli.signals import deferred
 
 MOST_SECONDS = 300.0
 MOST_UNPACKED_BYTES = 256 << 20  # of all that is read of one archive
@@ -31,6 +31,7 @@ class Meter:
         self._num_unpacked = 0
 
     def check(self) -> None:
+        poll()
         if self._clock() >= self._end:
             raise UsageError(
                 f"{self.name} takes over {MOST_SECONDS:g} s to read, the most for one document; make text of it with "
@@ -72,8 +73,7 @@ class Meter:
 def library(name: str, document: str) -> Any:
     """The module of a library that not every installation has. Raises UsageError."""
     try:
-        with deferred():
-            return import_module(name)
+        return import_module(name)
     except ImportError as error:
         raise UsageError(
             f"{document} needs {name.partition('.')[0]}, which is not installed: pip install 'triforce[documents]'"

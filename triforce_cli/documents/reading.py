@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.errors import UsageError
+from offload.interrupts import poll
 from triforce_cli.documents.epub import read_epub
 from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
 from triforce_cli.documents.pdf import read_pdf
@@ -53,6 +54,7 @@ def read_documents(named: Named, what: str, *, note: Note, on_read: OnRead) -> t
     unpacked = sum(source.num_bytes * (_UNPACKING if source.kind in _PACKED else 1) for source in sources)
     readings = []
     for source in sources:
+        poll()
         on_part: OnPart = _no_part
         if unpacked >= SHOWN_BYTES or len(sources) >= SHOWN_DOCUMENTS:
             on_part = _part(source, done, total, on_read)

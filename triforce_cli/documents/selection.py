@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from offload.errors import UsageError
+from offload.interrupts import poll
 from offload.units import size
 from triforce_cli.documents.kinds import Kind, kind_of
 from triforce_cli.documents.walk import AGAIN, OUTWARD, UNREADABLE, Pattern, Walk
@@ -97,6 +98,7 @@ def _found(asked: Path, root: Path, pattern: Pattern, include: Sequence[str], no
     left_out: Counter[str] = Counter()
     found: dict[Path, tuple[Path, Source]] = {}
     for entry in Walk(root, pattern, asked=asked).entries():
+        poll()
         name = path_text(entry.path.relative_to(root))
         why = entry.why or ("" if _is_included(name, include) else "file that no --include names")
         real = Path(os.path.realpath(entry.real))

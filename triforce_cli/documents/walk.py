@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from offload.errors import UsageError
+from offload.interrupts import poll
 from triforce_cli.render.text import counted, path_text
 
 MOST_ENTRIES = 200_000  # of a folder and all below it, that are looked at
@@ -84,6 +85,7 @@ class Walk:
         """What matches, also where it is left out: first what no link leads to. Raises UsageError past the limit of
         entries."""
         while self._folders or self._links:
+            poll()
             if self._folders:
                 yield from self._below(*self._folders.pop())
             else:

@@ -197,7 +197,6 @@ def _speed(planned: Planned, width: int) -> RenderableType:
         _labelled("drafts", lengths_of(plan.composition)),
         _labelled("streams", _streams(plan)),
         *(_labelled("link", found) for found in _packed(plan)),
-        *(_labelled("host attention", found) for found in _host_attention(plan)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
     return Group(*rows, Text(), _table(columns, _predictions(plan, planned.in_16_bits), width))
@@ -243,7 +242,7 @@ def _streams(plan: Plan) -> str:
     streamed = {"target layers": layers, "kv cache": crossing - layers if on_host["kv cache"] else 0}
     moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
-        return "nothing: " + ("nothing is offloaded" if not any(on_host.values()) else "all is attended to on the host")
+        return "nothing: nothing is offloaded"
     parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
     each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
     return f"{parts} a full pass{each}"
@@ -256,16 +255,6 @@ def _packed(plan: Plan) -> Iterator[str]:
     if fewer:
         first, *others = (f"{number} of the {whose}" for number, whose in fewer)
         yield " and ".join([f"{first} 16 bits", *others]) + ", none is lost"
-
-
-def _host_attention(plan: Plan) -> Iterator[str]:
-    """What the CPU attends to where it lives, if anything."""
-    placement = plan.placement
-    if placement.host_tiles:
-        rate = placement.host_bytes_per_second
-        each = f", at {gigabytes(rate)}/s" + (" for each rank" if plan.request.num_devices > 1 else "") if rate else ""
-        tiles = "1 tile" if placement.host_tiles == 1 else f"{placement.host_tiles:,} tiles"
-        yield f"{size(placement.attended_bytes)} of kv cache in {tiles} a full pass{each}"
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.units import size
-from triforce_cli.render.text import duration, gigabytes, lengths_of, levels_of, percent, significant
+from triforce_cli.render.text import duration, lengths_of, levels_of, percent, significant
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def stats_table(stats: Stats, plan: Plan) -> str:
     """The table of `--stats`: at most 80 columns, the same at a terminal and in a file."""
-    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats), *_host_attention(stats)]
+    lines = [*_summary(stats), "", *_levels(stats.levels), "", *_links(stats)]
     lines += [*_ranks(stats), *_plan(plan)]
     return "\n".join(lines)
 
@@ -137,14 +137,6 @@ def _wider(stats: Stats) -> Iterator[str]:
     if stats.wider_layers:
         layers = "1 layer crosses" if stats.wider_layers == 1 else f"{stats.wider_layers} layers cross"
         yield f"            {layers} in 12 bits, not fewer: weights would not come back"
-
-
-def _host_attention(stats: Stats) -> Iterator[str]:
-    """What the CPU attended to where it lives, while decoding, if anything."""
-    host = stats.host_attention
-    if host.bytes_read:
-        rate = gigabytes(host.bytes_per_second or 0.0)
-        yield f"host        attention {size(host.bytes_read)} in {duration(host.busy_seconds)}, {rate}/s"
 
 
 def _ranks(stats: Stats) -> Iterator[str]:

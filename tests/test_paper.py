@@ -17,7 +17,7 @@ from models import GREEDY, save_pair
 from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
-from offload.model.decoder import Decoder
+from offload.model.torch_layers import TorchLayers
 from offload.plan import bits, choice, hardware
 from offload.progress import ignore
 from offload.session.identity import Identity
@@ -112,11 +112,11 @@ def test_a_request_that_is_broken_off_leaves_nothing_under_way(
 ) -> None:
     """Ctrl-C in a layer's attention, after so many of them: in the prefill, a draft, a retrieval, a verification. What
     runs as a graph has none."""
-    expected, attend = plainly(BUSIEST.plain(), pair)[0], Decoder._attend
+    expected, attend = plainly(BUSIEST.plain(), pair)[0], TorchLayers._attended
     with engine_on_paper(BUSIEST, pair) as (engine, gpu):
         calls: list[object] = []
         with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "_attend", lambda *args: (calls.append(args), attend(*args))[1])
+            patch.setattr(TorchLayers, "_attended", lambda *args: (calls.append(args), attend(*args))[1])
             said(engine, OTHER)
             calls.clear()  # graphs are recorded now
             said(engine, OTHER)
@@ -130,7 +130,7 @@ def test_a_request_that_is_broken_off_leaves_nothing_under_way(
                         raise KeyboardInterrupt
                     return attend(*args)
 
-                patch.setattr(Decoder, "_attend", interrupted)
+                patch.setattr(TorchLayers, "_attended", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     said(engine, OTHER)
             assert said(engine) == expected

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from models import save_pair
-from offload.model.decoder import Decoder
+from offload.model.torch_layers import TorchLayers
 from paper.engines import CASES, OTHER, PROMPT, Pair, engine_on_paper, said
 from paper.gpu import PaperGpu
 
@@ -306,14 +306,14 @@ def rehearse(case: str, pair: Pair) -> Iterator[PaperGpu]:
 
 def _broken_off(engine: Any, prompt: Sequence[int]) -> None:
     with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-        left, attend = iter(range(30)), Decoder._attend
+        left, attend = iter(range(30)), TorchLayers._attended
 
         def interrupted(*args: Any) -> Any:
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return attend(*args)
 
-        patch.setattr(Decoder, "_attend", interrupted)
+        patch.setattr(TorchLayers, "_attended", interrupted)
         said(engine, prompt)
 
 

@@ -9,7 +9,7 @@ import torch
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
-from offload.kernels.cpu import fitting, of_model
+from offload.kernels.cpu import CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring, scorings

@@ -297,7 +297,6 @@ def full_cache(
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
         scorings=_of(config.growing, scorings_of(decoder, sizes.capacity)),
-        blocks=sizes.blocks,
         offload=link
         and Offload(
             link,
@@ -323,7 +322,6 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
         num_pages=ring_pages(config.window, max(sizes.prefill_block, 16), page=sizes.page, undo=undo),
         windows=config.windows,
         scorings=_of(config.windowed, scorings_of(decoder, sizes.capacity)),
-        blocks=sizes.blocks,
         kernels=kernels_of(decoder),
     )
     return MixedCache(config, full, windows, drafts=False)

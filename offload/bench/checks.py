@@ -190,7 +190,7 @@ class Trial:
         device, blocks = self._device, self._blocks(plan)
         link = make_link(device) if plan.placement.offload else None
         with closing(link) if link is not None else nullcontext():
-            cache = full_cache(plan, self.config, Memory(device), link, blocks)
+            cache = full_cache(plan, self.config, Memory(device), link)
             prefilled = []
             cache.begin("prefill", NUM_TOKENS)
             for start in range(0, NUM_TOKENS, plan.placement.prefill_block):

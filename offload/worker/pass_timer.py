@@ -284,7 +284,6 @@ class _Trial:
             shape,
             num_layers=self._num_layers,
             scorings=scorings(config, room, room, "cpu", dtype)[: self._num_layers],
-            blocks=Blocks(ROWS),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
         )

@@ -24,7 +24,8 @@ from offload.kernels.attention import attend, fold
 from offload.kernels.cpu import kernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.kernels.rope import RopeTable, Scoring
-from offload.kernels.spans import SPAN, Rows, SpanAttention, one_run
+from offload.kernels.runs import Rows, Run
+from offload.kernels.spans import SPAN, SpanAttention
 from offload.plan.options import PAGE_TOKENS
 
 SHAPES = ((1280, 384), (8960, 1536))  # outputs, inputs
@@ -51,8 +52,8 @@ def attention_ways(args: argparse.Namespace, layers: list[Tensor], num_rows: int
 
     def ours() -> None:
         for tile in layers:
-            spans.begin(rows, -(-num_tokens // SPAN))
-            spans.attend(one_run(tile, first=0, tokens=num_tokens, slot=0, span=SPAN), 1)
+            spans.begin(rows, [num_tokens])
+            spans.attend(Run(tile, num_tokens))
             spans.merge()
 
     def with_torch() -> None:

@@ -26,7 +26,6 @@ import torch
 from report import about, emit, say
 
 from offload.kernels.rope import RopeTable, Scoring
-from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.metrics import Spread
 from offload.pages.storage import Offload
@@ -51,7 +50,6 @@ def make_cache(args: argparse.Namespace) -> FullCache:
         shape,
         num_layers=args.layers,
         scorings=[NO_ROPE] * args.layers,
-        blocks=Blocks((16,)),
         offload=link and Offload(link),
     )
     cache.reserve(args.tokens)

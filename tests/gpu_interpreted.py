@@ -23,8 +23,7 @@ from offload.kernels.gpu.copies import chunks
 from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import ROWS
 from offload.kernels.rope import RopeTable, Scoring, rotate
-from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows
+from offload.kernels.runs import Rows, Run
 from offload.kv import fetch
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
@@ -124,15 +123,10 @@ def attending(
     attention = Unwritten(dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
     scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
-    counts = [-(-each.tokens // span) for each in held]
-    attention.begin(Rows(q, new, new, scoring, 0, index, window), sum(counts), masses=chunk is not None)
-    slot = 0
-    for each, count in zip(held, counts, strict=True):
-        run = attention.exact_run(
-            each.pages, first=each.first, tokens=each.tokens, slot=slot, windowed=each.windowed
-        )  # fmt: skip
-        attention.attend(run)
-        slot += count
+    counts = [each.tokens for each in held]
+    attention.begin(Rows(q, new, new, scoring, 0, index, window), counts, masses=chunk is not None)
+    for each in held:
+        attention.attend(Run(each.pages, each.tokens, each.first, windowed=each.windowed))
     return attention
 
 
@@ -337,9 +331,9 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     held = [hold(page=4, pages=2, tokens=8, dim=32, dtype=torch.float32, first=first) for first in (0, 8)]
     before = [each.pages.clone() for each in held]
     attention = GpuAttention(dtype=q.dtype, span=4)
-    attention.begin(Rows(q, k, v, Scoring(rope), position=103, index=3), 3)
+    attention.begin(Rows(q, k, v, Scoring(rope), position=103, index=3), [8, 8])
     for each in held:
-        attention.append_rows(attention.exact_run(each.pages, first=each.first, tokens=8, slot=0))
+        attention.append_rows(Run(each.pages, 8, each.first))
     after = torch.cat([each.flat() for each in held], 2).float()
     wanted = torch.cat([Held(pages, 0, 8).flat() for pages in before], 2).float()
     wanted[0, :, 3:12] = rotate(k, *rope.rows(103, 112)).transpose(0, 1)
@@ -357,11 +351,11 @@ def test_queries_grow_and_their_products_are_scaled_as_the_layer_says() -> None:
             hold(page=16, pages=1, tokens=16, dim=32, dtype=torch.float32),
             GpuAttention(dtype=q.dtype, span=16),
         )
-        attention.begin(Rows(rows, k, v, scoring, position=3, index=3), 1)
+        attention.begin(Rows(rows, k, v, scoring, position=3, index=3), [12])
         if scoring.rope is grown:
             assert torch.equal(attention._queries[0], grown.rotated(q, k, 3)[0])
             attention._queries[0] /= grown.growth[3:12, None, None]
-        run = attention.exact_run(held.pages, first=0, tokens=12, slot=0)
+        run = Run(held.pages, 12)
         attention.append_rows(run)
         attention.attend(run)
         outs.append(attention.merge()[0])
@@ -373,7 +367,7 @@ def test_rotated_queries_and_keys_are_weighed_as_the_layer_says() -> None:
     k, v = normal(5, KV_HEADS, 32, seed=10), normal(5, KV_HEADS, 32, seed=11)
     scoring = Scoring(rope, weights=(normal(32, seed=12), normal(32, seed=13)))
     attention = GpuAttention(dtype=q.dtype, span=16)
-    attention.begin(Rows(q, k, v, scoring, position=3, index=3), 1)
+    attention.begin(Rows(q, k, v, scoring, position=3, index=3), [16])
     wanted_q, wanted_k = scoring.rotated(q, k, 3)
     assert torch.equal(attention._queries[0], wanted_q)
     assert torch.equal(attention._keys, wanted_k)
@@ -384,7 +378,7 @@ def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     rope, q = turning(32, torch.float32), normal(6, 4, 32, seed=12)
     attention = GpuAttention(dtype=q.dtype, span=64)
     k = q[:, :KV_HEADS]
-    attention.begin(Rows(q, k, k, Scoring(rope), position=first, index=first), 1, lasts=(first + 6, 12))
+    attention.begin(Rows(q, k, k, Scoring(rope), position=first, index=first), [64], lasts=(first + 6, 12))
     positions = (first + torch.arange(6)).clamp(max=12)
     assert torch.equal(attention._queries[0], rotate(q, *rope.rows(first, first + 6)))
     assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
@@ -394,8 +388,8 @@ def caches(kernels: DeviceKernels) -> tuple[FullCache, StreamingCache]:
     """One layer; tiles of 2 pages of 16 tokens, masses of chunks of 8."""
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     shape = TileShape(KV_HEADS, 32, 16, 2, torch.float32)
-    scorings, blocks = [Scoring(rope)], Blocks((1, 8, 12))
-    full = FullCache(memory, shape, num_layers=1, scorings=scorings, blocks=blocks, mass_chunk=8, kernels=kernels)
+    scorings = [Scoring(rope)]
+    full = FullCache(memory, shape, num_layers=1, scorings=scorings, mass_chunk=8, kernels=kernels)
     streaming = StreamingCache(
         memory, shapes=[(KV_HEADS, 32)], dtype=torch.float32, scorings=scorings, sinks=3, window=9, slack=12,
         kernels=kernels,
@@ -430,8 +424,7 @@ def test_every_cache_attends_as_with_torchs_operators(monkeypatch: pytest.Monkey
         retrieval = RetrievalCache(full, budget=24, chunk=8, selector=ByMass(reach=2), kernels=kernels)
         retrieval.refresh(1)
         found += [fed(retrieval, 69, 2), fed(retrieval, 71, 1)]
-        assert not mass[..., 10:].any()  # past 80 tokens' spans; torch's operators attend over whole tiles
-        results.append([*found, mass[..., :10]])
+        results.append([*found, mass[..., :10]])  # of 80 tokens' spans
         assert bool(launched) == isinstance(kernels, GpuKernels)
         launched.clear()
     for ours, theirs in zip(*results, strict=True):
@@ -504,13 +497,11 @@ def test_a_refresh_by_the_kernel_holds_what_one_by_the_host_does(
     monkeypatch.setattr(fetch, "kernels_read_host", lambda device: True)
     fetched = count_fetched(monkeypatch)
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
-    shape, blocks = TileShape(KV_HEADS, 32, 16, 2, torch.float32), Blocks((1, 8, 12))
+    shape = TileShape(KV_HEADS, 32, 16, 2, torch.float32)
     caches = []
     for kernels in (GpuKernels(), NONE):
         offload = Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None
-        full = FullCache(
-            memory, shape, num_layers=1, scorings=[Scoring(rope)], blocks=blocks, mass_chunk=8, offload=offload
-        )
+        full = FullCache(memory, shape, num_layers=1, scorings=[Scoring(rope)], mass_chunk=8, offload=offload)
         caches.append(RetrievalCache(full, budget=32, chunk=8, selector=ByMass(reach=2), kernels=kernels, tail=40))
     assert isinstance(caches[0]._chosen._fetch, GpuFetch)
     assert not isinstance(caches[1]._chosen._fetch, GpuFetch)

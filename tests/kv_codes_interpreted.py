@@ -10,13 +10,12 @@ from torch.testing import assert_close
 from gpu_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
 from interpreter import products_by_row, without_idle_work
 from models import LateLink
-from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.quantised_kv_gpu import encode
 from offload.kernels.gpu.kernels import GpuKernels
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.rope import Scoring
-from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows
+from offload.kernels.runs import Rows, Run
 from offload.kv import fetch, quantised
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
@@ -25,7 +24,6 @@ from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.plan.sizing import KV_TAIL
 from offload.transfer.memory import Memory
-from oracles import decoded_rows, encode_kv_with_torch
 
 COUNTS = (1, 3, 16)  # rows
 LAYERS = 2
@@ -45,7 +43,7 @@ def kept(num_tokens: int, dim: int, dtype: torch.dtype, *, num_layers: int = 1) 
     rows[:, 1] *= normal(num_tokens, 1, seed=3).exp()
     shape = KVCodes.shape_of_blocks(num_layers, KV_HEADS, num_tokens + 2 * GROUP, dim)
     codes = KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices")
-    encode_kv_with_torch(rows.to(dtype), codes.groups(0, num_tokens // GROUP))
+    encode_with_torch(rows.to(dtype), codes.groups(0, num_tokens // GROUP))
     codes.blocks[:, :, num_tokens // GROUP :] = 0xFF  # steps and lows that are no numbers
     return codes
 
@@ -53,7 +51,7 @@ def kept(num_tokens: int, dim: int, dtype: torch.dtype, *, num_layers: int = 1) 
 def exact_rows(codes: KVCodes, num_tokens: int, dtype: torch.dtype, layer: int = 0) -> Tensor:
     """[2, H_kv, tokens, D] fp64, as the kernel rounds them: in bf16 the interpreter cuts off."""
     coded = codes.groups(0, num_tokens // GROUP)
-    rows = decoded_rows(coded, torch.float32 if dtype == torch.bfloat16 else dtype)[layer]
+    rows = coded.rows(torch.float32 if dtype == torch.bfloat16 else dtype)[layer]
     return (rows.view(torch.int32) & ~0xFFFF).view(torch.float32).double() if dtype == torch.bfloat16 else rows.double()
 
 
@@ -66,13 +64,13 @@ def attended(
     attention = Unwritten(dtype=q.dtype, span=span)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     num_exact = 0 if exact is None else exact.shape[2]
-    slots = -(-num_exact // span)
-    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
-    attention.begin(Rows(q, new, new, scoring, 0, num_exact - len(q)), slots - (-num_tokens // span))
+    runs = [Run(codes.blocks[layer], num_tokens)]
     if exact is not None:  # in two runs: the launch over codes folds the second of them
-        attention.attend(attention.exact_run(exact[:, :, :span], first=0, tokens=span, slot=0))
-        attention.attend(attention.exact_run(exact[:, :, span:], first=span, tokens=num_exact - span, slot=1))
-    attention.attend(attention.coded_run(codes, layer, tokens=num_tokens, slot=slots))
+        runs[:0] = [Run(exact[:, :, :span], span), Run(exact[:, :, span:], num_exact - span, span)]
+    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
+    attention.begin(Rows(q, new, new, scoring, 0, num_exact - len(q)), [run.tokens for run in runs])
+    for run in runs:
+        attention.attend(run)
     part = attention.part()
     return part.out, part.lse
 
@@ -178,7 +176,7 @@ def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     rows[1, 0, 1, 7, 4] = torch.finfo(dtype).max
     shape = KVCodes.shape_of_blocks(2, KV_HEADS, 3 * GROUP, dim)
     wanted, ours = (KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices") for _ in range(2))
-    encode_kv_with_torch(rows, wanted)
+    encode_with_torch(rows, wanted)
     encode(rows, ours)
     assert torch.equal(ours.blocks, wanted.blocks)
     ours.blocks.fill_(0xA5)
@@ -204,7 +202,7 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
     memory, rope = Memory(torch.device("cpu")), turning(32, torch.float32)
     full = FullCache(
         memory, TileShape(KV_HEADS, 32, 32, 2, torch.float32), num_layers=LAYERS,
-        scorings=[Scoring(rope)] * LAYERS, blocks=Blocks((1, 5, 10)),
+        scorings=[Scoring(rope)] * LAYERS,
         offload=Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None,
     )  # fmt: skip
     cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels())
@@ -231,12 +229,12 @@ def assert_attends(cache: QuantisedCache, *, drafts: int, seed: int) -> None:
     rows = full.pages.reader.tokens(0, length)
     if coded > EXACT:
         codes = KVCodes(cache._codes.blocks[:, :, : coded // GROUP - 1].clone(), 32, "matrices")
-        encode_kv_with_torch(rows[..., EXACT:coded, :], codes)
-        rows[..., EXACT:coded, :] = decoded_rows(codes, torch.float32)
+        encode_with_torch(rows[..., EXACT:coded, :], codes)
+        rows[..., EXACT:coded, :] = codes.rows(torch.float32)
     out = fed(cache, drafts, seed)
     exact = FullCache(
         Memory(torch.device("cpu")), TileShape(KV_HEADS, 32, 512, 1, torch.float32), num_layers=LAYERS,
-        scorings=full.scorings, blocks=Blocks((1, drafts)),
+        scorings=full.scorings,
     )  # fmt: skip
     exact.reserve(length + drafts)
     for layer in range(LAYERS):

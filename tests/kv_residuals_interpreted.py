@@ -10,9 +10,9 @@ from torch import Tensor
 
 from interpreter import without_idle_work
 from offload.formats.layout import RESIDUAL, PageShape
-from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.residuals_gpu import restore_tile
-from oracles import encode_kv_with_torch, split_off_kv_with_torch
+from oracles import split_off_kv_with_torch
 
 HEADS, PAGE, PAGES = 3, 2 * GROUP, 3
 DIMS = [64, 80, 16, 32, 48, 128, 256]
@@ -62,7 +62,7 @@ class Tile:
         codes = KVCodes(torch.full(shape, 0xA5, dtype=torch.uint8), dim, "matrices")
         rows = exact.transpose(1, 2).reshape(2, HEADS, num_tokens, dim)[:, :, max(-first, 0) * GROUP :]
         into = KVCodes(codes.blocks[1:], dim, "matrices")
-        encode_kv_with_torch(rows[None], into.groups(max(first, 0), num_groups))
+        encode_with_torch(rows[None], into.groups(max(first, 0), num_groups))
         return cls(exact, first, codes.blocks[1])
 
     @property

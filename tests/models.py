@@ -42,7 +42,6 @@ from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE, DeviceKernels, NoKernels
 from offload.kernels.rope import Scoring, scorings
-from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
@@ -271,10 +270,6 @@ class Sizes:
     def block(self) -> int:
         return 1 if self.any_rows else self.rows
 
-    @property
-    def blocks(self) -> Blocks:
-        return Blocks((self.rows,))
-
 
 def scorings_of(decoder: Decoder, capacity: int, slack: int = 64) -> Sequence[Scoring]:
     """Enough positions for padding and drafts beyond the capacity, in the weights' dtype."""
@@ -298,7 +293,6 @@ def full_cache(
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
         scorings=_of(config.growing, scorings_of(decoder, sizes.capacity)),
-        blocks=sizes.blocks,
         offload=link
         and Offload(
             link,
@@ -324,7 +318,6 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
         num_pages=ring_pages(config.window, max(sizes.prefill_block, 16), page=sizes.page, undo=undo),
         windows=config.windows,
         scorings=_of(config.windowed, scorings_of(decoder, sizes.capacity)),
-        blocks=sizes.blocks,
         kernels=kernels_of(decoder),
     )
     return MixedCache(config, full, windows, drafts=False)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, pad, silu
 
-from offload.formats.layout import KV_CODE_LANES, RESIDUAL_HEAD_BYTES, Packing, PageShape
+from offload.formats.layout import RESIDUAL_HEAD_BYTES, Packing, PageShape
 from offload.formats.packed import ESCAPE
-from offload.formats.quantised import GROUP, TILE, Codes, group_codes
-from offload.formats.quantised_kv import CHANNELS, KVCodes, Order
+from offload.formats.quantised import GROUP, TILE, Codes
 from offload.formats.quantised_kv import GROUP as TOKENS
+from offload.formats.quantised_kv import KVCodes
 from offload.formats.residuals import Residual, _num_groups, _places
 from offload.kernels.products import Step
 
@@ -66,76 +66,6 @@ def pack_with_torch(numbers: Tensor, packing: Packing) -> Tensor | None:
     escapes[: counts.sum()] = exponents[escaped].to(torch.uint8)
     parts = low.to(torch.uint8).flatten(), (first | second << 4).to(torch.uint8).flatten(), heads.view(torch.uint8)
     return torch.cat([*parts, escapes])
-
-
-def encode_kv_with_torch(rows: Tensor, into: KVCodes) -> None:
-    """What `kv_codes.encode` does, in either order."""
-    keys, values = rows.unflatten(3, (-1, TOKENS)).unbind(1)  # [L, H, groups, TOKENS, D]
-    key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, TOKENS]
-    dim = rows.shape[4]
-    missing = -dim % CHANNELS
-    values = torch.cat([values, values[..., -(dim % CHANNELS) :][..., :1].expand(*values.shape[:-1], missing)], 4)
-    value_scales, values = group_codes(values.unflatten(4, (-1, CHANNELS)).transpose(3, 4))
-    values = values.transpose(3, 4).flatten(4)[..., :dim]  # [..., TOKENS, D]
-    if into.order == "matrices":
-        assert dim % KV_CODE_LANES == 0
-        keys = keys.transpose(3, 4).unflatten(3, (2, _HALF))
-        values = values.unflatten(3, (2, _HALF)).transpose(4, 5)
-    else:
-        values = pad(values, (0, -dim % KV_CODE_LANES)).unflatten(3, (2, _HALF // 4, 4)).movedim(5, 6)
-        keys = keys.unflatten(3, (2, -1, 4)).movedim(5, 6)
-    parts = [
-        key_scales.view(torch.uint8),
-        keys.select(3, 0) | keys.select(3, 1) << 4,
-        value_scales.view(torch.uint8),
-        values.select(3, 0) | values.select(3, 1) << 4,
-    ]
-    into.blocks.copy_(torch.cat([part.flatten(3) for part in parts], 3))
-
-
-def decoded_rows(codes: KVCodes, dtype: torch.dtype) -> Tensor:
-    """The numbers that the codes stand for, computed in fp32 and rounded to `dtype` -> [L, 2, H_kv, tokens, D]."""
-    return middles_of(codes)[1].to(dtype)
-
-
-def middles_of(found: KVCodes) -> tuple[Tensor, Tensor]:
-    """Of each number the step, and the number that its code stands for: fp32 [L, 2, H_kv, tokens, D] both."""
-    parts = [part.contiguous() for part in found.blocks.split(_sizes(found.head_dim), 3)]
-    scales = [_scales(parts[0], 1), [x.repeat_interleave(CHANNELS, 3) for x in _scales(parts[2], TOKENS)]]
-    steps, exact = list[Tensor](), list[Tensor]()
-    for units, codes in zip(scales, _codes(parts[1], parts[3], found.order), strict=True):
-        step, low = (each[..., : codes.shape[3], :] for each in units)
-        middle = low + step * codes
-        for kept, each in ((steps, step.expand_as(middle)), (exact, middle)):
-            kept.append(each.transpose(3, 4)[..., : found.head_dim].flatten(2, 3))
-    return torch.stack(steps, 1), torch.stack(exact, 1)
-
-
-def _codes(keys: Tensor, values: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-    """One a byte, [L, H, groups, channels, TOKENS], of keys and of values."""
-    if order == "matrices":
-        keys = _halves(keys.unflatten(3, (_HALF, -1)), 3).transpose(3, 4)
-        return keys, _halves(values.unflatten(3, (-1, _HALF)), 4)
-    keys = _halves(keys.unflatten(3, (-1, TOKENS, 4)).transpose(4, 5).flatten(3, 4), 3)
-    return keys, _halves(values.unflatten(3, (_HALF // 4, -1, 4)).transpose(3, 4).flatten(4, 5), 4)
-
-
-def _sizes(dim: int) -> list[int]:
-    """Bytes of the parts of a block."""
-    lanes = -(-dim // KV_CODE_LANES) * KV_CODE_LANES
-    return [4 * dim, _HALF * dim, 4 * TOKENS * -(-dim // CHANNELS), _HALF * lanes]
-
-
-def _scales(part: Tensor, repeated: int) -> tuple[Tensor, Tensor]:
-    """Step and low, fp32 [L, H, groups, number, 1 or TOKENS]."""
-    units = part.view(torch.bfloat16).float()
-    step, low = units.unflatten(3, (-1, repeated, 2)).unbind(5)
-    return step, low
-
-
-def _halves(codes: Tensor, dim: int) -> Tensor:
-    """Codes of the low halves of bytes, then of the high ones, along `dim`."""
-    return torch.cat([codes & 15, codes >> 4], dim)
 
 
 @dataclass(frozen=True)
@@ -261,5 +191,5 @@ def restore_kv_with_torch(content: Tensor, codes: KVCodes, kind: int) -> Tensor:
 
 def _kv_intervals(codes: KVCodes, kind: int) -> Intervals:
     """By group, of one layer's keys or values."""
-    step, middle = (x[0, kind].reshape(-1, TOKENS * codes.head_dim) for x in middles_of(codes))
+    step, middle = (x[0, kind].reshape(-1, TOKENS * codes.head_dim) for x in codes.middles())
     return Intervals.of(step, middle)

@@ -12,7 +12,6 @@ from interpreter import products_by_row, without_idle_work
 from offload.kernels.gpu.prefill import TritonBlock, TritonTiles
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
-from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.kv.window import WindowCache
 from offload.pages.tiles import TileShape
@@ -139,12 +138,12 @@ def test_a_block_whose_last_tile_did_not_come_has_no_result() -> None:
 
 def caches(prefill: PrefillAttention | None) -> list[FullCache | WindowCache]:
     """One layer each; tiles of two pages, and a window of 70 tokens in a ring that ends in the middle of a block."""
-    memory, scorings, blocks = Memory(torch.device("cpu")), [Scoring(turning(32, torch.float32))], Blocks((8,))
+    memory, scorings = Memory(torch.device("cpu")), [Scoring(turning(32, torch.float32))]
     shapes = [TileShape(KV_HEADS, 32, PAGE, pages, torch.float32) for pages in (2, 1)]
     return [
-        FullCache(memory, shapes[0], num_layers=1, scorings=scorings, blocks=blocks, prefill=prefill),
+        FullCache(memory, shapes[0], num_layers=1, scorings=scorings, prefill=prefill),
         WindowCache(
-            memory, shapes[1], num_pages=5, windows=[70], scorings=scorings, blocks=blocks, prefill=prefill
+            memory, shapes[1], num_pages=5, windows=[70], scorings=scorings, prefill=prefill
         ),
     ]  # fmt: skip
 

@@ -33,7 +33,6 @@ from models import LateLink, count_fetched
 from offload.config.model import llama_shaped
 from offload.kernels.device import NONE
 from offload.kernels.rope import RopeTable, Scoring, rope_table
-from offload.kernels.rows import Blocks
 from offload.kernels.spans import SpanAttention
 from offload.kv import Cache, Phase
 from offload.kv.block import OperatorTiles
@@ -154,7 +153,6 @@ def make_full(
         TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype),
         num_layers=LAYERS,
         scorings=tape.scorings,
-        blocks=Blocks((ROWS,)),
         offload=link and Offload(link, num_resident=num_resident, num_staging=num_staging),
         mass_chunk=CHUNK if mass else None,
         kernels=KERNELS,
@@ -573,6 +571,7 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
+        patch.setattr("offload.kernels.operators.attend", interrupted)
         patch.setattr("offload.kv.block.attend", interrupted)
         patch.setattr("offload.kv.block.attend_joined", interrupted)
         patch.setattr("offload.kv.block.attend_whole_pages", interrupted)
@@ -681,9 +680,7 @@ def test_a_cache_on_the_host_takes_device_memory_for_its_staging_slots_only() ->
     tape, memory = Tape(), Memory(torch.device("cpu"))
     shape = TileShape(KV_HEADS, DIM, PAGE, PAGES, tape.k.dtype)
     link = LateLink(late_in=True, late_out=True)
-    cache = FullCache(
-        memory, shape, num_layers=LAYERS, scorings=tape.scorings, blocks=Blocks((ROWS,)), offload=Offload(link)
-    )
+    cache = FullCache(memory, shape, num_layers=LAYERS, scorings=tape.scorings, offload=Offload(link))
     driver = Driver(cache, tape, padding=ROWS)
     driver.extend([0] * (5 * TILE), phase="prefill", blocks=7)
     driver.extend([0])

@@ -25,7 +25,6 @@ from offload.formats.quantised_kv import KVCodes, Order
 from offload.formats.residuals import KEYS, VALUES, Residual
 from offload.native.interface import Library
 from oracles import (
-    encode_kv_with_torch,
     pack_with_torch,
     restore_kv_with_torch,
     restore_with_torch,
@@ -135,7 +134,7 @@ class QuantisedRows:
         return self._filled(numbers, partial(quantised_kv.encode, kernels=kernels))
 
     def encode_with_torch(self, numbers: Tensor) -> Encoded:
-        return self._filled(numbers, encode_kv_with_torch)
+        return self._filled(numbers, quantised_kv.encode_with_torch)
 
     def _filled(self, numbers: Tensor, encode: Callable[[Tensor, KVCodes], None]) -> Tensor:
         num_layers, _, num_kv_heads, num_tokens, dim = numbers.shape

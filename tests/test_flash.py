@@ -21,7 +21,6 @@ from offload.kernels.device import NONE
 from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
 from offload.kernels.rope import Scoring, scorings
-from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.model.level import prefill
 from offload.pages.tiles import TileShape
@@ -84,7 +83,6 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
             TileShape(config.num_kv_heads, config.head_dim, PAGE, PAGES, torch.float16),
             num_layers=config.num_layers,
             scorings=scorings(config, 2048, 2048, "cpu", torch.float16),
-            blocks=Blocks((4,)),
             prefill=flash,
         )
         for count in cuts:

@@ -21,7 +21,8 @@ from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.norms import NormWeights, add_normed
 from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
 from offload.kernels.rope import RopeTable, Scoring, rotate
-from offload.kernels.spans import Rows, SpanAttention, one_run
+from offload.kernels.runs import Rows, Run
+from offload.kernels.spans import SpanAttention
 from offload.native.interface import Library
 from oracles import step_with_torch
 from processor import built, on_this_machine, threads
@@ -324,17 +325,17 @@ def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
         if 0 <= number < 3:
             wanted[0, number, :, offset], wanted[1, number, :, offset] = key, value
     spans = SpanAttention(found, dtype=dtype, span=page)
-    spans.begin(Rows(q, k, v, Scoring(rope), position, index), 3)
-    spans.append_rows(one_run(tile, first=first, tokens=0, slot=0, span=page), 1)
+    spans.begin(Rows(q, k, v, Scoring(rope), position, index), [3 * page])
+    spans.append_rows(Run(tile, 0, first))
     assert_same_bits(tile, wanted)
     assert_same_bits(queries_of(spans, q, heads.kv), rotate(q, *table).float())
     grown = replace(rope, growth=normal(len(rope.cos), dtype=dtype, seed=10))
-    spans.begin(Rows(q, k, v, Scoring(grown), position, index), 3)
+    spans.begin(Rows(q, k, v, Scoring(grown), position, index), [3 * page])
     assert_same_bits(queries_of(spans, q, heads.kv), grown.rotated(q, k, position)[0].float())
     weighed = Scoring(rope, weights=(normal(dim, dtype=dtype, seed=11), normal(dim, dtype=dtype, seed=12)))
     wanted_q, wanted_k = weighed.rotated(q, k, position)
-    spans.begin(Rows(q, k, v, weighed, position, index), 3)
-    spans.append_rows(one_run(tile, first=first, tokens=0, slot=0, span=page), 1)
+    spans.begin(Rows(q, k, v, weighed, position, index), [3 * page])
+    spans.append_rows(Run(tile, 0, first))
     assert_same_bits(queries_of(spans, q, heads.kv), wanted_q.float())
     for t, key in enumerate(wanted_k):
         number, offset = divmod(index + t - first, page)
@@ -405,15 +406,15 @@ def hold(
 
 def attended(
     found: Library, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
-    order: Sequence[int] | None = None, together: bool = False, cap: float | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Rows q [T, H, D] at `index` and on over `held`. order: of the calls; together: all in one call."""
-    return attending(found, held, q, index, window=window, chunk=chunk, order=order, together=together, cap=cap).merge()
+    """Rows q [T, H, D] at `index` and on over `held`."""
+    return attending(found, held, q, index, window=window, chunk=chunk, cap=cap).merge()
 
 
 def attending(
     found: Library, held: Sequence[Held], q: Tensor, index: int, *, window: int = 0, chunk: int | None = None,
-    order: Sequence[int] | None = None, together: bool = False, cap: float | None = None,
+    cap: float | None = None,
 ) -> SpanAttention:  # fmt: skip
     """As `attended`, before the spans are merged."""
     kv_heads = held[0].tile.shape[2]
@@ -421,20 +422,9 @@ def attending(
     k = torch.zeros(len(q), kv_heads, q.shape[-1], dtype=q.dtype)
     scoring = Scoring(unmoving(q.shape[-1], q.dtype), cap=cap)
     rows = Rows(q, k, k, scoring, position=0, index=index, window=window)
-    spans.begin(rows, sum(each.num_spans for each in held), masses=chunk is not None)
-    runs, slot = [], 0
+    spans.begin(rows, [each.tokens for each in held], masses=chunk is not None)
     for each in held:
-        runs += one_run(
-            each.tile, first=each.first, tokens=each.tokens, slot=slot, span=each.span, windowed=each.windowed
-        )
-        slot += each.num_spans
-    sorted_runs = [runs[i] for i in order or range(len(runs))]
-    whole = (type(runs[0]) * len(runs))(*sorted_runs)
-    if together:
-        spans.attend(whole, len(runs))
-    else:
-        for one in sorted_runs:
-            spans.attend((type(one) * 1)(one), 1)
+        spans.attend(Run(each.tile, each.tokens, each.first, windowed=each.windowed))
     return spans
 
 
@@ -536,20 +526,18 @@ def some_runs(heads: Heads, dtype: torch.dtype, scale: float = 1.0) -> list[Held
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_runs_in_any_order_and_number_of_calls_give_the_same_bits(found: Library, dtype: torch.dtype) -> None:
+def test_any_number_of_threads_gives_the_same_bits(found: Library, dtype: torch.dtype) -> None:
     heads = Heads(80, 2)
     held, q = some_runs(heads, dtype), fused(heads, 11, dtype)[0]
     wanted, masses = attended(found, held, q, 129, window=9, chunk=4)
     assert_rounded(wanted, plain_attention(held, q, 129, 9))
     assert masses is not None
-    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        for together in (False, True):
-            for number in (1, 2, 4):
-                with threads(number):
-                    out, mass = attended(found, held, q, 129, window=9, chunk=4, order=order, together=together)
-                assert mass is not None
-                assert_same_bits(out, wanted)
-                assert_same_bits(mass, masses)
+    for number in (1, 2, 4):
+        with threads(number):
+            out, mass = attended(found, held, q, 129, window=9, chunk=4)
+        assert mass is not None
+        assert_same_bits(out, wanted)
+        assert_same_bits(mass, masses)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -687,8 +675,8 @@ def test_a_part_is_what_is_merged_before_it_is_rounded(found: Library, heads: He
     lse = scores.masked_fill(weights == 0, -torch.inf).logsumexp(-1).flatten(1)
     assert_close(part.lse.double(), lse, atol=1e-5, rtol=1e-5)
     k = torch.zeros(12, heads.kv, heads.dim, dtype=dtype)
-    spans.begin(Rows(q, k, k, Scoring(unmoving(q.shape[-1], q.dtype)), position=0, index=128), 1, masses=False)
-    spans.attend(spans.exact_run(held[0].tile, first=held[0].first, tokens=held[0].tokens, slot=0))
+    spans.begin(Rows(q, k, k, Scoring(unmoving(q.shape[-1], q.dtype)), position=0, index=128), [28])
+    spans.attend(Run(held[0].tile, 28, held[0].first))
     again = spans.merge()[0]
     assert again.dtype == dtype
 

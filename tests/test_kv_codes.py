@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from offload.formats.layout import kv_code_bytes
-from offload.formats.quantised_kv import CHANNELS, GROUP, KVCodes, encode
+from offload.formats.quantised_kv import CHANNELS, GROUP, KVCodes, encode, encode_with_torch
 from offload.kernels.rope import RopeTable, Scoring
-from offload.kernels.spans import SPAN, Rows, SpanAttention, coded_run, one_run
+from offload.kernels.runs import Rows, Run
+from offload.kernels.spans import SPAN, SpanAttention
 from offload.native.interface import Library
-from oracles import decoded_rows, encode_kv_with_torch
 from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -72,8 +72,8 @@ def test_a_code_stands_for_a_number_half_a_step_away_at_most(dtype: torch.dtype)
     for dim in DIMS:
         rows = held(1, 2, 2 * GROUP, dim, dtype)
         codes = empty(rows)
-        encode_kv_with_torch(rows, codes)
-        error = (decoded_rows(codes, torch.float32) - rows.float()).abs()
+        encode_with_torch(rows, codes)
+        error = (codes.rows(torch.float32) - rows.float()).abs()
         assert error.shape == rows.shape
         keys, values = rows.float().unbind(1)
         assert_within(error[:, 0].unflatten(2, (-1, GROUP)), keys.unflatten(2, (-1, GROUP)), 3)
@@ -96,22 +96,22 @@ def test_in_a_gpus_order_codes_stand_for_the_same_numbers(dtype: torch.dtype) ->
         lanes = empty(rows)
         matrices = replace(empty(rows), order="matrices")
         for codes in (lanes, matrices):
-            encode_kv_with_torch(rows, codes)
+            encode_with_torch(rows, codes)
         assert not torch.equal(lanes.blocks, matrices.blocks)
-        assert torch.equal(decoded_rows(lanes, dtype), decoded_rows(matrices, dtype))
+        assert torch.equal(lanes.rows(dtype), matrices.rows(dtype))
         block, token, channel = matrices.blocks[1, 2, 1], 21, dim - 3
         key, value = (block[at:][: dim * GROUP // 2] for at in (4 * dim, len(block) - dim * GROUP // 2))
         units = block.view(torch.bfloat16)
         step, low = units[2 * channel : 2 * channel + 2].float()
         assert (
             low + step * (key.view(-1, dim)[token - 16, channel] >> 4)
-            == decoded_rows(matrices, torch.float32)[1, 0, 2, GROUP + token, channel]
+            == matrices.rows(torch.float32)[1, 0, 2, GROUP + token, channel]
         )
         first = 2 * dim + dim * GROUP // 4 + 2 * (channel // CHANNELS * GROUP + token)
         step, low = units[first : first + 2].float()
         assert (
             low + step * (value.view(dim, -1)[channel, token - 16] >> 4)
-            == decoded_rows(matrices, torch.float32)[1, 1, 2, GROUP + token, channel]
+            == matrices.rows(torch.float32)[1, 1, 2, GROUP + token, channel]
         )
 
 
@@ -142,12 +142,14 @@ def attend(
     num_rows, dtype, dim = len(q), q.dtype, q.shape[2]
     new = torch.zeros(num_rows, codes.blocks.shape[1], dim, dtype=dtype)
     spans = SpanAttention(found, dtype=dtype, span=SPAN)
-    position, slot = (0, 0) if exact is None else (exact.shape[2], -(-exact.shape[2] // SPAN))
-    scoring = Scoring(still(num_rows + 4096, dim, dtype), cap=cap)
-    spans.begin(Rows(q, new, new, scoring, position, position), slot - (-num_tokens // SPAN))
+    runs = [Run(codes.blocks[0], num_tokens)]
+    position = 0 if exact is None else exact.shape[2]
     if exact is not None:
-        spans.attend(one_run(exact, first=0, tokens=exact.shape[2], slot=0, span=SPAN))
-    spans.attend(coded_run(codes, 0, tokens=num_tokens, slot=slot, span=SPAN))
+        runs.insert(0, Run(exact, position))
+    scoring = Scoring(still(num_rows + 4096, dim, dtype), cap=cap)
+    spans.begin(Rows(q, new, new, scoring, position, position), [run.tokens for run in runs])
+    for run in runs:
+        spans.attend(run)
     part = spans.part()
     return part.out, part.lse
 
@@ -169,7 +171,7 @@ def test_attention_is_near_the_rule(found: Library, dim: int, dtype: torch.dtype
         codes = encoded(found, rows)
         q = normal(num_rows, 2 * group, dim, seed=num_rows).to(dtype)
         out, lse = attend(found, codes, q, num_tokens)
-        wanted, wanted_lse = by_the_rule(decoded_rows(codes, torch.float64)[0], q)
+        wanted, wanted_lse = by_the_rule(codes.rows(torch.float64)[0], q)
         lacking = float((by_the_rule(rows[0], q)[0] - wanted).square().mean().sqrt())
         assert float((out - wanted).square().mean().sqrt()) < 0.75 * lacking
         assert_close(lse.double(), wanted_lse, rtol=0, atol=0.5)
@@ -179,8 +181,8 @@ def test_scores_of_codes_are_capped(found: Library) -> None:
     rows = 2 * held(1, 2, 2 * SPAN, 64, torch.float32)
     codes, q = encoded(found, rows), 2 * normal(3, 4, 64, seed=9)
     out, lse = attend(found, codes, q, 2 * SPAN, cap=1.5)
-    wanted, wanted_lse = by_the_rule(decoded_rows(codes, torch.float64)[0], q, cap=1.5)
-    uncapped = by_the_rule(decoded_rows(codes, torch.float64)[0], q)[0]
+    wanted, wanted_lse = by_the_rule(codes.rows(torch.float64)[0], q, cap=1.5)
+    uncapped = by_the_rule(codes.rows(torch.float64)[0], q)[0]
     assert_close(lse.double(), wanted_lse, rtol=0, atol=0.1)
     assert float((out - wanted).abs().max()) < 0.1 * float((uncapped - wanted).abs().max())
 
@@ -189,7 +191,7 @@ def test_codes_and_exact_rows_are_attended_to_as_one(found: Library) -> None:
     rows, exact = held(1, 2, 2 * SPAN, 64, torch.float32), normal(2, 2, 37, 64, seed=8)
     codes, q = encoded(found, rows), normal(2, 4, 64, seed=9)
     out, lse = attend(found, codes, q, 2 * SPAN, exact)
-    wanted, wanted_lse = by_the_rule(torch.cat([exact, decoded_rows(codes, torch.float32)[0]], 2), q)
+    wanted, wanted_lse = by_the_rule(torch.cat([exact, codes.rows(torch.float32)[0]], 2), q)
     assert_close(out.double(), wanted, rtol=0, atol=0.1)
     assert_close(lse.double(), wanted_lse, rtol=0, atol=0.1)
 
@@ -235,9 +237,15 @@ def test_what_is_not_a_number_stays_so_and_infinite_queries_too(found: Library) 
     assert attend(found, codes, q, SPAN)[0].isfinite().flatten(1).all(1).tolist() == [True, False, True]
 
 
-def test_the_runs_structure_is_that_of_the_headers() -> None:
+def test_a_run_of_codes_is_given_to_the_kernels_as_the_headers_say(found: Library) -> None:
+    """After another run, of which nothing is left."""
     codes = KVCodes(torch.zeros(2, 3, 5, kv_code_bytes(16), dtype=torch.uint8), 16)
-    [run] = coded_run(codes, 1, tokens=4 * GROUP, slot=7, span=SPAN)
+    spans, k = SpanAttention(found, dtype=torch.float32, span=SPAN), torch.zeros(1, 3, 16)
+    spans.begin(Rows(k, k, k, Scoring(still(9, 16, k.dtype)), 0, 7), [SPAN + 1, 4 * GROUP], lasts=(1, 1))
+    spans.attend(Run(torch.zeros(2, 3, SPAN + 1, 16), SPAN + 1, 3, query=1, windowed=True))
+    spans._take(Run(codes.blocks[1], 4 * GROUP))
+    [run] = spans._runs
     assert (run.keys, run.head_stride) == (codes.blocks[1].data_ptr(), 5 * kv_code_bytes(16))
-    assert (run.tokens, run.slot, run.span, run.coded, run.room) == (4 * GROUP, 7, SPAN, 1, 0)
+    assert (run.tokens, run.slot, run.span, run.coded) == (4 * GROUP, 2, SPAN, 1)
+    assert (run.first, run.query, run.windowed) == (0, 0, 0)
     assert ctypes.sizeof(run) == 13 * 8

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from offload.formats.layout import PageShape
-from offload.formats.quantised_kv import GROUP, KVCodes, Order
+from offload.formats.quantised_kv import GROUP, KVCodes, Order, encode_with_torch
 from offload.formats.residuals import KEYS, VALUES, restore_pages, split_off_pages
 from offload.native.interface import Library
-from oracles import encode_kv_with_torch, restore_kv_with_torch, split_off_kv_with_torch
+from oracles import restore_kv_with_torch, split_off_kv_with_torch
 from processor import before_a_guard, best, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
@@ -79,7 +79,7 @@ class Page:
         _, heads, tokens, dim = kv.shape
         blocks = torch.full(KVCodes.shape_of_blocks(1, heads, tokens + 3 * GROUP, dim), 0xA5, dtype=torch.uint8)
         codes = KVCodes(blocks, dim, order).groups(2, 2 + tokens // GROUP)
-        encode_kv_with_torch(kv[None], codes)
+        encode_with_torch(kv[None], codes)
         return cls(kv.clone(), codes)
 
     @property
@@ -150,7 +150,7 @@ def test_nothing_is_read_behind_what_there_is(dim: int, order: Order, share: flo
         size = torch.rand(near.shape, generator=generator) * 0.2 + 0.05
         kv = torch.where(near, torch.where(size < 0.15, -size, size), 8 + size).bfloat16()
         blocks = torch.zeros(KVCodes.shape_of_blocks(1, 1, TOKENS, dim), dtype=torch.uint8)
-        encode_kv_with_torch(torch.where(near, 0.0, 8.0).bfloat16()[None], KVCodes(blocks, dim, order))
+        encode_with_torch(torch.where(near, 0.0, 8.0).bfloat16()[None], KVCodes(blocks, dim, order))
         with before_a_guard(kv) as numbers, before_a_guard(blocks) as all_codes:
             page = Page(numbers, KVCodes(all_codes, dim, order))
             for kind in (KEYS, VALUES):

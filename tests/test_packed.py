@@ -20,7 +20,6 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.formats.layout import RESIDUAL, Packing
 from offload.formats.packed import check, pack, unpack, unpack_tile, unpack_with_torch
-from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.native.interface import Library
 from offload.pages.storage import Offload
@@ -180,7 +179,7 @@ def make(
     kernels: Library = best()
     return FullCache(
         memory or Memory(torch.device("cpu")), TileShape(KV_HEADS, DIM, PAGE, PAGES, torch.bfloat16), num_layers=LAYERS,
-        scorings=tape.scorings, blocks=Blocks((ROWS,)), mass_chunk=CHUNK, kernels=kernels,
+        scorings=tape.scorings, mass_chunk=CHUNK, kernels=kernels,
         offload=link and Offload(link, packs=kernels if packs else None, **fields),
     )  # fmt: skip
 

@@ -265,7 +265,7 @@ def progress() -> Progress:
 
 QUIET = Output(quiet=True)
 LOOPS: dict[str, Callable[[Place, Turn], object]] = {
-    "offload.model.level.Level._run": passes,
+    "offload.model.level.Level.run": passes,
     "offload.model.decoder.Decoder.prefill": prefill,
     "offload.model.quantised.quantised_weights": quantise,
     "offload.transfer.ahead.Ahead.take": take_ahead,

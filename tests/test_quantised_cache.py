@@ -23,8 +23,7 @@ from models import (
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.errors import UsageError
-from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.kernels.cpu import CpuKernels
 from offload.kv import quantised
 from offload.kv.full import FullCache
@@ -36,7 +35,6 @@ from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
-from oracles import encode_kv_with_torch
 from processor import best, process_uses
 from quantised import engine_of, level_stats, saved
 
@@ -81,7 +79,7 @@ def assert_follows(cache: QuantisedCache) -> None:
     if coded > EXACT:
         ours = cache._codes.groups(0, coded // GROUP - 1)
         wanted = KVCodes(torch.empty_like(ours.blocks), ours.head_dim)
-        encode_kv_with_torch(rows[..., EXACT:coded, :], wanted)
+        encode_with_torch(rows[..., EXACT:coded, :], wanted)
         assert torch.equal(ours.blocks, wanted.blocks)
 
 
@@ -356,9 +354,11 @@ def test_it_takes_the_bytes_of_the_plan(folders: tuple[Path, Path]) -> None:
         assert "quantised cache" not in engine.worker.memory.allocated()["device"]
 
 
-def test_without_kernels_it_is_refused(folders: tuple[Path, Path]) -> None:
-    with (
-        process_uses("torch"),
-        pytest.raises(UsageError, match="a cache in 4 bits needs the CPU's kernels, which do not run"),
-    ):
-        make(folders, SIZES)
+def test_without_kernels_torchs_operators_encode_and_attend(folders: tuple[Path, Path]) -> None:
+    with process_uses("torch"):
+        with make(folders, PLAIN) as engine:
+            wanted = say(engine)
+        with make(folders, SIZES) as engine:
+            assert say(engine) == wanted
+            target = level_stats(engine, "target")
+            assert target.accepted > target.drafted / 2 > 0

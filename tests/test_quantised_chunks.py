@@ -24,8 +24,7 @@ from models import (
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.errors import UsageError
-from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.kv import fetch
 from offload.kv.fetch import HostFetch
 from offload.kv.full import FullCache
@@ -39,7 +38,6 @@ from offload.model.passes import forward
 from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
-from oracles import encode_kv_with_torch
 from processor import best, process_uses
 from quantised import engine_of, level_stats, saved
 
@@ -97,7 +95,7 @@ def assert_holds(cache: RetrievalCache, *, budget: int = BUDGET) -> None:
     assert cache.chunks.shape[2] == num_chosen
     blocks = KVCodes.shape_of_blocks(len(rows), rows.shape[2], start - EXACT, 16)
     wanted = KVCodes(torch.empty(blocks, dtype=torch.uint8), 16)
-    encode_kv_with_torch(rows[..., EXACT:start, :], wanted)
+    encode_with_torch(rows[..., EXACT:start, :], wanted)
     for layer, heads in enumerate(cache.chunks.tolist()):
         for head, chunks in enumerate(heads):
             assert len(set(chunks)) == num_chosen
@@ -355,9 +353,11 @@ def test_it_takes_the_bytes_of_the_plan(folders: tuple[Path, Path]) -> None:
         assert gathered == engine.plan.placement.host_bytes["gathered chunks"]
 
 
-def test_without_kernels_it_is_refused(folders: tuple[Path, Path]) -> None:
-    with (
-        process_uses("torch"),
-        pytest.raises(UsageError, match="a cache in 4 bits needs the CPU's kernels, which do not run"),
-    ):
-        make(folders, SIZES)
+def test_without_kernels_torchs_operators_encode_and_attend(folders: tuple[Path, Path]) -> None:
+    with process_uses("torch"):
+        with make(folders, PLAIN) as engine:
+            wanted = say(engine)
+        with make(folders, SIZES) as engine:
+            assert say(engine) == wanted
+            target = level_stats(engine, "target")
+            assert target.accepted > target.drafted / 2 > 0

@@ -202,6 +202,6 @@ def test_a_number_of_rows_that_is_past_padding_is_left_as_it_is(tmp_path: Path) 
         cache = streaming_cache(draft, Sizes(sinks=0, window=10, gamma=gamma, draft_gamma=0, rows=1))
         level = StreamingLevel("draft", draft, cache, vocab_size=draft.config.vocab_size)
         for rows in range(1, min(cache.max_rows, 100)):
-            (padded,) = level._cut(rows)
+            padded = level._room(rows)
             power = 1 << (rows - 1).bit_length()
             assert padded == (power if power <= min(64, cache.max_rows) else rows)

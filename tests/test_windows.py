@@ -82,7 +82,6 @@ def ring(operators: str, *, num_pages: int, windows: Sequence[int] = (WINDOW,)) 
         num_pages=num_pages,
         windows=windows,
         scorings=[Scoring(table)] * len(windows),
-        blocks=SIZES.blocks,
         kernels=of(operators),
     )
 

@@ -26,7 +26,6 @@ from offload.kernels.attention import fold, unfold
 from offload.kernels.choice import fitting
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Step, Steps, room_to_widen
-from offload.kernels.rows import Blocks
 from offload.model.loading import DTYPES
 from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS
@@ -190,7 +189,7 @@ class Trial:
         device, block = self._device, block_rows(plan, self.config)
         link = make_link(device) if plan.placement.offload else None
         with closing(link) if link is not None else nullcontext():
-            cache = full_cache(plan, self.config, Memory(device), link, Blocks((block,)))
+            cache = full_cache(plan, self.config, Memory(device), link)
             prefilled = []
             cache.begin("prefill", NUM_TOKENS)
             for start in range(0, NUM_TOKENS, plan.placement.prefill_block):

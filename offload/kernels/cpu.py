@@ -28,7 +28,8 @@ from offload.formats.layout import Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
 from offload.formats.stored import StoredMatrix, decode
-from offload.kernels.device import NONE, DecodeAttention, DeviceKernels, NoKernels
+from offload.kernels.device import NONE, DeviceKernels, NoKernels
+from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.native.interface import declare
 from offload.plan.machine import KERNELS
@@ -60,7 +61,7 @@ class CpuKernels(DeviceKernels):
     def name(self) -> str:
         return f"{self.instruction_set} {ABI}"
 
-    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
+    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
         return SpanAttention(self, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
 
     def multiply_stored(self, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,40 +11,11 @@ from torch.nn.functional import linear
 
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
-from offload.formats.quantised_kv import KVCodes, Order
+from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
-from offload.kernels.attention import Part
+from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
-from offload.kernels.spans import Rows
-
-MASS_DTYPE = torch.bfloat16  # that a GPU keeps masses in, row by row: they only rank chunks
-
-
-class DecodeAttention(Protocol):
-    """One attention at a time: `begin`, `append_rows` and `attend` as tiles come, then `merge` or `part`.
-    See `SpanAttention`.
-
-    span: tokens of a span; a run's first slot is the number of spans before it.
-    """
-
-    @property
-    def span(self) -> int: ...
-
-    def exact_run(
-        self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
-    ) -> Any: ...
-
-    def coded_run(self, codes: KVCodes, layer: int, *, tokens: int, slot: int) -> Any: ...
-
-    def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None: ...
-
-    def append_rows(self, run: Any) -> None: ...
-
-    def attend(self, run: Any) -> None: ...
-
-    def merge(self) -> tuple[Tensor, Tensor | None]: ...
-
-    def part(self) -> Part: ...
+from offload.kernels.runs import RunAttention
 
 
 class DeviceKernels:
@@ -67,12 +37,10 @@ class DeviceKernels:
         """Of what runs, with the number of its interface, for measurements."""
         return "torch"
 
-    def attention(
-        self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None
-    ) -> DecodeAttention | None:
+    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
         """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that
-        a mass is of. None: torch's operators attend."""
-        return None
+        a mass is of."""
+        return OperatorAttention(dtype=dtype, page=page, chunk=chunk)
 
     def prefill(self, page: int) -> PrefillAttention | None:
         """Attention of many rows of 16 bits over pages of `page` tokens. None: torch's operators attend."""
@@ -96,9 +64,10 @@ class DeviceKernels:
         raise NotImplementedError
 
     def quantise_kv(self, rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
-        """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D]. wanted, on a GPU: int64 [L, H_kv, groups], the
-        groups that are negative stay as they are."""
-        raise NotImplementedError
+        """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D]. wanted, of a GPU's kernels: int64 [L, H_kv,
+        groups], the groups that are negative stay as they are."""
+        assert wanted is None
+        encode_with_torch(rows, into)
 
     def unpack_numbers(self, content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
         """See `formats.packed.unpack_numbers`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from offload.kernels.rope import Scoring, rotate, rotate_queries
@@ -37,15 +36,6 @@ class RowPlaces:
         at = self.positions if last is None else self._once("up to", last, lambda: self.positions.clamp(max=last))
         return self._once(f"{name} {last}", id(table), lambda: table.index_select(0, at))
 
-    def up_to_own(self, group: int) -> Tensor:
-        """[group * T]: the number of slots up to each row's own, for folded rows of `group` heads."""
-        return self._once("own", group, lambda: (self.slots + 1).repeat(group))
-
-    def before(self, count: int) -> Tensor:
-        """[count]: slots up to that of the last row, which is the last one; 0 for those before the first."""
-        steps = torch.arange(1 - count, 1, device=self.slots.device)
-        return self._once("before", count, lambda: (steps + self.slots[-1]).clamp_(min=0))
-
     def write(self, rows: Sequence[Tensor], held: Tensor) -> None:
         """Keys and values [T, H_kv, D] into the slots of `held` [2, H_kv, S, D]."""
         for half, new in zip(held, rows, strict=True):
@@ -55,3 +45,29 @@ class RowPlaces:
         if (name, number) not in self._made:
             self._made[name, number] = make()
         return self._made[name, number]
+
+
+def append_rows(pages: Tensor, first: int, index: int, rows: tuple[Tensor, Tensor], places: RowPlaces) -> None:
+    """Write keys and values `rows`, [T, H_kv, D] each, at positions `index` and on, to `pages` [2, P, H_kv, S, D] whose
+    first position is `first`. places: theirs, by which a single page at 0 is written to: a graph finds them."""
+    _, num_pages, _, page, _ = pages.shape
+    if num_pages == 1 and first == 0 and index >= 0 and index + len(rows[0]) <= page:
+        places.write(rows, pages[:, 0])
+    else:
+        write_rows(pages, first, index, *rows)
+
+
+def write_rows(tile: Tensor, base: int, start: int, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """The rows k, v [T, H_kv, D] at positions `start` and on that fall into `tile`, which begins at `base`, page by
+    page. Returns the tile's tokens (first, stop) that they are; none where these are equal or the wrong way round."""
+    _, num_pages, _, page, _ = tile.shape
+    first, stop = max(start, base), min(start + len(k), base + num_pages * page)
+    position = first
+    while position < stop:
+        number, offset = divmod(position - base, page)
+        count = min(page - offset, stop - position)
+        rows = slice(position - start, position - start + count)
+        tile[0, number, :, offset : offset + count] = k[rows].transpose(0, 1)
+        tile[1, number, :, offset : offset + count] = v[rows].transpose(0, 1)
+        position += count
+    return first - base, stop - base

@@ -31,25 +31,6 @@ def power_of_two(num_rows: int, most: int = MAX_ROWS) -> int:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """sizes: numbers of rows, ascending, that give a row the same bits. Every pass is cut into blocks of such sizes."""
-
-    sizes: tuple[int, ...]
-
-    def cut(self, num_rows: int) -> list[int]:
-        """Sizes of the blocks for `num_rows` rows: the largest as often as possible, then the smallest that is enough.
-
-        They may hold more than `num_rows` rows; the rest is padding. A padded number of rows is cut the same way.
-        """
-        count, rest = divmod(num_rows, self.sizes[-1])
-        last = [next(size for size in self.sizes if size >= rest)] if rest else []
-        return [self.sizes[-1]] * count + last
-
-    def padded(self, num_rows: int) -> int:
-        return sum(self.cut(num_rows))
-
-
-@dataclass(frozen=True)
 class AttentionShape:
     """Heads, and pages [num_pages, num_kv_heads, page_tokens, head_dim] of keys and of values."""
 

@@ -1,74 +1,30 @@
 """Attention of new rows over spans of keys and values in the CPU's memory, by its kernels, and their merge.
 
 Every span is attended to by itself, whenever its keys are at hand; at the end a row's spans are merged, first to last.
-So a row's bits depend on the keys that it sees alone. Letters are those of kernels/attention: T rows, G query heads for
-each KV head, D head dimension.
+So a row's bits depend on the keys that it sees alone. Letters are those of kernels/runs.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd, log
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.formats.quantised_kv import KVCodes
 from offload.kernels.attention import Part
-from offload.kernels.places import RowPlaces
-from offload.kernels.rope import Scoring
-from offload.native.interface import DTYPES, Attention, Library, Rotation, Run
+from offload.kernels.runs import Rows, Run
+from offload.native import interface
+from offload.native.interface import DTYPES, Library
 
 SPAN = 128  # tokens, where pages allow: what a thread takes at a time
 _FLOATS = 2  # of a partial result, beside its sum of values: the largest score and the sum of weights
 
 
-def one_run(
-    tensor: Tensor, *, first: int, tokens: int, slot: int, span: int, query: int = 0, windowed: bool = False
-) -> ctypes.Array[Run]:
-    """A run of one tensor: [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D], keys and values, contiguous in the last
-    two dimensions. It holds positions `first` and on, of which `tokens` count. slot: the number of its first span.
-    query: which query a row has for it. windowed: rows see what is in their window only."""
-    keys, item = tensor.data_ptr(), tensor.itemsize
-    page, num_pages = tensor.shape[-2], tensor.shape[1] if tensor.dim() == 5 else 1
-    page_stride = tensor.stride(1) if tensor.dim() == 5 else 0
-    return (Run * 1)(
-        Run(
-            keys, keys + tensor.stride(0) * item, tensor.stride(-3), page_stride, first, tokens, num_pages * page, page,
-            span, slot, query, windowed, False,
-        )
-    )  # fmt: skip
-
-
-def coded_run(codes: KVCodes, layer: int, *, tokens: int, slot: int, span: int) -> ctypes.Array[Run]:
-    """A run of the first `tokens` tokens of a layer's codes, whole groups. All rows see all of them; no masses are kept
-    of them, and no rows taken in."""
-    blocks = codes.blocks[layer]
-    return (Run * 1)(Run(blocks.data_ptr(), None, blocks.stride(0), 0, 0, tokens, 0, 0, span, slot, 0, False, True))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """New rows of a forward in a layer: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. scoring:
-    of the layer, its table rounded to the rows' dtype. position: of the first one in that table; index: of the first
-    one among the runs' positions. window: tokens that rows see of windowed runs. places: both in the memory of a GPU,
-    `slots` for the index."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scoring: Scoring
-    position: int
-    index: int
-    window: int = 0
-    places: RowPlaces | None = None
-
-
 class SpanAttention:
-    """One attention at a time: `begin`, `append_rows` and `attend` as tiles come, then `merge`. Keeps its scratch."""
+    """See `RunAttention`. Keeps its scratch."""
 
     def __init__(self, kernels: Library, *, dtype: torch.dtype, span: int, chunk: int | None = None) -> None:
         """span: tokens of the runs' spans; chunk: tokens of a chunk."""
@@ -79,12 +35,15 @@ class SpanAttention:
             gcd(chunk or 0, span),
         )  # masses are summed by parts, then joined
         self._queries = self._partials = self._masses = self._scratch = torch.empty(0)
-        self._attention, self._rotation = Attention(), Rotation()
+        self._attention, self._rotation = interface.Attention(), interface.Rotation()
+        self._runs = (interface.Run * 1)()
+        self._run: Run | None = None  # that `_runs` has
+        self._slot = 0  # spans of the runs before it
         self._rows: Rows | None = None
 
-    def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
-        """Rotate the queries. num_slots: spans of all runs to come. masses: `merge` returns them. lasts: for each query
-        that a row has, the position that it is rotated to at most; (): one query, at the row's own."""
+    def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
+        """See `RunAttention`."""
+        num_slots = self._num_spans(counts)
         (num_rows, num_heads, dim), num_kv_heads = rows.q.shape, rows.k.shape[1]
         library, a, lasts = self._library, self._attention, lasts or (rows.position + num_rows,)
         room = library.widened_room(self._code, dim) + _FLOATS
@@ -114,39 +73,30 @@ class SpanAttention:
             r.queries, r.last = self._queries.data_ptr() + number * folded * dim * 4, last
             library.append_rows(self._code, ctypes.byref(r))
         r.queries, r.k, r.last = None, rows.k.data_ptr(), rows.position + num_rows
-        self._rows = rows
+        r.runs, r.count = ctypes.addressof(self._runs), 1
+        self._rows, self._slot = rows, 0
 
-    def exact_run(
-        self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
-    ) -> ctypes.Array[Run]:
-        """See `one_run`."""
-        return one_run(tensor, first=first, tokens=tokens, slot=slot, span=self.span, query=query, windowed=windowed)
-
-    def coded_run(self, codes: KVCodes, layer: int, *, tokens: int, slot: int) -> ctypes.Array[Run]:
-        """See `coded_run`."""
-        return coded_run(codes, layer, tokens=tokens, slot=slot, span=self.span)
-
-    def append_rows(self, runs: ctypes.Array[Run], count: int = 1) -> None:
-        """Write the rows' keys, rotated, and values to those of the first `count` runs that have room for them."""
-        self._rotation.runs, self._rotation.count = ctypes.addressof(runs), count
+    def append_rows(self, run: Run) -> None:
+        """See `RunAttention`."""
+        self._take(run)
         self._library.append_rows(self._code, ctypes.byref(self._rotation))
 
-    def attend(self, runs: ctypes.Array[Run], count: int = 1) -> None:
-        """Attend to the first `count` runs. Each slot comes once between `begin` and `merge`."""
+    def attend(self, run: Run) -> None:
+        """See `RunAttention`."""
+        self._take(run)
         self._library.attend_runs(
-            self._code, ctypes.byref(self._attention), runs, count, self._scratch.data_ptr(), self._per_thread,
+            self._code, ctypes.byref(self._attention), self._runs, 1, self._scratch.data_ptr(), self._per_thread,
             torch.get_num_threads(),
         )  # fmt: skip
+        self._slot += -(-run.tokens // self.span)
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
-        """(out [T, H * D], mass [T, H_kv, C] fp32 or None): each row's softmax mass per chunk, summed over its query
-        group, for all slots' chunks."""
+        """See `RunAttention`."""
         a = self._attention
         return self._merged(torch.empty(a.rows, a.out_stride, dtype=self._dtype), a.kv_heads)
 
     def part(self) -> Part:
-        """In place of `merge`, what is to be joined with attention over other keys: out [T, H, D], lse [T, H], mass
-        [T, H, C] or None, all fp32."""
+        """See `RunAttention`."""
         a = self._attention
         num_heads = a.kv_heads * a.group
         sums = torch.empty(a.rows, num_heads, 2)
@@ -163,8 +113,27 @@ class SpanAttention:
         mass = torch.empty(a.rows, num_heads, a.slots * a.chunks) if a.chunks else None
         a.out, a.mass = out.data_ptr(), None if mass is None else mass.data_ptr()
         self._library.merge_runs(self._code, ctypes.byref(a), torch.get_num_threads())
-        self._rows = None
+        self._rows = self._run = None
         return out, None if mass is None else self._joined(mass)
+
+    def _take(self, run: Run) -> None:
+        """Have `run` in the form that the kernels take."""
+        if run is self._run:
+            return
+        self._run, held, r = run, run.held, self._runs[0]
+        keys, r.tokens, r.span, r.slot, r.coded = held.data_ptr(), run.tokens, self.span, self._slot, run.coded
+        if run.coded:
+            r.keys, r.head_stride = keys, held.stride(0)
+            r.query = r.windowed = r.first = 0
+            return
+        page, whole = held.shape[-2], held.dim() == 5
+        num_pages, page_stride = (held.shape[1], held.stride(1)) if whole else (1, 0)
+        r.keys, r.values = keys, keys + held.stride(0) * held.itemsize
+        r.head_stride, r.page_stride, r.page, r.room = held.stride(-3), page_stride, page, num_pages * page
+        r.first, r.query, r.windowed = run.first, run.query, run.windowed
+
+    def _num_spans(self, counts: Sequence[int]) -> int:
+        return sum(-(-tokens // self.span) for tokens in counts)
 
     def _joined(self, mass: Tensor) -> Tensor:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""

@@ -1,14 +1,10 @@
-"""Rows that attend together, and the attention that they have gathered so far, tile by tile."""
+"""A prefill's attention by torch's operators: rows that attend together, tile by tile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, fold, merge, unfold
 from offload.kernels.rope import Scoring
@@ -29,7 +25,6 @@ class Block:
     count: int
     scale: float | None = None
     part: Part | None = None
-    masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per tile: (mass, lse of the tile)
     window: int | None = None
     cap: float | None = None
     fused: bool = False
@@ -41,12 +36,6 @@ class Block:
     ) -> Block:  # fmt: skip
         """Rows q [T, H, D], rotated, at positions `start` and on."""
         return cls(fold(q, num_kv_heads), start, len(q), scoring.scale, window=window, cap=scoring.cap, fused=fused)
-
-    def attend_fixed(self, tile: Tensor, base: int, *, chunk: int | None) -> None:
-        """The whole tile, whatever is hidden in it, so that all shapes are fixed; also its mass per chunk."""
-        if base <= self._last:
-            seen, first = self._visible(tile, base)
-            self._add(self._by_products(tile[0], tile[1], seen, first, chunk))
 
     def attend(self, tile: Tensor, base: int) -> None:
         """See `PrefillBlock`: the pages that some row sees, a few at a time where torch's fused kernel does not serve.
@@ -70,27 +59,13 @@ class Block:
             else:
                 self._add(self._by_products(keys, values, seen, first))
 
-    def _by_products(
-        self, keys: Tensor, values: Tensor, seen: Tensor | None, first: Tensor | None, chunk: int | None = None
-    ) -> Part:
-        return attend(self.query, keys, values, seen, first_visible=first, chunk=chunk, scale=self.scale, cap=self.cap)
+    def _by_products(self, keys: Tensor, values: Tensor, seen: Tensor | None, first: Tensor | None) -> Part:
+        return attend(self.query, keys, values, seen, first_visible=first, scale=self.scale, cap=self.cap)
 
     def attended(self) -> Tensor:
         """[count, H * D] fp32."""
         assert self.part is not None
         return unfold(self.part.out, self.count)
-
-    def total_mass(self, num_chunks: int) -> Tensor:
-        """Each row's softmax mass per chunk, summed over the query group: [count, H_kv, num_chunks] fp32."""
-        joined = self._joined_mass()
-        grouped = joined.view(joined.shape[0], -1, self.count, joined.shape[-1]).sum(1).transpose(0, 1)
-        return pad(grouped, (0, num_chunks - grouped.shape[-1]))  # a block may end before the pass's last tile
-
-    def _joined_mass(self) -> Tensor:
-        """[H_kv, R, C] fp32 of all tiles so far, relative to all of them."""
-        assert self.part is not None
-        whole = self.part.lse.clamp(min=torch.finfo(torch.float32).min)  # from which -inf may be taken
-        return torch.cat([mass * (lse - whole).exp()[..., None] for mass, lse in self.masses], -1)
 
     @property
     def _last(self) -> int:
@@ -107,8 +82,6 @@ class Block:
         return visible.clamp_(0, num_tokens), first
 
     def _add(self, part: Part) -> None:
-        if part.mass is not None:
-            self.masses.append((part.mass, part.lse))
         self.part = part if self.part is None else merge(self.part, part)
 
 
@@ -121,12 +94,3 @@ class OperatorTiles:
 
     def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> Block:
         return Block.of(rows, first, self.num_kv_heads, scoring, window, fused=self.fused)
-
-
-def blocks_of(
-    q: Tensor, start: int, num_kv_heads: int, scoring: Scoring, sizes: Sequence[int], *, window: int | None = None
-) -> list[Block]:
-    """The same rows in blocks of so many, which may hold more than there are."""
-    rows = q.split(list(sizes))
-    starts = accumulate((len(part) for part in rows), initial=start)
-    return [Block.of(part, at, num_kv_heads, scoring, window) for part, at in zip(rows, starts, strict=False)]

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.places import write_rows
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
-from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows
+from offload.kernels.runs import Rows, Run
 from offload.kv import Phase
 from offload.kv.block import OperatorTiles
 from offload.kv.places import Places
-from offload.kv.tile_attention import TileAttention
 from offload.pages.storage import Offload, PageStorage
-from offload.pages.tiles import TileShape, write_rows
+from offload.pages.tiles import TileShape
 from offload.plan.sizing import MAX_ROWS
 from offload.transfer.arena import Arena
 from offload.transfer.memory import Memory
@@ -26,10 +25,9 @@ from offload.transfer.memory import Memory
 class FullCache:
     """Keys (rotated) and values of all tokens, in tiles, wherever `pages` has them.
 
-    In phase "decode" rows are attended in `blocks`, over whole tiles, whatever is hidden in them: so a
-    row's bits depend on its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have
-    any size. With `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens,
-    while `record_mass` is set, or `keep_mass`.
+    In phase "decode" a tile is a run (`kernels.runs`): so a row's bits depend on its position and the tokens before it,
+    and on nothing else. In phase "prefill" blocks may have any size. With `mass_chunk` the decode phase also keeps each
+    row's softmax mass per chunk of that many tokens, while `record_mass` is set, or `keep_mass`.
     num_layers, scorings: of the growing layers; there may be none.
     offload: None, all tiles are on the device; in phase "prefill" all are attended to there. prefill: attends in phase
     "prefill"; None: torch's operators do. kernels: the device's own, for phase "decode". arena: phase "prefill" has its
@@ -43,7 +41,6 @@ class FullCache:
         *,
         num_layers: int,
         scorings: Sequence[Scoring],
-        blocks: Blocks,
         offload: Offload | None = None,
         mass_chunk: int | None = None,
         prefill: PrefillAttention | None = None,
@@ -56,7 +53,7 @@ class FullCache:
         self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
         self._places = Places(memory.device)
         self._prefill = prefill or OperatorTiles(shape.num_kv_heads)
-        self._attention = TileAttention(shape, blocks, kernels, mass_chunk)
+        self._attention = kernels.attention(dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on, for who chooses chunks by it
         self.keep_mass = False  # the same for others
         self.length = 0
@@ -85,7 +82,7 @@ class FullCache:
             self.pages.access[other].forget()
         self.pages.access[phase].begin(self._start, num_rows)
         self._mass.clear()
-        if phase == "decode" and self._attention.by_kernels:
+        if phase == "decode":
             self._places.set(self._start, self._start, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,8 +93,7 @@ class FullCache:
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
         if self._phase == "decode":
-            rows = Rows(q, k, v, self.scorings[layer], start, start, places=self._places.on_gpu())
-            return self._decode(layer, rows)
+            return self._decode(layer, self._places.rows(0, (q, k, v), self.scorings[layer]))
         q, k = self.scorings[layer].rotated(q, k, start)
         block = self._prefill.block(q, start, self.scorings[layer])
         access, tokens = self.pages.access["prefill"], self.shape.tokens
@@ -207,11 +203,21 @@ class FullCache:
         self._taken = [0] * self.num_layers
 
     def _decode(self, layer: int, rows: Rows) -> Tensor:
+        """A run for each tile; new rows go to the tiles that they fall into."""
+        access, attention, tokens = self.pages.access["decode"], self._attention, self.shape.tokens
         masses = self.mass_chunk is not None and (self.record_mass or self.keep_mass)
-        access = self.pages.access["decode"]
-        num_tiles = self.shape.count(rows.index + len(rows.q))
-        self._attention.attend(access, layer, rows, num_tiles, masses=masses)
-        out, mass = self._attention.merge()
+        stop = rows.index + len(rows.q)
+        counts = [min(stop - base, tokens) for base in range(0, stop, tokens)]
+        attention.begin(rows, counts, masses=masses)
+        for index, count in enumerate(counts):
+            base = index * tokens
+            run = Run(access.open(layer, index), count, base)
+            if base + tokens > rows.index:
+                attention.append_rows(run)
+                access.wrote(layer, index, max(rows.index - base, 0), count)
+            attention.attend(run)
+            access.close(layer, index)
+        out, mass = attention.merge()
         if mass is not None:
             self._mass.append(mass)
         return out

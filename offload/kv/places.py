@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
+from torch import Tensor
 
 from offload.kernels.places import RowPlaces
+from offload.kernels.rope import Scoring
 from offload.kernels.rows import MAX_ROWS
+from offload.kernels.runs import Rows
+from offload.plan.sizing import FEW_ROWS
 from offload.transfer.memory import sent, sent_to
+
+QKV = tuple[Tensor, Tensor, Tensor]  # [T, H, D] and [T, H_kv, D] twice, not rotated
 
 
 class Places:
     """Those of the forward under way. On a GPU forwards of as many rows, up to MAX_ROWS, have them at the same
-    addresses; elsewhere they are made when they are asked for."""
+    addresses; elsewhere they are numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,21 +35,32 @@ class Places:
             both = sent_to(kept, both) if num_rows <= MAX_ROWS else sent(both, self._device)
             self._all = RowPlaces(both[:num_rows], both[num_rows:])
 
-    def rows(self, first: int, count: int) -> RowPlaces:
-        """Of `count` of the forward's rows from the `first` on."""
-        if self._all is None:
-            positions, slots = self._numbers().split(self._num_rows)
-            self._all = RowPlaces(positions, slots)
-        if count == self._num_rows:
+    def rows(self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0) -> Rows:
+        """The forward's rows from the `first` on, as a cache gets them. window: that they have in windowed runs."""
+        position, slot = self._first
+        return Rows(*qkv, scoring, position + first, slot + first, window, self._on_gpu(first, len(qkv[0])))
+
+    def blocks(
+        self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0, most: int = FEW_ROWS
+    ) -> Iterator[Rows]:
+        """The same, at most so many at a time: on a GPU each block takes scratch for all spans that it sees."""
+        for some in zip(*(x.split(most) for x in qkv), strict=True):
+            yield self.rows(first, some, scoring, window=window)
+            first += len(some[0])
+
+    def _on_gpu(self, first: int, count: int) -> RowPlaces | None:
+        """None where the device is no GPU: there attention takes numbers."""
+        if self._all is None or count == self._num_rows:
             return self._all
         own = slice(first, first + count)
         return RowPlaces(self._all.positions[own], self._all.slots[own])
 
-    def on_gpu(self) -> RowPlaces | None:
-        """Of all rows; None where the device is no GPU, and a kernel takes numbers instead."""
-        return self._all if self._device.type == "cuda" else None
-
-    def _numbers(self) -> torch.Tensor:
+    def _numbers(self) -> Tensor:
         """Positions, then slots, [2 * T] on the CPU."""
         steps = torch.arange(self._num_rows)
         return torch.cat([steps + first for first in self._first])
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of blocks, one block after the other."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

@@ -42,8 +42,8 @@ class QuantisedCache:
         kernels: DeviceKernels,
         beside: bool = False,
     ) -> None:
-        """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that attend; there
-        have to be some. beside: the full cache's pages may lie at home as what they have beside these codes."""
+        """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that encode and
+        attend. beside: the full cache's pages may lie at home as what they have beside these codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
         self._attention = QuantisedAttention(kernels, full.scorings, shape.dtype, Places(full.device))

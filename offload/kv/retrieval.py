@@ -29,8 +29,7 @@ class RetrievalCache:
     """Chunks under a budget, and a tail, per layer.
 
     `budget` tokens of chunks in `bits`, 16 or 4, chosen per layer and KV head by `selector`; the tail comes on top,
-    with room for at least `tail` tokens, and in 4 bits the first tokens. kernels: those that attend; in 4 bits there
-    have to be some.
+    with room for at least `tail` tokens, and in 4 bits the first tokens. kernels: that attend.
     """
 
     def __init__(

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from offload.formats.quantised_kv import GROUP, KVCodes
-from offload.kernels.attention import attend, fold, unfold
-from offload.kernels.cpu import FEW_ROWS
 from offload.kernels.device import DeviceKernels
-from offload.kernels.spans import Rows
+from offload.kernels.runs import Rows, Run, attended
 from offload.kv.fetch import Tail, make_fetch
 from offload.kv.full import FullCache
-from offload.kv.places import Places
+from offload.kv.places import QKV, Places, joined
 from offload.kv.quantised_attention import EXACT, QuantisedAttention
 from offload.plan.sizing import KV_TAIL, TAIL_TOKENS
-
-QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class RetrievedStore(Protocol):
@@ -131,9 +127,8 @@ class RetrievedRows(_InArena):
     ) -> None:
         super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
         self._chunk, self._places = chunk, places
-        self._spans = kernels.attention(dtype=full.shape.dtype)
+        self._attention = kernels.attention(dtype=full.shape.dtype)
         self._fetch = make_fetch(full, chunk, kernels, self.nbytes())
-        self._position = self._row = 0
 
     def tail_at(self, num_filled: int) -> int:
         return num_filled * self._chunk
@@ -144,22 +139,11 @@ class RetrievedRows(_InArena):
     def forget_leading(self) -> None: ...
 
     def begin(self, position: int, row: int, num_filled: int, num_rows: int) -> None:
-        self._position, self._row = position, row
         self._places.set(position, row, num_rows)
 
     def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
-        (q, k, v), num_rows, scoring = qkv, len(qkv[0]), self.full.scorings[layer]
-        if self._spans is not None and num_rows <= FEW_ROWS:
-            position, row = self._position + taken, self._row + taken
-            return self._attend_spans(layer, Rows(q, k, v, scoring, position, row, places=self._places.on_gpu()))
-        places = self._places.rows(taken, num_rows)
-        places.write((places.keys(k, scoring), v), self._held[layer])
-        query = fold(places.queries(q, scoring), k.shape[1])
-        # All slots, the empty ones hidden: a slice of the buffer would be copied by the matrix product, every pass.
-        keys, values = self._held[layer, :, None]
-        visible = places.up_to_own(query.shape[1] // num_rows)
-        found = attend(query, keys, values, visible, scale=scoring.scale, cap=scoring.cap)
-        return unfold(found.out, num_rows).to(q.dtype)
+        blocks = self._places.blocks(taken, qkv, self.full.scorings[layer])
+        return joined([self._attend(layer, rows) for rows in blocks])
 
     @property
     def graph_memory(self) -> Hashable:
@@ -167,17 +151,10 @@ class RetrievedRows(_InArena):
         whatever else a pass uses is had once, or made anew in each."""
         return self._held.data_ptr(), self._held.shape
 
-    def _attend_spans(self, layer: int, rows: Rows) -> Tensor:
-        spans = self._spans
-        assert spans is not None
-        stop = rows.index + rows.q.shape[0]
-        if rows.places is not None:
-            stop = self._held.shape[3]  # a graph is used when there are more
-        run = spans.exact_run(self._held[layer], first=0, tokens=stop, slot=0)
-        spans.begin(rows, -(-stop // spans.span))
-        spans.append_rows(run)
-        spans.attend(run)
-        return spans.merge()[0]
+    def _attend(self, layer: int, rows: Rows) -> Tensor:
+        held = self._held[layer]
+        stop = rows.index + len(rows.q) if rows.places is None else held.shape[2]  # a graph is used when there are more
+        return attended(self._attention, rows, [Run(held, stop)])
 
 
 class QuantisedChunks(_InArena):

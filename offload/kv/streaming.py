@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
-from offload.kernels.attention import Part, attend, count_up, fold, merge, unfold
-from offload.kernels.cpu import FEW_ROWS
-from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
-from offload.kernels.places import RowPlaces
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring
-from offload.kernels.spans import Rows
+from offload.kernels.runs import Rows, Run, attended
 from offload.kv import Phase
-from offload.kv.places import Places
+from offload.kv.places import Places, joined
 from offload.transfer.memory import Memory
 
 
@@ -49,7 +45,7 @@ class StreamingCache:
         self._sink_rows = self._allocate(shapes, max(sinks, 1), dtype)
         self._rows = self._allocate(shapes, self._num_slots, dtype)
         self._windows = self._blocks[len(self._blocks) // 2 :]
-        self._spans = kernels.attention(dtype=dtype)
+        self._attention = kernels.attention(dtype=dtype)
         self.length = 0
         self._first = sinks  # absolute position of slot 0
         self._places = Places(memory.device)
@@ -100,22 +96,10 @@ class StreamingCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
-        start, num_rows, num_kv_heads = self.length + self._taken[layer], q.shape[0], k.shape[1]
-        scoring = self._scorings[layer]
-        self._taken[layer] += num_rows
-        if self._spans is not None and num_rows <= FEW_ROWS:
-            index, places = start - self._first, self._places.on_gpu()
-            return self._attend_spans(self._spans, layer, Rows(q, k, v, scoring, start, index, self.window, places))
-        places = self._places.rows(start - self.length, num_rows)
-        self._write(layer, start, places, places.keys(k, scoring), v)
-        parts = []
-        if self.sinks:
-            in_cache = places.queries(q, scoring, last=self.sinks + self.window - 1)
-            parts.append(self._attend_sinks(layer, places, fold(in_cache, num_kv_heads), start))
-        if start + num_rows > self._first:
-            query = fold(places.queries(q, scoring), num_kv_heads)
-            parts.append(self._attend_window(layer, places, query, start - self._first))
-        return unfold(reduce(merge, parts).out, num_rows).to(q.dtype)
+        taken = self._taken[layer]
+        self._taken[layer] += len(q)
+        blocks = self._places.blocks(taken, (q, k, v), self._scorings[layer], window=self.window)
+        return joined([self._attend(layer, rows) for rows in blocks])
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -146,51 +130,15 @@ class StreamingCache:
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._blocks)
 
-    def _attend_spans(self, spans: DecodeAttention, layer: int, rows: Rows) -> Tensor:
+    def _attend(self, layer: int, rows: Rows) -> Tensor:
         """The window's run, then that of the sinks, which have queries of their own. Places are numbered by slots of
         the window's buffer."""
-        stop = rows.position + rows.q.shape[0]
+        stop = rows.position + len(rows.q)
         held, known = max(stop - self._first, 0), min(self.sinks, stop)
         if rows.places is not None:
             held = self._num_slots  # a graph is used when there are more
-        num_window, num_sinks = -(-held // spans.span), -(-known // spans.span)
-        window = spans.exact_run(self._rows[layer], first=0, tokens=held, slot=0, windowed=True)
-        spans.begin(rows, num_window + num_sinks, lasts=(stop, self.sinks + self.window - 1))
-        spans.append_rows(window)
-        spans.attend(window)
+        runs = [Run(self._rows[layer], held, windowed=True)]
         if self.sinks:
-            sinks = spans.exact_run(self._sink_rows[layer], first=-self._first, tokens=known, slot=num_window, query=1)
-            spans.append_rows(sinks)
-            spans.attend(sinks)
-        return spans.merge()[0]
-
-    def _write(self, layer: int, start: int, places: RowPlaces, k: Tensor, v: Tensor) -> None:
-        num_sinks = min(max(self.sinks - start, 0), k.shape[0])
-        for half, rows in enumerate((k, v)):
-            if num_sinks:
-                self._sink_rows[layer][half, :, start : start + num_sinks] = rows[:num_sinks].transpose(0, 1)
-            self._rows[layer][half].index_copy_(1, places.slots[num_sinks:], rows[num_sinks:].transpose(0, 1))
-
-    def _attend_sinks(self, layer: int, places: RowPlaces, query: Tensor, start: int) -> Part:
-        visible = None
-        if start + 1 < self.sinks:
-            visible = (places.positions + 1).clamp_(max=self.sinks).repeat(query.shape[1] // len(places.slots))
-        keys, values = self._sink_rows[layer][:, None]
-        scoring = self._scorings[layer]
-        return attend(query, keys, values, visible, scale=scoring.scale, cap=scoring.cap)
-
-    def _attend_window(self, layer: int, places: RowPlaces, query: Tensor, own: int) -> Part:
-        """Row t sees the slots from its own, `own` + t, back to `window` of them, never before slot 0. These are copied
-        together first, so that a row's bits do not depend on where in the buffer they are."""
-        num_rows = len(places.slots)
-        count = self.window + num_rows - 1
-        keys, values = self._rows[layer].index_select(2, places.before(count))[:, None]
-        num_visible = first_visible = None
-        if num_rows > 1 or own < self.window:
-            first_visible = count_up(0, num_rows, query)
-            num_visible = first_visible + self.window
-            first_visible.clamp_(min=count - own - num_rows)
-        scoring = self._scorings[layer]
-        return attend(
-            query, keys, values, num_visible, first_visible=first_visible, scale=scoring.scale, cap=scoring.cap
-        )
+            runs.append(Run(self._sink_rows[layer], known, -self._first, query=1))
+        lasts = (stop, self.sinks + self.window - 1)
+        return attended(self._attention, rows, runs, into=len(runs), lasts=lasts)

@@ -7,20 +7,18 @@ every pass, nothing is moved, and a row's bits do not depend on how much of the 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate
 
 from torch import Tensor
 
-from offload.kernels.device import NONE, DecodeAttention, DeviceKernels
+from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.places import write_rows
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
-from offload.kernels.rows import Blocks
-from offload.kernels.spans import Rows
+from offload.kernels.runs import Run, attended
 from offload.kv import Phase
-from offload.kv.block import OperatorTiles, blocks_of
-from offload.kv.places import Places
-from offload.kv.tile_attention import joined
-from offload.pages.tiles import TileShape, write_rows
+from offload.kv.block import OperatorTiles
+from offload.kv.places import QKV, Places, joined
+from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
 PURPOSE = "window cache"
@@ -42,18 +40,16 @@ class WindowCache:
         num_pages: int,
         windows: Sequence[int],
         scorings: Sequence[Scoring],
-        blocks: Blocks,
         prefill: PrefillAttention | None = None,
         kernels: DeviceKernels = NONE,
     ) -> None:
-        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. blocks, prefill, kernels: as of
-        `FullCache`."""
+        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. prefill, kernels: see `FullCache`."""
         self.shape, self.num_layers, self.scorings, self._windows = shape, len(windows), scorings, windows
-        self._memory, self._num_pages, self._blocks = memory, num_pages, blocks
-        self._attention = prefill or OperatorTiles(shape.num_kv_heads)
+        self._memory, self._num_pages = memory, num_pages
+        self._prefilling = prefill or OperatorTiles(shape.num_kv_heads)
         size = (len(windows), 2, num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
         self._ring = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
-        self._spans = kernels.attention(dtype=shape.dtype, page=shape.page_tokens)
+        self._attention = kernels.attention(dtype=shape.dtype, page=shape.page_tokens)
         self._places = Places(memory.device)
         self.length = 0
         self._stop = 0  # rows were written up to this position, which is in the ring's last page
@@ -87,7 +83,7 @@ class WindowCache:
         self._is_draft, self._phase = start is not None, phase
         self._start = self.length if start is None else start
         self._taken = [0] * self.num_layers
-        if phase == "decode" and self._spans is not None:
+        if phase == "decode":
             self._places.set(self._start, self._start, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,7 +96,8 @@ class WindowCache:
             return self._prefill(layer, start, *self.scorings[layer].rotated(q, k, start), v)
         known = min(max(self.length - start, 0), len(q)) if self._is_draft else 0
         parts = [(0, known, False), (known, len(q), True)]
-        return joined([self._decode(layer, *part, (q, k, v)) for part in parts if part[0] < part[1]])
+        found = [self._decode(layer, *part, (q, k, v)) for part in parts if part[0] < part[1]]
+        return joined(found)
 
     def advance(self, num_tokens: int) -> None:
         """The forward is over and its first `num_tokens` rows count."""
@@ -179,43 +176,19 @@ class WindowCache:
             yield self._ring[layer, :, slot : slot + count], first * page
             first += count
 
-    def _decode(self, layer: int, first: int, stop: int, writes: bool, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _decode(self, layer: int, first: int, stop: int, writes: bool, qkv: QKV) -> Tensor:
         """Rows `first` to `stop` of the forward, written to the ring or, where their tokens are known, not."""
         q, k, v = (each[first:stop] for each in qkv)
-        start, scoring = self._start + first, self.scorings[layer]
-        if self._spans is None:
-            return self._by_operators(layer, start, *scoring.rotated(q, k, start), v, writes=writes)
-        places = self._places.on_gpu() and self._places.rows(first, stop - first)
-        rows = Rows(q, k, v, scoring, start, start, self._windows[layer], places)
-        return self._by_kernels(self._spans, layer, rows, writes=writes)
-
-    def _by_kernels(self, spans: DecodeAttention, layer: int, rows: Rows, *, writes: bool) -> Tensor:
-        stop, tokens = rows.index + len(rows.q), self.shape.page_tokens
-        tiles = list(self._seen(layer, rows.index, stop))
-        used = [min(stop - base, tile.shape[1] * tokens) for tile, base in tiles]
-        counts = [-(-count // spans.span) for count in used]
-        spans.begin(rows, sum(counts))
-        for (tile, base), count, slot in zip(tiles, used, accumulate(counts, initial=0), strict=False):
-            run = spans.exact_run(tile, first=base, tokens=count, slot=slot, windowed=True)
-            if writes:
-                spans.append_rows(run)
-            spans.attend(run)
-        return spans.merge()[0]
-
-    def _by_operators(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor, *, writes: bool) -> Tensor:
-        """Page by page: sums over a row's keys are then the same, wherever its window begins."""
-        sizes, window = [len(q)] if self._is_draft else self._blocks.cut(len(q)), self._windows[layer]
-        blocks = blocks_of(q, start, self.shape.num_kv_heads, self.scorings[layer], sizes, window=window)
-        for tile, base in self._seen(layer, start, start + len(q)):
-            if writes:
-                write_rows(tile, base, start, k, v)
-            for number in range(tile.shape[1]):
-                for block in blocks:
-                    block.attend_fixed(tile[:, number : number + 1], base + number * self.shape.page_tokens, chunk=None)
-        return joined([block.attended() for block in blocks]).to(q.dtype)
+        rows = self._places.rows(first, (q, k, v), self.scorings[layer], window=self._windows[layer])
+        end = rows.index + len(q)
+        runs = [
+            Run(tile, min(end - base, tile.shape[1] * self.shape.page_tokens), base, windowed=True)
+            for tile, base in self._seen(layer, rows.index, end)
+        ]
+        return attended(self._attention, rows, runs, into=len(runs) if writes else 0)
 
     def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block = self._attention.block(q, start, self.scorings[layer], self._windows[layer])
+        block = self._prefilling.block(q, start, self.scorings[layer], self._windows[layer])
         for tile, base in self._seen(layer, start, start + len(q)):
             write_rows(tile, base, start, k, v)
             block.attend(tile, base)

@@ -149,19 +149,3 @@ class TileStore:
 
     def nbytes(self) -> int:
         return sum(home.nbytes for homes in self._homes for home in homes)
-
-
-def write_rows(tile: Tensor, base: int, start: int, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """The rows k, v [T, H_kv, D] at positions `start` and on that fall into `tile`, which begins at `base`, page by
-    page. Returns the tile's tokens (first, stop) that they are; none where these are equal or the wrong way round."""
-    _, num_pages, _, page, _ = tile.shape
-    first, stop = max(start, base), min(start + len(k), base + num_pages * page)
-    position = first
-    while position < stop:
-        number, offset = divmod(position - base, page)
-        count = min(page - offset, stop - position)
-        rows = slice(position - start, position - start + count)
-        tile[0, number, :, offset : offset + count] = k[rows].transpose(0, 1)
-        tile[1, number, :, offset : offset + count] = v[rows].transpose(0, 1)
-        position += count
-    return first - base, stop - base

@@ -45,8 +45,6 @@ def cache_problem(sizing: Sizing) -> str:
     if not takes_kv_codes(head_dim, hardware.is_cpu):
         group = "8" if hardware.is_cpu else f"16, up to {WIDEST_GPU_HEAD}"
         return f"heads of {head_dim} numbers are not whole groups of {group}"
-    if not hardware.is_cpu and not hardware.has_kernels:
-        return f"{hardware.device} attends to it by kernels in Triton; pip install triton, without {KERNELS}=off"
     if options.budget is not None and not takes_coded_chunks(options):
         return (
             f"budget is {options.budget}, and quantised chunks have {CODED_CHUNK} tokens; "

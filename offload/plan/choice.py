@@ -59,6 +59,7 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
     """Weights and a quantised cache are among them where they can be, on a CPU where they were measured."""
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
+    attends = measured if is_cpu else sizing.hardware.has_kernels  # to 4 bits faster than to 16
     known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
     asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
     return compositions(
@@ -66,7 +67,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
         capacity,
         with_draft=sizing.draft is not None,
         weight_bits=(16,) if weights_problem(sizing) else (16, *known),
-        kv_bits=(16, 4) if (measured or not is_cpu) and not cache_problem(sizing) else (16,),
+        kv_bits=(16, 4) if attends and not cache_problem(sizing) else (16,),
         retrieves=sizing.num_growing > 0,
         coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
     )

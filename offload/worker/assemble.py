@@ -13,7 +13,6 @@ from offload.kernels.cpu import CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring, scorings
-from offload.kernels.rows import Blocks
 from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
@@ -35,8 +34,8 @@ MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
 
 
 def full_cache(
-    plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, blocks: Blocks, arena: Arena | None = None,
-    *, rotated: Rotated = (),
+    plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, arena: Arena | None = None, *,
+    rotated: Rotated = (),
 ) -> FullCache:  # fmt: skip
     """The cache of the plan's target, or of a shard of it. rotated: see `Weights`."""
     composition, placement = plan.composition, plan.placement
@@ -45,7 +44,6 @@ def full_cache(
         tile_shape(plan, config),
         num_layers=len(config.growing),
         scorings=_of_layers(config.growing, scorings_of(plan, config, rotated)),
-        blocks=blocks,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
         prefill=_prefill_attention(plan, config),
@@ -54,9 +52,7 @@ def full_cache(
     )
 
 
-def window_cache(
-    plan: Plan, config: ModelConfig, memory: Memory, blocks: Blocks, rotated: Rotated
-) -> WindowCache | None:
+def window_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotated) -> WindowCache | None:
     """Of the target's layers that have a window, if it has some, or of a shard of it."""
     if not config.windowed:
         return None
@@ -66,7 +62,6 @@ def window_cache(
         num_pages=plan.placement.window_pages,
         windows=config.windows,
         scorings=_of_layers(config.windowed, scorings_of(plan, config, rotated)),
-        blocks=blocks,
         prefill=_prefill_attention(plan, config, windows=True),
         kernels=_attention_kernels(plan, config, windows=True),
     )
@@ -104,36 +99,27 @@ def _packs(plan: Plan, config: ModelConfig) -> CpuKernels | None:
 
 def retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> RetrievalCache:
     found = plan.composition
-    kernels = _attention_kernels(plan, config) if found.kv_bits == 16 else _coding_kernels(plan, config)
     return RetrievalCache(
         full,
         budget=found.budget,
         chunk=found.chunk,
         selector=ByMass(reach=min(found.gamma, MAX_REACH)),
-        kernels=kernels,
+        kernels=_attention_kernels(plan, config),
         tail=tail_tokens(found),
         bits=found.kv_bits,
     )
 
 
 def quantised_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Memory) -> QuantisedCache:
-    """Raises UsageError, see `_coding_kernels`; DoesNotFit."""
+    """Raises DoesNotFit."""
     return QuantisedCache(
         full,
         memory,
         num_tokens=plan.request.capacity,
         drafted=plan.composition.drafted,
-        kernels=_coding_kernels(plan, config),
+        kernels=_attention_kernels(plan, config),
         beside=plan.placement.link_bits == 9,
     )
-
-
-def _coding_kernels(plan: Plan, config: ModelConfig) -> DeviceKernels:
-    """The device's, which alone attend to a cache in 4 bits. Raises UsageError where they do not run."""
-    kernels = _attention_kernels(plan, config)
-    if not kernels.usable:
-        raise UsageError(f"a cache in 4 bits needs the {kernels.whose}'s kernels, which do not run: {kernels.reason}")
-    return kernels
 
 
 def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotated) -> StreamingCache:

@@ -30,7 +30,6 @@ from offload.kernels.cpu import CpuKernels, of_model
 from offload.kernels.device import NoKernels
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import scorings
-from offload.kernels.rows import Blocks
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.model.decoder import Decoder, Segment
@@ -288,7 +287,6 @@ class _Trial:
             shape,
             num_layers=self._num_layers,
             scorings=scorings(config, room, room, "cpu", dtype)[: self._num_layers],
-            blocks=Blocks((self._block,)),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from offload.errors import DoesNotFit
-from offload.kernels.rows import Blocks
 from offload.kv import Cache
 from offload.kv.ahead import AheadCache
 from offload.kv.full import FullCache
@@ -198,11 +197,9 @@ class Worker:
         resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
         self._hidden_rows: HiddenRows = self.models.rows or resident
         rotated = self.target.weights.rotated
-        self.full = full_cache(
-            plan, self.target.config, self.memory, self.link, Blocks((self.block,)), arena, rotated=rotated
-        )
+        self.full = full_cache(plan, self.target.config, self.memory, self.link, arena, rotated=rotated)
         self._caches.append(self.full)
-        self.windows = window_cache(plan, self.target.config, self.memory, Blocks((self.block,)), rotated)
+        self.windows = window_cache(plan, self.target.config, self.memory, rotated)
         if self.windows is not None:
             self._caches.append(self.windows)
         self._target_cache = self._with_windows(self.full, drafts=False)

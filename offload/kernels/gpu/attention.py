@@ -16,35 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.formats.quantised_kv import GROUP
 from offload.kernels.attention import Part
 from offload.kernels.gpu import kv_programs, programs
 from offload.kernels.gpu.tiling import ROWS, STAGES, Tiling
-from offload.kernels.places import RowPlaces
-from offload.kernels.spans import Rows
+from offload.kernels.places import append_rows
+from offload.kernels.runs import Rows, Run
 from offload.native.launch import launch
 
 _COLUMNS = 256  # of masses that are joined at a time
-
-
-@dataclass(frozen=True)
-class Run:
-    """Spans of one tensor. pages [2, P, H_kv, S, D]; see `one_run` of the CPU's for the rest."""
-
-    pages: Tensor
-    first: int
-    tokens: int
-    slot: int
-    query: int
-    windowed: bool
-
-
-@dataclass(frozen=True)
-class CodedRun:
-    """Spans of keys and values in 4 bits. blocks: uint8 [H_kv, groups, bytes] of a layer."""
-
-    blocks: Tensor
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -56,9 +36,10 @@ class _Partials:
 
 
 class GpuAttention:
-    """See `SpanAttention`: the same in a launch for each run and one or two to merge. Runs are folded in the order in
-    which they come. Scratch, from `begin` to `merge`: the results of two runs, since one is folded while the next is
-    made, and of all runs. It is not kept: a graph has memory of its own."""
+    """See `RunAttention`: a launch for each run and one or two to merge. Runs are folded in the order in which they
+    come, and of their tokens those after the last of the rows do not count. Scratch, from `begin` to `merge`: the
+    results of two runs, since one is folded while the next is made, and of all runs. It is not kept: a graph has memory
+    of its own."""
 
     def __init__(
         self,
@@ -73,23 +54,18 @@ class GpuAttention:
         self.span, self._dtype, self._mass_dtype = span, dtype, mass_dtype
         self._chunk = chunk or 0
         self._num_runs = self._num_left = 0  # runs attended to, and spans of the last one
+        self._slot = 0  # spans of the runs so far
         self._rows: Rows | None = None
 
-    def exact_run(
-        self, tensor: Tensor, *, first: int, tokens: int, slot: int, query: int = 0, windowed: bool = False
-    ) -> Run:
-        """Tensor [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D]: as `one_run` of the CPU's. Of `tokens`
-        those after the last of the rows do not count."""
-        return Run(tensor if tensor.dim() == 5 else tensor[:, None], first, tokens, slot, query, windowed)
-
-    def begin(self, rows: Rows, num_slots: int, *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
-        """Rotate the queries and keys. See `SpanAttention.begin`."""
+    def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
+        """See `RunAttention`. Keys are rotated, too."""
         (num_rows, num_heads, dim), self._num_kv_heads = rows.q.shape, rows.k.shape[1]
         self._tiling = Tiling(dim, self._dtype.itemsize)
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
-        self._columns = num_slots * self.span // self._part if self._part else 0
-        self._places, scoring = rows.places or _places_of(rows), rows.scoring
+        num_spans = sum(-(-tokens // self.span) for tokens in counts)
+        self._columns = num_spans * self.span // self._part if self._part else 0
+        self._places, scoring = rows.in_memory(), rows.scoring
         self._running, self._masses = self._floats(dim), self._floats(self._columns)
         self._tops, self._totals = self._floats(1), self._floats(1)
         self._partials = _Partials(*[self._totals] * 2)  # of no run
@@ -101,35 +77,16 @@ class GpuAttention:
         else:
             both = self._places.keys(torch.cat([rows.q, rows.k], 1), scoring)
             self._queries, self._keys = [both[:, :num_heads]], both[:, num_heads:]
-        self._num_runs = self._num_left = 0
+        self._num_runs = self._num_left = self._slot = 0
         self._rows = rows
 
     def append_rows(self, run: Run) -> None:
-        """Write the rows' keys, rotated, and values to those of the run's places that are theirs."""
+        """See `RunAttention`."""
         assert self._rows is not None
-        page, index, stop = run.pages.shape[3], self._rows.index, self._rows.index + len(self._keys)
-        room = run.pages.shape[1] * page
-        if run.pages.shape[1] == 1 and run.first == 0 and index >= 0 and stop <= room:
-            return self._places.write((self._keys, self._rows.v), run.pages[:, 0])
-        position, end = max(index, run.first), min(stop, run.first + room)
-        while position < end:
-            number, offset = divmod(position - run.first, page)
-            count = min(page - offset, end - position)
-            new = slice(position - index, position - index + count)
-            for half, rows in enumerate((self._keys, self._rows.v)):
-                run.pages[half, number, :, offset : offset + count] = rows[new].transpose(0, 1)
-            position += count
-        return None
+        append_rows(run.pages, run.first, self._rows.index, (self._keys, self._rows.v), self._places)
 
-    def coded_run(self, codes: KVCodes, layer: int, *, tokens: int, slot: int) -> CodedRun:
-        """See `SpanAttention.coded_run`. codes: in order "matrices"."""
-        assert codes.order == "matrices"
-        assert tokens % GROUP == 0
-        return CodedRun(codes.blocks[layer], tokens)
-
-    def attend(self, run: Run | CodedRun) -> None:
-        """Attend to the run's spans, and fold those of the run before. Each slot comes once between `begin` and
-        `merge`."""
+    def attend(self, run: Run) -> None:
+        """See `RunAttention`. Spans of the run before are folded."""
         if not run.tokens:
             return
         dim, num_spans = self._tiling.head_dim, -(-run.tokens // self.span)
@@ -137,18 +94,18 @@ class GpuAttention:
         own = self._partials = _Partials(self._floats(num_spans * dim), self._floats(num_spans))
         results = own.out, own.sums, earlier.out, earlier.sums, self._running, self._tops, self._totals
         grid = (num_spans + (self._num_left > 0), self._num_kv_heads, -(-self._folded // ROWS))
-        if isinstance(run, CodedRun):
+        if run.coded:
             self._attend_codes(run, grid, results)
         else:
             self._attend_exact(run, grid, results)
-        self._num_runs, self._num_left = self._num_runs + 1, num_spans
+        self._num_runs, self._num_left, self._slot = self._num_runs + 1, num_spans, self._slot + num_spans
 
     def _attend_exact(self, run: Run, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
         assert self._rows is not None
         pages, queries, page = run.pages, self._queries[run.query], run.pages.shape[3]
         assert pages.stride(4) == 1
         assert pages.shape[1] == 1 or page % self.span == 0
-        column = run.slot * self.span // self._part if self._part else 0
+        column = self._slot * self.span // self._part if self._part else 0
         launch(
             programs.attend_spans,
             grid,
@@ -166,8 +123,10 @@ class GpuAttention:
             **self._constants,
         )  # fmt: skip
 
-    def _attend_codes(self, run: CodedRun, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
-        blocks, queries = run.blocks, self._queries[0]
+    def _attend_codes(self, run: Run, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
+        """Codes in order "matrices"."""
+        blocks, queries = run.held, self._queries[0]
+        assert run.tokens % GROUP == 0
         assert self.span % (self._tiling.blocks * GROUP) == 0
         assert not self._part
         launch(
@@ -202,7 +161,7 @@ class GpuAttention:
         }  # fmt: skip
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
-        """See `SpanAttention.merge`. Masses are in `mass_dtype`."""
+        """See `RunAttention`. Masses are in `mass_dtype`."""
         masses = self._masses
         out, logs = self._merged(self._dtype)
         if not self._part:
@@ -217,7 +176,7 @@ class GpuAttention:
         return out.flatten(1), self._whole_chunks(mass)
 
     def part(self) -> Part:
-        """See `SpanAttention.part`."""
+        """See `RunAttention`."""
         masses = self._masses
         out, logs = self._merged(torch.float32)
         lse = self._by_rows(logs[..., None])
@@ -256,9 +215,3 @@ class GpuAttention:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
         parts = self._chunk // self._part
         return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)
-
-
-def _places_of(rows: Rows) -> RowPlaces:
-    """Of rows whose caller does not keep them on the GPU."""
-    steps = torch.arange(len(rows.q), device=rows.q.device)
-    return RowPlaces(steps + rows.position, steps + rows.index)

@@ -14,12 +14,13 @@ from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
 from offload.formats.stored import StoredMatrix
-from offload.kernels.device import MASS_DTYPE, DecodeAttention, DeviceKernels
+from offload.kernels.device import DeviceKernels
 from offload.kernels.gpu import copies, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.prefill import PrefillAttention
+from offload.kernels.runs import MASS_DTYPE, RunAttention
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class GpuKernels(DeviceKernels):
     order: ClassVar[Order] = "matrices"
     reads_host: ClassVar[bool] = True
 
-    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> DecodeAttention:
+    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
         span = SPAN if page is None else gcd(SPAN, page)
         return GpuAttention(dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
 

@@ -1,0 +1,156 @@
+"""Attention over runs by torch's operators, on any device: where no kernels of our own run.
+
+Rows attend in blocks of `ROWS`, filled up, over pieces of a run whose shape follows from where they lie in it. Results
+are merged in the order of the pieces, and what a row does not see adds exact zeros: so a row's bits depend on the keys
+that it sees, and neither on the rows beside it nor on their number. Where a trial finds a row's place in a block to
+change its bits (kernels/rows.py), rows attend one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from offload.formats.quantised_kv import GROUP, KVCodes
+from offload.kernels.attention import Part, attend, fold, merge, unfold
+from offload.kernels.places import append_rows
+from offload.kernels.rows import AttentionShape, attention_alike
+from offload.kernels.runs import MASS_DTYPE, Rows, Run
+
+ROWS = 16  # of a block
+PAGES = 4  # that are attended to at a time
+CODED_PAGE = 512  # tokens
+
+
+@dataclass
+class _Block:
+    """n rows and what they have gathered. queries: [H_kv, G * n, D] each; own: int64 [G * n], each folded row's place
+    among the runs' positions; group: G."""
+
+    queries: Sequence[Tensor]
+    own: Tensor
+    group: int
+    part: Part | None = None
+    masses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # by piece: (mass, lse of the piece)
+
+    def add(self, part: Part, num_chunks: int) -> None:
+        """num_chunks: of the part's masses those that count."""
+        if part.mass is not None:
+            self.masses.append((part.mass[..., :num_chunks], part.lse))
+        self.part = part if self.part is None else merge(self.part, part)
+
+    def by_rows(self) -> Part:
+        """Of rows [n, H], with masses relative to all pieces."""
+        assert self.part is not None
+        count = len(self.own) // self.group
+        out, lse = (unfold(each, count) for each in (self.part.out, self.part.lse[..., None]))
+        out = out.unflatten(1, (lse.shape[1], -1))
+        if not self.masses:
+            return Part(out, lse)
+        whole = self.part.lse.clamp(min=torch.finfo(torch.float32).min)  # from which -inf may be taken
+        mass = torch.cat([mass * (lse - whole).exp()[..., None] for mass, lse in self.masses], -1)
+        return Part(out, lse, unfold(mass, count).unflatten(1, (lse.shape[1], -1)))
+
+
+class OperatorAttention:
+    """See `RunAttention`. Codes are in the order "lanes"."""
+
+    def __init__(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> None:
+        """page: tokens of the runs' pages; None: each is a page of its own. chunk: tokens of a chunk."""
+        self._dtype, self._page, self._chunk = dtype, page, chunk
+        self._rows: Rows | None = None
+        self._blocks: list[_Block] = []
+        self._masses = False
+
+    def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
+        """See `RunAttention`."""
+        self._rows, self._masses, self._places = rows, masses and self._chunk is not None, rows.in_memory()
+        num_rows, num_kv_heads, group = len(rows.q), rows.k.shape[1], rows.q.shape[1] // rows.k.shape[1]
+        size = self._block_rows(rows)
+        stop, missing = rows.position + num_rows, -num_rows % size
+        ends = [None if last >= stop else last for last in lasts or (stop,)]
+        queries = [pad(self._places.queries(rows.q, rows.scoring, last), (0, 0, 0, 0, 0, missing)) for last in ends]
+        own = pad(self._places.slots, (0, missing)).split(size)
+        blocks = zip(*(query.split(size) for query in queries), strict=True)
+        self._keys = self._places.keys(rows.k, rows.scoring)
+        self._blocks = [
+            _Block([fold(query, num_kv_heads) for query in some], places.repeat(group), group)
+            for some, places in zip(blocks, own, strict=True)
+        ]
+
+    def append_rows(self, run: Run) -> None:
+        """See `RunAttention`."""
+        assert self._rows is not None
+        append_rows(run.pages, run.first, self._rows.index, (self._keys, self._rows.v), self._places)
+
+    def attend(self, run: Run) -> None:
+        """See `RunAttention`."""
+        for pages, at in self._coded(run) if run.coded else _pieces(run):
+            for block in self._blocks:
+                self._attend(block, run, pages, at)
+
+    def merge(self) -> tuple[Tensor, Tensor | None]:
+        """See `RunAttention`."""
+        num_kv_heads, part = self._keys.shape[1], self.part()
+        out = part.out.flatten(1).to(self._dtype)
+        if part.mass is None:
+            return out, None
+        mass = part.mass.unflatten(1, (num_kv_heads, -1)).sum(2)
+        return out, mass.to(MASS_DTYPE) if mass.is_cuda else mass
+
+    def part(self) -> Part:
+        """See `RunAttention`."""
+        assert self._rows is not None
+        num_rows, parts = len(self._rows.q), [block.by_rows() for block in self._blocks]
+        masses = [part.mass for part in parts if part.mass is not None]
+        out, lse = (torch.cat(some)[:num_rows] for some in zip(*((part.out, part.lse) for part in parts), strict=True))
+        self._rows, self._blocks = None, []
+        return Part(out, lse, torch.cat(masses)[:num_rows] if masses else None)
+
+    def _block_rows(self, rows: Rows) -> int:
+        """1 where a row's place in a block of `ROWS` changes its bits on this CPU."""
+        if rows.q.is_cuda:
+            return ROWS
+        num_kv_heads, head_dim = rows.k.shape[1:]
+        shape = AttentionShape(rows.q.shape[1], num_kv_heads, head_dim, PAGES, self._page or CODED_PAGE)
+        return ROWS if attention_alike(shape, ROWS, self._dtype, torch.get_num_threads()) else 1
+
+    def _attend(self, block: _Block, run: Run, pages: Tensor, at: int) -> None:
+        """To a piece of the run that begins with its token `at`."""
+        assert self._rows is not None
+        count, page, scoring = run.tokens - at, pages.shape[3], self._rows.scoring
+        seen = torch.full_like(block.own, count) if run.coded else block.own + (1 - run.first - at)
+        part = attend(
+            block.queries[run.query],
+            pages[0],
+            pages[1],
+            seen.clamp(max=count),
+            first_visible=seen - self._rows.window if run.windowed else None,
+            chunk=self._chunk if self._masses else None,
+            scale=scoring.scale,
+            cap=scoring.cap,
+        )
+        used = min(-(-count // page), pages.shape[1])
+        block.add(part, used * page // self._chunk if self._chunk else 0)
+
+    def _coded(self, run: Run) -> Iterator[tuple[Tensor, int]]:
+        """As `_pieces`: numbers that the codes stand for, of pages of CODED_PAGE tokens, the last filled up."""
+        assert self._rows is not None
+        step, blocks = PAGES * CODED_PAGE // GROUP, run.held[:, : run.tokens // GROUP]
+        for first in range(0, blocks.shape[1], step):
+            some = blocks[:, first : first + step]
+            filled = pad(some, (0, 0, 0, -some.shape[1] % (CODED_PAGE // GROUP)))
+            rows = KVCodes(filled[None], self._rows.q.shape[2]).rows(self._dtype)[0]
+            yield rows.unflatten(2, (-1, CODED_PAGE)).transpose(1, 2), first * GROUP
+
+
+def _pieces(run: Run) -> Iterator[tuple[Tensor, int]]:
+    """(pages [2, p, H_kv, S, D], the first one's first token) as far as the run's tokens reach: a few pages at a time;
+    of a windowed run one, since windows begin at any."""
+    pages, step = run.pages, 1 if run.windowed else PAGES
+    for number in range(0, -(-run.tokens // pages.shape[3]), step):
+        yield pages[:, number : number + step], number * pages.shape[3]

@@ -1,0 +1,113 @@
+"""Attention of a forward's few rows over runs of keys and values: what all caches ask for and every device does.
+
+Three classes compute it: `kernels.spans` by the CPU's kernels, `kernels.gpu.attention` by Triton's, and
+`kernels.operators` by torch's operators where neither runs. A row's bits depend on the keys that it sees and on the
+order of the runs, and neither on the rows beside it nor on their number.
+Letters: T rows, H query heads, H_kv KV heads, D head dimension, P pages of S tokens, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.kernels.attention import Part
+from offload.kernels.places import RowPlaces
+from offload.kernels.rope import Scoring
+
+MASS_DTYPE = torch.bfloat16  # that a GPU keeps masses in, row by row: they only rank chunks
+
+
+@dataclass(frozen=True)
+class Rows:
+    """New rows of a forward in a layer: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. scoring:
+    of the layer, its table rounded to the rows' dtype. position: of the first one in that table; index: of the first
+    one among the runs' positions. window: tokens that rows see of windowed runs. places: both in the memory of a GPU,
+    `slots` for the index."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scoring: Scoring
+    position: int
+    index: int
+    window: int = 0
+    places: RowPlaces | None = None
+
+    def in_memory(self) -> RowPlaces:
+        """The rows' places in the memory of their device, made where the caller keeps none."""
+        if self.places is not None:
+            return self.places
+        steps = torch.arange(len(self.q), device=self.q.device)
+        return RowPlaces(steps + self.position, steps + self.index)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Keys and values of consecutive tokens in one tensor.
+
+    held: [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D], keys then values, contiguous in the last two dimensions;
+    or uint8 [H_kv, groups, bytes], a layer's codes (`KVCodes`), which all rows see whole and no rows are written to.
+    It holds positions `first` and on, of which `tokens` count, whole groups of codes. query: which of its queries a row
+    has for it. windowed: rows see what is in their window only.
+    """
+
+    held: Tensor
+    tokens: int
+    first: int = 0
+    query: int = 0
+    windowed: bool = False
+
+    @property
+    def coded(self) -> bool:
+        return self.held.dim() == 3
+
+    @property
+    def pages(self) -> Tensor:
+        """[2, P, H_kv, S, D] of a run that is not coded."""
+        return self.held if self.held.dim() == 5 else self.held[:, None]
+
+
+class RunAttention(Protocol):
+    """One layer at a time: `begin`; for each run `append_rows`, if the rows go there, and `attend`; then `merge` or
+    `part`."""
+
+    def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
+        """Rotate the queries. counts: tokens of each run to come. masses: `merge` returns them, of runs that are not
+        coded. lasts: for each query that a row has, the position that it is rotated to at most; (): one query, at the
+        row's own."""
+        ...
+
+    def append_rows(self, run: Run) -> None:
+        """Write the rows' keys, rotated, and values to those of the run's places that are theirs."""
+        ...
+
+    def attend(self, run: Run) -> None:
+        """Attend to the run's tokens."""
+        ...
+
+    def merge(self) -> tuple[Tensor, Tensor | None]:
+        """(out [T, H * D], mass [T, H_kv, C] or None): each row's softmax mass per chunk of the runs, one after the
+        other, summed over its query group; fp32, on a GPU MASS_DTYPE."""
+        ...
+
+    def part(self) -> Part:
+        """In place of `merge`, the same before it is rounded and summed: out [T, H, D], lse [T, H], mass [T, H, C] or
+        None, all fp32. A row that sees no key has an lse of -inf and an out of 0."""
+        ...
+
+
+def attended(
+    attention: RunAttention, rows: Rows, runs: Sequence[Run], *, into: int = 1, lasts: Sequence[int] = ()
+) -> Tensor:
+    """Attention [T, H * D] of `rows` over `runs`, to the first `into` of which they are written. lasts: see `begin`."""
+    attention.begin(rows, [run.tokens for run in runs], lasts=lasts)
+    for number, run in enumerate(runs):
+        if number < into:
+            attention.append_rows(run)
+        attention.attend(run)
+    return attention.merge()[0]

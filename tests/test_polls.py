@@ -20,7 +20,6 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from offload.decode.passes import Pass
 from safetensors.torch import save_file
 
 from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
@@ -33,6 +32,7 @@ from offload.hub import fetch, gguf, pickles, remote
 from offload.hub.remote import RemoteFile
 from offload.interrupts import interruptible
 from offload.model import quantised
+from offload.model.passes import Pass
 from offload.plan import request
 from offload.progress import Progress, bytes_of
 from offload.ranks import sums

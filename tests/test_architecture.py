@@ -132,14 +132,8 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
     transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
-    # The process that runs llama.cpp asks all of its slots at once. What the thread that pins reads is locked.
-    allowed = (
-        *transfer,
-        "offload.transfer.memory",
-        "triforce_cli.chat.background",
-        "offload.ranks",
-        "offload.bench.llama_cpp",
-    )
+    # What the thread that pins reads is locked.
+    allowed = (*transfer, "offload.transfer.memory", "triforce_cli.chat.background", "offload.ranks")
     if within(module, *allowed):
         return []
     concurrent = ("threading", "_thread", "concurrent", "multiprocessing", "asyncio", "queue", "torch.multiprocessing")

@@ -36,7 +36,7 @@ STOREYS = (
 )
 GROUND = tuple(
     f"offload.{name}"
-    for name in ("errors", "files", "formats.layout", "metrics", "progress", "records", "seeds", "strict_json", "units")
+    for name in ("errors", "fields", "files", "formats.layout", "metrics", "progress", "seeds", "strict_json", "units")
 )
 CLI_MAY_IMPORT = (
     *("offload.engine", "offload.ranks.follower", "offload.config", "offload.plan", "offload.session"),

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from offload.config.encodings import encoded, matrices
-from offload.config.fields import TEXT_CONFIG, Fields
 from offload.config.model import ModelConfig
 from offload.config.quantisers import read_quantisation
 from offload.config.schemes import Quantisation, Rule, Scheme
 from offload.errors import ModelError
+from offload.fields import Fields
 from offload.units import size as in_units
 
+TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second is what compressed-tensors once wrote
 
 

@@ -145,7 +145,8 @@ class Fields:
 
     def place(self, key: str) -> str:
         """What messages call a field."""
-        return f"{self.where}{self._between}{_short(key)}" if self.where else _short(key)
+        name = _short(key if key.isprintable() else json.dumps(key)[1:-1])
+        return f"{self.where}{self._between}{name}" if self.where else name
 
     def refuse(self, key: str, limit: str) -> NoReturn:
         value = shown(self.data[key]) if key in self.data else "missing"
@@ -156,7 +157,7 @@ class Fields:
         for name in (names := dict.fromkeys(names)):
             self.present(name)
         if unknown := self.data.keys() - names.keys():
-            raise self._error(f"{self.place(min(unknown, key=str))} is not known")
+            raise self._error(f"{self.place(min(map(str, unknown)))} is not known")
         return self
 
     def present(self, key: str) -> Any:

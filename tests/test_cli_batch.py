@@ -64,7 +64,7 @@ class TestRecords:
         [
             ("{", "line 2 is not JSON"),
             ("[" * 100_000, "line 2 is not JSON"),
-            ("3", "line 2 is int in JSON, it must be an object"),
+            ("3", "line 2 is 3; it must be an object"),
             ("{}", 'line 2 has no "prompt"'),
             ('{"prompt": 3}', "prompt is 3; it must be a text"),
             ('{"prompt": ""}', 'prompt is ""; it must be a text of 1 or more'),

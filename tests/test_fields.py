@@ -159,6 +159,10 @@ class TestFields:
         with pytest.raises(UsageError, match=r"^line 3: inner: size is"):
             source.inner("inner").get("size", whole())
 
+    def test_a_name_that_a_terminal_cannot_show_is_escaped(self) -> None:
+        with pytest.raises(ModelError, match=r"^config.json: a\\u001b\[2J\\n\\ud800 is not known$"):
+            Fields({"a\x1b[2J\n\ud800": 1}, "config.json").only([])
+
     def test_a_long_name_is_cut(self) -> None:
         with pytest.raises(ModelError, match=r"^config.json: x{37}\.\.\. is not known$"):
             Fields({"x" * 10**5: 1}, "config.json").only([])

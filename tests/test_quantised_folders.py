@@ -681,7 +681,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (group_config("int-quantized", ints(8, "channel") | {"dynamic": True}), "dynamic is true"),
     (group_config("int-quantized", ints(8, "channel", scale_dtype="torch.int8")), 'scale_dtype is "torch.int8"'),
     (group_config("float-quantized", floats("block 0x1")), "block_structure[0] is 0"),
-    (group_config("int-quantized", ints(8, "channel")) | {"config_groups": {"W8A8": ["Linear"]}}, "config_groups is"),
+    (group_config("int-quantized", ints(8, "channel")) | {"config_groups": {"W8A8": ["Linear"]}}, 'W8A8 is ["Linear"]'),
     (group_config("int-quantized", ints(8, "channel")) | {"transform_config": {"a": 1}}, "transform_config is"),
     (group_config("int-quantized", ints(8, "channel")) | {"sparsity_config": {"format": "sparse-bitmask"}},
      "sparsity_config is"),

@@ -115,15 +115,13 @@ def _compressed(source: Fields, dtype: str) -> Quantisation:
     sparse = source.data.get("sparsity_config") or {}
     if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
         source.refuse("sparsity_config", "absent or of format dense")
-    groups = source.data.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) > _MAX_RULES:
-        source.refuse("config_groups", "a JSON object")
+    groups = source.inner("config_groups")
+    if len(groups.data) > _MAX_RULES:
+        source.refuse("config_groups", f"an object of at most {_MAX_RULES}")
     source.choice("format", (*_FORMATS, "mixed-precision"))
     found, remarks = dict[str, Scheme | None](), dict[str, None]()
-    for name, group in groups.items():
-        if not isinstance(group, Mapping):
-            source.refuse("config_groups", f"an object for each group, {name} too")
-        own = source.inner(f"config_groups {name}", {"format": source.data["format"], **_given(group)})
+    for name in groups.data:
+        own = groups.inner(name, {"format": source.data["format"], **_given(groups.inner(name).data)})
         scheme = _group_scheme(own, dtype)
         targets = own.data.get("targets")
         _as_rules(own, "targets", targets, "is", scheme)

@@ -13,7 +13,7 @@ from offload import strict_json
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
-from offload.fields import INTEGER, TEXT, Fields, Kind, is_unicode, list_of, whole
+from offload.fields import INTEGER, OBJECT, TEXT, Fields, Kind, checked, is_unicode, list_of, whole
 from offload.seeds import seed_after
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
@@ -170,9 +170,8 @@ def _object(line: str, place: str) -> dict[str, Any]:
         strict_json.check_depth(data, MAX_DEPTH, "it")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place} is not JSON that can be answered ({error})") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{place} is {type(data).__name__} in JSON, it must be an object")
-    return data
+    found: dict[str, Any] = checked(data, place, OBJECT, UsageError)
+    return found
 
 
 def _stops(fields: Fields, default: tuple[str, ...]) -> tuple[str, ...]:

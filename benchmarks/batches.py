@@ -28,12 +28,12 @@ from typing import Any
 import texts
 import torch
 from decode import demo_models
-from peers import GREEDY, LLAMA_CPP, PLAIN, PROCESS, SLACK, wheel_python
+from peer import Peer, llama_cpp_program, model_files, open_llama_cpp, wheel_python
+from peers import GREEDY, LLAMA_CPP, PLAIN, PROCESS, SLACK
 from report import about, emit, say
 
-from offload.bench.peer import Peer, llama_cpp_program, model_files, open_llama_cpp
+from offload.bench.comparison import Setting, Tried, fastest, name_of
 from offload.bench.program import find_setting
-from offload.bench.setting import Setting, Tried, fastest, name_of
 from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError

@@ -24,12 +24,11 @@ from typing import Any
 
 import texts
 from decode import demo_models
-from peers import wheel_python
+from peer import llama_cpp_of, wheel_python
 from report import about, emit, say
 
-from offload.bench.peer import llama_cpp_of
+from offload.bench.comparison import fastest, name_of
 from offload.bench.program import GREEDY, Program, find_setting
-from offload.bench.setting import fastest, name_of
 from offload.bench.trial import Other, milliseconds_after_first
 from offload.engine.engine import load_tokenizer
 from offload.metrics import Spread
@@ -109,7 +108,7 @@ def main() -> None:
     with ExitStack() as stack:
         prompt_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "prompt.txt"
         prompt_file.write_text(tokenizer.decode(prompt), encoding="utf-8")
-        program = stack.enter_context(llama_cpp_of(model, dtype="bf16")) if isinstance(python, str) else None
+        program = stack.enter_context(llama_cpp_of(python, model, dtype="bf16")) if isinstance(python, str) else None
         for number in map(int, args.loops.split(",")):
             with loops(number):
                 for way, options in [*WAYS.items()] * args.turns:

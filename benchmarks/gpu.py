@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf_file import write_gguf
 from report import about, say, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import widen
 
 from offload.bench.checks import check_device
-from offload.bench.gguf_file import write_gguf
 from offload.bench.measure import copy_rate, link_copies, product_rate, read_rates
 from offload.config.gguf_header import is_gguf
 from offload.decode.sampling import SamplingParams

@@ -6,7 +6,7 @@ that --tokens cuts are counted. Schemas: JSON lines, or a folder of files as tho
 github.com/json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12, of which those count that can be followed.
 --against llama.cpp: the same greedily by its parameter json_schema, in turns; it reads the same GGUF file.
 usage: python benchmarks/json_texts.py --model FILE_OR_DIR --schemas FILE.jsonl|DIR [--tokens N] [--most N]
-                                       [--list] [--against llama.cpp]
+                                       [--list] [--against llama.cpp] [--peers-env DIR]
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import validator_for
+from peer import Peer, open_llama_cpp, wheel_python
 from referencing.exceptions import Unresolvable
 from report import about, emit, say
 from schemas import groups
 
 from offload import strict_json
-from offload.bench.peer import Peer, llama_cpp_python, open_llama_cpp
 from offload.config.gguf_header import is_gguf
 from offload.config.reading import read_config
 from offload.decode.constraint import Constraint
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=200, help="schemas, of all that can be followed")
     parser.add_argument("--list", action="store_true", help="show every text that does not fit or differs")
     parser.add_argument("--against", choices=[LLAMA_CPP])
+    parser.add_argument("--peers-env", default="", metavar="DIR", help="environment with xllamacpp, as in peers.py")
     args = parser.parse_args()
     found = (pair for place in args.schemas for pair in schemas_of(place))
     tokenizer, schemas = load_tokenizer(args.model, None), usable(found, args.model, args.most)
@@ -236,7 +237,10 @@ def peer_of(args: argparse.Namespace, longest: int) -> AbstractContextManager[Pe
     if not is_gguf(args.model):
         raise SystemExit(f"llama.cpp reads a GGUF file, and --model is {args.model}; name one, or leave --against out")
     setting = SETTING | {"threads": torch.get_num_threads()}
-    return open_llama_cpp(llama_cpp_python(), args.model, setting, context=longest + args.tokens + SLACK)
+    python = wheel_python(args.peers_env)
+    if isinstance(python, TriforceError):
+        raise SystemExit(str(python))
+    return open_llama_cpp(python, args.model, setting, context=longest + args.tokens + SLACK)
 
 
 if __name__ == "__main__":

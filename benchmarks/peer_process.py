@@ -1,4 +1,4 @@
-"""Our engine, or transformers, as a process that answers as llama.cpp's does: see offload/bench/llama_cpp.
+"""Our engine, or transformers, as a process that answers as llama.cpp's does: see llama_cpp.py.
 
 usage: python peer_process.py < requests > answers
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama_cpp import Way, serve
 
-from offload.bench.llama_cpp import Way, serve
 from offload.bench.reference import SDPA, Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, timed

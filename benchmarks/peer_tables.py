@@ -16,7 +16,7 @@ from pathlib import Path
 
 from report import Document, read
 
-from offload.bench.setting import Tried, fastest, name_of
+from offload.bench.comparison import Tried, fastest, name_of
 from offload.metrics import Spread
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,8 +28,6 @@ why.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,29 +39,26 @@ from typing import Any
 import texts
 import torch
 from decode import demo_models
-from report import about, beside, emit, say
-
-from offload.bench.comparison import first_difference
-from offload.bench.peer import (
-    ENVIRONMENT_VARIABLE,
+from peer import (
     LOOKUPS,
     Peer,
     llama_cpp_choices,
     llama_cpp_program,
-    llama_cpp_python,
     model_files,
     open_llama_cpp,
+    wheel_python,
 )
+from report import about, beside, emit, say
+
+from offload.bench.comparison import Setting, fastest, first_difference, name_of
 from offload.bench.program import Program, find_setting
 from offload.bench.reference import CHOICES, SDPA
-from offload.bench.setting import Setting, fastest, name_of
 from offload.bench.trial import milliseconds_after_first
 from offload.config.gguf_header import is_gguf
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
-from offload.files import user_folder
 from offload.metrics import Spread
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -314,22 +309,6 @@ def row_of(found: Document) -> list[str]:
         "same" if parts is None else "" if parts < 0 else str(parts + 1),
         found["setting"],
     ]
-
-
-def wheel_python(environment: str) -> str | TriforceError:
-    """The Python that has xllamacpp, in an environment that is made if it does not exist; or why there is none."""
-    if environment == "none":
-        return TriforceError("--peers-env none")
-    folder = Path(environment) if environment else user_folder("cache") / "peers"
-    os.environ[ENVIRONMENT_VARIABLE] = str(folder)
-    try:
-        if not folder.exists():
-            say(f"installing xllamacpp in {folder}")
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True, stdout=sys.stderr)
-            subprocess.run([llama_cpp_python(), "-m", "pip", "install", "xllamacpp"], check=True, stdout=sys.stderr)
-        return llama_cpp_python()
-    except (subprocess.CalledProcessError, TriforceError) as error:
-        return TriforceError(f"no xllamacpp in {folder}: {error}")
 
 
 def arguments() -> argparse.Namespace:

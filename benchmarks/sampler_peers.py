@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peer import Peer, without_openmp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from offload.bench.peer import Peer, without_openmp
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError
 

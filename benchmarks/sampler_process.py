@@ -1,18 +1,13 @@
 """llama.cpp with its own names of requests, and with probabilities of whole vocabularies: see samplers.py.
 
-Run as a file by the Python that has the wheel xllamacpp: offload/bench/llama_cpp.py is imported by its folder, since
-our packages need not be there.
+Run as a file by the Python that has the wheel xllamacpp, which need not have our packages.
 
 usage: python sampler_process.py < requests > answers
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "offload" / "bench"))
 
 from llama_cpp import LlamaCpp, serve
 

@@ -35,13 +35,12 @@ from typing import Any
 
 import texts
 import torch
-from peers import wheel_python
+from peer import model_files, wheel_python
 from report import Document, about, emit, say
 from sampler_peers import LlamaCpp, Transformers, Written
 from torch import Tensor
 
 from offload.bench.comparison import first_difference
-from offload.bench.peer import model_files
 from offload.config.gguf_header import is_gguf
 from offload.decode.breakers import breakers_of
 from offload.decode.distribution import Distribution

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any, NoReturn
 
+from offload.errors import ModelError, unreadable
+
+MAX_JSON_BYTES = 1 << 20
 MAX_DIGITS = 4300  # of a whole number: Python reads and writes no more
 
 
@@ -13,6 +17,29 @@ def parse(text: str) -> Any:
     """The value in `text`. Raises ValueError, also for a key that occurs twice and for a number that no float can hold,
     or RecursionError."""
     return DECODER.decode(text)
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
+    """The JSON object in `path`, a file of a model. Of a key that occurs twice the last value counts, as to other
+    programs. ModelError when it is missing, over `max_bytes`, not JSON or not an object."""
+    try:
+        if path.parent.exists() and not path.parent.is_dir():
+            raise ModelError(f"{path.parent} is a file; give the folder that holds {path.name}")
+        if not path.is_file():
+            what = f"{path.parent} has no {path.name}" if path.parent.is_dir() else f"there is no folder {path.parent}"
+            raise ModelError(f"{what}; give the path of a downloaded model folder (nothing is downloaded)")
+        with path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise ModelError(f"{path} is over the limit of {max_bytes} bytes; is it really a {path.name}?")
+        data = json.loads(text.decode("utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number without end
+        raise ModelError(f"{path} cannot be read as JSON ({error}); download it again") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds a JSON {type(data).__name__}, not an object; download it again")
+    return data
 
 
 def check_depth(value: object, limit: int, name: str) -> None:

@@ -44,11 +44,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offload.config.fields import read_json
 from offload.config.model import ModelConfig
 from offload.config.reading import config_of
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.kernels.rope import inverse_frequencies
+from offload.strict_json import read_json
 from offload.units import size
 from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 from offload.weights.tensors import expected_tensors

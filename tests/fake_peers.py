@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offload.bench.llama_cpp import __file__ as program
-
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SOURCE = f"""
 import os, sys
-sys.path.insert(0, {str(Path(program).parent)!r})
+sys.path.insert(0, {str(BENCHMARKS)!r})
 from llama_cpp import serve
 
 class Fake:

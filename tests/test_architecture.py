@@ -37,7 +37,7 @@ STOREYS = (
 GROUND = tuple(
     f"offload.{name}"
     for name in (
-        *("errors", "files", "formats.layout", "interrupts", "metrics", "progress", "records", "seeds"),
+        *("errors", "fields", "files", "formats.layout", "interrupts", "metrics", "progress", "seeds"),
         *("strict_json", "units"),
     )
 )
@@ -135,15 +135,13 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
     transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
-    # The process that runs llama.cpp asks all of its slots at once. What the thread that pins reads is locked. A poll
-    # asks on which thread it is.
+    # What the thread that pins reads is locked. A poll asks on which thread it is.
     allowed = (
         *transfer,
         "offload.interrupts",
         "offload.transfer.memory",
         "triforce_cli.chat.background",
         "offload.ranks",
-        "offload.bench.llama_cpp",
     )
     if within(module, *allowed):
         return []

@@ -15,7 +15,6 @@ import torch
 
 from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
-from offload.bench.peer import ENVIRONMENT_VARIABLE
 from offload.kernels.cpu import kernels
 from offload.plan.rates import FOLDER_VARIABLE
 
@@ -55,7 +54,6 @@ def test_threads_wait_in_benchmarks_as_they_do_for_users(path: Path) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """(stdout, stderr) of a benchmark, run in this process. What it measures is kept for no other test."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "rates"))
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")  # which some set
 
     def run(name: str, *args: str) -> tuple[str, str]:
         path = str(ROOT / "benchmarks" / name)

@@ -163,33 +163,39 @@ def without(name: str) -> dict[str, Any]:
 
 
 WRONG = [
-    ([], "it is a list instead of an object"),
-    (None, "it is null instead of an object"),
-    (without("turns"), 'it has no field "turns"'),
-    (without("version"), 'it has no field "version"'),
-    (saved(extra=1), 'it has an unknown field "extra"'),
-    (saved(version=2), f"its version is 2, and this program reads version {VERSION}"),
-    (saved(version=10**5000), "its version is a huge number"),
-    (saved(version=True), "its version is true"),
-    (saved(version=1.0), "its version is 1.0"),
-    (saved(version="1"), 'its version is "1"'),
-    (saved(system=None), "system is null instead of a string"),
-    (saved(date=3), "date is 3 instead of a string"),
-    (saved(question=["x"]), "question is a list instead of a string"),
-    (saved(turns={}), "turns is an object instead of a list"),
-    (saved(turns="ab"), 'turns is "ab" instead of a list'),
-    (saved(turns=["x"]), r'turns\[0\] is "x" instead of an object'),
-    (saved(pending_documents=[{"name": "x"}]), r'pending_documents\[0\] has no field "text"'),
-    (saved(pending_documents=[{"name": "x", "text": 1}]), r"pending_documents\[0\].text is 1 instead of a string"),
-    (turn(complete=1), r"turns\[1\].complete is 1 instead of true or false"),
-    (turn(user=1.5), r"turns\[1\].user is 1.5 instead of a string"),
-    (turn(reply={"a": 1}), r"turns\[1\].reply is an object instead of a string"),
-    (turn(reply_tokens=[1, True]), r"turns\[1\].reply_tokens\[1\] is true instead of a token id"),
-    (turn(reply_tokens=[-1]), r"turns\[1\].reply_tokens\[0\] is -1 instead of a token id"),
-    (turn(reply_tokens=[2**31]), r"turns\[1\].reply_tokens\[0\] is 2147483648 instead of a token id"),
-    (turn(reply_tokens=[1.0]), r"turns\[1\].reply_tokens\[0\] is 1.0 instead of a token id"),
-    (turn(documents=None), r"turns\[1\].documents is null instead of a list"),
-    (turn(**{"x" * 10_000: 1}), r'turns\[1\] has an unknown field "x{36}\.\.\.$'),
+    ([], r"it is \[\]; it must be an object"),
+    (None, "it is null; it must be an object"),
+    (without("turns"), "turns is missing"),
+    (without("version"), "version is missing"),
+    (saved(extra=1), "extra is not known"),
+    (saved(version=2), f"version is 2; this program reads version {VERSION}"),
+    (saved(version=10**5000), "version is a huge number"),
+    (saved(version=True), "version is true"),
+    (saved(version=1.0), "version is 1.0"),
+    (saved(version="1"), 'version is "1"'),
+    (saved(system=None), "system is null; it must be a text"),
+    (saved(date=3), "date is 3; it must be a text"),
+    (saved(question=["x"]), r'question is \["x"\]; it must be a text'),
+    (saved(turns={}), "turns is {}; it must be a list"),
+    (saved(turns="ab"), 'turns is "ab"; it must be a list'),
+    (saved(turns=["x"]), r'turns\[0\] is "x"; it must be an object'),
+    (saved(pending_documents=[{"name": "x"}]), r"pending_documents\[0\].text is missing"),
+    (saved(pending_documents=[{"name": "x", "text": 1}]), r"pending_documents\[0\].text is 1; it must be a text"),
+    (turn(complete=1), r"turns\[1\].complete is 1; it must be true or false"),
+    (turn(user=1.5), r"turns\[1\].user is 1.5; it must be a text"),
+    (turn(reply={"a": 1}), r'turns\[1\].reply is {"a": 1}; it must be a text'),
+    (
+        turn(reply_tokens=[1, True]),
+        r"turns\[1\].reply_tokens\[1\] is true; it must be a token id",
+    ),
+    (turn(reply_tokens=[-1]), r"turns\[1\].reply_tokens\[0\] is -1; it must be a token id"),
+    (
+        turn(reply_tokens=[2**31]),
+        r"turns\[1\].reply_tokens\[0\] is 2147483648; it must be a token id",
+    ),
+    (turn(reply_tokens=[1.0]), r"turns\[1\].reply_tokens\[0\] is 1.0; it must be a token id"),
+    (turn(documents=None), r"turns\[1\].documents is null; it must be a list"),
+    (turn(**{"x" * 10_000: 1}), r"turns\[1\].x{37}\.\.\. is not known$"),
 ]
 
 
@@ -215,7 +221,7 @@ def test_a_field_that_occurs_twice_is_refused_by_name():
 
 
 def test_half_a_character_in_a_file_is_refused():
-    with pytest.raises(UsageError, match=r"chat.json: turns\[1\].reply has bytes that are not UTF-8"):
+    with pytest.raises(UsageError, match=r"turns\[1\].reply has half of a surrogate pair"):
         Conversation.from_json(json.dumps(turn(reply=HALF)), "chat.json")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -13,7 +15,10 @@ import pytest
 import torch
 
 from models import save_pair
-from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run, Setting
+from offload.bench.program import Program
+from offload.decode.sampling import SamplingParams
+from offload.errors import TriforceError
 from offload.model.level import Level
 from offload.plan.options import Options
 from programs import ProgramTerminal, begin
@@ -189,6 +194,56 @@ class TestRuns:
         assert f"the prompts are {prompt.LIBRARY}" in err
 
 
+@dataclass
+class Counting:
+    """Another program that counts upwards from the sum of the prompt, a quarter of a second a token, three quarters by
+    eager attention; the first one takes half a second, where the prompt is new."""
+
+    attention: str | int
+    read: list[Sequence[int]] = field(default_factory=list)
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
+    ) -> tuple[list[int], list[float]]:
+        if self.attention == "broken":
+            raise TriforceError("no such attention")
+        first, later = 0.1 if self.read else 0.5, 0.75 if self.attention == "eager" else 0.25
+        self.read.append(prompt)
+        return [sum(prompt) % 256 + place for place in range(max_tokens)], [
+            first + later * place for place in range(max_tokens)
+        ]
+
+
+def test_another_program_runs_in_its_fastest_setting_for_each_context(shell, monkeypatch):
+    """Bug: one process for all contexts had read the beginning of the second prompt with the first, so that it seemed
+    to read it faster."""
+
+    @contextmanager
+    def start(setting: Setting, context: int) -> Iterator[Counting]:
+        yield Counting(setting["attention"])
+
+    choices = {"attention": ("eager", "sdpa", "broken")}
+    program = Program(name=TRANSFORMERS, choices=choices, by_length=frozenset(choices), start=start)
+    monkeypatch.setattr("offload.bench.reference.transformers_of", lambda *_, **__: program)
+    for found in shell.document("--contexts", "100,200", "--against", "transformers")["contexts"]:
+        assert found["milliseconds_per_token"][TRANSFORMERS]["median"] == pytest.approx(250)
+        assert found["prefill_tokens_per_second"][TRANSFORMERS] == pytest.approx((found["context"] - 12) / 0.5)
+        assert found["first_difference_from_plain"][TRANSFORMERS] is not None
+        assert found["ratios"].keys() == {PLAIN, TRANSFORMERS}
+        assert found["other"]["setting"] == {"attention": "sdpa"}
+        tried = {trial["setting"]["attention"]: trial for trial in found["other"]["tried"]}
+        assert tried["eager"]["milliseconds_per_token"] == pytest.approx(750)
+        assert (tried["broken"]["milliseconds_per_token"], tried["broken"]["error"]) == (None, "no such attention")
+    code, out, _ = shell.code("--contexts", "100", "--against", "transformers")
+    assert code == 0
+    assert "transformers, ms/token            250" in out
+    assert "transformers wrote other tokens (from token" in out
+    said = " ".join(out.split())
+    assert "At 100 tokens transformers ran with attention sdpa." in said
+    table = ["Tried after 88 tokens, ms/token and seconds to the first:", "750 0.50 attention eager"]
+    assert " ".join([*table, "250 0.50 this setting", "failed attention broken"]) in said
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("code", "args", "said"),
@@ -203,6 +258,7 @@ class TestRefusals:
             (2, ("--repeats", "0"), "repeats is 0"),
             (2, ("--temperature", "-1"), "temperature is -1.0"),
             (2, ("--prompt-file", "nowhere.txt"), "nowhere.txt"),
+            (2, ("--against", "llama.cpp"), "'llama.cpp' is not one of 'none', 'transformers'"),
             (2, ("--plot", "figure.pdf"), "it must end in .png or .svg"),
             (2, ("--plot", "nowhere/figure.svg"), "cannot be written"),
         ],

@@ -291,11 +291,11 @@ def test_lines_of_a_batch_have_controls_of_their_own(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"regex": 3}, "regex is 3, it must be a text"),
+        ({"regex": 3}, "regex is 3; it must be a text"),
         ({"choice": "a"}, "choice is"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice both say what the text is"),
         ({"logit_bias": {"5": "much"}}, "logit_bias is"),
-        ({"ignore_eos": 1}, "ignore_eos is 1, it must be true or false"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
         ({"repetition_penalty": 0}, "repetition-penalty is 0"),
         ({"logprobs": 30}, "logprobs is 30"),
     ],

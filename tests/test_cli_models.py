@@ -217,7 +217,7 @@ def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, tr
     words = " ".join(out.split())  # a long folder is wrapped elsewhere
     assert "its header claims" in words
     assert "shard 'b' must be a plain name" in words
-    assert "model_type is 'mamba'" in words
+    assert 'model_type is "mamba"' in words
     assert "cannot be read as JSON" in words
     assert "its pull was interrupted; 'triforce pull some/begun' resumes it" in words
     assert "empty" not in out
@@ -264,7 +264,10 @@ def test_models_as_json(root, triforce):
 def test_an_unreadable_note_of_the_origin_is_a_problem_of_one_model(root, triforce):
     (put(root / SMALL) / "triforce.json").write_text('{"source": 3, "commit": "", "license": "", "files": []}')
     code, out, _ = triforce("models")
-    assert (code, "triforce.json: files is" in " ".join(out.split())) == (0, True)
+    assert (code, "source is 3; it must be a text; remove the file" in " ".join(out.split())) == (
+        0,
+        True,
+    )
 
 
 def test_models_fits_a_narrow_terminal_and_says_where_it_looked(root, triforce, monkeypatch):

@@ -138,7 +138,10 @@ def test_a_generation_from_a_converted_model_runs(triforce, tmp_path):
             "more than tensors, or is damaged",
         ),
         (lambda folder: (folder / "pytorch_model.bin.index.json").unlink(), "holds no weights"),
-        (lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{}"), "weight_map must map"),
+        (
+            lambda folder: (folder / "pytorch_model.bin.index.json").write_text("{}"),
+            "weight_map is missing; it must be an object of file names",
+        ),
         (lambda folder: save(random_model(), folder), "holds safetensors and needs no conversion"),
     ],
 )

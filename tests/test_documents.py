@@ -17,7 +17,7 @@ import figure
 import module_docs
 import peer_tables
 
-from offload.bench.setting import Tried
+from offload.bench.comparison import Tried
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from fuzzing import damaged_bytes, damaged_json, damaged_safetensors, growth_under, outcomes, put
 from models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
-from offload.config.fields import MAX_JSON_BYTES
 from offload.config.reading import read_config
 from offload.errors import ModelError
+from offload.strict_json import MAX_JSON_BYTES
 from offload.weights.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES, Checkpoint
 
 NUM_CONFIGS, NUM_GENERATION_CONFIGS, NUM_FILES, NUM_INDEXES, NUM_RUNS = 3000, 500, 3500, 1000, 500

@@ -1,9 +1,10 @@
-"""llama.cpp beside us: the GGUF file it reads, the process it is, and, where its wheel is there, its text."""
+"""llama.cpp beside us, in benchmarks/: the GGUF file it reads, the process it is, and, where its wheel is there, its
+text."""
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,24 +29,16 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
-from offload.bench import peer
-from offload.bench.gguf_file import write_gguf
-from offload.bench.peer import (
-    ENVIRONMENT_VARIABLE,
-    Peer,
-    llama_cpp_of,
-    llama_cpp_python,
-    model_files,
-    open_llama_cpp,
-    without_openmp,
-)  # fmt: skip
+from offload.bench.comparison import Setting
 from offload.bench.program import Program
-from offload.bench.reference import Reference
-from offload.bench.setting import Setting
-from offload.bench.trial import milliseconds_after_first
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.plan.rates import FOLDER_VARIABLE
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
+
+from gguf_file import write_gguf
+from peer import Peer, llama_cpp_of, model_files, open_llama_cpp, python_of, wheel_python, without_openmp
 
 YARN: dict[str, object] = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
@@ -130,7 +123,7 @@ class TestFile:
             assert torch.equal(found[f"{name}.weight"], rounded), name
 
     def test_4_bits_are_ggmls(self, tmp_path):
-        """Bytes as its own Python library makes them; embeddings and head have 8 bits."""
+        """Of a folder's numbers; embeddings and head have 8 bits."""
         fields = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
         reader = written(model_folder(tmp_path, "qwen3", **fields), dtype="q4_0")
         state = random_model("qwen3", **fields).state_dict()
@@ -150,6 +143,17 @@ class TestFile:
     def test_4_bits_of_other_shapes_are_refused(self, tmp_path):
         with pytest.raises(ModelError, match=r"rows of 48 numbers; ggml's 4 bits come in blocks of 32"):
             written(model_folder(tmp_path), dtype="q4_0")
+
+    def test_a_gguf_file_is_copied_byte_for_byte_with_ids_for_its_vocabulary(self, tmp_path):
+        fields = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+        first = model_folder(tmp_path, "qwen3", **fields)
+        write_gguf(first, tmp_path / "first.gguf", dtype="q4_0", names=[f"word {token}" for token in range(96)])
+        write_gguf(tmp_path / "first.gguf", tmp_path / "second.gguf", dtype="bf16")
+        one, other = GGUFReader(tmp_path / "first.gguf"), GGUFReader(tmp_path / "second.gguf")
+        for mine, theirs in zip(one.tensors, other.tensors, strict=True):
+            assert (mine.name, mine.tensor_type) == (theirs.name, theirs.tensor_type)
+            assert np.array_equal(mine.data, theirs.data)
+        assert (values(one)["tokenizer.ggml.tokens"][5], values(other)["tokenizer.ggml.tokens"][5]) == ("word 5", "t5")
 
     def test_a_llamas_pairs_become_neighbours(self, tmp_path):
         """The rows of q and k, and of their biases: i and i + D/2 of a head become 2i and 2i + 1."""
@@ -236,37 +240,25 @@ class TestProcess:
             with open_llama_cpp(python, tmp_path, SETTING | {"wait_policy": policy}, context=100) as fake:
                 assert fake.about["wait_policy"] == found
 
-    def test_tokens_that_come_together_are_timed_after_the_first_moment(self):
-        assert milliseconds_after_first([1.0, 1.5, 1.5, 2.0]) == pytest.approx(1000 / 3)
-        assert milliseconds_after_first([1.0, 1.0, 2.0]) == pytest.approx(1000)
-        assert milliseconds_after_first([1.0]) is None
-
 
 class TestWheel:
-    def test_it_is_not_run_beside_threads_that_wait_awake_for_ever(self, monkeypatch):
+    def test_it_is_not_run_beside_threads_that_wait_awake_for_ever(self, monkeypatch, tmp_path):
+        fake_environment(tmp_path / "env")
         monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
         with pytest.raises(UsageError, match=r"OMP_WAIT_POLICY is ACTIVE.*unset it"):
-            llama_cpp_python()
+            python_of(tmp_path / "env")
 
-    def test_where_it_is_absent_the_error_says_what_to_do(self, monkeypatch):
-        monkeypatch.setattr(peer, "find_spec", lambda name: None)
-        with pytest.raises(UsageError, match=f"pip install xllamacpp.*{ENVIRONMENT_VARIABLE}"):
-            llama_cpp_python()
+    def test_a_folder_that_is_no_environment_is_named(self, tmp_path):
+        assert str(tmp_path) in str(wheel_python(str(tmp_path)))
 
-    def test_a_folder_that_is_no_environment_is_named(self, monkeypatch, tmp_path):
-        monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path))
-        with pytest.raises(UsageError, match=f"{ENVIRONMENT_VARIABLE} is {tmp_path}"):
-            llama_cpp_python()
+    def test_none_is_none(self):
+        assert isinstance(wheel_python("none"), TriforceError)
 
     @pytest.mark.parametrize(("family", "fields"), CASES)
     def test_llama_cpp_writes_what_we_write(self, tmp_path, monkeypatch, family, fields):
         """fp32 throughout, so that only the arithmetic is compared."""
-        if folder := os.environ.get(REAL):
-            monkeypatch.setenv(ENVIRONMENT_VARIABLE, folder)
-        try:
-            llama_cpp_python()
-        except UsageError as error:
-            pytest.skip(str(error))
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
         model = model_folder(tmp_path, family, vocab_size=TOKENIZER_SIZE, eos_token_id=TOKENIZER_SIZE - 1, **fields)
         prompt = random_tokens(150, vocabulary=256)
@@ -277,66 +269,9 @@ class TestWheel:
                 for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))
                 for token in step.tokens
             ]
-        with llama_cpp_of(model, dtype="fp32") as program, program.start(first_of(program), 200) as llama_cpp:
+        python = python_of(Path(environment))
+        with llama_cpp_of(python, model, dtype="fp32") as program, program.start(first_of(program), 200) as llama_cpp:
             for _ in range(2):
                 theirs, seconds = llama_cpp.generate(prompt, GREEDY, max_tokens=20, end_tokens=[TOKENIZER_SIZE - 1])
                 assert theirs == ours
                 assert seconds == sorted(seconds)
-
-
-class TestTransformers:
-    @pytest.mark.parametrize("speculation", ["draft", "lookup"])
-    def test_with_speculation_it_writes_the_same_text_in_every_turn(self, tmp_path, speculation):
-        """Bug of its: with the prompt's rows kept, speculation writes another text."""
-        model = model_folder(tmp_path, vocab_size=TOKENIZER_SIZE)
-        prompt = random_tokens(20, vocabulary=256) * 3
-        kind = {"draft": {"draft": model}, "lookup": {"lookup": 10}}[speculation]
-        plain, other = (Reference(model, dtype="fp32", device="cpu", **options) for options in ({}, kind))
-        text, _ = plain.generate(prompt, GREEDY, max_tokens=12, end_tokens=())
-        for _ in range(2):
-            tokens, seconds = other.generate(prompt, GREEDY, max_tokens=12, end_tokens=())
-            assert tokens == text
-            assert len(seconds) == 12
-            assert seconds == sorted(seconds)
-
-
-def test_bench_measures_llama_cpp_beside_us(tmp_path, triforce, monkeypatch):
-    """A llama.cpp that counts upwards, a quarter of a second a token. Bug: one process for all contexts had read the
-    beginning of the second prompt with the first, so that it seemed to read it faster."""
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(fake_environment(tmp_path / "env")))
-    fewer = {part: (value,) for part, value in SETTING.items()}
-    fewer |= {"flash_attention": ("on", "off"), "cache": ("f16", "f32")}
-    monkeypatch.setattr(peer, "llama_cpp_choices", lambda dtype: fewer)
-    model = model_folder(tmp_path, vocab_size=TOKENIZER_SIZE)
-    (tmp_path / "text.txt").write_text("A line of text. " * 20)
-    args = ("bench", "--model", str(model), "--prompt-file", str(tmp_path / "text.txt"), "--device", "cpu", "--quiet")
-    args = (*args, "--dtype", "bf16", "--max-tokens", "8", "--repeats", "1", "--against", "llama.cpp", "--contexts")
-    code, out, err = triforce(*args, "100,200", "--json")
-    assert (code, err) == (0, "")
-    for context in json.loads(out)["contexts"]:
-        assert context["milliseconds_per_token"]["llama.cpp"]["median"] == pytest.approx(250)
-        assert context["prefill_tokens_per_second"]["llama.cpp"] == pytest.approx((context["context"] - 8) / 0.5)
-        assert context["first_difference_from_plain"]["llama.cpp"] is not None
-        found, tried = context["other"]["setting"], context["other"]["tried"]
-        assert found == SETTING
-        assert {(trial["setting"]["flash_attention"], trial["milliseconds_per_token"]) for trial in tried} == {
-            ("off", 250), ("on", 750), ("off", None),
-        }  # fmt: skip
-        assert [trial["setting"]["cache"] for trial in tried if trial["error"]] == ["f32"]
-        assert {"plain", "llama.cpp"} == context["ratios"].keys()
-    code, out, _ = triforce(*args, "100")
-    assert code == 0
-    assert "llama.cpp, ms/token               250" in out
-    assert "llama.cpp wrote other tokens (from token" in out
-    said = " ".join(out.split())
-    assert "At 100 tokens llama.cpp ran with wait policy default, flash attention off, cache f16" in said
-    table = ["Tried after 92 tokens, ms/token and seconds to the first:", "750 0.50 flash attention on"]
-    assert " ".join([*table, "250 0.50 this setting", "failed cache f32"]) in said
-
-
-def test_bench_without_the_wheel_says_what_to_do(triforce, monkeypatch):
-    monkeypatch.setattr(peer, "find_spec", lambda name: None)
-    code, out, err = triforce("bench", "--against", "llama.cpp")
-    assert (code, out) == (2, "")
-    assert "pip install xllamacpp" in err
-    assert ENVIRONMENT_VARIABLE in err

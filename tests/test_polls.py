@@ -408,7 +408,6 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "offload.hub.remote.list_repository": ask_hub,
     "offload.hub.gguf.dequantise": unpack,
     "offload.bench.reference.Reference.__init__": load_transformers,
-    "offload.bench.peer.Peer.ask": ask_peer,
     "offload.ranks.door.Door.admit": admit,
     "triforce_cli.inputs._piece": read_pipe,
     "triforce_cli.inputs._comes": look_at_pipe,

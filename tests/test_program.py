@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from offload.bench.comparison import Setting, Tried, fastest, name_of
 from offload.bench.program import SHORT_PROMPT, TRIAL_TOKENS, Program, at_its_best, find_setting
-from offload.bench.setting import Setting, Tried, fastest, name_of
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError
 

@@ -434,7 +434,7 @@ def test_what_cannot_be_run_is_refused_before_its_weights_come(hub, triforce, fo
     code, _, err = triforce("pull", NAME)
     assert (code, hub.asked()) == (4, ["config.json"])
     assert f"{NAME} was not pulled" in err
-    assert "model_type is 'mamba'" in err
+    assert 'model_type is "mamba"' in err
     assert not folder.exists()
 
 
@@ -560,7 +560,8 @@ def test_names_that_lead_out_are_never_fetched(hub, triforce, folder, plain, tmp
         files = {"config.json": plain["config.json"], "model.safetensors.index.json": index, str(shard): b"x"}
         hub.put(f"owner/evil{number}", files)
         code, _, err = triforce("pull", f"owner/evil{number}")
-        assert (code, "must be a plain name" in err) == (4, True)
+        said = "must be a plain name" if isinstance(shard, str) else 'weight_map is {"a": 3}; it must be'
+        assert (code, said in err) == (4, True)
     assert set(hub.asked()) == {"config.json", "model.safetensors.index.json", *plain}
     assert not list(tmp_path.rglob("evil.*"))
 

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run
 from offload.bench.reference import Reference
-from offload.bench.trial import WARM_UP, Step, Trial, check_other_fits
+from offload.bench.trial import WARM_UP, Step, Trial, check_other_fits, milliseconds_after_first
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, TriforceError
@@ -99,7 +99,7 @@ class TestPlainOnOneEngine:
 
 class TestTrial:
     def test_ways_take_turns_and_every_other_turn_is_backwards(self, plan, prompt):
-        trial = trial_of(plan, prompt, against=TRANSFORMERS)
+        trial = trial_of(plan, prompt, against=True)
         every = [PLAIN, TRIFORCE, TRANSFORMERS]
         assert [step.way for step in trial.steps] == [*every, *reversed(every), *every]
         assert [step.turn for step in trial.steps] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -134,11 +134,16 @@ class TestTrial:
         assert first.tokens != second.tokens
         assert not found.greedy
 
+    def test_tokens_that_come_together_are_timed_after_the_first_moment(self):
+        assert milliseconds_after_first([1.0, 1.5, 1.5, 2.0]) == pytest.approx(1000 / 3)
+        assert milliseconds_after_first([1.0, 1.0, 2.0]) == pytest.approx(1000)
+        assert milliseconds_after_first([1.0]) is None
+
 
 class TestReference:
     def test_transformers_says_the_same_with_and_without_its_prefill(self, folder, plan, prompt, engine):
         reference = Reference(folder / "target", dtype="fp32", device="cpu")
-        found = trial_of(plan, prompt, against=TRANSFORMERS).run(
+        found = trial_of(plan, prompt, against=True).run(
             engine, reference, on_step=lambda step: None, on_progress=lambda progress: None
         )
         assert found.first_difference(TRANSFORMERS) is None
@@ -192,16 +197,30 @@ class TestReference:
     def test_what_has_no_room_beside_the_engine_is_refused_before_it_is_loaded(self, folder):
         request = Request.on_this_machine(folder / "target", None, Options(dtype="fp32"))
         plan = request.plan(num_prompt_tokens=100, max_tokens=10)
-        check_other_fits(request, plan, TRANSFORMERS)
+        check_other_fits(request, plan)
         planned = plan.placement.total_device_bytes + plan.placement.total_host_bytes
         needed = request.target.weight_bytes(4) + 110 * request.target.kv_bytes_per_token(4)
         for free, fits in ((planned + needed, True), (planned + needed - 1, False)):
             full = replace(request, hardware=replace(request.hardware, host_free_bytes=free))
             if fits:
-                check_other_fits(full, plan, TRANSFORMERS)
+                check_other_fits(full, plan)
             else:
                 with pytest.raises(DoesNotFit, match="leave out --against transformers"):
-                    check_other_fits(full, plan, TRANSFORMERS)
+                    check_other_fits(full, plan)
+
+    @pytest.mark.parametrize("speculation", ["draft", "lookup"])
+    def test_with_speculation_it_writes_the_same_text_in_every_turn(self, folder, speculation):
+        """Bug of its: with the prompt's rows kept, speculation writes another text."""
+        model = folder / "target"
+        prompt = random_tokens(20, vocabulary=256) * 3
+        kind = {"draft": {"draft": model}, "lookup": {"lookup": 10}}[speculation]
+        plain, other = (Reference(model, dtype="fp32", device="cpu", **options) for options in ({}, kind))
+        text, _ = plain.generate(prompt, GREEDY, max_tokens=12, end_tokens=())
+        for _ in range(2):
+            tokens, seconds = other.generate(prompt, GREEDY, max_tokens=12, end_tokens=())
+            assert tokens == text
+            assert len(seconds) == 12
+            assert seconds == sorted(seconds)
 
 
 class TestComparison:

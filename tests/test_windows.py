@@ -621,11 +621,11 @@ def test_a_damaged_page_of_windows_is_refused(folder: Path, tmp_path: Path) -> N
         ({"first_window_page": 99}, "first_window_page is 99"),
         ({"first_window_page": 0}, "its tokens need"),
         ({"window_pages": []}, "its tokens need"),
-        ({"format": 2}, "fields too many or too few"),
+        ({"format": 2}, "window_page is not known"),
         ({"identity": {"num_kv_heads": 0}}, "num_kv_heads is 0"),
         ({"identity": {"num_window_layers": -1}}, "num_window_layers is -1"),
         ({"identity": {"window_head_dim": 0}}, "window_head_dim is 0"),
-        ({"pages": "windows"}, "cannot be the file of page"),
+        ({"pages": "windows"}, "it must be the file of page"),
     ],
 )
 def test_a_forged_manifest_of_windows_is_refused(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
+from offload.fields import TRUTH, Kind, checked, list_of
 from offload.files import user_folder
 from triforce_cli import tree
 from triforce_cli.prompt import user_path
@@ -32,6 +33,8 @@ NAME = "config.toml"
 MAX_BYTES = 1 << 20
 
 Words = tuple[str, ...]
+
+_VALUE = Kind("a text or a number", lambda value: isinstance(value, str) or type(value) in (int, float))
 
 
 @dataclass(frozen=True)
@@ -125,14 +128,8 @@ def _not_readable(file: Path, error: OSError) -> UsageError:
 
 
 def _check_kind(place: str, option: Any, value: Any) -> None:
-    if option.is_flag != isinstance(value, bool):
-        wanted = "true or false" if option.is_flag else "a text or a number"
-        raise UsageError(f"{place} is {value!r}, it must be {wanted}")
-    if isinstance(value, list) and not option.multiple:
-        raise UsageError(f"{place} is a list, it must be one value")
-    for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, bool | int | float | str):
-            raise UsageError(f"{place} is {item!r}, it must be a text, a number, true or false")
+    several = option.multiple and isinstance(value, list)
+    checked(value, place, TRUTH if option.is_flag else list_of(_VALUE) if several else _VALUE, UsageError)
 
 
 def _typed(option: Any, value: Any) -> Any:

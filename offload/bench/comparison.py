@@ -1,19 +1,40 @@
-"""Measured times of different ways of decoding one prompt, and their ratios. Numbers only: nothing runs here."""
+"""Measured times of different ways of decoding one prompt, and of another program's settings. Numbers only: nothing
+runs here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offload.errors import TriforceError
 from offload.metrics import LevelStats, Spread, Stats
 
 if TYPE_CHECKING:
-    from offload.bench.setting import Tried
     from offload.plan.planner import Plan
 
-WAYS = PLAIN, TRIFORCE, TRANSFORMERS, LLAMA_CPP = "plain", "triforce", "transformers", "llama.cpp"
-OTHERS = (TRANSFORMERS, LLAMA_CPP)  # no part of this program
+WAYS = PLAIN, TRIFORCE, TRANSFORMERS = "plain", "triforce", "transformers"  # the last is no part of this program
+TIE = 0.02  # shares of a time that count as the same: the reading of the prompt decides then
+
+Setting = Mapping[str, str | int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A short trial of another program's setting after `num_prompt_tokens`: seconds to the first token, with the whole
+    prompt to read, and milliseconds a token after it; or the error that it ended with."""
+
+    setting: Setting
+    num_prompt_tokens: int
+    first_token_seconds: float | None = None
+    milliseconds_per_token: float | None = None
+    error: str | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        """A token; infinitely many where it did not run."""
+        return math.inf if self.milliseconds_per_token is None else self.milliseconds_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +119,21 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     pairs = zip(first, second, strict=False)
     end = min(len(first), len(second)) if len(first) != len(second) else None
     return next((place for place, (a, b) in enumerate(pairs) if a != b), end)
+
+
+def fastest(tried: Sequence[Tried]) -> Tried:
+    """Of those after the longest prompt. Raises TriforceError where none ran."""
+    ran = [trial for trial in tried if trial.error is None]
+    if not ran:
+        raise TriforceError(f"no setting ran; the first ended with: {tried[0].error}")
+    longest = max(trial.num_prompt_tokens for trial in ran)
+    level = [trial for trial in ran if trial.num_prompt_tokens == longest]
+    most = (1 + TIE) * min(trial.milliseconds for trial in level)
+    same = (trial for trial in level if trial.milliseconds <= most)
+    return min(same, key=lambda trial: trial.first_token_seconds or 0.0)
+
+
+def name_of(setting: Setting, beside: Setting | None = None) -> str:
+    """ "flash attention off, cache f16"; of what differs from `beside`, if that is given."""
+    parts = {key: value for key, value in setting.items() if beside is None or beside.get(key) != value}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())

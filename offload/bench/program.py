@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from offload.bench.setting import Setting, Tried, fastest
+from offload.bench.comparison import Setting, Tried, fastest
 from offload.bench.trial import Other, milliseconds_after_first
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from offload.bench.comparison import TRANSFORMERS, Setting
 from offload.bench.program import Program
-from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
 from offload.interrupts import poll, waiting
@@ -124,7 +124,7 @@ def transformers_of(folder: Path, *, dtype: str, device: str) -> Program:
         yield Reference(folder, dtype=dtype, device=device, attention=str(setting["attention"]))
         gc.collect()
 
-    return Program(name="transformers", choices=CHOICES, by_length=frozenset({"attention"}), start=start)
+    return Program(name=TRANSFORMERS, choices=CHOICES, by_length=frozenset({"attention"}), start=start)
 
 
 class _FirstPass(LogitsProcessor):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from offload.bench.comparison import OTHERS, PLAIN, TRIFORCE, Comparison, Run
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, WAYS, Comparison, Run
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, TriforceError
@@ -25,7 +25,7 @@ WARM_UP_TOKENS = 16
 
 
 class Other(Protocol):
-    """A program that is measured against: transformers (`Reference`) or llama.cpp (`Peer`)."""
+    """A program that is measured against, as transformers is (`Reference`)."""
 
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
@@ -45,18 +45,18 @@ class Step:
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One prompt, which every way continues. sampling.seed: of the first turn, each turn has the next; None: every run
-    draws afresh. repeats: turns that count. against: the name of another program among `OTHERS`."""
+    draws afresh. repeats: turns that count. against: whether transformers continues it, too."""
 
     prompt: tuple[int, ...]
     plan: Plan
     sampling: SamplingParams
     max_tokens: int
     repeats: int
-    against: str | None = None
+    against: bool = False
 
     @property
     def ways(self) -> tuple[str, ...]:
-        return (PLAIN, TRIFORCE) if self.against is None else (PLAIN, TRIFORCE, self.against)
+        return WAYS if self.against else (PLAIN, TRIFORCE)
 
     @property
     def steps(self) -> list[Step]:
@@ -83,7 +83,7 @@ class Trial:
         prefill_rates: dict[str, float] = {}
         for step in self.steps:
             on_step(step)
-            if step.way in OTHERS and other is not None:
+            if step.way == TRANSFORMERS and other is not None:
                 run, rate = self._by_other(step, other, engine.end_tokens)
             else:
                 run, rate = self._by_engine(step, engine, on_progress)
@@ -132,8 +132,8 @@ def milliseconds_after_first(moments: Sequence[float]) -> float | None:
     return 1000 * (moments[-1] - moments[0]) / len(later) if later else None
 
 
-def check_other_fits(request: Request, plan: Plan, name: str) -> None:
-    """Another program keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
+def check_other_fits(request: Request, plan: Plan) -> None:
+    """transformers keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
     hardware, itemsize = request.hardware, DTYPE_BYTES[plan.request.dtype]
     used = plan.placement.total_device_bytes + (plan.placement.total_host_bytes if hardware.is_cpu else 0)
     free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used
@@ -143,7 +143,7 @@ def check_other_fits(request: Request, plan: Plan, name: str) -> None:
     needed = target.weight_bytes(itemsize) + capacity * cached
     if needed > free:
         raise DoesNotFit(
-            f"{name} needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "
-            f"{max(free, 0) / 1e9:.3g} GB are left beside the engine; leave out --against {name}, or try shorter "
+            f"transformers needs {needed / 1e9:.3g} GB on {plan.request.device} for a context of {capacity} tokens and "
+            f"{max(free, 0) / 1e9:.3g} GB are left beside the engine; leave out --against transformers, or try shorter "
             "--contexts"
         )

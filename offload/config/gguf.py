@@ -86,8 +86,8 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     if values.integer("embedding_length") != hidden_size:
         values.refuse("embedding_length", f"the columns of {TABLE}, {hidden_size}")
     heads = values.alike("attention.head_count")
-    head_dim = values.integer("attention.key_length", hidden_size // max(heads, 1))
-    if values.integer("attention.value_length", head_dim) != head_dim:
+    head_dim = values.integer("attention.key_length", default=hidden_size // max(heads, 1))
+    if values.integer("attention.value_length", default=head_dim) != head_dim:
         values.refuse("attention.value_length", f"the same as attention.key_length, {head_dim}")
     common: dict[str, object] = {
         "vocab_size": vocab_size,

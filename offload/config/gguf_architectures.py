@@ -153,7 +153,7 @@ def _scalar(common: Mapping[str, object], *, largest: int) -> float:
 
 def _layer_types(values: Metadata, common: Mapping[str, object], period: int) -> list[str]:
     """As the file names the layers that have the window, or else all but every `period`-th; none without a window."""
-    count, named = int(_number(common, "num_hidden_layers")), values.get(_PATTERN)
+    count, named = int(_number(common, "num_hidden_layers")), values.data.get(_PATTERN)
     if values.optional(_WINDOW) is None:
         return [FULL] * count
     if isinstance(named, Items):
@@ -161,7 +161,7 @@ def _layer_types(values: Metadata, common: Mapping[str, object], period: int) ->
         if len(windowed) != count:
             values.refuse(_PATTERN, f"a list of {count}, one for each layer")
     else:
-        step = values.integer(_PATTERN, period)
+        step = values.integer(_PATTERN, default=period)
         windowed = [(layer + 1) % step != 0 for layer in range(count)]
     return [WINDOWED if each else FULL for each in windowed]
 

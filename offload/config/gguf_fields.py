@@ -1,19 +1,17 @@
-"""Typed reading of a GGUF file's metadata. Whatever is wrong with a value is a ModelError that names its key."""
+"""The metadata of a model in a GGUF file: its fields, and what the file says of its tokens."""
 
 from __future__ import annotations
 
 import re
-import reprlib
 import struct
 from collections.abc import Set
-from typing import NoReturn
 
 from offload.config.gguf_header import Header, Items, Value, shortest
 from offload.config.gguf_names import TABLE
 from offload.config.gguf_tokens import end_ids, notes, token_id
 from offload.errors import ModelError, unreadable
+from offload.fields import MOST_SIZE, TEXT, Fields, whole
 
-_MOST = 1 << 30
 # Keys like these change the arithmetic where their value says anything, and some architecture reads each of them.
 _SUSPECT = re.compile(
     r"softcap|scale$|expert|clamp|sliding|sections|nextn|ssm|pooling|alibi|temperature|deepstack|leading_dense|"
@@ -23,67 +21,48 @@ _MOST_FACTORS = 1 << 12
 _TOKENS = "tokenizer.ggml."
 
 
-class Metadata:
+class Metadata(Fields):
     """Values of a model, by their keys without the architecture before them."""
 
     def __init__(self, header: Header) -> None:
-        self.header, self._prefix = header, f"{header.values['general.architecture']}."
-
-    def get(self, key: str) -> Value | None:
-        return self.header.values.get(self._prefix + key)
-
-    def refuse(self, key: str, limit: str) -> NoReturn:
-        value = self.get(key)
-        told = "missing" if value is None else f"a list of {value.count}" if isinstance(value, Items) else value
-        raise ModelError(f"{self.header.path}: {self._prefix}{key} is {reprlib.repr(told)}; it must be {limit}")
+        name = header.values["general.architecture"]
+        self.header, self._prefix = header, f"{name}."
+        values = {key: value for key, value in header.values.items() if key.startswith(self._prefix)}
+        own = {key.removeprefix(self._prefix): value for key, value in values.items()}
+        super().__init__(own, f"{header.path}: {name}", between=".")
 
     def refuse_unknown(self, known: Set[str]) -> None:
         """ModelError where a value changes the arithmetic that is not among `known`."""
-        for whole in self.header.values:
-            key = whole.removeprefix(self._prefix)
-            if key != whole and key not in known and _SUSPECT.search(key) and self._says(key):
+        for key in self.data:
+            if key not in known and _SUSPECT.search(key) and self._says(key):
                 self.refuse(key, "absent or 0: it changes the arithmetic, and this program does not implement it")
 
     def _says(self, key: str) -> bool:
-        value = self.get(key)
+        value = self.data[key]
         return any(self.header.items(self._prefix + key) or ()) if isinstance(value, Items) else bool(value)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """From 1 on."""
-        value = default if self.get(key) is None else self.get(key)
-        if type(value) is not int or not 1 <= value <= _MOST:
-            self.refuse(key, f"an integer from 1 to {_MOST}")
-        return value
 
     def alike(self, key: str, default: int | None = None) -> int:
         """An integer, or the one of a list that has one for each layer."""
-        if not isinstance(self.get(key), Items):
-            return self.integer(key, default)
+        if not isinstance(self.data.get(key), Items):
+            return self.integer(key, default=default)
         values = set(self.values(key))
         if len(values) != 1:
             self.refuse(key, "the same in all layers")
-        value = values.pop()
-        return value if type(value) is int and 1 <= value <= _MOST else self.refuse(key, "an integer over 0")
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Over 0."""
-        value = default if self.get(key) is None else self.get(key)
-        if type(value) not in (int, float) or not 0 < value < 1e12:  # type: ignore[operator]
-            self.refuse(key, "a number over 0")
-        return float(value)  # type: ignore[arg-type]
+        wanted, value = whole(1, MOST_SIZE), values.pop()
+        return value if isinstance(value, int) and wanted.fits(value) else self.refuse(key, f"of {wanted.wanted}")
 
     def optional(self, key: str) -> float | None:
         """A number over 0; None where there is none, or 0."""
-        value = self.get(key)
-        return None if value is None or (type(value) in (int, float) and value == 0) else self.number(key)
+        value = self.data.get(key)
+        return None if type(value) in (int, float) and value == 0 else self.optional_number(key)
 
     def values(self, key: str) -> list[Value]:
         return self.header.items(self._prefix + key) or self.refuse(key, "a list")
 
     def text(self, key: str) -> str:
         """ "" where there is none."""
-        value = self.get(key)
-        return value if isinstance(value, str) else "" if value is None else self.refuse(key, "a text")
+        text: str = self.get(key, TEXT, "")
+        return text
 
     def token(self, name: str) -> int | None:
         """The id of a special token of the tokenizer, None where there is none."""

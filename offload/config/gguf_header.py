@@ -43,7 +43,7 @@ _REMEDY = "download it again"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Items:
     """A list in the file `path`: `count` values of ggml's type `kind`, in its bytes from `start` to `stop`."""
 
@@ -53,6 +53,10 @@ class Items:
     count: int
     start: int
     stop: int
+
+    def __repr__(self) -> str:
+        """As messages have it."""
+        return f"a list of {self.count}"
 
     def read(self) -> list[Value]:
         """The values. ModelError, also where a string is not UTF-8."""

@@ -21,7 +21,7 @@ def rope_settings(values: Metadata, head_dim: int) -> dict[str, object]:
     """`rope_parameters` of a config.json, and what stands beside them. Raises ModelError."""
     settings: dict[str, object] = {
         "rope_theta": values.number("rope.freq_base", _THETA),
-        "partial_rotary_factor": _share(values.integer("rope.dimension_count", head_dim), head_dim),
+        "partial_rotary_factor": _share(values.integer("rope.dimension_count", default=head_dim), head_dim),
     }
     return {"rope_parameters": settings | _scaling(values)}
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from offload.config.encodings import encoded, matrices
-from offload.config.fields import TEXT_CONFIG, Fields
 from offload.config.model import ModelConfig
 from offload.config.quantisers import read_quantisation
 from offload.config.schemes import Quantisation, Rule, Scheme
 from offload.errors import ModelError
+from offload.fields import Fields
 from offload.units import size as in_units
 
+TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second is what compressed-tensors once wrote
 
 
@@ -20,19 +21,17 @@ def parted(data: Mapping[str, object], where: str) -> tuple[Mapping[str, object]
     """A config without what says how its weights are stored, and that; a wrapper's text may say it."""
     text = data.get(TEXT_CONFIG)
     inner = text if isinstance(text, Mapping) else {}
-    holders = [(data, key, where) for key in KEYS] + [(inner, key, f"{where}: {TEXT_CONFIG}") for key in KEYS]
-    given = [(holder[key], f"{place}: {key}") for holder, key, place in holders if holder.get(key) is not None]
+    whole = Fields(data, where)
+    holders = (whole, whole.inner(TEXT_CONFIG, inner))
+    given = [holder.inner(key) for holder in holders for key in KEYS if holder.data.get(key) is not None]
     plain = {key: value for key, value in data.items() if key not in KEYS}
     if inner:
         plain[TEXT_CONFIG] = {key: value for key, value in inner.items() if key not in KEYS}
     if not given:
         return plain, None
-    stored, place = given[0]
-    if not isinstance(stored, Mapping):
-        Fields(data, where).refuse(place.rpartition(" ")[2], "a JSON object")
-    if any(other != stored for other, _ in given):
+    if any(other.data != given[0].data for other in given):
         raise ModelError(f"{where}: quantization_config is there twice and differs; remove the one that is not true")
-    return plain, Fields(stored, place)
+    return plain, given[0]
 
 
 def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelConfig:

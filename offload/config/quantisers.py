@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from offload.config.fields import Fields
 from offload.config.schemes import MAX_PATTERN, Quantisation, Rule, Scheme, Way, is_pattern
+from offload.fields import TEXT, Fields, list_of, one_of, whole
 
 _MAX_GROUP = 1 << 22
 _MAX_RULES = 1 << 12
@@ -53,7 +53,7 @@ def _gptq(source: Fields, dtype: str) -> Quantisation:
             source.refuse(
                 "dynamic", f"of regular expressions of at most {MAX_PATTERN} characters without nested repeats"
             )
-        own = Fields({**source.data, **_mapping(changes)}, f"{source.where}: dynamic {pattern}")
+        own = source.inner(f"dynamic {pattern}", {**source.data, **_mapping(changes)})
         rules.append(Rule("matches", text, None if pattern.startswith("-:") else _gptq_scheme(own)))
     scheme, chosen = _gptq_scheme(source), source.data.get("modules_in_block_to_quantize")
     if chosen is None:
@@ -115,15 +115,13 @@ def _compressed(source: Fields, dtype: str) -> Quantisation:
     sparse = source.data.get("sparsity_config") or {}
     if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
         source.refuse("sparsity_config", "absent or of format dense")
-    groups = source.data.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) > _MAX_RULES:
-        source.refuse("config_groups", "a JSON object")
+    groups = source.inner("config_groups")
+    if len(groups.data) > _MAX_RULES:
+        source.refuse("config_groups", f"an object of at most {_MAX_RULES}")
     source.choice("format", (*_FORMATS, "mixed-precision"))
     found, remarks = dict[str, Scheme | None](), dict[str, None]()
-    for name, group in groups.items():
-        if not isinstance(group, Mapping):
-            source.refuse("config_groups", f"an object for each group, {name} too")
-        own = Fields({"format": source.data["format"], **_given(group)}, f"{source.where}: config_groups {name}")
+    for name in groups.data:
+        own = groups.inner(name, {"format": source.data["format"], **_given(groups.inner(name).data)})
         scheme = _group_scheme(own, dtype)
         targets = own.data.get("targets")
         _as_rules(own, "targets", targets, "is", scheme)
@@ -140,12 +138,9 @@ def _compressed(source: Fields, dtype: str) -> Quantisation:
 
 
 def _group_scheme(source: Fields, dtype: str) -> Scheme | None:
-    weights = source.data.get("weights")
-    if weights is None:
+    if source.data.get("weights") is None:
         return None
-    if not isinstance(weights, Mapping):
-        source.refuse("weights", "null or a JSON object")
-    own = Fields(weights, f"{source.where}: weights")
+    own = source.inner("weights")
     form, kind = source.choice("format", _FORMATS), own.choice("type", ("int", "float"), default="int")
     bits = _bits(own, (4, 8) if form == "pack-quantized" else (8,), key="num_bits")
     if form == "pack-quantized" and kind == "float":
@@ -189,19 +184,13 @@ def _given(group: Mapping[str, object]) -> dict[str, object]:
 
 def _sizes(source: Fields, key: str) -> tuple[int, int]:
     """Outputs and inputs of a block; 128 each where nothing is said."""
-    value = source.data.get(key, [128, 128])
-    if not isinstance(value, list) or len(value) != 2:
-        source.refuse(key, "two integers")
-    if not all(type(each) is int and 1 <= each <= _MAX_GROUP for each in value):
-        source.refuse(key, f"two integers from 1 to {_MAX_GROUP}")
-    return value[0], value[1]
+    outputs, inputs = source.get(key, list_of(whole(1, _MAX_GROUP), "two whole numbers", length=2), [128, 128])
+    return outputs, inputs
 
 
 def _bits(source: Fields, allowed: tuple[int, ...], key: str = "bits") -> int:
-    value = source.data.get(key)
-    if type(value) is not int or value not in allowed:
-        source.refuse(key, " or ".join(map(str, allowed)))
-    return value
+    bits: int = source.get(key, one_of(*allowed))
+    return bits
 
 
 def _group(source: Fields) -> int:
@@ -216,7 +205,7 @@ def _rules(source: Fields, key: str, way: Way) -> list[Rule]:
 
 
 def _as_rules(source: Fields, key: str, value: object, way: Way, scheme: Scheme | None) -> list[Rule]:
-    if not isinstance(value, list) or len(value) > _MAX_RULES or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or len(value) > _MAX_RULES or not list_of(TEXT).fits(value):
         source.refuse(key, f"a list of at most {_MAX_RULES} names")
     if not all(is_pattern(_expression(each, way)) for each in value):
         source.refuse(

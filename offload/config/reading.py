@@ -14,13 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
-from offload.config.fields import TEXT_CONFIG, Fields, is_neutral, read_json
+from offload.config.families.common import token_ids
 from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
 from offload.config.model import ModelConfig
-from offload.config.quantisation import parted, quantised
+from offload.config.quantisation import TEXT_CONFIG, parted, quantised
+from offload.config.rope import is_neutral
 from offload.config.stored_scales import stored_scales
 from offload.errors import ModelError
+from offload.fields import Fields
+from offload.strict_json import read_json
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -73,7 +76,7 @@ def read_config(path: str | Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     if not generation.is_file():
         return config
-    more = Fields(read_json(generation), str(generation)).token_ids("eos_token_id", config.vocab_size)
+    more = token_ids(Fields(read_json(generation), str(generation)), "eos_token_id", config.vocab_size)
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
 
@@ -96,13 +99,11 @@ def _described(source: Fields) -> ModelConfig:
         return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)
     _refuse_unsupported(source, wrapper.reads)
     _refuse_architectures(source, "ForConditionalGeneration")
-    inner = data.get(TEXT_CONFIG)
-    if not isinstance(inner, Mapping):
-        source.refuse(TEXT_CONFIG, "a JSON object")
+    inner = source.inner(TEXT_CONFIG).data
     # A null inside means something in some families: no window, say. It stays, but where the outside fills it.
     outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
     filled = {key: value for key, value in outer.items() if inner.get(key) is None}
-    text = Fields({**inner, **filled}, f"{source.where}: {TEXT_CONFIG}")
+    text = source.inner(TEXT_CONFIG, {**inner, **filled})
     family = FAMILIES[text.choice("model_type", tuple(FAMILIES))]
     return _read(Fields({**family.sizes, **text.data}, text.where), family, wrapper)
 

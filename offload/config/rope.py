@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
-from offload.config.fields import Fields, is_neutral
+from offload.fields import Fields, list_of, number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 PROPORTIONAL = "proportional"  # only some pairs rotate, by the frequencies that they have where all do
@@ -71,15 +71,20 @@ class RopeDefaults:
     kinds: tuple[str, ...] = ()
 
 
+def is_neutral(value: object, allowed: tuple[object, ...]) -> bool:
+    """True for null and the values in `allowed`. 1 equals 1.0, but true equals neither."""
+    return value is None or any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
+    )
+
+
 def read_rope(source: Fields, *, max_positions: int, head_dim: int, defaults: RopeDefaults = RopeDefaults()) -> Rope:
     """From `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
 
     Where two places name one thing they must mean the same. What transformers computes is taken, also where it is
     written in another way, except for numbers of which it warns.
     """
-    forms = [
-        _form(source, key) for key in ("rope_parameters", "rope_scaling") if source.data.get(key) not in (None, {})
-    ]
+    forms = [source.inner(key) for key in ("rope_parameters", "rope_scaling") if source.data.get(key) not in (None, {})]
     owners = [owner for owner in (*forms, source) if owner.data.get("rope_theta") is not None]
     thetas = [owner.number("rope_theta") for owner in owners]
     theta = thetas[0] if thetas else defaults.theta
@@ -91,13 +96,6 @@ def read_rope(source: Fields, *, max_positions: int, head_dim: int, defaults: Ro
     if any(other != rope for other in others):
         source.refuse("rope_scaling", "equal to rope_parameters, or absent")
     return rope
-
-
-def _form(source: Fields, key: str) -> Fields:
-    values = source.data[key]
-    if not isinstance(values, Mapping):
-        source.refuse(key, "a JSON object")
-    return Fields(values, f"{source.where}: {key}")
 
 
 def _read_form(
@@ -161,9 +159,9 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, r
             rope.refuse("high_freq_factor", f"over low_freq_factor {low:g}")
         factor = rope.number("factor", least=1.0)
         return Rope(kind, factor, original, low_freq_factor=low, high_freq_factor=high)
-    beta_fast = 32.0 if rope.is_zero("beta_fast") else rope.number("beta_fast", default=32.0)
+    beta_fast = 32.0 if _is_zero(rope, "beta_fast") else rope.number("beta_fast", default=32.0)
     temperatures = ("mscale", "mscale_all_dim")
-    one_is_zero = any(rope.is_zero(key) for key in temperatures)
+    one_is_zero = any(_is_zero(rope, key) for key in temperatures)
     mscale, mscale_all_dim = (None if one_is_zero else rope.optional_number(key) for key in temperatures)
     return Rope(
         kind,
@@ -172,7 +170,7 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, r
         original,
         attention_factor=rope.optional_number("attention_factor"),
         beta_fast=beta_fast,
-        beta_slow=1.0 if rope.is_zero("beta_slow") else rope.number("beta_slow", default=1.0, most=beta_fast),
+        beta_slow=1.0 if _is_zero(rope, "beta_slow") else rope.number("beta_slow", default=1.0, most=beta_fast),
         mscale=mscale,
         mscale_all_dim=mscale_all_dim,
         truncate=rope.flag("truncate", "truncate" not in rope.data),  # null is false to transformers
@@ -181,14 +179,13 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, r
 
 def _read_factors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
     """LongRoPE's, one for each rotated pair."""
-    factors = rope.data.get(key)
-    if (
-        not isinstance(factors, list)
-        or len(factors) != count
-        or not all(type(each) in (int, float) and 0 < each < 1e6 for each in factors)
-    ):
-        rope.refuse(key, f"a list of {count} numbers over 0")
-    return tuple(map(float, factors))
+    wanted = f"a list of {count} numbers over 0"
+    return tuple(map(float, rope.get(key, list_of(number(0, 1e6, over=0.0), wanted, length=count))))
+
+
+def _is_zero(rope: Fields, key: str) -> bool:
+    """Is the field there, and 0? Where a formula has `value or default` that reads as absent."""
+    return rope.data.get(key) is not None and is_neutral(rope.data[key], (0,))
 
 
 def _read_original(source: Fields, rope: Fields, max_positions: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from offload.config.fields import read_json
 from offload.errors import ModelError
+from offload.strict_json import read_json
 
 _MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
 _NAME = re.compile(r"\.(scales|weight_scale)$")

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import tokenizers
 
-from offload.config.fields import read_json
 from offload.config.gguf_header import is_gguf
 from offload.decode import gguf_tokenizer
 from offload.errors import ModelError
+from offload.strict_json import read_json
 
 MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
 FILE, CONFIG_FILE, ADDED_FILE = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"

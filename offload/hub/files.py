@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from offload.config.fields import MAX_JSON_BYTES, read_json
 from offload.config.gguf_header import SUFFIX, part_names
 from offload.errors import ModelError
 from offload.hub.remote import Listing, RemoteFile
-from offload.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from offload.strict_json import MAX_JSON_BYTES
+from offload.weights.checkpoint import INDEX_FILE, SINGLE_FILE, shards_by_tensor
 
 CONFIG_FILE = "config.json"
 BIN_FILE = "pytorch_model.bin"
@@ -89,13 +89,11 @@ def shards(weights: Path) -> list[str]:
     suffix = _SHARD_SUFFIX.get(weights.name)
     if suffix is None:
         return [weights.name]
-    weight_map = read_json(weights, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{weights}: weight_map must map tensor names to file names")
-    for shard in weight_map.values():
-        if not isinstance(shard, str) or not _PLAIN_NAME.fullmatch(shard) or not shard.endswith(suffix):
+    found = sorted(set(shards_by_tensor(weights).values()))
+    for shard in found:
+        if not _PLAIN_NAME.fullmatch(shard) or not shard.endswith(suffix):
             raise ModelError(f"{weights}: shard {shard!r} must be a plain name that ends in {suffix}")
-    return sorted(set(weight_map.values()))
+    return found
 
 
 def is_pickled(name: str) -> bool:

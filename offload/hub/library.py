@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from offload.config.fields import Fields, read_json
 from offload.config.gguf_header import SUFFIX, is_gguf, models_in, parts
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError, unreadable
+from offload.fields import TEXT, Fields, Kind, list_of
 from offload.files import address_in, expanded, write_whole
 from offload.hub.advice import advice
 from offload.hub.names import (
@@ -30,6 +30,7 @@ from offload.hub.names import (
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.request import Request
+from offload.strict_json import read_json
 
 STAGING = ".pull"  # folder inside a model's folder: the files that a pull has fetched so far
 MOVING = "moving"  # marker inside STAGING: files are being moved into place
@@ -54,12 +55,10 @@ class Origin:
         path = folder / ORIGIN_FILE
         if not path.is_file():
             return None
-        data = read_json(path)
-        files = data.get("files")
-        texts = {key: data.get(key) for key in ("source", "commit", "license")}
-        if not isinstance(files, list) or not all(isinstance(text, str) for text in [*files, *texts.values()]):
-            Fields(data, str(path)).refuse("files", "a list of names, beside source, commit and license; remove it")
-        return cls(**{key: str(text) for key, text in texts.items()}, files=tuple(files))
+        text = Kind("a text; remove the file", TEXT.fits)
+        found = Fields(read_json(path), str(path))
+        texts = {key: found.get(key, text) for key in ("source", "commit", "license")}
+        return cls(**texts, files=tuple(found.get("files", list_of(text, "a list of names; remove the file"))))
 
     def write(self, folder: Path) -> None:
         """Raises OSError."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.model import ModelConfig
+from offload.fields import Kind, fields_of, list_of, number, whole
 from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, change_records, read_records
 
@@ -21,6 +22,16 @@ _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_
 
 _CURVES = ("fixed", "layer", "token", "near_token")
 _CODED = "coded_token"
+_SECONDS = number(1e-15, 1e6)  # within what machines take: what is divided by it is a number
+_CURVE = list_of(_SECONDS, length=len(ROWS))
+_KINDS = {  # of the fields of a record
+    **dict.fromkeys(_CURVES, _CURVE),
+    **dict.fromkeys(("num_tokens", "num_near"), whole()),
+    **dict.fromkeys(("prefill_row", "prefill_pair"), _SECONDS),
+    "mass_share": number(0, 10),
+    "kernels": Kind("a name", lambda value: isinstance(value, str) and value != ""),
+    _CODED: Kind("a list", lambda value: value == [] or _CURVE.fits(value)),
+}
 
 _PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
 _LAYER_SECONDS = 6e-5  # calls of one layer
@@ -160,8 +171,7 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
 def load_times(machine: str, device: str, key: str) -> PassTimes | None:
     """What was measured of the model `key` on `device` of `machine`; None: nothing, or the record is damaged."""
     models = read_records(machine).get(_passes(device))
-    record = models.get(key) if isinstance(models, dict) else None
-    return _times(record) if isinstance(record, dict) else None
+    return _times(models.get(key)) if isinstance(models, dict) else None
 
 
 def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, anew: bool = False) -> Path:
@@ -186,39 +196,18 @@ def _passes(device: str) -> str:
 
 def _is_of(record: object, kernels: str) -> bool:
     """Whether it has times of these kernels."""
-    times = _times(record) if isinstance(record, dict) else None
+    times = _times(record)
     return times is not None and times.kernels == kernels
 
 
-def _times(record: Mapping[str, Any]) -> PassTimes | None:
-    values: dict[str, Any] = {each.name: record.get(each.name) for each in fields(PassTimes)}
-    curves = [values[name] for name in _CURVES]
-    numbers = [values[name] for name in ("prefill_row", "prefill_pair")]
-    if values[_CODED]:
-        curves.append(values[_CODED])
-    elif values[_CODED] != []:
-        return None
-    for curve in curves:
-        if not isinstance(curve, list) or len(curve) != len(ROWS):
-            return None
-        numbers += curve
-    share, kernels = values["mass_share"], values["kernels"]
-    if not all(map(_is_seconds, numbers)) or not _is_number(share) or not 0 <= share <= 10:
-        return None
-    if not all(type(values[name]) is int and values[name] >= 0 for name in ("num_tokens", "num_near")):
-        return None
-    if not isinstance(kernels, str) or not kernels:
+def _times(record: object) -> PassTimes | None:
+    """What a record of the file says; None where it is damaged."""
+    try:
+        source = fields_of(record, "")
+        values = {each.name: source.get(each.name, _KINDS[each.name]) for each in fields(PassTimes)}
+    except ValueError:
         return None
     return PassTimes(**values | {name: tuple(values[name]) for name in (*_CURVES, _CODED)})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_seconds(value: object) -> bool:
-    """Within what machines take: what is divided by it is a number."""
-    return _is_number(value) and 1e-15 < value < 1e6  # type: ignore[operator]
 
 
 def _at(curve: tuple[float, ...], rows: int) -> float:

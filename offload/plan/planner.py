@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
+from offload.fields import fields_of, record, shown, versioned
 from offload.plan.bits import ALL_WINDOWS, check_quantised
 from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
@@ -22,7 +23,6 @@ from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times, key_of
 from offload.plan.placement import Placement, largest
 from offload.plan.sizing import Sizing
-from offload.records import entries, record
 
 __all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
 
@@ -87,16 +87,14 @@ class Plan:
     def from_dict(cls, data: object) -> Plan:
         """The plan that `as_dict` gave, also after a way through JSON: the same to the last bit. Raises ValueError,
         which names the key that is unknown, missing or wrong."""
-        parts = dict(entries(data, ["version", *(field.name for field in fields(cls))], "plan"))
-        if (version := parts.pop("version")) != VERSION:
-            raise ValueError(f"plan.version is {reprlib.repr(version)}; this program reads version {VERSION}")
+        parts = versioned(data, VERSION, "plan")
         for part, names in _GONE.items():
             parts[part] = _without_zeros(parts[part], names, f"plan.{part}")
         derived = {place: _taken(parts, *place) for place in (("request", "capacity"), ("composition", "levels"))}
         plan = record(cls, parts, "plan")
         for (part, key), value in derived.items():
             if (follows := getattr(getattr(plan, part), key)) != (tuple(value) if isinstance(value, list) else value):
-                raise ValueError(f"plan.{part}.{key} is {reprlib.repr(value)}; from the rest follows {follows}")
+                raise ValueError(f"plan.{part}.{key} is {shown(value)}; from the rest follows {follows}")
         return plan
 
 
@@ -112,10 +110,10 @@ def _without_zeros(part: object, names: Collection[str], place: str) -> object:
 
 def _taken(parts: dict[str, object], part: str, key: str) -> object:
     """The value that follows from the rest of a part, which is left without it. Raises ValueError."""
-    if not isinstance(whole := parts[part], dict) or key not in whole:
-        raise ValueError(f"plan.{part}.{key} is missing")
-    parts[part] = {name: value for name, value in whole.items() if name != key}
-    return whole[key]
+    whole = fields_of(parts, "plan").inner(part)
+    value = whole.present(key)
+    parts[part] = {name: each for name, each in whole.data.items() if name != key}
+    return value
 
 
 def make_plan(

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from offload.config.fields import read_json
 from offload.errors import ModelError
+from offload.fields import number
 from offload.files import locked, user_folder, write_whole
+from offload.strict_json import read_json
 
 FOLDER_VARIABLE = "TRIFORCE_CACHE_DIR"
 
@@ -47,6 +48,7 @@ class Rates:
 TWO_CORES = Rates(to_device=18e9, to_host=18e9, device_read=28e9, host_read=45e9, flops=0.9e12)
 RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=72e9, flops=160e12)  # DDR5-5600, twice
 _SERVER_READ = 165e9  # eight channels of DDR4-3200
+_RATE = number(1e6, 1e18)  # within what machines have: seconds that are divided by it are numbers
 _DESKTOP_DEVICES = 2  # more have no lanes there
 
 _NUMBERS = tuple(field.name for field in fields(Rates) if field.name not in ("measured", "links"))
@@ -67,9 +69,9 @@ def load_rates(machine: str, device: str) -> Rates | None:
     record = read_records(machine).get(device)
     if not isinstance(record, dict):
         return None
-    numbers = {name: float(record[name]) for name in _NUMBERS if _is_rate(record.get(name))}
+    numbers = {name: float(record[name]) for name in _NUMBERS if _RATE.fits(record.get(name))}
     links = record.get("links")  # older records have none
-    together = float(links) if isinstance(links, (int, float)) and _is_rate(links) else None
+    together = float(links) if links is not None and _RATE.fits(links) else None
     return Rates(**numbers, measured=True, links=together) if len(numbers) == len(_NUMBERS) else None
 
 
@@ -99,11 +101,6 @@ def change_records(machine: str, change: Callable[[dict[str, Any]], Mapping[str,
         known[machine] = dict(change(records if isinstance(records, dict) else {}))
         write_whole(path, json.dumps(known, indent=1))
     return path
-
-
-def _is_rate(value: object) -> bool:
-    """Within what machines have: seconds that are divided by it are numbers."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e6 < value < 1e18
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from offload import strict_json
 from offload.errors import SessionError
+from offload.fields import LIST, OBJECT, Fields, Kind, fields_of, list_of, number, one_of, shown, whole
 from offload.session.folder import Folder
 from offload.session.identity import Identity
 from offload.session.layout import ELEMENT_BYTES, PageFormat
@@ -35,8 +36,14 @@ _WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")
 _WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # the most of each
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
 _PAGE_FILE = re.compile(r"(page|window)-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
-_CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_MOST_TOKEN, _MOST_TEXT, _MOST_COUNT, _MOST_SECONDS = 2**31 - 1, 256, 2**40, 2**40
+_DIGITS = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_MOST_TEXT = 256  # characters
+_TOKENS, _CAPACITY, _SECONDS = list_of(whole(0, 2**31 - 1)), whole(0, 2**40), number(0, 2**40)
+_LINE = Kind(
+    f"a line of at most {_MOST_TEXT} characters",
+    lambda value: isinstance(value, str) and len(value) <= _MOST_TEXT and value.isprintable(),
+)
+_CHECKSUM = Kind("32 digits from 0 to f", lambda value: isinstance(value, str) and _DIGITS.fullmatch(value) is not None)
 _MOST = {
     "num_layers": 2**12, _WINDOW_LAYERS: 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_tokens": 2**20,
     **_WINDOW_HEADS,
@@ -157,27 +164,22 @@ def _manifest(record: dict[str, object]) -> Manifest:
     version = record.pop("format", None)
     if type(version) is not int or version not in _PAGE_FIELDS:
         raise ValueError(
-            f"its format is {reprlib.repr(version)}, this program reads {min(_PAGE_FIELDS)} to {max(_PAGE_FIELDS)}"
+            f"its format is {shown(version)}, this program reads {min(_PAGE_FIELDS)} to {max(_PAGE_FIELDS)}"
         )
-    _record(record, _fields_of(Manifest, version), "manifest")
-    identity, names = _identity(record["identity"], version), _PAGE_FIELDS[version]
-    tokens = _list(record["tokens"], "tokens")
-    if not all(type(token) is int and 0 <= token <= _MOST_TOKEN for token in tokens):
-        raise ValueError(f"tokens must be integers from 0 to {_MOST_TOKEN}")
-    extra = record["extra"]
-    if not isinstance(extra, dict):
-        raise ValueError("extra is not an object")
+    source = fields_of(record, "").only(_fields_of(Manifest, version))
+    identity, names = _identity(source.inner("identity"), version), _PAGE_FIELDS[version]
+    tokens, extra = source.get("tokens", _TOKENS), source.get("extra", OBJECT)
     strict_json.check_depth(extra, MAX_DEPTH, "extra")
     return Manifest(
         identity=identity,
-        tokens=tuple(tokens),  # type: ignore[arg-type]
-        pages=_pages(record["pages"], identity.page_format, len(tokens), names, "page"),
-        capacity=_integer(record["capacity"], "capacity", 0, _MOST_COUNT),
+        tokens=tuple(tokens),
+        pages=_pages(source, "pages", identity.page_format, len(tokens), names, "page"),
+        capacity=source.get("capacity", _CAPACITY),
         extra=extra,
-        created=_seconds(record["created"], "created"),
-        updated=_seconds(record["updated"], "updated"),
-        writer=_text(record["writer"], "writer"),
-        **_windows(record, identity, len(tokens), names),
+        created=float(source.get("created", _SECONDS)),
+        updated=float(source.get("updated", _SECONDS)),
+        writer=source.get("writer", _LINE),
+        **_windows(source, identity, len(tokens), names),
     )
 
 
@@ -188,77 +190,38 @@ def _fields_of(kind: type[Manifest | Identity], version: int) -> list[str]:
     return [each.name for each in fields(kind) if each.name not in without]
 
 
-def _windows(record: Mapping[str, object], identity: Identity, num_tokens: int, names: Sequence[str]) -> dict[str, Any]:
+def _windows(source: Fields, identity: Identity, num_tokens: int, names: Sequence[str]) -> dict[str, Any]:
     if not identity.num_window_layers:
         return {}
     form = identity.window_format
-    first = _integer(record["first_window_page"], "first_window_page", 0, form.count(num_tokens))
-    pages = _pages(record["window_pages"], form, num_tokens, names, "window", first)
+    first = source.get("first_window_page", whole(0, form.count(num_tokens)))
+    pages = _pages(source, "window_pages", form, num_tokens, names, "window", first)
     return {"window_pages": pages, "first_window_page": first}
 
 
-def _identity(value: object, version: int) -> Identity:
-    record = _record(value, _fields_of(Identity, version), "identity")
-    with_windows = version >= _WITH_WINDOWS
-    least = {name: 0 if name == "num_layers" and with_windows else 1 for name in _MOST}
-    numbers = {name: _integer(record[name], name, least[name], most) for name, most in _MOST.items() if name in record}
-    texts = {name: _text(record[name], name) for name in record if name not in _MOST}
-    if texts["dtype"] not in ELEMENT_BYTES:
-        raise ValueError(f"dtype is {texts['dtype']!r}, not one of {', '.join(ELEMENT_BYTES)}")
-    return Identity(**numbers, **texts)  # type: ignore[arg-type]
+def _identity(source: Fields, version: int) -> Identity:
+    source.only(_fields_of(Identity, version))
+    least = {"num_layers": 0 if version >= _WITH_WINDOWS else 1}
+    kinds = {name: whole(least.get(name, 1), most) for name, most in _MOST.items()} | {"dtype": one_of(*ELEMENT_BYTES)}
+    return Identity(**{name: source.get(name, kinds.get(name, _LINE)) for name in source.data})
 
 
 def _pages(
-    found: object, form: PageFormat, num_tokens: int, names: Sequence[str], kind: str, first: int = 0
+    source: Fields, key: str, form: PageFormat, num_tokens: int, names: Sequence[str], kind: str, first: int = 0
 ) -> tuple[Page, ...]:
     """The pages from `first` on that `num_tokens` need. The file name of page i contains i, so no file occurs twice."""
-    values = _list(found, "pages")
+    values = source.get(key, LIST)
     if len(values) != (count := form.count(num_tokens) - first):
         raise ValueError(f"it names {len(values)} pages, its tokens need {count}")
+    packed = Kind("1 or 0 for each block, packed or not", lambda value: isinstance(value, str) and form.allows(value))
     pages = []
-    for number, value in enumerate(values, first):
-        record = _record(value, names, f"page {number}")
-        file, digest = _text(record["file"], "file"), _text(record["checksum"], "checksum")
-        packed = record.get("packed", "")
-        match = _PAGE_FILE.fullmatch(file)
-        if match is None or match.groups() != (kind, f"{number:05d}"):
-            raise ValueError(f"{file!r} cannot be the file of page {number}")
-        if not _CHECKSUM.fullmatch(digest):
-            raise ValueError(f"{digest!r} cannot be the checksum of page {number}")
-        if not isinstance(packed, str) or not form.allows(packed):
-            raise ValueError(f"{reprlib.repr(packed)} cannot say which blocks of page {number} are packed")
-        pages.append(Page(file, digest, packed))
+    for place, value in enumerate(values, first):
+        page = fields_of(value, f"page {place}").only(names)
+        file = page.get("file", Kind(f"the file of page {place}", partial(_is_file_of, kind, place)))
+        pages.append(Page(file, page.get("checksum", _CHECKSUM), page.get("packed", packed, "")))
     return tuple(pages)
 
 
-def _record(value: object, names: Iterable[str], what: str) -> dict[str, object]:
-    """`value` as an object with exactly the fields `names`."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is not an object")
-    if wrong := sorted(value.keys() ^ set(names)):
-        raise ValueError(f"{what} has fields too many or too few: {reprlib.repr(wrong)}")
-    return value
-
-
-def _list(value: object, name: str) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is not a list")
-    return value
-
-
-def _integer(value: object, name: str, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not an integer from {least} to {most}")
-    return value
-
-
-def _seconds(value: object, name: str) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:  # type: ignore[operator]
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not a time")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or len(value) > _MOST_TEXT or not value.isprintable():
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not a line of at most {_MOST_TEXT} characters")
-    return value
+def _is_file_of(kind: str, place: int, value: object) -> bool:
+    match = _PAGE_FILE.fullmatch(value) if isinstance(value, str) else None
+    return match is not None and match.groups() == (kind, f"{place:05d}")

@@ -22,12 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from offload.config.block import TensorNames
-from offload.config.fields import read_json
 from offload.config.gguf_header import is_gguf
 from offload.config.model import ModelConfig
 from offload.errors import ModelError, unreadable
+from offload.fields import TEXT, Fields, Kind, list_of
 from offload.formats.layout import encoding, is_encoding
 from offload.formats.stored import StoredMatrix
+from offload.strict_json import read_json
 from offload.weights.gguf_file import MappedFile, open_model, unpacker
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
@@ -388,10 +389,17 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; is the download complete?")
     if single:
         return None
-    weight_map = read_json(folder / INDEX_FILE, max_bytes=MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ModelError(f"{folder / INDEX_FILE}: weight_map must map tensor names to file names; download it again")
-    return weight_map
+    return shards_by_tensor(folder / INDEX_FILE)
+
+
+def shards_by_tensor(index: Path) -> dict[str, str]:
+    """Names of the files that an index names, by those of their tensors. ModelError."""
+    files = Kind(
+        "an object of file names by names of tensors; download it again",
+        lambda value: isinstance(value, dict) and value != {} and list_of(TEXT).fits([*value.values()]),
+    )
+    found: dict[str, str] = Fields(read_json(index, max_bytes=MAX_INDEX_BYTES), str(index)).get("weight_map", files)
+    return found
 
 
 def _shard_paths(folder: Path, shards: Iterable[str]) -> list[Path]:

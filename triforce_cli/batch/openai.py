@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.batch.fields import is_whole
+from offload.fields import INTEGER
 
 URL = "/v1/chat/completions"
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
@@ -60,7 +60,7 @@ def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _check_pairs(body: Mapping[str, Any], place: str) -> None:
     """Raises UsageError for fields that contradict each other."""
-    most = {body[name] for name in ("max_tokens", "max_completion_tokens") if is_whole(body.get(name))}
+    most = {body[name] for name in ("max_tokens", "max_completion_tokens") if INTEGER.fits(body.get(name))}
     if len(most) > 1:
         raise UsageError(
             f"{place}: max_tokens and max_completion_tokens are one limit, and say {min(most)} and {max(most)}"

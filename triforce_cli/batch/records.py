@@ -13,9 +13,9 @@ from offload import strict_json
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
+from offload.fields import INTEGER, OBJECT, TEXT, Fields, Kind, checked, is_unicode, list_of, whole
 from offload.interrupts import poll
 from offload.seeds import seed_after
-from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
 from triforce_cli.chat.messages import Messages
@@ -26,7 +26,12 @@ OF_MESSAGES = ("tools", "template_args")  # what a template gets besides message
 FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
-_TEXT = "a text of 1 or more characters"
+_PROMPT = Kind("a text of 1 or more characters", lambda value: TEXT.fits(value) and value != "")
+_ID = Kind("a text or a whole number", lambda value: TEXT.fits(value) or INTEGER.fits(value))
+_META = Kind("an object without halves of surrogate pairs", lambda value: isinstance(value, dict) and _encodes(value))
+_STOPS = Kind(
+    "a text, or a list of texts, none of them empty", lambda value: _PROMPT.fits(value) or list_of(_PROMPT).fits(value)
+)
 
 Id = str | int
 
@@ -93,55 +98,57 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         raise UsageError(f'{place} has no "prompt" and no "messages"')
     if {"prompt", "messages"} <= data.keys():
         raise UsageError(f'{place} has a "prompt" and "messages"; leave one of them out')
-    fields = Fields(data, place)
+    fields = Fields(data, place, UsageError)
     messages = _messages(fields)
     if messages is None and (unused := [name for name in OF_MESSAGES if name in data]):
         raise UsageError(f"{place}: {unused[0]} is for a chat template, which a prompt has none of; give messages")
     return Record(
         number=number,
-        id=fields.get("id", is_id, "a text or a whole number", number),
-        prompt="" if messages else fields.get("prompt", lambda value: is_text(value) and value != "", _TEXT),
+        id=fields.get("id", _ID, number),
+        prompt="" if messages else fields.get("prompt", _PROMPT),
         messages=messages,
         tools=_tools(fields),
         template_args=_template_args(fields),
-        max_tokens=fields.get(
-            "max_tokens",
-            lambda value: is_whole(value) and 1 <= value <= MOST_TOKENS,
-            f"a whole number from 1 to {MOST_TOKENS}",
-            defaults.max_tokens,
-        ),
+        max_tokens=fields.get("max_tokens", whole(1, MOST_TOKENS), defaults.max_tokens),
         sampling=_sampling(fields, replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))),
         stops=_stops(fields, defaults.stops),
-        logprobs=fields.get(
-            "logprobs",
-            lambda value: value is None or (is_whole(value) and 0 <= value <= MOST_LOGPROBS),
-            f"null or a whole number from 0 to {MOST_LOGPROBS}",
-            defaults.logprobs,
-        ),
-        meta=fields.get("meta", is_meta, "an object without halves of surrogate pairs", {}),
+        logprobs=fields.get("logprobs", whole(0, MOST_LOGPROBS).or_null, defaults.logprobs),
+        meta=fields.get("meta", _META, {}),
     )
+
+
+def _encodes(value: Any) -> bool:
+    """Whether UTF-8 can encode all texts in it."""
+    return is_unicode(json.dumps(value, ensure_ascii=False))
+
+
+def _objects(wanted: str) -> Kind:
+    """One or more."""
+    one = Kind("an object", lambda value: isinstance(value, dict))
+    return Kind(wanted, lambda value: list_of(one).fits(value) and len(value) > 0 and _encodes(value))
 
 
 def _messages(fields: Fields) -> Messages | None:
     if "messages" not in fields.data:
         return None
-    messages = fields.get("messages", are_objects, "a list of objects with role and content")
-    with _named(fields.place):
+    messages = fields.get("messages", _objects("a list of objects with role and content"))
+    with _named(fields.where):
         return read_messages(messages)
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]] | None:
     if "tools" not in fields.data:
         return None
-    with _named(fields.place):
-        return checked_tools(fields.get("tools", are_objects, "a list of definitions of tools"))
+    tools = fields.get("tools", _objects("a list of definitions of tools"))
+    with _named(fields.where):
+        return checked_tools(tools)
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:
-    with _named(fields.place):
-        return checked_variables(
-            fields.get("template_args", is_meta, "an object of variables of the chat template", {})
-        )
+    kind = Kind("an object of variables of the chat template", _META.fits)
+    variables = fields.get("template_args", kind, {})
+    with _named(fields.where):
+        return checked_variables(variables)
 
 
 @contextmanager
@@ -155,7 +162,7 @@ def _named(place: str) -> Iterator[None]:
 
 def _sampling(fields: Fields, default: SamplingParams) -> SamplingParams:
     found = changes(fields)
-    with _named(fields.place):
+    with _named(fields.where):
         return replace(default, **found)
 
 
@@ -165,17 +172,12 @@ def _object(line: str, place: str) -> dict[str, Any]:
         strict_json.check_depth(data, MAX_DEPTH, "it")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place} is not JSON that can be answered ({error})") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"{place} is {type(data).__name__} in JSON, it must be an object")
-    return data
+    found: dict[str, Any] = checked(data, place, OBJECT, UsageError)
+    return found
 
 
 def _stops(fields: Fields, default: tuple[str, ...]) -> tuple[str, ...]:
-    def fits(value: Any) -> bool:
-        texts = value if isinstance(value, list) else [value]
-        return all(is_text(text) and text != "" for text in texts)
-
-    value: Any = fields.get("stop", fits, "a text, or a list of texts, none of them empty", list(default))
+    value: Any = fields.get("stop", _STOPS, default)
     return (value,) if isinstance(value, str) else tuple(value)
 
 

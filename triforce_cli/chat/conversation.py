@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import NoReturn, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Annotated
 
 from offload import strict_json
 from offload.errors import UsageError
+from offload.fields import Kind, record, versioned, whole
 
 VERSION = 1
-_MOST_TOKEN = 2**31 - 1
-_T = TypeVar("_T")
+Token = Annotated[int, Kind("a token id", whole(0, 2**31 - 1).fits)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Turn:
     user: str
     documents: tuple[Document, ...]
     reply: str
-    reply_tokens: tuple[int, ...]
+    reply_tokens: tuple[Token, ...]
     complete: bool
 
 
@@ -137,7 +137,10 @@ class Conversation:
     @classmethod
     def from_data(cls, data: object, source: str) -> Conversation:
         """The conversation in `data`. Raises UsageError, which names `source` and the wrong field."""
-        return _Reader(source).conversation(data)
+        try:
+            return record(cls, versioned(data, VERSION, ""), "")
+        except ValueError as error:
+            raise UsageError(f"{source} is not a saved conversation: {error}") from error
 
     def to_json(self) -> str:
         return json.dumps(self.to_data(), ensure_ascii=False)
@@ -171,78 +174,3 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return {name: _plain(item) for name, item in vars(value).items()} if is_dataclass(value) else value
-
-
-class _Reader:
-    """Parse a conversation from JSON values. Every field must be present and of its type; others are refused."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def conversation(self, data: object) -> Conversation:
-        version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
-        if not isinstance(version, int) or isinstance(version, bool) or version != VERSION:
-            self._refuse(f"its version is {_short(version)}, and this program reads version {VERSION}")
-        values = self._fields(data, Conversation, "it", "version")
-        question = values["question"]
-        return Conversation(
-            system=self._string(values["system"], "system"),
-            turns=self._list(values["turns"], "turns", self._turn),
-            pending_documents=self._list(values["pending_documents"], "pending_documents", self._document),
-            question=None if question is None else self._string(question, "question"),
-            date=self._string(values["date"], "date"),
-        )
-
-    def _turn(self, data: object, where: str) -> Turn:
-        values = self._fields(data, Turn, where)
-        complete = values["complete"]
-        if not isinstance(complete, bool):
-            self._refuse(f"{where}.complete is {_short(complete)} instead of true or false")
-        return Turn(
-            user=self._string(values["user"], f"{where}.user"),
-            documents=self._list(values["documents"], f"{where}.documents", self._document),
-            reply=self._string(values["reply"], f"{where}.reply"),
-            reply_tokens=self._list(values["reply_tokens"], f"{where}.reply_tokens", self._token),
-            complete=complete,
-        )
-
-    def _document(self, data: object, where: str) -> Document:
-        values = self._fields(data, Document, where)
-        return Document(self._string(values["name"], f"{where}.name"), self._string(values["text"], f"{where}.text"))
-
-    def _token(self, value: object, where: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_TOKEN:
-            self._refuse(f"{where} is {_short(value)} instead of a token id")
-        return value
-
-    def _string(self, value: object, where: str) -> str:
-        if not isinstance(value, str):
-            self._refuse(f"{where} is {_short(value)} instead of a string")
-        return _text(value, f"{self._source}: {where}")
-
-    def _list(self, value: object, where: str, read: Callable[[object, str], _T]) -> tuple[_T, ...]:
-        if not isinstance(value, (list, tuple)):
-            self._refuse(f"{where} is {_short(value)} instead of a list")
-        return tuple(read(item, f"{where}[{i}]") for i, item in enumerate(value))
-
-    def _fields(self, data: object, kind: type, where: str, *more: str) -> Mapping[str, object]:
-        if not isinstance(data, dict):
-            self._refuse(f"{where} is {_short(data)} instead of an object")
-        expected = {*more, *(field.name for field in fields(kind))}
-        for problem, names in (("no", expected - data.keys()), ("an unknown", data.keys() - expected)):
-            if names:
-                self._refuse(f"{where} has {problem} field {_short(min(names))}")
-        return data
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UsageError(f"{self._source} is not a saved conversation: {what}")
-
-
-def _short(value: object) -> str:
-    """A value, which may be huge, shortened for a message."""
-    if isinstance(value, (dict, list, tuple)):
-        return "a list" if isinstance(value, (list, tuple)) else "an object"
-    if isinstance(value, int) and abs(value) > 2**64:  # printing it may be refused
-        return "a huge number"
-    text = json.dumps(value) if isinstance(value, (str, float, int, type(None))) else repr(type(value))
-    return text if len(text) <= 40 else text[:37] + "..."

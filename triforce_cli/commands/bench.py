@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from offload.bench.comparison import TRANSFORMERS
 from offload.errors import DoesNotFit, UsageError
 from offload.interrupts import Terminated
 from triforce_cli import __version__, options, plot
@@ -34,13 +35,12 @@ from triforce_cli.prompt import LIBRARY, library_text, read_prompt
 from triforce_cli.render import bench as render_bench
 
 if TYPE_CHECKING:
-    from offload.bench.comparison import Comparison
+    from offload.bench.comparison import Comparison, Setting, Tried
     from offload.bench.program import Program
-    from offload.bench.setting import Setting, Tried
     from offload.bench.trial import Other, Step, Trial
     from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
-    from offload.plan.planner import PlannedRequest
+    from offload.plan.planner import Plan
     from offload.plan.request import Request
 
 USUAL_CONTEXTS = (4096, 8192, 16384)
@@ -73,12 +73,11 @@ Repeats = Annotated[
     option("--repeats", "Measure each so often, in turns, after a warm-up.", BENCH, metavar="N", parser=whole),
 ]
 Against = Annotated[
-    Literal["none", "transformers", "llama.cpp"],
+    Literal["none", "transformers"],
     option(
         "--against",
-        "Measure another program too, in its fastest setting, which short trials find, on the same weights and dtype: "
-        "transformers' own generate, or llama.cpp, which needs the package xllamacpp here or in a virtual environment "
-        "that TRIFORCE_LLAMA_CPP names.",
+        "Measure transformers' own generate too, in its fastest setting, which short trials find, on the same weights "
+        "and dtype.",
         BENCH,
     ),
 ]
@@ -142,7 +141,7 @@ class Bench:
     sampling: SamplingParams
     options: Options
     models: Models
-    against: str | None
+    against: bool
     plot: Path | None
     as_json: bool
     quiet: bool
@@ -151,10 +150,6 @@ class Bench:
         """Plan all contexts, then measure one after the other. Ctrl-C keeps those that are finished."""
         if self.plot is not None:
             plot.check(self.plot)
-        if self.against == "llama.cpp":
-            from offload.bench.peer import llama_cpp_python
-
-            llama_cpp_python()
         output = Output(quiet=self.quiet)
         with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
             text = self._text(output)
@@ -164,17 +159,15 @@ class Bench:
         prepared = prepare(self.models, self.options, output, sampling=self.sampling, measures=True)
         from offload.bench.environment import environment
 
-        if self.against == "llama.cpp" and not prepared.request.hardware.is_cpu:
-            raise UsageError("llama.cpp is measured on the CPU only; add --device cpu")
         trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling)
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
-        with self._program(trials[-1].plan.request, output) as program:
-            for trial in trials:
-                comparison = self._compare(trial, prepared, program, left, output)
-                findings.add(comparison)
-                output.note(render_bench.summary_line(comparison))
+        program = self._other_program(trials[-1].plan, output) if self.against else None
+        for trial in trials:
+            comparison = self._compare(trial, prepared, program, left, output)
+            findings.add(comparison)
+            output.note(render_bench.summary_line(comparison))
 
     def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
         """A trial for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
@@ -184,8 +177,8 @@ class Bench:
         for context in self._context_lengths(len(tokens), request.target.context_limit):
             num_prompt_tokens = context - self.max_tokens
             plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=self.max_tokens)
-            if self.against is not None:
-                check_other_fits(request, plan, self.against)
+            if self.against:
+                check_other_fits(request, plan)
             trial = Trial(
                 prompt=tuple(tokens[:num_prompt_tokens]),
                 plan=plan,
@@ -248,18 +241,12 @@ class Bench:
         output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
         return library_text()
 
-    def _program(self, planned: PlannedRequest, output: Output) -> AbstractContextManager[Program | None]:
-        """The program to measure against."""
-        if self.against is None:
-            return nullcontext()
-        output.wait(f"loading {self.against}")
-        if self.against == "llama.cpp":
-            from offload.bench.peer import llama_cpp_of
-
-            return llama_cpp_of(self.models.target, dtype=planned.dtype)
+    def _other_program(self, plan: Plan, output: Output) -> Program:
+        """The program to measure against: it runs when its settings are tried."""
+        output.wait(f"loading {TRANSFORMERS}")
         from offload.bench.reference import transformers_of
 
-        return nullcontext(transformers_of(self.models.target, dtype=planned.dtype, device=planned.device))
+        return transformers_of(self.models.target, dtype=plan.request.dtype, device=plan.request.device)
 
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""
@@ -314,7 +301,7 @@ def bench(
         sampling=sampling,
         options=plan_options(levels, **vars(placement)),
         models=models.chosen(),
-        against=None if against == "none" else against,
+        against=against == TRANSFORMERS,
         plot=plot,
         as_json=json,
         quiet=quiet,

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from offload.bench.comparison import LLAMA_CPP, OTHERS, PLAIN, TRANSFORMERS, TRIFORCE
-from offload.bench.setting import fastest, name_of
+from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, fastest, name_of
 from triforce_cli.render.text import duration, levels_of, significant
 
 if TYPE_CHECKING:
-    from offload.bench.comparison import Comparison
-    from offload.bench.setting import Setting, Tried
+    from offload.bench.comparison import Comparison, Setting, Tried
     from offload.bench.trial import Step, Trial
     from offload.metrics import Spread
 
-NAMES = {PLAIN: "plain", TRIFORCE: "TriForce", TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp"}
+NAMES = {PLAIN: "plain", TRIFORCE: "TriForce", TRANSFORMERS: "transformers"}
 LABEL_WIDTH, COLUMN_WIDTH = 24, 13  # characters
 MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
 
@@ -81,7 +79,7 @@ def step_line(trial: Trial, step: Step, seconds_left: float | None) -> str:
 
 
 def trial_line(trial: Trial, program: str, tried: Setting) -> str:
-    """The setting that is being tried: "8,192 tokens: trying llama.cpp with flash attention off, cache f16" """
+    """The setting that is being tried: "8,192 tokens: trying transformers with attention eager" """
     return f"{trial.plan.request.capacity:,} tokens: trying {program} with {name_of(tried)}"
 
 
@@ -101,20 +99,16 @@ def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
     """(label, cell of a context)"""
     yield "context", lambda found: f"{found.plan.request.capacity:,}"
     yield "prefill, tokens/s", lambda found: significant(found.prefill_rates.get(PLAIN))
-    for way in (name for name in ways if name in OTHERS):
-        yield f"  {NAMES[way]}", _prefill(way)
+    if TRANSFORMERS in ways:
+        yield f"  {NAMES[TRANSFORMERS]}", lambda found: significant(found.prefill_rates.get(TRANSFORMERS))
     for way in ways:
         yield from _spread(f"{NAMES[way]}, ms/token", _milliseconds(way))
-        if way not in OTHERS:
+        if way != TRANSFORMERS:
             yield "  predicted", _predicted(way)
-    for way in (name for name in (PLAIN, *OTHERS) if name in ways):
+    for way in (name for name in ways if name != TRIFORCE):
         yield from _spread(f"{NAMES[way]} / TriForce", _ratio(way), "x")
     yield "acceptance", lambda found: significant(found.acceptance)
     yield "tokens per full pass", lambda found: significant(found.tokens_per_pass)
-
-
-def _prefill(way: str) -> Cell:
-    return lambda found: significant(found.prefill_rates.get(way))
 
 
 def _predicted(way: str) -> Cell:
@@ -161,9 +155,8 @@ def _settings(comparison: Comparison) -> Iterator[str]:
     """The other program's setting, and beside it what the others would have taken: a reader can check the choice."""
     if not comparison.tried:
         return
-    way = next(NAMES[way] for way in comparison.ways if way in OTHERS)
-    best = fastest(comparison.tried)
-    yield f"At {comparison.plan.request.capacity:,} tokens {way} ran with {name_of(best.setting)}."
+    best, name = fastest(comparison.tried), NAMES[TRANSFORMERS]
+    yield f"At {comparison.plan.request.capacity:,} tokens {name} ran with {name_of(best.setting)}."
     for length in dict.fromkeys(trial.num_prompt_tokens for trial in comparison.tried):
         level = [trial for trial in comparison.tried if trial.num_prompt_tokens == length]
         yield f"Tried after {length:,} tokens, ms/token and seconds to the first:"

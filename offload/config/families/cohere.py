@@ -8,9 +8,9 @@ from functools import partial
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
 from offload.config.families.windows import without_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
+from offload.fields import Fields
 
 
 def describe(source: Fields) -> ModelConfig:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from offload.config.families import cohere
 from offload.config.families.common import Family
 from offload.config.families.windows import PERIOD, all_but_every, others, windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
+from offload.fields import Fields
 
 _WINDOW, _PATTERN = 4096, 4  # where a config says nothing
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.config.block import Attention, Block, FeedForward, Norm, TensorNames
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults, read_rope
+from offload.fields import Fields, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
 _OTHER_DTYPES = {"float": "float32", "half": "float16"}  # torch's other names for these
@@ -110,11 +110,29 @@ def decoder(
         max_positions,
         norm=row_norm,
         tie_embeddings=source.flag("tie_word_embeddings", defaults.tied),
-        bos_token_id=source.token_id("bos_token_id", vocab_size),
-        eos_token_ids=source.token_ids("eos_token_id", vocab_size),
+        bos_token_id=_token_id(source, "bos_token_id", vocab_size),
+        eos_token_ids=token_ids(source, "eos_token_id", vocab_size),
         dtype=_read_dtype(source),
         **model,
     )
+
+
+def token_ids(source: Fields, key: str, vocab_size: int) -> tuple[int, ...]:
+    """No id, one id or a list of ids, each from 0 to `vocab_size` - 1; repeats are dropped. -1 alone is no id."""
+    value, token = source.data.get(key), whole(0, vocab_size - 1)
+    is_none = value is None or (type(value) is int and value == -1)
+    ids = value if isinstance(value, list) else [] if is_none else [value]
+    if not all(map(token.fits, ids)):
+        source.refuse(key, f"a token id or a list of ids from 0 to {vocab_size - 1}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _token_id(source: Fields, key: str, vocab_size: int) -> int | None:
+    """One id, or None where the field is absent."""
+    ids = token_ids(source, key, vocab_size)
+    if isinstance(source.data.get(key), list):
+        source.refuse(key, "one token id, not a list")
+    return ids[0] if ids else None
 
 
 def epsilon(source: Fields, defaults: Defaults) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload.config.block import Norm
 from offload.config.families.common import NAMES_AFTER, Defaults, Family, decoder, epsilon, norms_after
 from offload.config.families.windows import PERIOD, all_but_every, others, windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
+from offload.fields import Fields
 
 _WINDOW, _PATTERN = 4096, 4  # where a config says nothing: every fourth layer has no window
 

@@ -11,8 +11,8 @@ from typing import Any
 from offload.config.block import Norm, TensorNames
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
 from offload.config.families.windows import windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
+from offload.fields import Fields
 
 NORM = partial(Norm, plus_one=True, fp32=True)
 SANDWICH = TensorNames(

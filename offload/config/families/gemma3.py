@@ -14,9 +14,9 @@ from offload.config.families.windows import (
     windowed_layers,
     with_windows,
 )
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults, read_rope
+from offload.fields import Fields
 
 _LOCAL, _LOCAL_BASE = RopeDefaults(theta=10000.0), "rope_local_base_freq"
 _WINDOW, _PATTERN = 4096, 6  # where a config says nothing

@@ -10,9 +10,9 @@ from offload.config.block import Attention, Block, Norm
 from offload.config.families.common import Defaults, Family, epsilon, sizes
 from offload.config.families.gemma2 import sandwiched
 from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
+from offload.fields import Fields
 
 _PERIOD, _HEAD_DIM = 6, 512  # where a config says nothing; of a head in layers without a window
 _ROPES = {
@@ -100,7 +100,7 @@ def _heads_by_layer(source: Fields, config: ModelConfig, layers: set[int]) -> tu
     first, *others = (own.get(layer, {}) for layer in full)
     if not isinstance(first, Mapping) or first.keys() - {*_KEYS} or any(each != first for each in others):
         source.refuse(_HEADS, f"{' and '.join(_KEYS)}, the same of layers {', '.join(map(str, full))}")
-    heads = Fields(first, f"{source.where}: {_HEADS}")
+    heads = source.inner(_HEADS, first)
     head_dim = heads.integer("head_dim", 1 << 12, default=config.head_dim)
     return head_dim, heads.integer("num_key_value_heads", config.num_heads, default=config.num_kv_heads)
 

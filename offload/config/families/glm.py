@@ -5,9 +5,9 @@ from __future__ import annotations
 from offload.config.block import Norm, TensorNames
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.windows import without_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
+from offload.fields import Fields
 
 _DEFAULTS = Defaults(
     max_positions=131072, kv_heads=2, head_dim=128, derives_head_dim=False, eps=1.5625e-07,

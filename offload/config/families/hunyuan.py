@@ -5,9 +5,9 @@ from __future__ import annotations
 from offload.config.block import Norm, TensorNames
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, with_rope
 from offload.config.families.windows import without_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
+from offload.fields import Fields
 
 _ALPHA = "alpha"  # NTK scaling by a constant: the base times alpha^(D / (D - 2))
 _DEFAULTS = Defaults(eps=1e-5, derives_head_dim=False, rope=RopeDefaults(keys=frozenset((_ALPHA,))))

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from offload.config.families.common import Defaults, Family, decoder, with_rope
 from offload.config.families.windows import with_one_window
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
+from offload.fields import Fields
 
 _GROWTH = "llama_4_scaling_beta"
 _ROPE = RopeDefaults(keys=frozenset((_GROWTH, "max_position_embeddings")))
@@ -23,7 +23,7 @@ def describe(source: Fields) -> ModelConfig:
         source = Fields({**source.data, "rope_parameters": _SETTINGS}, source.where)
     defaults = Defaults(max_positions=262144, kv_heads=8, head_dim=128, floors_head_dim=True, eps=1e-5, rope=_ROPE)
     config = decoder(source, "ministral3", defaults)
-    named = Fields(settings if isinstance(settings, dict) else {}, f"{source.where}: rope_parameters")
+    named = source.inner("rope_parameters", settings if isinstance(settings, dict) else {})
     original = named.integer("original_max_position_embeddings", 1 << 30)
     grown = with_rope(config, growth=named.number(_GROWTH), original_max_positions=original)
     return with_one_window(source, grown)

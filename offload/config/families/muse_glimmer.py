@@ -9,8 +9,8 @@ from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon, sizes
 from offload.config.families.gemma2 import NORM, SANDWICH
 from offload.config.families.windows import windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
+from offload.fields import Fields
 
 _WINDOW, _PERIOD = 2048, 4  # where a config says nothing
 _SCALE, _FACTOR, _CAP, _POST_EPS = "qk_scale_factor", "output_multiplier", "final_logit_softcapping", "post_norm_eps"

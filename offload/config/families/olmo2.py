@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload.config.block import Norm
 from offload.config.families.common import NAMES_AFTER, Defaults, Family, biases, decoder, epsilon, norms_after
 from offload.config.families.windows import without_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
+from offload.fields import Fields
 
 
 def describe(source: Fields) -> ModelConfig:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from offload.config.families import olmo2
 from offload.config.families.common import Defaults, Family
 from offload.config.families.windows import FULL, WINDOWED, all_but_every, rope_of_type, windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults, read_rope
+from offload.fields import Fields
 
 _ROPE = RopeDefaults(theta=500000.0)
 _WINDOW, _PATTERN = 4096, 4  # where a config says nothing

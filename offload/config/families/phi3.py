@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from offload.config.block import TensorNames
 from offload.config.families.common import Defaults, Family, decoder
 from offload.config.families.windows import with_one_window
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
+from offload.fields import Fields
 
 _ORIGINAL, _ORIGINAL_DEFAULT = "original_max_position_embeddings", 4096
 _FORMS = ("rope_parameters", "rope_scaling")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
 from offload.config.families.windows import windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
+from offload.fields import Fields
 
 _WINDOW, _FIRST_WINDOW_LAYER = 4096, 28  # where a config says nothing
 

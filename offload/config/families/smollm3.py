@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from offload.config.families.common import Defaults, Family, biases, decoder
 from offload.config.families.windows import windowed_layers, with_windows
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
+from offload.fields import Fields
 
 _INTERVAL = 4
 

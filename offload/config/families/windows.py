@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from offload.config.block import Block
-from offload.config.fields import Fields
 from offload.config.model import ModelConfig
 from offload.config.rope import Rope
+from offload.fields import Fields
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 PERIOD = "sliding_window_pattern"  # a field: every so many-th layer has no window

@@ -1,6 +1,8 @@
-"""Somebody who continues the same prompts in a process of its own, so that its memory and threads are its own."""
+"""Another program that continues the same prompts, as a process of its own: its memory and threads are its own."""
 
 from __future__ import annotations
+
+import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
 
 import json
 import os
@@ -9,25 +11,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import llama_cpp
 import psutil
 import torch
+from gguf_file import write_gguf
+from report import say
 
-from offload.bench import llama_cpp
-from offload.bench.gguf_file import write_gguf
+from offload.bench.comparison import Setting
 from offload.bench.program import Program
-from offload.bench.setting import Setting
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
-from offload.files import expanded, user_folder
+from offload.files import user_folder
 from offload.interrupts import waiting
 from offload.plan.rates import FOLDER_VARIABLE
 
-ENVIRONMENT_VARIABLE = "TRIFORCE_LLAMA_CPP"
 LOOKUPS = ("simple", "map_k", "map_k4v", "mod", "cache")  # n-gram lookups that the wheel has
 
 
@@ -147,25 +148,34 @@ def _request(sampling: SamplingParams, max_tokens: int, end_tokens: Collection[i
     }
 
 
-def llama_cpp_python() -> str:
-    """The Python that has the xllamacpp wheel: of the environment whose folder TRIFORCE_LLAMA_CPP names, or else this
-    one. Raises UsageError where there is none, and where our idle threads would take its cores."""
+def wheel_python(environment: str) -> str | TriforceError:
+    """The Python of the virtual environment in the folder `environment`, which has the package xllamacpp; or why there
+    is none. "": a folder in the user's cache. The environment is made if it does not exist; "none": it is not."""
+    if environment == "none":
+        return TriforceError("--peers-env none")
+    folder = Path(environment) if environment else user_folder("cache") / "peers"
+    try:
+        if not folder.exists():
+            say(f"installing xllamacpp in {folder}")
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True, stdout=sys.stderr)
+            subprocess.run([python_of(folder), "-m", "pip", "install", "xllamacpp"], check=True, stdout=sys.stderr)
+        return python_of(folder)
+    except (subprocess.CalledProcessError, TriforceError) as error:
+        return TriforceError(f"no xllamacpp in {folder}: {error}")
+
+
+def python_of(folder: Path) -> str:
+    """The Python of a virtual environment. Raises UsageError where there is none, and where idle threads of this
+    program would take llama.cpp's cores."""
     policy = os.environ.get("OMP_WAIT_POLICY", "")
     if policy.lower() == "active":
         raise UsageError(
             f"OMP_WAIT_POLICY is {policy}: between its turns this program would keep the cores from llama.cpp; unset it"
         )
-    if folder := os.environ.get(ENVIRONMENT_VARIABLE):
-        python = expanded(folder) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-        if not python.exists():
-            raise UsageError(f"{ENVIRONMENT_VARIABLE} is {folder}, without {python}; name a virtual environment")
-        return str(python)
-    if find_spec("xllamacpp") is None:
-        raise UsageError(
-            "llama.cpp is run by the package xllamacpp, which is not installed; pip install xllamacpp, or install it "
-            f"in another virtual environment and name its folder in {ENVIRONMENT_VARIABLE}"
-        )
-    return sys.executable
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not python.exists():
+        raise UsageError(f"{folder} has no {python}; name a virtual environment")
+    return str(python)
 
 
 def llama_cpp_choices(dtype: str) -> dict[str, Sequence[str | int]]:
@@ -222,10 +232,9 @@ def without_openmp(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def llama_cpp_of(folder: Path, *, dtype: str) -> Iterator[Program]:
-    """llama.cpp with the model in `folder`, its weights in `dtype` (bf16, fp16 or fp32). Raises UsageError, ModelError,
+def llama_cpp_of(python: str, folder: Path, *, dtype: str) -> Iterator[Program]:
+    """llama.cpp with the model in `folder`, its weights in `dtype` (bf16, fp16 or fp32). Raises ModelError,
     DoesNotFit."""
-    python = llama_cpp_python()
     with model_files() as write:
         file = write(folder, dtype)
         yield llama_cpp_program(dtype, lambda setting, context: open_llama_cpp(python, file, setting, context=context))

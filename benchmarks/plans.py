@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from report import say
 
+from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
-from offload.config.reading import config_of
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, make_plan

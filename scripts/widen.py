@@ -44,8 +44,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
-from offload.config.reading import config_of
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.kernels.rope import inverse_frequencies
 from offload.strict_json import read_json

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -378,6 +379,33 @@ def test_the_walk_meets_every_storey() -> None:
     modules = [module for module, _ in sources()]
     assert {storey(module) for module in modules if module.startswith("offload.")} == set(range(len(STOREYS)))
     assert "triforce_cli.app" in modules
+
+
+def circle(program: Iterable[tuple[str, str]]) -> list[str]:
+    """Modules (name, source) that import each other in a circle, for types or late, too; [] where none do."""
+    listed = dict(program)
+    imported = {}
+    for module, source in listed.items():
+        names = {name for name, _ in imports(walked(source))}
+        imported[module] = (names | {name.rpartition(".")[0] for name in names}) & (listed.keys() - {module})
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    packages = {module for module, _ in sources() if (ROOT / module.replace(".", "/")).is_dir()}
+    assert circle(each for each in sources() if each[0] not in packages) == []
+
+
+@pytest.mark.parametrize(
+    "late", ["import a", "if TYPE_CHECKING:\n    from a import A", "def f():\n    from a import A"]
+)
+def test_a_circle_is_seen_for_types_and_late_imports_too(late: str) -> None:
+    assert set(circle([("a", "import b"), ("b", "import c"), ("c", late), ("d", "import a")])) == {"a", "b", "c"}
+    assert circle([("a", "import b"), ("b", "import c"), ("c", ""), ("d", "import a")]) == []
 
 
 def heavy_modules_after(code: str) -> str:

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
-from offload.config.reading import config_of, read_config
+from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model
 from offload.weights.layers import all_finite

@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from offload.config.reading import config_of, read_config
+from offload.config.config_json import config_of
+from offload.config.reading import read_config
 from offload.config.rope import Rope
 from offload.errors import ModelError
 

@@ -30,9 +30,10 @@ from models import (
     target_cache,
 )
 from offload.config.block import BLOCK_NORMS, Attention, Block, FeedForward, Norm
+from offload.config.config_json import config_of
 from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
-from offload.config.reading import config_of, read_config
+from offload.config.reading import read_config
 from offload.config.rope import Rope
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest

@@ -23,9 +23,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from models import Sizes, load, random_model, random_tokens, target_cache, tiny_plan
+from offload.config.config_json import config_of
 from offload.config.encodings import matrices
 from offload.config.model import ModelConfig
-from offload.config.reading import config_of, read_config
+from offload.config.reading import read_config
 from offload.config.schemes import Scheme, is_pattern
 from offload.errors import ModelError
 from offload.formats.layout import encoding

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
-from offload.config.reading import config_of
 from offload.kernels.rope import RopeTable, inverse_frequencies, rope_table, rotate
 
 SHAPE = {

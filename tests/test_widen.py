@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
-from offload.config.reading import config_of, read_config
+from offload.config.config_json import config_of
+from offload.config.reading import read_config
 from offload.engine.engine import load_tokenizer
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.model.decoder import Segment

@@ -26,8 +26,9 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from offload.config.config_json import config_of
 from offload.config.model import llama_shaped
-from offload.config.reading import config_of, read_config
+from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.prefix import num_common

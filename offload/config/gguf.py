@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 
 from offload.config.block import Attention, Block, Norm
+from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
@@ -29,8 +30,6 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 def gguf_config(header: Header) -> ModelConfig:
     """Of the model that a file holds. Raises ModelError."""
-    from offload.config.reading import config_of  # which reads files of either kind
-
     architecture = architecture_of(header)
     config = config_of(_fields(header, architecture), name=str(header.path))
     config = with_factors(Metadata(header), config)

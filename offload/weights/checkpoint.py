@@ -9,13 +9,11 @@ The format itself (offsets in range, no overlap, no hole, known dtypes) is check
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +27,7 @@ from offload.fields import TEXT, Fields, Kind, list_of
 from offload.formats.layout import encoding, is_encoding
 from offload.formats.stored import StoredMatrix
 from offload.strict_json import read_json
+from offload.weights.entry import Entry
 from offload.weights.gguf_file import MappedFile, open_model, unpacker
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
@@ -49,29 +48,6 @@ _NUM_NAMED = 3  # tensors of each sort that a message names
 # A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
 # (every file of a Hugging Face cache is one): whoever made that link could have put the bytes there as well.
 _SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
-
-
-class TensorFile(Protocol):
-    """An open file, such as safetensors' `safe_open`."""
-
-    def get_tensor(self, name: str) -> Tensor:
-        """The tensor in memory that is mapped, if it can be; of one that is stored in blocks its rows, uint8 [outputs,
-        bytes]."""
-        ...
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file. dtype: safetensors' code of numbers, such as BF16, or the name of the encoding of a matrix
-    that is stored in blocks (`formats.layout.encoding`). shape: of its numbers. unpack: of rows as the file has them,
-    uint8 [n, bytes] -> fp32 [n, inputs], of a matrix that is in neither."""
-
-    file: TensorFile
-    path: Path
-    stored_name: str
-    shape: tuple[int, ...]
-    dtype: str
-    unpack: Callable[[Tensor], Tensor] | None = None
 
 
 class Checkpoint:

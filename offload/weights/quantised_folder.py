@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +25,9 @@ from offload.config.model import ModelConfig
 from offload.config.quantisation import scheme_of
 from offload.config.schemes import Scheme
 from offload.errors import ModelError
+from offload.weights.entry import Entry
 from offload.weights.tensors import expected_tensors
 from offload.weights.unpacking import Packed
-
-if TYPE_CHECKING:
-    from offload.weights.checkpoint import Entry
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -1,0 +1,106 @@
+"""The description of a model from the fields of its config.json.
+
+Only numbers are read. Remote code that a config names (`auto_map`) is never run. A field that changes the arithmetic
+and that the model's family does not implement is refused by name. Fields that change nothing here are ignored, among
+them `pretraining_tp`, which only says how the authors sliced their matrix products.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Set
+from dataclasses import replace
+
+from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
+from offload.config.model import ModelConfig
+from offload.config.quantisation import TEXT_CONFIG, parted, quantised
+from offload.config.rope import is_neutral
+from offload.fields import Fields
+
+# Fields that change the arithmetic, with the values that leave it alone. Absent and null always do.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0,),
+    "rotary_pct": (1.0,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "scale_emb": (1.0,),
+    "num_local_experts": (0,),
+    "num_experts": (0,),
+    "n_routed_experts": (0,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "lm_head_bias": (False,),
+    "clip_qkv": (),
+    "attention_chunk_size": (),
+    "query_pre_attn_scalar": (),
+    "dual_chunk_attention_config": (),
+    "pruned_heads": ({}, []),
+}
+# The same for fields that nobody has listed yet: a name like this with a value that says anything is refused.
+_SUSPECT = re.compile(r"softcap|multiplier|expert|moe|quant|alibi|rotary|sliding|sparse|qk_|(^|_)(m?rope|scal)")
+_IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may leave the arithmetic alone, 0 does not
+_SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
+# Judged where they are read, in every family.
+_READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
+
+
+def config_of(data: Mapping[str, object], *, name: str = "", scales: str = "") -> ModelConfig:
+    """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
+
+    Fields mean what they mean to transformers, and those that it does not read in this family mean nothing; absent,
+    they mean its defaults, also those of the family. Token ids that are absent stay unknown. Sizes must be there.
+    scales: the dtype of those of quantised matrices, as far as it is known.
+    """
+    plain, stored = parted(data, name or "config")
+    config = _described(Fields(plain, name or "config"))
+    return config if stored is None else quantised(config, stored, scales)
+
+
+def _described(source: Fields) -> ModelConfig:
+    data = source.data
+    wrapper = WRAPPERS.get(str(data.get("model_type")))
+    if wrapper is None:
+        return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)
+    _refuse_unsupported(source, wrapper.reads)
+    _refuse_architectures(source, "ForConditionalGeneration")
+    inner = source.inner(TEXT_CONFIG).data
+    # A null inside means something in some families: no window, say. It stays, but where the outside fills it.
+    outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
+    filled = {key: value for key, value in outer.items() if inner.get(key) is None}
+    text = source.inner(TEXT_CONFIG, {**inner, **filled})
+    family = FAMILIES[text.choice("model_type", tuple(FAMILIES))]
+    return _read(Fields({**family.sizes, **text.data}, text.where), family, wrapper)
+
+
+def _read(source: Fields, family: Family, wrapper: Wrapper | None) -> ModelConfig:
+    _refuse_unsupported(source, family.reads)
+    if wrapper is None:
+        _refuse_architectures(source, "ForCausalLM")
+        return family.describe(source)
+    config = family.describe(source)
+    return replace(config, names=replace(config.names, body=wrapper.body), wrapper=wrapper.name)
+
+
+def _refuse_unsupported(source: Fields, reads: Set[str]) -> None:
+    for key, value in source.data.items():
+        if key in reads:
+            continue
+        if key in _NEUTRAL or (key not in _READ and _SUSPECT.search(key)):
+            allowed = _NEUTRAL.get(key, (False, [], {}) if _IS_FACTOR.search(key) else _SAYS_NOTHING)
+            if not is_neutral(value, allowed):
+                neutral = " or ".join(["absent", *map(json.dumps, allowed)])
+                source.refuse(key, f"{neutral}: it changes the arithmetic, and this program does not implement it")
+
+
+def _refuse_architectures(source: Fields, kind: str) -> None:
+    architectures = source.data.get("architectures") or []
+    if not isinstance(architectures, list):
+        source.refuse("architectures", "a list")
+    if architectures and not any(kind in str(name) or str(name).endswith("Model") for name in architectures):
+        source.refuse("architectures", f"a language model, ...{kind}")

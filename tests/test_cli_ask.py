@@ -49,7 +49,7 @@ def asked(folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> 
         piped = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
         monkeypatch.setattr("triforce_cli.prompt.stdin_is_terminal", lambda: stdin is None)
         monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note: piped.buffer.read())
+        monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: piped.buffer.read())
         common = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
         code, out, err = triforce("ask", *common, "--max-tokens", "12", *args)
         assert (code, err) == (0, ""), err
@@ -104,14 +104,14 @@ def test_what_is_taken_from_standard_input_beside_a_question_is_named(
         (("generate", "--prompt", "Say one"), "the beginning of the prompt"),
     ):
         for piped, said in (("two\n", f"4 characters, read as {what}; </dev/null leaves it out"), ("", "")):
-            monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note, piped=piped: piped.encode())
+            monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note, piped=piped: piped.encode())
             code, _, err = triforce(*args, *common)
             assert code == 0
             assert [line for line in err.splitlines() if line.startswith("standard input")] == (
                 [f"standard input: {said}"] if said else []
             )
             assert triforce(*args, *common, "-q")[2] == ""
-    monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note: b"Where?")
+    monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: b"Where?")
     for command in ("ask", "generate"):  # all that there is: nothing else could be meant
         assert "standard input" not in triforce(command, *common)[2]
 

@@ -21,7 +21,8 @@ from triforce_cli import configuration, inputs
 from triforce_cli.choice import embedded_model
 from triforce_cli.documents.selection import Named
 from triforce_cli.errors import describe
-from triforce_cli.prompt import read_prompt, read_text
+from triforce_cli.prompt import read_prompt
+from triforce_cli.utf8 import read_text
 
 Run = Callable[..., tuple[int, str, str]]
 NOBODY = 65534

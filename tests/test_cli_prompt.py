@@ -15,7 +15,8 @@ from offload.errors import UsageError
 from test_cli_fake import command, environment, run, start
 from triforce_cli import inputs
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import decode_argument, read_prompt
+from triforce_cli.prompt import read_prompt
+from triforce_cli.utf8 import decode_argument
 
 
 class Terminal:

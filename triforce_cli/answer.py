@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
-    from triforce_cli.chat.conversation import Document
+    from triforce_cli.documents import Document
 
 FormName = Literal["text", "json", "jsonl"]
 INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"

@@ -14,15 +14,15 @@ from triforce_cli.chat.tools import check_variables
 from triforce_cli.citations import ASKED
 from triforce_cli.commands.generate import Generate, Prompted
 from triforce_cli.deadline import Deadline
+from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.engine import Prepared
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN, read_input, stdin_is_terminal, taken, without_line_end
+from triforce_cli.utf8 import PIPED, STDIN, read_input, stdin_is_terminal, taken, without_line_end
 
 if TYPE_CHECKING:
     from triforce_cli.chat.thoughts import Thinking
 
-PIPED = "standard input"  # as a document
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -58,7 +58,7 @@ class Ask(Generate):
         return filled(text, self.variables, "the question")
 
     def prompted(self, prepared: Prepared, text: str, output: Output) -> Prompted:
-        from triforce_cli.chat.conversation import Conversation, Document
+        from triforce_cli.chat.conversation import Conversation
         from triforce_cli.chat.formats import ChatFormat
 
         output.note(self.models.answers_note)

@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from triforce_cli import log
 from triforce_cli.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
 from triforce_cli.output import Output
-from triforce_cli.prompt import user_path
+from triforce_cli.utf8 import user_path
 
 
 def option(name: str, help_text: str, panel: str, *, short: str | None = None, **settings: Any) -> Any:

@@ -23,10 +23,10 @@ from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.inputs import Note
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
-from triforce_cli.prompt import read_input
 from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.text import duration
 from triforce_cli.signals import deferred
+from triforce_cli.utf8 import read_input
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from offload.errors import UsageError
-from triforce_cli.chat.conversation import Document
 from triforce_cli.chat.dialogue import Dialogue
+from triforce_cli.documents import Document
 from triforce_cli.documents.reading import Reading, read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import STDIN
+from triforce_cli.utf8 import STDIN
 
 
 def add_documents(dialogue: Dialogue, named: Named) -> None:

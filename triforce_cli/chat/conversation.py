@@ -9,18 +9,11 @@ from typing import NoReturn, TypeVar
 
 from offload import strict_json
 from offload.errors import UsageError
+from triforce_cli.documents import Document
 
 VERSION = 1
 _MOST_TOKEN = 2**31 - 1
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Document:
-    """A named text that is put before a question."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError
 from triforce_cli.chat.background import BackgroundWork
-from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.interrupts import Interrupts, Stopped
 from triforce_cli.citations import ASKED, Citation, citations
+from triforce_cli.documents import Document
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.chat import Drop
 

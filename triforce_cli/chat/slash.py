@@ -14,9 +14,9 @@ from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import count
-from triforce_cli.prompt import read_text, user_path
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.stats import stats_table
+from triforce_cli.utf8 import read_text, user_path
 
 ESCAPED = "//"  # a message that begins with one slash
 

@@ -48,7 +48,7 @@ from triforce_cli.flags import (
 )
 from triforce_cli.given import beside_given
 from triforce_cli.options import option
-from triforce_cli.prompt import decode_argument, read_text, user_path, without_line_end
+from triforce_cli.utf8 import decode_argument, read_text, user_path, without_line_end
 
 QUESTION = "Question"
 

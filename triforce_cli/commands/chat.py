@@ -33,9 +33,9 @@ from triforce_cli.flags import (
 )
 from triforce_cli.options import option, switch, whole
 from triforce_cli.output import Output
-from triforce_cli.prompt import decode_argument
 from triforce_cli.render import chat as render_chat
 from triforce_cli.signals import Terminated
+from triforce_cli.utf8 import decode_argument
 
 if TYPE_CHECKING:
     from offload.plan.planner import Options

@@ -36,8 +36,9 @@ from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, PROMPT, SAMPLING, number, option, switch
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN, decode_argument, read_prompt, user_path
+from triforce_cli.prompt import read_prompt
 from triforce_cli.render.stats import compared
+from triforce_cli.utf8 import STDIN, decode_argument, user_path
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams, ThoughtBudget
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.plan.planner import Options, Plan
     from offload.session.store import Store
-    from triforce_cli.chat.conversation import Document
     from triforce_cli.chat.thoughts import Opening, Splitter
+    from triforce_cli.documents import Document
 
 Stop = Annotated[
     list[str] | None,

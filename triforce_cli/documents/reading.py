@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.errors import UsageError
+from triforce_cli.documents import Document
 from triforce_cli.documents.epub import read_epub
 from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
 from triforce_cli.documents.pdf import read_pdf
@@ -16,8 +17,8 @@ from triforce_cli.documents.selection import Named, Source, select, without
 from triforce_cli.documents.web import read_page
 from triforce_cli.documents.word import read_word
 from triforce_cli.inputs import Note
-from triforce_cli.prompt import read_input
 from triforce_cli.render.text import line_text
+from triforce_cli.utf8 import read_input
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
 _PACKED, _UNPACKING = ("Word", "EPUB"), 64  # kinds of archives, and to how many times their size they may unpack
@@ -39,6 +40,10 @@ class Reading:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def document(self) -> Document:
+        return Document(self.name, self.text)
 
     @property
     def shown_kind(self) -> str:

@@ -24,6 +24,7 @@ from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from offload.progress import OnProgress, Progress, Stage, ignore
+from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat import slash
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
@@ -41,7 +42,7 @@ from triforce_cli.render.chat import cut_short
 TOLERANCE = 5e-5
 PATIENCE_SECONDS = 300.0
 REGEX = Constraint("regex", "a+")
-GREEDILY = Settings(sampling=SamplingParams(temperature=0.0, top_p=1.0), max_tokens=16)
+GREEDILY = Wanted(sampling=SamplingParams(temperature=0.0, top_p=1.0), max_tokens=16)
 
 Make = Callable[..., Dialogue]
 
@@ -99,9 +100,7 @@ def finish_ahead(dialogue: Dialogue) -> None:
 
 
 def continuation(dialogue: Dialogue, tokens: Sequence[int]) -> list[int]:
-    steps = dialogue.engine.answer(
-        tokens, GREEDY, max_tokens=12, stop=(), end_tokens=(), on_progress=lambda progress: None
-    )
+    steps = dialogue.engine.answer(Prompt(tokens), Wanted(sampling=GREEDY, max_tokens=12), ignore)
     return [token for step in steps for token in step.tokens]
 
 
@@ -193,14 +192,15 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
         return answer(*args, **settings)
 
     monkeypatch.setattr(Engine, "generate", watched)
-    dialogue.settings = replace(GREEDILY, sampling=SamplingParams(temperature=1.0, top_p=1.0, seed=5))
+    sampled = replace(GREEDILY, sampling=SamplingParams(temperature=1.0, top_p=1.0, seed=5))
+    dialogue.settings = Settings(sampling=sampled.sampling, max_tokens=sampled.max_tokens)
     for line in ("hello", "/regen", "what is it"):
         send(dialogue, line)
     assert seeds == [5, 6, 7]
     loaded = Dialogue(
         dialogue.engine,
         dialogue.format,
-        dialogue.settings,
+        sampled,
         dialogue.output,
         conversation=dialogue.conversation,
         interactive=False,
@@ -213,9 +213,7 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
 def test_a_reply_may_fill_the_context_to_its_last_token(models: Models) -> None:
     options = Options(dtype="fp32", device="cpu", offload=frozenset(), context=64)
     with ChatEngine(prepare(models, options, Output(quiet=True)), on_note=lambda line: None) as engine:
-        steps = engine.answer(
-            [65] * 60, GREEDY, max_tokens=99, stop=(), end_tokens=(), on_progress=lambda progress: None
-        )
+        steps = engine.answer(Prompt([65] * 60), Wanted(sampling=GREEDY, max_tokens=99), ignore)
         assert len([token for step in steps for token in step.tokens]) == engine.limit - 60 == 4
 
 
@@ -446,7 +444,7 @@ def test_where_says_in_which_chats_it_works(make: Make) -> None:
     dialogue = make()
     with pytest.raises(UsageError, match="works in a chat that begins with --cite, and this one does not"):
         slash.run(dialogue, "/where")
-    dialogue.cites = True
+    dialogue.wanted = replace(dialogue.wanted, cites=True)
     with pytest.raises(UsageError, match="the last reply attended to no document"):
         slash.run(dialogue, "/where")
 

@@ -18,15 +18,15 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.plan.options import Options
+from triforce_cli.answering.citations import Citation, citations
+from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
-from triforce_cli.asking import filled
 from triforce_cli.batch.openai import own
-from triforce_cli.batch.records import Defaults, read_records
+from triforce_cli.batch.records import read_records
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.tools import read_tools
-from triforce_cli.citations import Citation, citations
-from triforce_cli.commands.ask import Ask
+from triforce_cli.commands.ask import Ask, filled
 
 Triforce = Callable[..., tuple[int, str, str]]
 BOOK = "It was a dull day.\nThe key is under the mat.\nNobody came.\n"
@@ -48,7 +48,7 @@ def asked(folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> 
     def run(*args: str, stdin: str | None = None) -> str:
         piped = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
         monkeypatch.setattr("triforce_cli.prompt.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: stdin is None)
+        monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: stdin is None)
         monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: piped.buffer.read())
         common = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
         code, out, err = triforce("ask", *common, "--max-tokens", "12", *args)
@@ -62,7 +62,7 @@ def expected(folder: Path, conversation: Conversation, begin: str = "") -> list[
     """The tokens of the answer, by the engine."""
     tokenizer = load_tokenizer(folder / "target", None)
     chat_format = ChatFormat(tokenizer)
-    prompt = chat_format.opening(conversation, begin).tokens
+    prompt = chat_format.prompt(conversation, begin).tokens
     options = Options(device="cpu", dtype="fp32")
     plan = plan_request(folder / "target", None, options, num_prompt_tokens=len(prompt), max_tokens=12)
     request = GenerationRequest(
@@ -179,7 +179,7 @@ def test_an_answer_begins_as_it_is_to_and_ends_with_a_line(folder: Path, asked: 
 def test_what_cannot_be_asked_is_refused(
     args: tuple[str, ...], said: str, folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
     code, out, err = triforce("ask", "--model", str(folder / "target"), *args)
     assert (code, out) == (2, "")
     assert said in err
@@ -274,7 +274,7 @@ def test_a_field_of_openais_is_one_of_our_own_or_changes_nothing(body: dict[str,
 def test_a_field_of_openais_that_is_not_to_be_had_is_named(body: dict[str, Any], message: str) -> None:
     line = json.dumps({"body": {"messages": [{"role": "user", "content": "Hi"}]} | body})
     with pytest.raises(UsageError, match=f"line 1.*{message}"):
-        read_records(line, "in", Defaults(max_tokens=5, sampling=SamplingParams(), stops=()))
+        read_records(line, "in", Wanted(max_tokens=5, sampling=SamplingParams()))
 
 
 def test_conversations_of_a_batch_are_answered_like_questions(folder: Path, tmp_path: Path, triforce: Triforce) -> None:
@@ -442,7 +442,7 @@ def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
     for args, wanted in (((), False), (("--cite",), True)):
         parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
         assert isinstance(parsed, Ask)
-        assert parsed.options.masses is wanted
+        assert parsed.alone.options.masses is wanted
 
 
 # Tools

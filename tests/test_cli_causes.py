@@ -257,7 +257,7 @@ def test_open_standard_input_is_said_even_if_quiet(monkeypatch, capfd):
 
     with open(reader, encoding="utf-8") as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        assert read_prompt(Named(), "Hi", note=note, on_read=unread) == "Hi"
+        assert read_prompt(Named(), "Hi", note=note, on_read=unread).text == "Hi"
     assert capfd.readouterr().err == (
         "still waiting for the prompt: standard input is open, and nothing comes; </dev/null where there is none\n"
     )

@@ -77,8 +77,9 @@ FLAGS = [  # option, what is typed, where it arrives, as what
 SWITCHES = [
     ("--no-speculation", "options.speculation", False),
     ("--no-lookup", "options.lookup", False),
-    ("--stats", "show_stats", True),
-    ("--compare", "compare", True),
+    ("--stats", "stats", True),
+    ("--cite", "cites", True),
+    ("--compare", "compares", True),
     ("--json", "form", "json"),
     ("--jsonl", "form", "jsonl"),
     ("--echo", "echo", True),
@@ -103,7 +104,10 @@ def parse(*args: str) -> Generate:
 
 
 def value_at(parsed: Generate, path: str) -> Any:
-    value: Any = parsed
+    """path: from the command's fields on, or from those of a part of it."""
+    alone = parsed.alone
+    first = path.split(".")[0]
+    value: Any = next(part for part in (parsed, alone, alone.wanted, alone.written) if hasattr(part, first))
     for name in path.split("."):
         value = getattr(value, name)
     return value
@@ -174,9 +178,9 @@ def test_help_all_shows_the_options_that_help_hides(triforce):
 
 
 def test_a_session_that_is_only_read_is_named(model, monkeypatch):
-    assert parse("--model", model, "--session", "book", "--read-only").read_only
+    assert parse("--model", model, "--session", "book", "--read-only").alone.read_only
     monkeypatch.setenv("TRIFORCE_READ_ONLY", "1")
-    assert parse("--model", model, "--session", "book").read_only
+    assert parse("--model", model, "--session", "book").alone.read_only
     with pytest.raises(UsageError, match="--session NAME or --cache PATH"):
         parse("--model", model)
 
@@ -189,37 +193,38 @@ def test_one_session_at_a_time(model):
 
 
 def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
-    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").options.link_gbps == 2.0
+    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").alone.options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
-    assert parse("--model", model, "--offload", "kv").options.link_gbps == 3.0
+    assert parse("--model", model, "--offload", "kv").alone.options.link_gbps == 3.0
 
 
 def test_the_pace_of_the_host_and_its_variable_say_the_same(model, monkeypatch):
     paced = ("--model", model, "--offload", "kv", "--link-gbps", "2")
-    assert parse(*paced).options.host_gbps is None
-    assert parse(*paced, "--host-gbps", "4.8").options.host_gbps == 4.8
+    assert parse(*paced).alone.options.host_gbps is None
+    assert parse(*paced, "--host-gbps", "4.8").alone.options.host_gbps == 4.8
     monkeypatch.setenv("TRIFORCE_HOST_GBPS", "3")
-    assert parse(*paced).options.host_gbps == 3.0
+    assert parse(*paced).alone.options.host_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
     monkeypatch.setenv("TRIFORCE_GAMMA", "5")
-    assert parse("--model", model, "--gamma", "6").options.gamma == 6
+    assert parse("--model", model, "--gamma", "6").alone.options.gamma == 6
 
 
 def test_defaults_are_those_of_the_documentation(model):
     parsed = parse("--model", model)
-    sampling = parsed.sampling
-    assert (parsed.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
+    wanted, options = parsed.alone.wanted, parsed.alone.options
+    sampling = wanted.sampling
+    assert (wanted.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)
-    assert (parsed.options.sinks, parsed.options.window) == (16, 240)
-    assert parsed.options.offload is None
+    assert (options.sinks, options.window) == (16, 240)
+    assert options.offload is None
 
 
 def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
-    assert parse("--model", model, "--stop", "a b", "--stop", "\n").stops == ("a b", "\n")
+    assert parse("--model", model, "--stop", "a b", "--stop", "\n").alone.wanted.stops == ("a b", "\n")
     monkeypatch.setenv("TRIFORCE_STOP", "END STOP")
-    assert parse("--model", model).stops == ("END", "STOP")
+    assert parse("--model", model).alone.wanted.stops == ("END", "STOP")
 
 
 @pytest.mark.parametrize(

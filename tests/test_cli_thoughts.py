@@ -62,7 +62,7 @@ COMMON = ("--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
 
 @pytest.fixture
 def asked(model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
 
     def run(question: str, *args: str) -> dict[str, Any]:
         settings = ("--model", str(model), *COMMON, "--max-tokens", "12", "--json")
@@ -143,7 +143,7 @@ def test_calls_are_in_json_beside_thoughts(
     messages = [{"role": "user", "content": "Rain?"}]
     lines = [{"messages": messages, "tools": [TOOL]}, {"messages": messages}]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
     settings = ("--model", model, *COMMON[:-1], "--max-tokens", "12")
     code, out, err = triforce("ask", "Rain?", *settings, "--tools", str(tmp_path / "tools"), "--json")
     assert code == 0, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,15 +17,16 @@ TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib"
 LIBRARY = "sources of Python's standard library"
 
 
-def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> str:
+@dataclass(frozen=True)
+class PromptText:
+    """The text that a person sends, and the documents in it."""
+
+    text: str
+    documents: tuple[Document, ...] = ()
+
+
+def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> PromptText:
     """The documents that are named, then `text` on a new line. Without any, standard input unless it is a terminal."""
-    return prompt_and_documents(named, text, note=note, on_read=on_read)[0]
-
-
-def prompt_and_documents(
-    named: Named, text: str | None, *, note: Note, on_read: OnRead
-) -> tuple[str, tuple[Document, ...]]:
-    """The same, and the documents in it."""
     sources = _sources(named, text)
     if not sources:
         raise UsageError(
@@ -42,7 +44,7 @@ def prompt_and_documents(
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
-    return prompt, documents
+    return PromptText(prompt, documents)
 
 
 def _sources(named: Named, text: str | None) -> list[str]:

@@ -14,6 +14,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
 from offload.seeds import seed_after
+from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
@@ -32,19 +33,15 @@ Id = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt, or messages. number: its line, from 1. id: from the line, else that number. tools: that may be
-    called; None: none are. template_args: further variables of the chat template. meta: copied to the result."""
+    """One prompt, or messages. number: its line, from 1. id: from the line, else that number. variables: further ones
+    of the chat template, with tools that may be called. meta: copied to the result."""
 
     number: int
     id: Id
     prompt: str
-    max_tokens: int
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    logprobs: int | None = None
+    wanted: Wanted
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
-    template_args: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -52,18 +49,9 @@ class Record:
         return f"line {self.number} (id {self.id!r})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Values for fields that a line leaves out. With a seed, line k has seed + k - 1: equal prompts get other texts."""
-
-    max_tokens: int
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    logprobs: int | None = None
-
-
-def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
-    """Parse all lines. Raises UsageError, which names `name` and the line, for the first invalid one."""
+def read_records(text: str, name: str, defaults: Wanted) -> list[Record]:
+    """Parse all lines. defaults: for fields that a line leaves out; with a seed, line k has seed + k - 1, so that equal
+    prompts get other texts. Raises UsageError, which names `name` and the line, for the first invalid one."""
     lines = enumerate(text.split("\n"), start=1)  # not splitlines: JSON may hold other line separators
     records = [_read(line, number, f"{name}, line {number}", defaults) for number, line in lines if line.strip()]
     if not records:
@@ -76,7 +64,7 @@ def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
     return records
 
 
-def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
+def _read(line: str, number: int, place: str, defaults: Wanted) -> Record:
     data = _object(line, place)
     if is_openai(data):
         data = own(data, place)
@@ -100,15 +88,23 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         id=fields.get("id", is_id, "a text or a whole number", number),
         prompt="" if messages else fields.get("prompt", lambda value: is_text(value) and value != "", _TEXT),
         messages=messages,
-        tools=_tools(fields),
-        template_args=_template_args(fields),
+        variables=_template_args(fields) | _tools(fields),
+        wanted=_wanted(fields, defaults, number),
+        meta=fields.get("meta", is_meta, "an object without halves of surrogate pairs", {}),
+    )
+
+
+def _wanted(fields: Fields, defaults: Wanted, number: int) -> Wanted:
+    seeded = replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))
+    return replace(
+        defaults,
         max_tokens=fields.get(
             "max_tokens",
             lambda value: is_whole(value) and 1 <= value <= MOST_TOKENS,
             f"a whole number from 1 to {MOST_TOKENS}",
             defaults.max_tokens,
         ),
-        sampling=_sampling(fields, replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))),
+        sampling=_sampling(fields, seeded),
         stops=_stops(fields, defaults.stops),
         logprobs=fields.get(
             "logprobs",
@@ -116,7 +112,6 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
             f"null or a whole number from 0 to {MOST_LOGPROBS}",
             defaults.logprobs,
         ),
-        meta=fields.get("meta", is_meta, "an object without halves of surrogate pairs", {}),
     )
 
 
@@ -128,11 +123,11 @@ def _messages(fields: Fields) -> Messages | None:
         return read_messages(messages)
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+def _tools(fields: Fields) -> dict[str, Any]:
     if "tools" not in fields.data:
-        return None
+        return {}
     with _named(fields.place):
-        return checked_tools(fields.get("tools", are_objects, "a list of definitions of tools"))
+        return {"tools": checked_tools(fields.get("tools", are_objects, "a list of definitions of tools"))}
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.errors import DoesNotFit, TriforceError
+from offload.errors import DoesNotFit, TriforceError, UsageError
+from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.citations import Citation
+from triforce_cli.answering.forms import TextForm
+from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.interrupts import Interrupts, Stopped
-from triforce_cli.citations import ASKED, Citation, citations
+from triforce_cli.chat.settings import Settings
 from triforce_cli.documents import Document
+from triforce_cli.documents.reading import read_documents
+from triforce_cli.documents.selection import Named
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.chat import Drop
+from triforce_cli.utf8 import STDIN
 
 if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
     from offload.engine.engine import Step
     from offload.progress import OnProgress, Progress
-    from triforce_cli.chat import thoughts
     from triforce_cli.chat.engine import ChatEngine
     from triforce_cli.chat.formats import ChatFormat
-    from triforce_cli.chat.settings import Settings
     from triforce_cli.output import Output
 
 _SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
@@ -41,19 +45,18 @@ class Dialogue:
         self,
         engine: ChatEngine,
         chat_format: ChatFormat,
-        settings: Settings,
+        wanted: Wanted,
         output: Output,
         *,
         conversation: Conversation,
         interactive: bool,
-        cites: bool = False,
         shows_thoughts: bool = True,
-        thought_tokens: int | None = None,
     ) -> None:
-        self.engine, self.format, self.settings, self.output = engine, chat_format, settings, output
+        self.engine, self.format, self.wanted, self.output = engine, chat_format, wanted, output
+        self.settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
         self.conversation, self.interactive = conversation, interactive
-        self.cites, self.citations = cites, list[Citation]()  # of the last reply
-        self._shows_thoughts, self._thought_tokens = shows_thoughts, thought_tokens
+        self.citations = list[Citation]()  # of the last reply
+        self._form = TextForm(output, shows_thoughts=shows_thoughts, ends_line=True)
         self.draft = ""  # what the next message begins with, to be edited
         self.edits_drafts = interactive  # is there an editor that shows it?
         self._precomputed: list[int] = []  # what the work ahead runs, or ran
@@ -80,10 +83,9 @@ class Dialogue:
     def _answer(self, asked: Conversation, again: bool, on_progress: OnProgress) -> None:
         question = "" if again else asked.question or ""
         try:
-            opening = self.format.opening(asked)
-            tokens = opening.tokens
-            self._check_room(len(tokens) + 1)
-            reply, reply_tokens, finish = self._show_reply(opening, asked.documents, on_progress)
+            prompt = self.format.prompt(asked)
+            self._check_room(len(prompt.tokens) + 1)
+            answer = self._show_reply(prompt, on_progress)
         except TriforceError:
             self.draft = question
             raise
@@ -93,10 +95,10 @@ class Dialogue:
             self.output.note(f"stopped before the first word; {stays}")
             return
         self._num_replies += 1
-        spoken = self.format.spoken(reply_tokens, reply)
-        self.conversation = asked.answered(reply.strip(), spoken, complete=finish == "stop")
-        if finish == "length":
-            full = len(tokens) + len(reply_tokens) >= self.engine.limit
+        spoken = self.format.spoken(answer.tokens, answer.written)
+        self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
+        if answer.finish == "length":
+            full = len(prompt.tokens) + answer.num_tokens >= self.engine.limit
             constraint = self.settings.sampling.constraint
             self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens, constraint))
         self._warn_of_the_end()
@@ -108,8 +110,21 @@ class Dialogue:
                 self._background.break_off(self._show)
         self.conversation = conversation
 
+    def add_documents(self, named: Named) -> None:
+        """Add documents before the next message, all that are named or none; one that the conversation has, as a
+        session may, is not added again. Raises UsageError, DoesNotFit."""
+        if STDIN in named.paths:
+            raise UsageError("standard input is where messages come from; name a file")
+        with self.output:
+            readings = read_documents(named, "the document", note=self.output.note, on_read=self.output.report)
+        there = self.conversation.documents
+        kinds = {each.document: "" if each.kind == "text" else each.shown_kind for each in readings}
+        self.add({document: kind for document, kind in kinds.items() if document not in there})
+
     def add(self, kinds: Mapping[Document, str]) -> None:
-        """Add documents before the next message, all or none. kinds: what each was made of, "" for text."""
+        """All or none. kinds: what each document was made of, "" for text."""
+        if not kinds:
+            return
         changed = self.conversation
         for document in kinds:
             changed = changed.with_document(document)
@@ -178,54 +193,24 @@ class Dialogue:
     def close(self) -> None:
         self._background.close()
 
-    def _show_reply(
-        self, opening: thoughts.Opening, documents: Sequence[Document], on_progress: OnProgress
-    ) -> tuple[str, list[int], str | None]:
-        """Show the reply. Returns (text, tokens, how it ended); the last is None if the person stopped it."""
-        pieces: list[str] = []
-        spoken: list[int] = []
-        finish: str | None = None
+    def _show_reply(self, prompt: Prompt, on_progress: OnProgress) -> Answer:
+        """Show the reply. It has not ended where the person stopped it."""
+        settings = self.settings
+        wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
+        answer = Answer(prompt, wanted, self.format.tokenizer)
         with self.output:
             self._wait_ahead(on_progress)
             self._background.forget()
-            steps = self.engine.answer(
-                opening.tokens,
-                self._sampling(opening),
-                max_tokens=self.settings.max_tokens,
-                stop=self.format.stops,
-                end_tokens=self.format.end_tokens,
-                passages=ASKED if self.cites else 0,
-                named=opening.named,
-                on_progress=on_progress,
-            )
-            splitter = opening.splitter()
-            with closing(steps):
+            with closing(self.engine.answer(prompt, wanted, on_progress)) as steps:
                 for step in self._until_stopped(steps):
-                    pieces.append(step.text if "".join(pieces) else step.text.lstrip())
-                    spoken += step.tokens
-                    finish = step.finish
-                    self.citations = citations(step.passages, opening.tokens, documents, self.format.tokenizer)
-                    self._show_parts(splitter.push(step.text, step.named))
-            self._show_parts(splitter.flush())
-            self.output.end_line()
-        if self.cites and documents and finish is not None:
-            self.output.note(render_chat.cited(self.citations))
-        return "".join(pieces), spoken, finish
-
-    def _sampling(self, opening: thoughts.Opening) -> SamplingParams:
-        sampling = self.settings.params(self._num_replies)
-        budget = opening.budget(self._thought_tokens)
-        return sampling if budget is None else replace(sampling, thoughts=budget)
-
-    def _show_parts(self, parts: Sequence[thoughts.Part]) -> None:
-        for part in parts:
-            if not part.is_thought:
-                self.output.end_thought()
-                self.output.text(part.text)
-            elif self._shows_thoughts:
-                self.output.thought(part.text)
-            else:
-                self.output.wait("thinking")
+                    self._form.add(answer.add(step), [])
+            if (rest := answer.break_off()) is not None:
+                self._form.add(rest, [])
+            self._form.end({})
+        self.citations = answer.citations or []
+        if prompt.documents and answer.citations is not None:
+            self.output.note(render_chat.cited(answer.citations))
+        return answer
 
     def _wait_ahead(self, on_progress: OnProgress) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli import options
-from triforce_cli.asking import Ask
-from triforce_cli.chat.tools import read_tools
-from triforce_cli.commands.chat import (
+from triforce_cli.answering.alone import Alone
+from triforce_cli.answering.options import (
+    AnswerFlags,
+    EndFlags,
     Files,
     System,
     Template,
-    TemplateArguments,
-    ThinkingOption,
-    ThinkingTokens,
-    check_thinking,
-    template_variables,
+    ThoughtFlags,
+    alone,
+    check_template,
+    wanted,
 )
-from triforce_cli.commands.generate import (
-    AsEvents,
-    Compare,
-    Destination,
-    ShowStats,
-    Stop,
-    Timeout,
-    check_lengths,
-    destination,
-    form_of,
-    stops_of,
-)
+from triforce_cli.answering.request import Prompt
+from triforce_cli.chat.tools import check_variables, read_tools
 from triforce_cli.control import ControlFlags
+from triforce_cli.documents import Document
+from triforce_cli.documents.reading import OnRead, read_documents
+from triforce_cli.documents.selection import Named
+from triforce_cli.engine import Prepared
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -42,13 +39,25 @@ from triforce_cli.flags import (
     ProgramFlags,
     SessionFlags,
     named_documents,
-    plan_options,
     question_of,
     spread,
 )
-from triforce_cli.given import beside_given
 from triforce_cli.options import option
-from triforce_cli.utf8 import decode_argument, read_text, user_path, without_line_end
+from triforce_cli.output import Output
+from triforce_cli.prompt import PromptText
+from triforce_cli.utf8 import (
+    PIPED,
+    STDIN,
+    decode_argument,
+    read_input,
+    read_text,
+    stdin_is_terminal,
+    taken,
+    user_path,
+    without_line_end,
+)
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 QUESTION = "Question"
 
@@ -87,8 +96,6 @@ Variables = Annotated[
         metavar="NAME=TEXT",
     ),
 ]
-
-
 Tools = Annotated[
     Path | None,
     option(
@@ -99,6 +106,91 @@ Tools = Annotated[
         hidden=True,
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One `triforce ask`, parsed. question: where it does not stand in `question_file`; with neither it is what is
+    piped in, and with a question that is a document. documents: before it. fillings: of the placeholders in question,
+    system message and beginning of the reply. template_variables: tools that are offered, too."""
+
+    question: str | None
+    question_file: Path | None
+    documents: Named
+    system: str
+    begin_reply: str
+    template: str
+    fillings: Mapping[str, str]
+    template_variables: Mapping[str, Any]
+    alone: Alone
+    answer_name = "answer"
+    ends_line = True
+
+    @property
+    def as_json(self) -> bool:
+        return self.alone.written.as_json
+
+    def run(self) -> None:
+        self.alone.run(self)
+
+    def read(self, output: Output, on_read: OnRead) -> PromptText:
+        """The question."""
+        if self.question is not None and self.question_file is not None:
+            raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
+        text = self.question
+        if text is None:
+            if self.question_file is None and stdin_is_terminal():
+                raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
+            text = without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
+        return PromptText(filled(text, self.fillings, "the question"))
+
+    def prompt_of(self, sent: PromptText, prepared: Prepared, output: Output, on_read: OnRead) -> Prompt:
+        """The chat template around documents and question."""
+        from triforce_cli.chat.conversation import Conversation
+        from triforce_cli.chat.formats import ChatFormat
+
+        output.note(prepared.models.answers_note)
+        chat_format = ChatFormat(
+            prepared.prompt_tokenizer,
+            self.template,
+            variables=self.template_variables,
+            thinks=self.alone.wanted.may_think,
+        )
+        output.note(chat_format.notice)
+        check_variables(chat_format.template, [name for name in self.template_variables if name == "tools"])
+        conversation = Conversation(date=time.strftime("%d %b %Y"))
+        conversation = conversation.with_system(filled(self.system, self.fillings, "the system message"))
+        for reading in read_documents(self.documents, "the document", note=output.note, on_read=on_read):
+            conversation = conversation.with_document(reading.document)
+        if self.question is not None and not stdin_is_terminal() and STDIN not in self.documents.paths:
+            piped = read_input(STDIN, "a document", note=output.note)
+            if piped.strip():
+                output.note(taken(piped, "a document"))
+                conversation = conversation.with_document(Document(PIPED, piped))
+        begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
+        return chat_format.prompt(conversation.asked(sent.text), begin)
+
+
+def filled(text: str, variables: Mapping[str, str], what: str) -> str:
+    """`text` with its {placeholders} replaced; without variables as it is. Raises UsageError for one that is unknown.
+    {{ and }} are braces."""
+    if not variables:
+        return text
+    parts = re.split(r"(\{\{|\}\})", text)
+    return "".join(
+        part[0] if part in ("{{", "}}") else _PLACEHOLDER.sub(_value(variables, what), part) for part in parts
+    )
+
+
+def _value(variables: Mapping[str, str], what: str) -> Callable[[re.Match[str]], str]:
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in variables:
+            known = ", ".join(variables)
+            raise UsageError(f"{what} has the placeholder {{{name}}}; --var names {known}; {{{{ and }}}} are braces")
+        return variables[name]
+
+    return value
 
 
 @spread
@@ -117,24 +209,14 @@ def ask(
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
     sampling: ControlFlags,
-    stop: Stop = None,
-    timeout: Timeout = None,
+    ends: EndFlags,
     plan: options.GivenPlan = None,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
-    output: Destination = None,
-    stats: ShowStats = False,
-    compare: Compare = False,
-    cite: options.Cite = False,
+    answer: AnswerFlags,
     tools: Tools = None,
-    thinking: ThinkingOption = "show",
-    thinking_tokens: ThinkingTokens = None,
-    template_arg: TemplateArguments = None,
-    logprobs: options.Logprobs = None,
-    json: options.AsJson = False,
-    jsonl: AsEvents = False,
-    quiet: options.Quiet = False,
+    thoughts: ThoughtFlags,
     program: ProgramFlags,
 ) -> Ask:
     """Ask a question about documents: one answer to standard output, by the model's chat template.
@@ -143,48 +225,34 @@ def ask(
 
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
-    from triforce_cli.chat.formats import NAMES
-
-    check_lengths(max_tokens, sampling.min_tokens, timeout)
-    check_logprobs(logprobs)
-    if logprobs is not None and not (json or jsonl):
-        raise UsageError("--logprobs go into JSON; add --json or --jsonl")
+    asked = wanted(
+        max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, thoughts=thoughts
+    )
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
-    if template not in NAMES:
-        raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
     if system_file is not None:
         system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
-    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cite))
+    offered = {} if tools is None else {"tools": read_tools(read_text(user_path(str(tools)), "the tools"))}
     return Ask(
-        prompt=None if question is None else question_of(question, more_words or (), file),
+        question=None if question is None else question_of(question, more_words or (), file),
         question_file=None if prompt_file is None else user_path(str(prompt_file)),
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),
         begin_reply=decode_argument("--begin-reply", begin_reply),
-        template=template,
-        variables=dict(_variable(text) for text in var or ()),
-        max_tokens=max_tokens,
-        sampling=sampling.params(),
-        stops=stops_of(stop),
-        timeout=timeout,
-        options=chosen,
-        given=given,
-        models=models.chosen(),
-        session=session.path(),
-        read_only=session.read_only,
-        form=form_of(json=json, jsonl=jsonl),
-        file=destination(output),
-        echo=False,
-        show_stats=stats,
-        compare=compare,
-        cites=cite,
-        thinking=check_thinking(thinking, thinking_tokens),
-        thinking_tokens=thinking_tokens,
-        template_variables=template_variables(template_arg or ()),
-        tools=None if tools is None else read_tools(read_text(user_path(str(tools)), "the tools")),
-        logprobs=logprobs,
-        quiet=quiet,
+        template=check_template(template),
+        fillings=dict(_variable(text) for text in var or ()),
+        template_variables=thoughts.variables() | offered,
+        alone=alone(
+            asked,
+            models=models,
+            plan=plan,
+            decoding=decoding,
+            placement=placement,
+            session=session,
+            timeout=ends.seconds(),
+            answer=answer,
+            written=answer.written(thinking=thoughts.how()),
+        ),
     )
 
 

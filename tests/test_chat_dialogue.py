@@ -111,7 +111,7 @@ def check_against_a_fresh_start(dialogue: Dialogue, make: Make) -> None:
     assert engine_of(dialogue).prefix.tokens == said
     assert engine_of(dialogue).worker.full.length == len(said)
     fresh = make(speculation=False)
-    prompt = dialogue.format.prompt_tokens(dialogue.conversation.asked("and then?"))
+    prompt = dialogue.format.prompt(dialogue.conversation.asked("and then?")).tokens
     wanted = continuation(fresh, prompt)
     gap = (rows_of(dialogue, len(said)) - rows_of(fresh, len(said))).abs().max()
     assert gap < TOLERANCE

@@ -131,11 +131,11 @@ def test_one_last_line_end_belongs_to_the_file_and_all_else_to_the_question(
 
     chat_format = ChatFormat(load_tokenizer(folder / "target", None))
     (folder / "written.txt").write_bytes(written.encode())
-    wanted = len(chat_format.prompt_tokens(Conversation().asked(question)))
+    wanted = len(chat_format.prompt(Conversation().asked(question)).tokens)
     assert num_tokens("--prompt-file", str(folder / "written.txt")) == wanted
     assert num_tokens(stdin=written) == wanted
-    assert num_tokens(written) == len(chat_format.prompt_tokens(Conversation().asked(written)))
-    system = len(chat_format.prompt_tokens(Conversation().with_system(question).asked("x")))
+    assert num_tokens(written) == len(chat_format.prompt(Conversation().asked(written)).tokens)
+    system = len(chat_format.prompt(Conversation().with_system(question).asked("x")).tokens)
     assert num_tokens("x", "--system-file", str(folder / "written.txt")) == system
     assert num_tokens("x", "--system", question) == system
 

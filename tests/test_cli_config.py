@@ -60,9 +60,10 @@ def test_a_commands_own_section_wins_over_what_is_said_of_all(file):
 def test_every_kind_of_value_arrives(file):
     file.write_text('[generate]\nstop = ["a b", "c"]\ndtype = "fp32"\ngamma = 3\ntop-p = 0.5\nno-lookup = true\n')
     parsed = generate()
-    assert parsed.stops == ("a b", "c")
-    assert (parsed.options.dtype, parsed.options.gamma, parsed.options.lookup) == ("fp32", 3, False)
-    assert parsed.sampling.top_p == 0.5
+    options = parsed.alone.options
+    assert parsed.alone.wanted.stops == ("a b", "c")
+    assert (options.dtype, options.gamma, options.lookup) == ("fp32", 3, False)
+    assert parsed.alone.wanted.sampling.top_p == 0.5
     file.write_text('[generate]\nstop = "one"')
     assert generate().alone.wanted.stops == ("one",)
 
@@ -71,7 +72,7 @@ def test_config_names_another_file(file, tmp_path):
     file.write_text("max-tokens = 5")
     other = tmp_path / "other.toml"
     other.write_text("max-tokens = 9")
-    assert generate("--config", str(other)).max_tokens == 9
+    assert generate("--config", str(other)).alone.wanted.max_tokens == 9
 
 
 def test_the_users_own_file_is_read_where_none_is_named(tmp_path, monkeypatch):
@@ -172,9 +173,9 @@ class TestShow:
         monkeypatch.setenv("TRIFORCE_MIN_P", "0.25")
         shown = {s["name"]: s["value"] for s in self.document(capfd, "generate")["settings"]}
         parsed = generate()
-        assert shown["max-tokens"] == str(parsed.max_tokens) == "5"
-        assert float(shown["min-p"]) == parsed.sampling.min_p == 0.25
-        assert int(shown["window"]) == parsed.options.window
+        assert shown["max-tokens"] == str(parsed.alone.wanted.max_tokens) == "5"
+        assert float(shown["min-p"]) == parsed.alone.wanted.sampling.min_p == 0.25
+        assert int(shown["window"]) == parsed.alone.options.window
         assert set(shown) == set(tree.options(ROOT.commands["generate"])) - {"help"}
 
     def test_as_a_table(self, file, capfd):

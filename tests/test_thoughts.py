@@ -153,11 +153,11 @@ def test_thoughts_of_earlier_replies_are_fed_back_where_the_template_does_it_alo
     said = "<think>\nhm, secret\n</think>\n\nYes."
     conversation = Conversation().asked("Hi").answered(said, tuple(map(ord, said)), complete=True).asked("And?")
     for template in (QWEN, R1):
-        text = format_of(template).tokenizer.decode(format_of(template).prompt_tokens(conversation))
+        text = format_of(template).tokenizer.decode(format_of(template).prompt(conversation).tokens)
         assert "secret" not in text
         assert "Yes." in text
     keeps = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]{# </think> #}"
-    assert "secret" in format_of(keeps).tokenizer.decode(format_of(keeps).prompt_tokens(conversation))
+    assert "secret" in format_of(keeps).tokenizer.decode(format_of(keeps).prompt(conversation).tokens)
 
 
 def test_the_next_prompt_begins_as_the_one_before_up_to_the_thoughts_that_are_left_out() -> None:
@@ -166,9 +166,9 @@ def test_the_next_prompt_begins_as_the_one_before_up_to_the_thoughts_that_are_le
     for template, opened in ((QWEN, ""), (R1, "<think>\n"), (LATE, "")):
         chat_format = format_of(template)
         conversation = Conversation().asked("Hi")
-        first = chat_format.prompt_tokens(conversation)
+        first = chat_format.prompt(conversation).tokens
         answered = conversation.answered(said, tuple(map(ord, said)), complete=True)
-        second = chat_format.prompt_tokens(answered.asked("And?"))
+        second = chat_format.prompt(answered.asked("And?")).tokens
         kept = len(first) - len(opened)
         assert second[:kept] == first[:kept]
         assert chat_format.tokenizer.decode(second[kept:]).lstrip().startswith("Yes.")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from offload.errors import UsageError
 from triforce_cli.answering.answer import Part
 from triforce_cli.errors import Failure
 from triforce_cli.output import Output
@@ -110,10 +109,12 @@ class EventForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """How an answer is written. echo: it begins with the prompt. shows_thoughts: to the person. stats: a table of them
-    below it."""
+    """How an answer is written. name: what messages call it. ends_line: a text has a line end behind it. echo: it
+    begins with the prompt. shows_thoughts: to the person. stats: a table of them below it."""
 
     form: FormName = "text"
+    name: str = "answer"
+    ends_line: bool = True
     echo: bool = False
     shows_thoughts: bool = True
     stats: bool = False
@@ -122,14 +123,7 @@ class Written:
     def as_json(self) -> bool:
         return self.form != "text"
 
-    def make(self, output: Output, *, ends_line: bool) -> Form:
+    def make(self, output: Output) -> Form:
         if self.form == "text":
-            return TextForm(output, shows_thoughts=self.shows_thoughts, ends_line=ends_line)
+            return TextForm(output, shows_thoughts=self.shows_thoughts, ends_line=self.ends_line)
         return (ObjectForm if self.form == "json" else EventForm)(output, shows_thoughts=self.shows_thoughts)
-
-
-def form_of(*, json: bool, jsonl: bool) -> FormName:
-    """Raises UsageError."""
-    if json and jsonl:
-        raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
-    return "json" if json else "jsonl" if jsonl else "text"

@@ -12,7 +12,7 @@ from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.forms import Written, form_of
+from triforce_cli.answering.forms import Written
 from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES, Thinking
 from triforce_cli.chat.tools import checked_variables
@@ -174,10 +174,11 @@ class AnswerFlags:
     jsonl: AsEvents = False
     quiet: options.Quiet = False
 
-    def written(self, *, echo: bool = False, thinking: Thinking = "show") -> Written:
+    def written(self) -> Written:
         """Raises UsageError."""
-        form = form_of(json=self.json, jsonl=self.jsonl)
-        return Written(form=form, echo=echo, shows_thoughts=thinking == "show", stats=self.stats)
+        if self.json and self.jsonl:
+            raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
+        return Written(form="json" if self.json else "jsonl" if self.jsonl else "text", stats=self.stats)
 
 
 def wanted(

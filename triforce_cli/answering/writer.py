@@ -32,12 +32,12 @@ class Writer:
     answer as a whole, below it. stats: of the tokens that have come.
     """
 
-    def __init__(self, output: Output, written: Written, models: Models, *, ends_line: bool) -> None:
+    def __init__(self, output: Output, written: Written, models: Models) -> None:
         self.remark = ""
         self.stats: Stats | None = None
         self.answer: Answer | None = None
         self._output, self._written, self._models = output, written, models
-        self._form: Form = written.make(output, ends_line=ends_line)
+        self._form: Form = written.make(output)
         self._engine: Engine | None = None
         self._echo = ""
 

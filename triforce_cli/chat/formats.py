@@ -86,14 +86,15 @@ class ChatFormat:
         self._encode = lru_cache(_CACHED_PIECES)(self._encode_piece)
         self.end_tokens, self.stops = self._ends()
 
-    def prompt_tokens(self, conversation: Conversation) -> list[int]:
-        """The prompt of the next reply: the whole conversation with its open question, up to the reply."""
-        return self._asked(conversation)[0]
-
     def prompt(self, conversation: Conversation, begin: str = "") -> Prompt:
-        """`prompt_tokens`, and behind them those of what the reply begins with. That is of what the reply says, unless
-        it has marks of thoughts: thoughts that the template has opened are closed before it."""
-        prompt = self._prompt(*self._asked(conversation), begin, self._tools)
+        """The prompt of the next reply: the whole conversation with its open question, and what the reply begins with.
+        That is of what the reply says, unless it has marks of thoughts: thoughts that the template has opened are
+        closed before it."""
+        if conversation.question is None:
+            raise UsageError("there is no message to answer")
+        script = self._script(conversation)
+        tokens = self._tokens(script.pieces(self._special))
+        prompt = self._prompt(tokens, script.literals[-1], begin, self._tools)
         return replace(prompt, documents=conversation.documents)
 
     def prompt_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Prompt:
@@ -140,15 +141,8 @@ class ChatFormat:
             return "said", self.marks.end
         return ("said", self.marks.none) if state == "start" and self._writes_none else (state, "")
 
-    def _asked(self, conversation: Conversation) -> tuple[list[int], str]:
-        """Tokens, and what the template has written behind the question."""
-        if conversation.question is None:
-            raise UsageError("there is no message to answer")
-        script = self._script(conversation)
-        return self._tokens(script.pieces(self._special)), script.literals[-1]
-
     def closing_tokens(self, conversation: Conversation) -> list[int]:
-        """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked, unless that
+        """Everything up to the next question: what its `prompt` begins with, whatever will be asked, unless that
         begins with white space."""
         script = self._script(replace(conversation, question=None))
         return self._tokens(list(script.pieces(self._special))[:-1])

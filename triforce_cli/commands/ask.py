@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,13 +25,11 @@ from triforce_cli.answering.options import (
     check_template,
     wanted,
 )
-from triforce_cli.answering.request import Prompt
 from triforce_cli.chat.tools import check_variables, read_tools
 from triforce_cli.control import ControlFlags
 from triforce_cli.documents import Document
-from triforce_cli.documents.reading import OnRead, read_documents
+from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import Prepared
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -44,7 +42,6 @@ from triforce_cli.flags import (
 )
 from triforce_cli.options import option
 from triforce_cli.output import Output
-from triforce_cli.prompt import PromptText
 from triforce_cli.utf8 import (
     PIPED,
     STDIN,
@@ -56,6 +53,9 @@ from triforce_cli.utf8 import (
     user_path,
     without_line_end,
 )
+
+if TYPE_CHECKING:
+    from triforce_cli.chat.conversation import Conversation
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -123,52 +123,54 @@ class Ask:
     fillings: Mapping[str, str]
     template_variables: Mapping[str, Any]
     alone: Alone
-    answer_name = "answer"
-    ends_line = True
 
     @property
     def as_json(self) -> bool:
         return self.alone.written.as_json
 
     def run(self) -> None:
-        self.alone.run(self)
-
-    def read(self, output: Output, on_read: OnRead) -> PromptText:
-        """The question."""
-        if self.question is not None and self.question_file is not None:
-            raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
-        text = self.question
-        if text is None:
-            if self.question_file is None and stdin_is_terminal():
-                raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
-            text = without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
-        return PromptText(filled(text, self.fillings, "the question"))
-
-    def prompt_of(self, sent: PromptText, prepared: Prepared, output: Output, on_read: OnRead) -> Prompt:
-        """The chat template around documents and question."""
-        from triforce_cli.chat.conversation import Conversation
+        """Read the question, then documents, and answer."""
         from triforce_cli.chat.formats import ChatFormat
 
-        output.note(prepared.models.answers_note)
-        chat_format = ChatFormat(
-            prepared.prompt_tokenizer,
-            self.template,
-            variables=self.template_variables,
-            thinks=self.alone.wanted.may_think,
-        )
-        output.note(chat_format.notice)
-        check_variables(chat_format.template, [name for name in self.template_variables if name == "tools"])
+        with self.alone.begun() as run:
+            output = run.output
+            question = filled(self._question(output), self.fillings, "the question")
+            prepared = run.prepare()
+            output.note(prepared.models.answers_note)
+            thinks, tokenizer = self.alone.wanted.may_think, prepared.prompt_tokenizer
+            chat_format = ChatFormat(tokenizer, self.template, variables=self.template_variables, thinks=thinks)
+            output.note(chat_format.notice)
+            check_variables(chat_format.template, {"tools"} & self.template_variables.keys())
+            documents = read_documents(self.documents, "the document", note=output.note, on_read=run.on_read)
+            conversation = self._conversation([*(reading.document for reading in documents), *self._piped(output)])
+            begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
+            run.answer(prepared, chat_format.prompt(conversation.asked(question), begin), question)
+
+    def _question(self, output: Output) -> str:
+        if self.question is not None and self.question_file is not None:
+            raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
+        if self.question is not None:
+            return self.question
+        if self.question_file is None and stdin_is_terminal():
+            raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
+        return without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
+
+    def _piped(self, output: Output) -> list[Document]:
+        """Standard input as a document, beside a question of the command line."""
+        if self.question is None or stdin_is_terminal() or STDIN in self.documents.paths:
+            return []
+        piped = read_input(STDIN, "a document", note=output.note)
+        output.note(taken(piped, "a document") if piped.strip() else "")
+        return [Document(PIPED, piped)] if piped.strip() else []
+
+    def _conversation(self, documents: Iterable[Document]) -> Conversation:
+        from triforce_cli.chat.conversation import Conversation
+
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(filled(self.system, self.fillings, "the system message"))
-        for reading in read_documents(self.documents, "the document", note=output.note, on_read=on_read):
-            conversation = conversation.with_document(reading.document)
-        if self.question is not None and not stdin_is_terminal() and STDIN not in self.documents.paths:
-            piped = read_input(STDIN, "a document", note=output.note)
-            if piped.strip():
-                output.note(taken(piped, "a document"))
-                conversation = conversation.with_document(Document(PIPED, piped))
-        begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
-        return chat_format.prompt(conversation.asked(sent.text), begin)
+        for document in documents:
+            conversation = conversation.with_document(document)
+        return conversation
 
 
 def filled(text: str, variables: Mapping[str, str], what: str) -> str:
@@ -251,7 +253,7 @@ def ask(
             session=session,
             timeout=ends.seconds(),
             answer=answer,
-            written=answer.written(thinking=thoughts.how()),
+            written=replace(answer.written(), shows_thoughts=thoughts.how() == "show"),
         ),
     )
 

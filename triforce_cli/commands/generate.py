@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +15,7 @@ from triforce_cli.answering.request import Prompt
 from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
 from triforce_cli.control import ControlFlags
-from triforce_cli.documents.reading import OnRead
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import Prepared
 from triforce_cli.flags import (
     AUTO,
     CacheFlags,
@@ -31,8 +29,7 @@ from triforce_cli.flags import (
 )
 from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, PROMPT, option, switch
-from triforce_cli.output import Output
-from triforce_cli.prompt import PromptText, read_prompt
+from triforce_cli.prompt import read_prompt
 from triforce_cli.utf8 import user_path
 
 InputLines = Annotated[
@@ -73,21 +70,18 @@ class Generate:
     documents: Named
     prompt: str | None
     alone: Alone
-    answer_name = "text"
-    ends_line = False
 
     @property
     def as_json(self) -> bool:
         return self.alone.written.as_json
 
     def run(self) -> None:
-        self.alone.run(self)
-
-    def read(self, output: Output, on_read: OnRead) -> PromptText:
-        return read_prompt(self.documents, self.prompt, note=output.note, on_read=on_read)
-
-    def prompt_of(self, sent: PromptText, prepared: Prepared, output: Output, on_read: OnRead) -> Prompt:
-        return Prompt(prepared.prompt_tokenizer.encode(sent.text), sent.documents)
+        """Read the prompt, then continue it."""
+        with self.alone.begun() as run:
+            sent = read_prompt(self.documents, self.prompt, note=run.output.note, on_read=run.on_read)
+            prepared = run.prepare()
+            tokens = prepared.prompt_tokenizer.encode(sent.text)
+            run.answer(prepared, Prompt(tokens, sent.documents), sent.text)
 
 
 @spread
@@ -132,7 +126,7 @@ def generate(
                 session=session,
                 timeout=ends.seconds(),
                 answer=answer,
-                written=answer.written(echo=echo),
+                written=replace(answer.written(), name="text", ends_line=False, echo=echo),
                 forms="--json, --jsonl or --input-jsonl",
             ),
         )

@@ -438,6 +438,62 @@ def test_cite_names_passages_below_the_answer_and_in_json(folder: Path, triforce
     assert "no passage of a document" in err
 
 
+def test_generate_names_passages_of_documents_and_of_standard_input(
+    folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = folder / "long.txt"
+    book.write_text("".join(f"Line {i} says nothing of note.\n" for i in range(25)))
+    common = ("--model", str(folder / "target"), "--draft", "none", "--max-tokens", "8", "--temperature", "0")
+    args = ("generate", *common, "--cite")
+    code, out, err = triforce(*args, "--prompt-file", str(book), "--json", "-q")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["citations"]
+    assert 1 <= len(found) <= 3
+    assert {each["document"] for each in found} == {"long.txt"}
+    assert "[1] long.txt, line" in triforce(*args, "--prompt-file", str(book))[2]
+    monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: book.read_bytes())
+    piped = json.loads(triforce(*args, "--json", "-q")[1])["citations"]
+    assert piped == [each | {"document": "standard input"} for each in found]
+
+
+def test_lines_of_a_batch_name_passages_of_their_prompt_or_messages(
+    folder: Path, triforce: Triforce, tmp_path: Path
+) -> None:
+    book = "".join(f"Line {i} says nothing of note.\n" for i in range(25))
+    message, later = ({"role": "user", "content": text} for text in (book, "Why?"))
+    said = {"role": "assistant", "content": "So."}
+    lines = [
+        {"prompt": book, "cite": True},
+        {"messages": [message, said, later], "cite": True},
+        {"prompt": book},
+    ]
+    (source := tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = ("--model", str(folder / "target"), "--draft", "none", "--max-tokens", "8", "--temperature", "0", "-q")
+
+    def results(*args: str) -> list[Any]:
+        code, out, err = triforce("generate", *common, "--input-jsonl", str(source), *args)
+        assert (code, err) == (0, "")
+        return sorted(map(json.loads, out.splitlines()), key=lambda result: int(result["id"]))
+
+    alone, together = results("--batch", "1"), results("--batch", "2")
+    found = [result.get("citations") for result in together]
+    assert found == [result.get("citations") for result in alone]
+    assert found[2] is None
+    assert {each["document"] for each in found[0]} == {"prompt"}
+    assert {each["document"] for each in found[1]} == {"message 1"}
+    prompt = folder / "long.txt"
+    prompt.write_text(book)
+    code, out, _ = triforce("generate", *common, "--prompt-file", str(prompt), "--cite", "--json")
+    assert [each | {"document": "prompt"} for each in json.loads(out)["citations"]] == found[0]
+    assert results("--cite")[2]["citations"] == found[0]
+    plan = tmp_path / "plan.json"
+    plan.write_text(
+        json.dumps(json.loads(triforce("generate", *common, "--prompt-file", str(prompt), "--json")[1])["plan"])
+    )
+    code, _, err = triforce("generate", *common, "--input-jsonl", str(source), "--plan", str(plan))
+    assert (code, "--cite is not what the plan of --plan has" in err) == (2, True)
+
+
 def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
     for args, wanted in (((), False), (("--cite",), True)):
         parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)

@@ -71,6 +71,8 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--host-attention", "off", "options.host_attention", 0.0),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
+    ("--thinking", "off", "thinks", False),
+    ("--thinking-tokens", "5", "thought_tokens", 5),
     ("--timeout", "1.5", "timeout", 1.5),
     ("--output", "kept.txt", "file", Path("kept.txt")),
 ]
@@ -141,6 +143,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
+    apart |= {"--template", "--template-arg"}  # of messages, which lines alone have
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
 

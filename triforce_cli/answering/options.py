@@ -188,7 +188,7 @@ def wanted(
     stops: tuple[str, ...],
     cites: bool,
     logprobs: int | None,
-    thoughts: ThoughtFlags | None = None,
+    thoughts: ThoughtFlags,
 ) -> Wanted:
     """Raises UsageError."""
     options.check_max_tokens(max_tokens)
@@ -200,8 +200,8 @@ def wanted(
         stops=stops,
         logprobs=logprobs,
         cites=cites,
-        thinks=thoughts is None or thoughts.how() != "off",
-        thought_tokens=None if thoughts is None else thoughts.thinking_tokens,
+        thinks=thoughts.how() != "off",
+        thought_tokens=thoughts.thinking_tokens,
     )
 
 

@@ -15,6 +15,7 @@ from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
 from offload.seeds import seed_after
 from triforce_cli.answering.request import Wanted
+from triforce_cli.answering.thoughts import NAMES
 from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
@@ -22,8 +23,8 @@ from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.messages import read as read_messages
 from triforce_cli.chat.tools import checked_tools, checked_variables
 
-OF_MESSAGES = ("tools", "template_args")  # what a template gets besides messages
-FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
+OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # what a template gets besides messages
+FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "cite", "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
 _TEXT = "a text of 1 or more characters"
@@ -95,6 +96,7 @@ def _read(line: str, number: int, place: str, defaults: Wanted) -> Record:
 
 
 def _wanted(fields: Fields, defaults: Wanted, number: int) -> Wanted:
+    thinking = "show" if defaults.thinks else "off"
     seeded = replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))
     return replace(
         defaults,
@@ -111,6 +113,14 @@ def _wanted(fields: Fields, defaults: Wanted, number: int) -> Wanted:
             lambda value: value is None or (is_whole(value) and 0 <= value <= MOST_LOGPROBS),
             f"null or a whole number from 0 to {MOST_LOGPROBS}",
             defaults.logprobs,
+        ),
+        cites=fields.get("cite", lambda value: isinstance(value, bool), "true or false", defaults.cites),
+        thinks=fields.get("thinking", lambda value: value in NAMES, f"one of {', '.join(NAMES)}", thinking) != "off",
+        thought_tokens=fields.get(
+            "thinking_tokens",
+            lambda value: value is None or (is_whole(value) and 0 <= value <= MOST_TOKENS),
+            f"null or a whole number from 0 to {MOST_TOKENS}",
+            defaults.thought_tokens,
         ),
     )
 

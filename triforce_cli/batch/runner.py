@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from offload.plan.request import Request
     from triforce_cli.chat.formats import ChatFormat
 
-_ORDER = ("text", "thoughts", "tool_calls", "tokens", "logprobs", "finish_reason")  # of a result
+_ORDER = ("text", "thoughts", "tool_calls", "tokens", "logprobs", "finish_reason", "citations")  # of a result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Batch:
     wanted: Wanted
     timeout: float | None
     num_sequences: int | None
+    template: str
+    template_variables: Mapping[str, Any]
     options: Options
     given: Plan | None
     models: Models
@@ -83,7 +85,7 @@ class Batch:
             raise
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output, given=self.given)
+        prepared = prepare(self.models, self._options(records), output, given=self.given)
         _check(prepared, records)
         prompts = self._prompts(prepared, records, output)
         plan = _plan(prepared.request, records, prompts)
@@ -107,13 +109,28 @@ class Batch:
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
+    def _options(self, records: Sequence[Record]) -> Options:
+        """Of the plan, which records attention masses where a line wants citations. Raises UsageError where a plan is
+        given that does not."""
+        if not any(record.wanted.cites for record in records):
+            return self.options
+        from offload.plan.given import options_beside
+
+        options = replace(self.options, masses=True)
+        return options if self.given is None else options_beside(self.given, options)
+
     def _prompts(self, prepared: Prepared, records: Sequence[Record], output: Output) -> dict[int, Prompt]:
         """By the records' numbers. Raises UsageError where the chat template refuses messages."""
         formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
         if any(record.messages is not None for record in records):
             from triforce_cli.chat.formats import ChatFormat
 
-            formats = {thinks: ChatFormat(prepared.prompt_tokenizer, thinks=thinks) for thinks in (True, False)}
+            formats = {
+                thinks: ChatFormat(
+                    prepared.prompt_tokenizer, self.template, variables=self.template_variables, thinks=thinks
+                )
+                for thinks in (True, False)
+            }
             output.note(formats[True].notice)
         return {record.number: _prompt(record, prepared, formats) for record in records}
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.citations import Citation
-from triforce_cli.answering.forms import TextForm
+from triforce_cli.answering.forms import Written
 from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.writer import INTERRUPTED
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.interrupts import Interrupts, Stopped
@@ -50,13 +51,13 @@ class Dialogue:
         *,
         conversation: Conversation,
         interactive: bool,
-        shows_thoughts: bool = True,
+        written: Written | None = None,
     ) -> None:
         self.engine, self.format, self.wanted, self.output = engine, chat_format, wanted, output
         self.settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
         self.conversation, self.interactive = conversation, interactive
         self.citations = list[Citation]()  # of the last reply
-        self._form = TextForm(output, shows_thoughts=shows_thoughts, ends_line=True)
+        self._form = (written or Written()).make(output)
         self.draft = ""  # what the next message begins with, to be edited
         self.edits_drafts = interactive  # is there an editor that shows it?
         self._precomputed: list[int] = []  # what the work ahead runs, or ran
@@ -206,7 +207,9 @@ class Dialogue:
                     self._form.add(answer.add(step), [])
             if (rest := answer.break_off()) is not None:
                 self._form.add(rest, [])
-            self._form.end({})
+            stats = None if self.engine.stats is None else self.engine.stats.as_dict()
+            finish = answer.finish or INTERRUPTED
+            self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
         self.citations = answer.citations or []
         if prompt.documents and answer.citations is not None:
             self.output.note(render_chat.cited(answer.citations))

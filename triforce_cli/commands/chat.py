@@ -14,7 +14,18 @@ import typer
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
-from triforce_cli.answering.options import CHAT, Files, System, Template, ThoughtFlags, check_template, wanted
+from triforce_cli.answering.forms import Written
+from triforce_cli.answering.options import (
+    CHAT,
+    EndFlags,
+    Files,
+    Stop,
+    System,
+    Template,
+    ThoughtFlags,
+    check_template,
+    wanted,
+)
 from triforce_cli.answering.request import Wanted
 from triforce_cli.chat.keys import Keys
 from triforce_cli.choice import Models
@@ -49,6 +60,7 @@ MoreFiles = Annotated[
     list[Path] | None,
     typer.Argument(metavar="PATH", help="More of --file, as a shell writes them for *.pdf.", hidden=True),
 ]
+AsJson = Annotated[bool, switch("--json", "Write a JSON object for each reply instead of text.", options.OUTPUT)]
 NoHistory = Annotated[bool, switch("--no-history", "Do not keep what is typed for the next time.", CHAT)]
 
 
@@ -66,8 +78,12 @@ class Chat:
     read_only: bool
     history: bool
     template_variables: Mapping[str, Any]
-    shows_thoughts: bool
+    written: Written
     quiet: bool
+
+    @property
+    def as_json(self) -> bool:
+        return self.written.as_json
 
     def run(self) -> None:
         """Load, then answer messages until there are no more."""
@@ -100,7 +116,7 @@ class Chat:
                 output,
                 conversation=self._beginning(engine.store, output),
                 interactive=interactive,
-                shows_thoughts=self.shows_thoughts,
+                written=self.written,
             )
             stack.enter_context(closing(dialogue))
             chat_format.closing_tokens(dialogue.conversation.clear())  # is there a place for the system message?
@@ -218,12 +234,15 @@ def chat(
     template: Template = "auto",
     max_tokens: options.MaxTokens = 1024,
     sampling: ControlFlags,
+    stop: Stop = None,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
     no_history: NoHistory = False,
     cite: options.Cite = False,
     thoughts: ThoughtFlags,
+    logprobs: options.Logprobs = None,
+    json: AsJson = False,
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Chat:
@@ -234,17 +253,21 @@ def chat(
 
     Example: triforce chat --model path/to/model --file book.txt
     """
+    if logprobs is not None and not json:
+        raise UsageError("--logprobs go into JSON; add --json")
     return Chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
         template=check_template(template),
-        wanted=wanted(max_tokens, sampling, stops=(), cites=cite, logprobs=None, thoughts=thoughts),
+        wanted=wanted(
+            max_tokens, sampling, stops=EndFlags(stop=stop).stops(), cites=cite, logprobs=logprobs, thoughts=thoughts
+        ),
         options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,
         history=not no_history,
         template_variables=thoughts.variables(),
-        shows_thoughts=thoughts.how() == "show",
+        written=Written(form="json" if json else "text", shows_thoughts=thoughts.how() == "show"),
         quiet=quiet,
     )

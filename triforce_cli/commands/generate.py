@@ -10,7 +10,15 @@ from typing import Annotated
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import AnswerFlags, EndFlags, alone, destination, wanted
+from triforce_cli.answering.options import (
+    AnswerFlags,
+    EndFlags,
+    ThoughtFlags,
+    alone,
+    check_template,
+    destination,
+    wanted,
+)
 from triforce_cli.answering.request import Prompt
 from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
@@ -60,7 +68,31 @@ Together = Annotated[
         metavar="N",
     ),
 ]
+MessageTemplate = Annotated[
+    str,
+    option(
+        "--template",
+        "How messages of --input-jsonl are laid out: auto, llama2, chatml, vicuna or plain.",
+        PROMPT,
+        metavar="NAME",
+        hidden=True,
+    ),
+]
+MessageThoughts = Annotated[
+    str,
+    option(
+        "--thinking", "off: replies to messages of --input-jsonl have no thoughts.", PROMPT, metavar="HOW", hidden=True
+    ),
+]
 Echo = Annotated[bool, switch("--echo", "Begin with the prompt; JSON has it too.", OUTPUT)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageFlags(ThoughtFlags):
+    """Of lines with messages, which have a chat template."""
+
+    thinking: MessageThoughts = "show"
+    template: MessageTemplate = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +125,7 @@ def generate(
     input_jsonl: InputLines = None,
     output_jsonl: OutputLines = None,
     batch: Together = AUTO,
+    messages: MessageFlags,
     max_tokens: options.MaxTokens = 256,
     sampling: ControlFlags,
     ends: EndFlags,
@@ -112,7 +145,9 @@ def generate(
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
     num_sequences = _number_at_a_time(batch)
-    asked = wanted(max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs)
+    asked = wanted(
+        max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, thoughts=messages
+    )
     if input_jsonl is None and output_jsonl is None and num_sequences is None:
         return Generate(
             documents=documents.named(),
@@ -141,6 +176,8 @@ def generate(
         wanted=asked,
         timeout=ends.seconds(),
         num_sequences=num_sequences,
+        template=check_template(messages.template),
+        template_variables=messages.variables(),
         options=chosen,
         given=given,
         models=models.chosen(),

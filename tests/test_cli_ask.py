@@ -26,7 +26,8 @@ from triforce_cli.batch.records import read_records
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.tools import read_tools
-from triforce_cli.commands.ask import Ask, filled
+from triforce_cli.commands.ask import Ask
+from triforce_cli.placeholders import filled
 
 Triforce = Callable[..., tuple[int, str, str]]
 BOOK = "It was a dull day.\nThe key is under the mat.\nNobody came.\n"

@@ -17,7 +17,7 @@ from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.errors import UsageError
 from sampling_reference import Letters
-from triforce_cli.answering.options import ThoughtFlags
+from triforce_cli.answering.options import ChatFlags
 from triforce_cli.answering.thoughts import Marks, Piece, Splitter, marks_of, switched_off
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
@@ -355,10 +355,10 @@ def test_a_switch_that_is_off_by_default_is_a_switch() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    assert ThoughtFlags(thinking="hide", thinking_tokens=5).how() == "hide"
-    assert ThoughtFlags(template_arg=["a=false", "b=x y", "c=3"]).variables() == {"a": False, "b": "x y", "c": 3}
-    for wrong in (ThoughtFlags(thinking="loud"), ThoughtFlags(thinking_tokens=-1)):
+    assert ChatFlags(thinking="hide", thinking_tokens=5).how() == "hide"
+    assert ChatFlags(template_arg=["a=false", "b=x y", "c=3"]).layout().variables == {"a": False, "b": "x y", "c": 3}
+    for wrong in (ChatFlags(thinking="loud"), ChatFlags(thinking_tokens=-1)):
         with pytest.raises(UsageError, match="must be"):
             wrong.how()
     with pytest.raises(UsageError, match="NAME=VALUE"):
-        ThoughtFlags(template_arg=["a"]).variables()
+        ChatFlags(template_arg=["a"]).layout()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from offload import strict_json
 from offload.engine.request import check_logprobs
@@ -21,6 +22,10 @@ from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, SessionFl
 from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch, whole
 from triforce_cli.utf8 import STDIN, decode_argument, user_path
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from triforce_cli.chat.formats import ChatFormat
 
 CHAT = "Conversation"
 
@@ -131,13 +136,36 @@ class EndFlags:
         return self.timeout
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThoughtFlags:
-    """Thoughts, and other variables of the chat template."""
+@dataclass(frozen=True)
+class Layout:
+    """A chat template by its name, with variables for it."""
 
+    template: str
+    variables: Mapping[str, Any]
+
+    def format(self, tokenizer: Tokenizer, wanted: Wanted) -> ChatFormat:
+        """For replies that have what is wanted."""
+        from triforce_cli.chat.formats import ChatFormat
+
+        return ChatFormat(tokenizer, self.template, variables=self.variables, thinks=wanted.may_think)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags:
+    """The chat template, and thoughts."""
+
+    template: Template = "auto"
     thinking: ThinkingOption = "show"
     thinking_tokens: ThinkingTokens = None
     template_arg: TemplateArguments = None
+
+    def layout(self, **variables: Any) -> Layout:
+        """variables: of the template, besides those that are named. Raises UsageError."""
+        from triforce_cli.chat.formats import NAMES as TEMPLATES
+
+        if self.template not in TEMPLATES:
+            raise UsageError(f"template is {self.template!r}, it must be one of {', '.join(TEMPLATES)}")
+        return Layout(self.template, self._variables() | variables)
 
     def how(self) -> Thinking:
         """Raises UsageError."""
@@ -148,8 +176,8 @@ class ThoughtFlags:
             raise UsageError(f"thinking is {self.thinking!r}, it must be one of {', '.join(NAMES)}")
         return found
 
-    def variables(self) -> dict[str, Any]:
-        """Of the template, from NAME=VALUE each. Raises UsageError."""
+    def _variables(self) -> dict[str, Any]:
+        """From NAME=VALUE each."""
         found: dict[str, Any] = {}
         for text in self.template_arg or ():
             name, equals, value = decode_argument("--template-arg", text).partition("=")
@@ -188,7 +216,7 @@ def wanted(
     stops: tuple[str, ...],
     cites: bool,
     logprobs: int | None,
-    thoughts: ThoughtFlags,
+    chat: ChatFlags,
 ) -> Wanted:
     """Raises UsageError."""
     options.check_max_tokens(max_tokens)
@@ -200,18 +228,9 @@ def wanted(
         stops=stops,
         logprobs=logprobs,
         cites=cites,
-        thinks=thoughts.how() != "off",
-        thought_tokens=thoughts.thinking_tokens,
+        thinks=chat.how() != "off",
+        thought_tokens=chat.thinking_tokens,
     )
-
-
-def check_template(name: str) -> str:
-    """Raises UsageError."""
-    from triforce_cli.chat.formats import NAMES as TEMPLATES
-
-    if name not in TEMPLATES:
-        raise UsageError(f"template is {name!r}, it must be one of {', '.join(TEMPLATES)}")
-    return name
 
 
 def destination(named: Path | None) -> Path | None:

@@ -13,6 +13,7 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import log
 from triforce_cli.answering.ending import Unfinished, some_may_not_match
+from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.writer import TIMEOUT
 from triforce_cli.batch.asked import Asked, answered
@@ -48,8 +49,7 @@ class Batch:
     wanted: Wanted
     timeout: float | None
     num_sequences: int | None
-    template: str
-    template_variables: Mapping[str, Any]
+    layout: Layout
     options: Options
     given: Plan | None
     models: Models
@@ -122,16 +122,10 @@ class Batch:
     def _prompts(self, prepared: Prepared, records: Sequence[Record], output: Output) -> dict[int, Prompt]:
         """By the records' numbers. Raises UsageError where the chat template refuses messages."""
         formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
-        if any(record.messages is not None for record in records):
-            from triforce_cli.chat.formats import ChatFormat
-
-            formats = {
-                thinks: ChatFormat(
-                    prepared.prompt_tokenizer, self.template, variables=self.template_variables, thinks=thinks
-                )
-                for thinks in (True, False)
-            }
-            output.note(formats[True].notice)
+        for record in records:
+            if record.messages is not None and (thinks := record.wanted.may_think) not in formats:
+                formats[thinks] = self.layout.format(prepared.prompt_tokenizer, record.wanted)
+                output.note(formats[thinks].notice if len(formats) == 1 else "")
         return {record.number: _prompt(record, prepared, formats) for record in records}
 
     def _result(self, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import (
-    AnswerFlags,
-    EndFlags,
-    Files,
-    System,
-    Template,
-    ThoughtFlags,
-    alone,
-    check_template,
-    wanted,
-)
+from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, Files, Layout, System, alone, wanted
 from triforce_cli.chat.tools import check_variables, read_tools
 from triforce_cli.control import ControlFlags
 from triforce_cli.documents import Document
@@ -42,6 +31,7 @@ from triforce_cli.flags import (
 )
 from triforce_cli.options import option
 from triforce_cli.output import Output
+from triforce_cli.placeholders import filled, fillings_of
 from triforce_cli.utf8 import (
     PIPED,
     STDIN,
@@ -56,8 +46,6 @@ from triforce_cli.utf8 import (
 
 if TYPE_CHECKING:
     from triforce_cli.chat.conversation import Conversation
-
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 QUESTION = "Question"
 
@@ -112,16 +100,15 @@ Tools = Annotated[
 class Ask:
     """One `triforce ask`, parsed. question: where it does not stand in `question_file`; with neither it is what is
     piped in, and with a question that is a document. documents: before it. fillings: of the placeholders in question,
-    system message and beginning of the reply. template_variables: tools that are offered, too."""
+    system message and beginning of the reply."""
 
     question: str | None
     question_file: Path | None
     documents: Named
     system: str
     begin_reply: str
-    template: str
+    layout: Layout
     fillings: Mapping[str, str]
-    template_variables: Mapping[str, Any]
     alone: Alone
 
     @property
@@ -130,17 +117,14 @@ class Ask:
 
     def run(self) -> None:
         """Read the question, then documents, and answer."""
-        from triforce_cli.chat.formats import ChatFormat
-
         with self.alone.begun() as run:
             output = run.output
             question = filled(self._question(output), self.fillings, "the question")
             prepared = run.prepare()
             output.note(prepared.models.answers_note)
-            thinks, tokenizer = self.alone.wanted.may_think, prepared.prompt_tokenizer
-            chat_format = ChatFormat(tokenizer, self.template, variables=self.template_variables, thinks=thinks)
+            chat_format = self.layout.format(prepared.prompt_tokenizer, self.alone.wanted)
             output.note(chat_format.notice)
-            check_variables(chat_format.template, {"tools"} & self.template_variables.keys())
+            check_variables(chat_format.template, {"tools"} & self.layout.variables.keys())
             documents = read_documents(self.documents, "the document", note=output.note, on_read=run.on_read)
             conversation = self._conversation([*(reading.document for reading in documents), *self._piped(output)])
             begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
@@ -173,28 +157,6 @@ class Ask:
         return conversation
 
 
-def filled(text: str, variables: Mapping[str, str], what: str) -> str:
-    """`text` with its {placeholders} replaced; without variables as it is. Raises UsageError for one that is unknown.
-    {{ and }} are braces."""
-    if not variables:
-        return text
-    parts = re.split(r"(\{\{|\}\})", text)
-    return "".join(
-        part[0] if part in ("{{", "}}") else _PLACEHOLDER.sub(_value(variables, what), part) for part in parts
-    )
-
-
-def _value(variables: Mapping[str, str], what: str) -> Callable[[re.Match[str]], str]:
-    def value(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in variables:
-            known = ", ".join(variables)
-            raise UsageError(f"{what} has the placeholder {{{name}}}; --var names {known}; {{{{ and }}}} are braces")
-        return variables[name]
-
-    return value
-
-
 @spread
 def ask(
     question: Question = None,
@@ -208,7 +170,7 @@ def ask(
     system_file: SystemFile = None,
     begin_reply: BeginReply = "",
     var: Variables = None,
-    template: Template = "auto",
+    chat: ChatFlags,
     max_tokens: options.MaxTokens = 1024,
     sampling: ControlFlags,
     ends: EndFlags,
@@ -218,7 +180,6 @@ def ask(
     session: SessionFlags,
     answer: AnswerFlags,
     tools: Tools = None,
-    thoughts: ThoughtFlags,
     program: ProgramFlags,
 ) -> Ask:
     """Ask a question about documents: one answer to standard output, by the model's chat template.
@@ -227,9 +188,7 @@ def ask(
 
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
-    asked = wanted(
-        max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, thoughts=thoughts
-    )
+    asked = wanted(max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, chat=chat)
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
     if system_file is not None:
@@ -241,9 +200,8 @@ def ask(
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),
         begin_reply=decode_argument("--begin-reply", begin_reply),
-        template=check_template(template),
-        fillings=dict(_variable(text) for text in var or ()),
-        template_variables=thoughts.variables() | offered,
+        layout=chat.layout(**offered),
+        fillings=fillings_of(var or ()),
         alone=alone(
             asked,
             models=models,
@@ -253,14 +211,6 @@ def ask(
             session=session,
             timeout=ends.seconds(),
             answer=answer,
-            written=replace(answer.written(), shows_thoughts=thoughts.how() == "show"),
+            written=replace(answer.written(), shows_thoughts=chat.how() == "show"),
         ),
     )
-
-
-def _variable(text: str) -> tuple[str, str]:
-    """From NAME=TEXT or NAME=@FILE."""
-    name, equals, value = decode_argument("--var", text).partition("=")
-    if not equals or not name.isidentifier():
-        raise UsageError(f"var is {text!r}, it must be NAME=TEXT or NAME=@FILE")
-    return name, read_text(user_path(value[1:]), f"the variable {name}") if value.startswith("@") else value

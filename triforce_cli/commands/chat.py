@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,17 +14,7 @@ from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.answering.forms import Written
-from triforce_cli.answering.options import (
-    CHAT,
-    EndFlags,
-    Files,
-    Stop,
-    System,
-    Template,
-    ThoughtFlags,
-    check_template,
-    wanted,
-)
+from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, Stop, System, wanted
 from triforce_cli.answering.request import Wanted
 from triforce_cli.chat.keys import Keys
 from triforce_cli.choice import Models
@@ -70,14 +59,13 @@ class Chat:
 
     system: str
     documents: Named
-    template: str
+    layout: Layout
     wanted: Wanted
     options: Options
     models: Models
     session: Path | None
     read_only: bool
     history: bool
-    template_variables: Mapping[str, Any]
     written: Written
     quiet: bool
 
@@ -97,17 +85,11 @@ class Chat:
                 output.note(self.models.answers_note)
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
-                from triforce_cli.chat.formats import ChatFormat
 
                 engine = stack.enter_context(
                     ChatEngine(prepared, session=self.session, read_only=self.read_only, on_note=output.note)
                 )
-                chat_format = ChatFormat(
-                    prepared.prompt_tokenizer,
-                    self.template,
-                    variables=self.template_variables,
-                    thinks=self.wanted.may_think,
-                )
+                chat_format = self.layout.format(prepared.prompt_tokenizer, self.wanted)
             interactive = output.has_person
             dialogue = Dialogue(
                 engine,
@@ -231,7 +213,7 @@ def chat(
     file: Files = None,
     more_files: MoreFiles = None,
     include: options.Include = None,
-    template: Template = "auto",
+    flags: ChatFlags,
     max_tokens: options.MaxTokens = 1024,
     sampling: ControlFlags,
     stop: Stop = None,
@@ -240,7 +222,6 @@ def chat(
     session: SessionFlags,
     no_history: NoHistory = False,
     cite: options.Cite = False,
-    thoughts: ThoughtFlags,
     logprobs: options.Logprobs = None,
     json: AsJson = False,
     quiet: options.Quiet = False,
@@ -258,16 +239,15 @@ def chat(
     return Chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
-        template=check_template(template),
+        layout=flags.layout(),
         wanted=wanted(
-            max_tokens, sampling, stops=EndFlags(stop=stop).stops(), cites=cite, logprobs=logprobs, thoughts=thoughts
+            max_tokens, sampling, stops=EndFlags(stop=stop).stops(), cites=cite, logprobs=logprobs, chat=flags
         ),
         options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),
         read_only=session.read_only,
         history=not no_history,
-        template_variables=thoughts.variables(),
-        written=Written(form="json" if json else "text", shows_thoughts=thoughts.how() == "show"),
+        written=Written(form="json" if json else "text", shows_thoughts=flags.how() == "show"),
         quiet=quiet,
     )

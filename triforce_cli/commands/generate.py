@@ -10,15 +10,7 @@ from typing import Annotated
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import (
-    AnswerFlags,
-    EndFlags,
-    ThoughtFlags,
-    alone,
-    check_template,
-    destination,
-    wanted,
-)
+from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, alone, destination, wanted
 from triforce_cli.answering.request import Prompt
 from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
@@ -88,11 +80,11 @@ Echo = Annotated[bool, switch("--echo", "Begin with the prompt; JSON has it too.
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessageFlags(ThoughtFlags):
+class MessageFlags(ChatFlags):
     """Of lines with messages, which have a chat template."""
 
-    thinking: MessageThoughts = "show"
     template: MessageTemplate = "auto"
+    thinking: MessageThoughts = "show"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +137,7 @@ def generate(
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
     num_sequences = _number_at_a_time(batch)
-    asked = wanted(
-        max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, thoughts=messages
-    )
+    asked = wanted(max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, chat=messages)
     if input_jsonl is None and output_jsonl is None and num_sequences is None:
         return Generate(
             documents=documents.named(),
@@ -176,8 +166,7 @@ def generate(
         wanted=asked,
         timeout=ends.seconds(),
         num_sequences=num_sequences,
-        template=check_template(messages.template),
-        template_variables=messages.variables(),
+        layout=messages.layout(),
         options=chosen,
         given=given,
         models=models.chosen(),

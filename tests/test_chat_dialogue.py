@@ -24,6 +24,7 @@ from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from offload.progress import OnProgress, Progress, Stage, ignore
+from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat import slash
 from triforce_cli.chat.background import BackgroundWork
@@ -34,6 +35,7 @@ from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.settings import Settings
 from triforce_cli.choice import Models
 from triforce_cli.commands.chat import _converse
+from triforce_cli.deadline import Deadline, TimedOut
 from triforce_cli.engine import prepare
 from triforce_cli.output import Output
 from triforce_cli.render.chat import cut_short
@@ -299,6 +301,39 @@ def test_a_reply_that_cannot_be_made_again_stays_and_its_question_is_not_asked_t
     assert dialogue.conversation == before
     assert dialogue.taken_draft() == ""
     with pytest.raises(ModelError):
+        send(dialogue, "a new question")
+    assert dialogue.taken_draft() == "a new question"
+
+
+def test_a_reply_whose_time_is_over_is_kept_as_far_as_it_came(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialogue, add, seconds = make(), Answer.add, [0.0]
+
+    def late(answer: Answer, step: Step) -> Part:
+        part = add(answer, step)
+        seconds[0] += 1.0
+        return part
+
+    monkeypatch.setattr(Deadline.__init__, "__defaults__", (lambda: seconds[0],))
+    monkeypatch.setattr(Answer, "add", late)
+    notes: list[str] = []
+    monkeypatch.setattr(dialogue.output, "note", notes.append)
+    send(dialogue, "hello")
+    whole = dialogue.conversation.turns[-1].reply_tokens
+    dialogue.wanted = replace(dialogue.wanted, timeout=1.5)
+    for _ in range(2):  # each reply has its own
+        notes.clear()
+        send(dialogue, "/regen")
+        turn = dialogue.conversation.turns[-1]
+        assert turn.reply_tokens == whole[: len(turn.reply_tokens)]
+        assert 0 < len(turn.reply_tokens) < len(whole)
+        assert not turn.complete
+        assert notes == ["out of time; what had come is kept"]
+    monkeypatch.setattr(
+        dialogue.engine, "answer", lambda prompt, wanted, on_progress: on_progress(Progress("prefill", 1, 2, "tokens"))
+    )
+    dialogue.wanted = replace(dialogue.wanted, timeout=1e-9)
+    monkeypatch.setattr(Deadline.__init__, "__defaults__", (iter(range(9)).__next__,))
+    with pytest.raises(TimedOut):
         send(dialogue, "a new question")
     assert dialogue.taken_draft() == "a new question"
 

@@ -336,6 +336,16 @@ class TestOnTheStandIn:
         assert done.returncode == 0
         assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
 
+    def test_a_line_has_a_time_of_its_own(self, model, source):
+        source.write_text(
+            '{"prompt": "one", "timeout": 0.3}\n{"prompt": "two", "timeout": null}\n{"prompt": "three"}\n'
+        )
+        args = ("--model", model, "--input-jsonl", str(source), "--timeout", "100")
+        done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True})
+        assert done.returncode == 0
+        finished = {r["id"]: r["finish_reason"] for r in map(json.loads, done.stdout.splitlines())}
+        assert finished == {1: "timeout", 2: "length", 3: "length"}
+
     def test_time_that_is_over_in_a_prefill_takes_nothing_from_the_others(self, model, source):
         """The first one's deadline passes while the second one's prompt is read."""
         source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')

@@ -225,6 +225,7 @@ def test_calls_are_in_json_beside_thoughts(
         ({"prompt": "a", "thinking": "off"}, "thinking is for a chat template"),
         ({"messages": [{"role": "user", "content": "a"}], "thinking": False}, "thinking is false, it must be one of"),
         ({"messages": [{"role": "user", "content": "a"}], "thinking_tokens": -1}, "thinking_tokens is -1, it must be"),
+        ({"prompt": "a", "timeout": 0}, "timeout is 0, it must be null or a number of seconds above 0"),
         ({"messages": [{"role": "user", "content": "a"}], "cite": 1}, "cite is 1, it must be true or false"),
     ],
 )  # fmt: skip

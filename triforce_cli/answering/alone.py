@@ -39,7 +39,6 @@ class Alone:
     given: Plan | None
     session: Path | None
     read_only: bool
-    timeout: float | None
     compares: bool
     written: Written
     file: Path | None
@@ -48,7 +47,7 @@ class Alone:
     @contextmanager
     def begun(self) -> Iterator[Run]:
         """The run that reads the prompt and answers it. At its end, however it ends, the answer so far is written."""
-        deadline, output = Deadline(self.timeout), Output(quiet=self.quiet)
+        deadline, output = Deadline(self.wanted.timeout), Output(quiet=self.quiet)
         with self._file(output), Writer(output, self.written, self.models) as writer, output:
             yield Run(self, output, deadline, writer)
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
     from offload.engine.engine import Step
 
+INTERRUPTED, TIMEOUT = "interrupted", "timeout"  # why an answer ended early, in place of how it ended
+
 
 @dataclass(frozen=True)
 class Part:

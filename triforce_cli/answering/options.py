@@ -42,7 +42,7 @@ Timeout = Annotated[
     float | None,
     option(
         "--timeout",
-        "Stop after this many seconds, loading included (exit code 124); with many prompts, for each.",
+        "Stop after this many seconds, loading included (exit code 124); with many prompts, or in a chat, for each.",
         SAMPLING,
         metavar="SECONDS",
         parser=number,
@@ -213,7 +213,7 @@ def wanted(
     max_tokens: int,
     sampling: ControlFlags,
     *,
-    stops: tuple[str, ...],
+    ends: EndFlags,
     cites: bool,
     logprobs: int | None,
     chat: ChatFlags,
@@ -225,11 +225,12 @@ def wanted(
     return Wanted(
         max_tokens=max_tokens,
         sampling=sampling.params(),
-        stops=stops,
+        stops=ends.stops(),
         logprobs=logprobs,
         cites=cites,
         thinks=chat.how() != "off",
         thought_tokens=chat.thinking_tokens,
+        timeout=ends.seconds(),
     )
 
 
@@ -246,7 +247,6 @@ def alone(
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
-    timeout: float | None,
     answer: AnswerFlags,
     written: Written,
     forms: str = "--json or --jsonl",
@@ -263,7 +263,6 @@ def alone(
         given=given,
         session=session.path(),
         read_only=session.read_only,
-        timeout=timeout,
         compares=answer.compare,
         written=written,
         file=destination(answer.output),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Wanted:
     """Wishes for an answer. logprobs: so many of the likeliest tokens at each place, None: no scores. cites: the
     passages that it attends to most are looked for. thinks: False where a model that writes thoughts is to write none.
-    thought_tokens: a limit on thoughts, None: there is none."""
+    thought_tokens: a limit on thoughts, None: there is none. timeout: seconds after which the answer is broken off."""
 
     max_tokens: int
     sampling: SamplingParams
@@ -29,6 +29,7 @@ class Wanted:
     cites: bool = False
     thinks: bool = True
     thought_tokens: int | None = None
+    timeout: float | None = None
 
     @property
     def may_think(self) -> bool:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__, log
-from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
 from triforce_cli.answering.ending import Unfinished
 from triforce_cli.answering.forms import Form, Written
 from triforce_cli.choice import Models
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
 
-INTERRUPTED, TIMEOUT, FAILED = "interrupted", "timeout", "error"
+FAILED = "error"  # why an answer is not complete
 
 
 class Writer:

@@ -43,12 +43,11 @@ def answered(
     engine: Engine,
     tokenizer: Tokenizer,
     *,
-    timeout: float | None,
     on_progress: Callable[[Progress], None],
 ) -> Iterator[tuple[Asked, Stats]]:
     """Each of `records`, with its statistics, as soon as it is over; another one takes its place then.
 
-    prompts: by the records' numbers. timeout: seconds for each from its prefill on. on_progress: of prefills. Raises
+    prompts: by the records' numbers. The time of each begins with its prefill. on_progress: of prefills. Raises
     DoesNotFit where there is no memory for so many sequences as planned.
     """
     from offload.engine.sequences import Sequences
@@ -59,7 +58,7 @@ def answered(
             while waiting and sequences.has_room:
                 record = waiting.popleft()
                 prompt = prompts[record.number]
-                asked = Asked(record, Deadline(timeout), Answer(prompt, record.wanted, tokenizer))
+                asked = Asked(record, Deadline(record.wanted.timeout), Answer(prompt, record.wanted, tokenizer))
                 under_way[record.number] = asked
                 room = engine.plan.request.capacity - len(prompt.tokens)
                 with suppress(TimedOut):  # within its prefill

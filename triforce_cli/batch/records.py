@@ -16,7 +16,7 @@ from offload.errors import UsageError
 from offload.seeds import seed_after
 from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES
-from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_text, is_whole
+from triforce_cli.batch.fields import Fields, are_objects, is_id, is_meta, is_number, is_text, is_whole
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
 from triforce_cli.chat.messages import Messages
@@ -24,7 +24,8 @@ from triforce_cli.chat.messages import read as read_messages
 from triforce_cli.chat.tools import checked_tools, checked_variables
 
 OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # what a template gets besides messages
-FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "cite", "meta", *SAMPLING)
+OF_ANSWERS = ("max_tokens", "stop", "timeout", "logprobs", "cite")
+FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, *OF_ANSWERS, "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 MAX_DEPTH = 64  # of a line
 _TEXT = "a text of 1 or more characters"
@@ -121,6 +122,12 @@ def _wanted(fields: Fields, defaults: Wanted, number: int) -> Wanted:
             lambda value: value is None or (is_whole(value) and 0 <= value <= MOST_TOKENS),
             f"null or a whole number from 0 to {MOST_TOKENS}",
             defaults.thought_tokens,
+        ),
+        timeout=fields.get(
+            "timeout",
+            lambda value: value is None or (is_number(value) and 0 < value < 1e9),
+            "null or a number of seconds above 0 and below 1000000000",
+            defaults.timeout,
         ),
     )
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import log
+from triforce_cli.answering.answer import TIMEOUT
 from triforce_cli.answering.ending import Unfinished, some_may_not_match
 from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.writer import TIMEOUT
 from triforce_cli.batch.asked import Asked, answered
 from triforce_cli.batch.records import Id, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
@@ -41,13 +41,12 @@ _ORDER = ("text", "thoughts", "tool_calls", "tokens", "logprobs", "finish_reason
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One `triforce generate` of many prompts, parsed. wanted: where a line says nothing else. timeout: seconds for
-    each. num_sequences: prompts that run at a time; None: as many as are predicted to be the fastest."""
+    """One `triforce generate` of many prompts, parsed. wanted: where a line says nothing else. num_sequences: prompts
+    that run at a time; None: as many as are predicted to be the fastest."""
 
     source: Path
     target: Path | None
     wanted: Wanted
-    timeout: float | None
     num_sequences: int | None
     layout: Layout
     options: Options
@@ -95,9 +94,7 @@ class Batch:
         num_tokens = 0
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
-            came = answered(
-                rest, prompts, engine, prepared.tokenizer, timeout=self.timeout, on_progress=output.progress
-            )
+            came = answered(rest, prompts, engine, prepared.tokenizer, on_progress=output.progress)
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")

@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
 from triforce_cli.answering.citations import Citation
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.writer import INTERRUPTED
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.interrupts import Interrupts, Stopped
 from triforce_cli.chat.settings import Settings
+from triforce_cli.deadline import Deadline
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
@@ -195,20 +195,22 @@ class Dialogue:
         self._background.close()
 
     def _show_reply(self, prompt: Prompt, on_progress: OnProgress) -> Answer:
-        """Show the reply. It has not ended where the person stopped it."""
+        """Show the reply. It has not ended where the person stopped it, or its time was over. Raises
+        TimedOut where it was before the first word."""
         settings = self.settings
         wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
         answer = Answer(prompt, wanted, self.format.tokenizer)
         with self.output:
             self._wait_ahead(on_progress)
             self._background.forget()
-            with closing(self.engine.answer(prompt, wanted, on_progress)) as steps:
-                for step in self._until_stopped(steps):
+            deadline = Deadline(wanted.timeout)
+            with closing(self.engine.answer(prompt, wanted, deadline.heard(on_progress))) as steps:
+                for step in self._until_stopped(steps, deadline):
                     self._form.add(answer.add(step), [])
             if (rest := answer.break_off()) is not None:
                 self._form.add(rest, [])
             stats = None if self.engine.stats is None else self.engine.stats.as_dict()
-            finish = answer.finish or INTERRUPTED
+            finish = answer.finish or (TIMEOUT if deadline.has_passed else INTERRUPTED)
             self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
         self.citations = answer.citations or []
         if prompt.documents and answer.citations is not None:
@@ -224,12 +226,12 @@ class Dialogue:
                 raise
             self.output.error(str(error))
 
-    def _until_stopped(self, steps: Iterator[Step]) -> Iterator[Step]:
+    def _until_stopped(self, steps: Iterator[Step], deadline: Deadline) -> Iterator[Step]:
         for step in steps:
             yield step
-            if self._interrupts.requested:
+            if self._interrupts.requested or (step.finish is None and deadline.has_passed):
                 self.output.end_line()
-                self.output.note("stopped")
+                self.output.note("stopped" if self._interrupts.requested else "out of time; what had come is kept")
                 return
 
     @contextmanager

@@ -188,7 +188,7 @@ def ask(
 
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
-    asked = wanted(max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, chat=chat)
+    asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=chat)
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
     if system_file is not None:
@@ -209,7 +209,6 @@ def ask(
             decoding=decoding,
             placement=placement,
             session=session,
-            timeout=ends.seconds(),
             answer=answer,
             written=replace(answer.written(), shows_thoughts=chat.how() == "show"),
         ),

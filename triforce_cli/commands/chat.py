@@ -14,7 +14,7 @@ from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.answering.forms import Written
-from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, Stop, System, wanted
+from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, wanted
 from triforce_cli.answering.request import Wanted
 from triforce_cli.chat.keys import Keys
 from triforce_cli.choice import Models
@@ -216,7 +216,7 @@ def chat(
     flags: ChatFlags,
     max_tokens: options.MaxTokens = 1024,
     sampling: ControlFlags,
-    stop: Stop = None,
+    ends: EndFlags,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
@@ -240,9 +240,7 @@ def chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
         layout=flags.layout(),
-        wanted=wanted(
-            max_tokens, sampling, stops=EndFlags(stop=stop).stops(), cites=cite, logprobs=logprobs, chat=flags
-        ),
+        wanted=wanted(max_tokens, sampling, ends=ends, cites=cite, logprobs=logprobs, chat=flags),
         options=plan_options(decoding, **vars(placement), masses=cite),
         models=models.chosen(),
         session=session.path(),

@@ -137,7 +137,7 @@ def generate(
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
     num_sequences = _number_at_a_time(batch)
-    asked = wanted(max_tokens, sampling, stops=ends.stops(), cites=answer.cite, logprobs=answer.logprobs, chat=messages)
+    asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=messages)
     if input_jsonl is None and output_jsonl is None and num_sequences is None:
         return Generate(
             documents=documents.named(),
@@ -149,7 +149,6 @@ def generate(
                 decoding=decoding,
                 placement=placement,
                 session=session,
-                timeout=ends.seconds(),
                 answer=answer,
                 written=replace(answer.written(), name="text", ends_line=False, echo=echo),
                 forms="--json, --jsonl or --input-jsonl",
@@ -164,7 +163,6 @@ def generate(
         source=user_path(str(input_jsonl)),
         target=destination(output_jsonl),
         wanted=asked,
-        timeout=ends.seconds(),
         num_sequences=num_sequences,
         layout=messages.layout(),
         options=chosen,

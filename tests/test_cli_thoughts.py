@@ -15,7 +15,9 @@ import torch
 from tokenizers import AddedToken
 
 from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
+from offload.engine.engine import Step
 from offload.session.names import FOLDER_VARIABLE
+from triforce_cli.answering.answer import Answer, Part
 
 Triforce = Callable[..., tuple[int, str, str]]
 THINK, TALK = "[THINK]", "[/THINK]"
@@ -113,6 +115,24 @@ def test_batches_have_them_and_close_them_before_an_answer_in_json(
         bound["stats"]["prompt_tokens"] == asked("2+2?", "--json-schema", json.dumps(SCHEMA))["stats"]["prompt_tokens"]
     )
     assert "thoughts" not in bound
+
+
+def test_a_beginning_that_may_become_a_mark_is_written_where_the_answer_is_broken_off(
+    triforce: Triforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost."""
+    model, add = model_that_says(["[TH", "ree.", "</s>"], tmp_path / "model", special=False), Answer.add
+
+    def interrupted(answer: Answer, step: Step) -> Part:
+        add(answer, step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Answer, "add", interrupted)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
+    for more, written in (((), "[TH\n"), (("--json",), "[TH")):
+        code, out, err = triforce("ask", "2+1?", "--model", str(model), *COMMON, "--no-speculation", *more)
+        assert (code, err) == (130, "")
+        assert (json.loads(out)["text"] if more else out) == written
 
 
 def batch_of(lines: Sequence[dict[str, Any]], model: Path, triforce: Triforce, tmp_path: Path, *args: str) -> list[Any]:

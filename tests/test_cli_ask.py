@@ -499,7 +499,7 @@ def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
     for args, wanted in (((), False), (("--cite",), True)):
         parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
         assert isinstance(parsed, Ask)
-        assert parsed.alone.options.masses is wanted
+        assert parsed.alone.setup.options.masses is wanted
 
 
 # Tools

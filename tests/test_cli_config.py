@@ -60,7 +60,7 @@ def test_a_commands_own_section_wins_over_what_is_said_of_all(file):
 def test_every_kind_of_value_arrives(file):
     file.write_text('[generate]\nstop = ["a b", "c"]\ndtype = "fp32"\ngamma = 3\ntop-p = 0.5\nno-lookup = true\n')
     parsed = generate()
-    options = parsed.alone.options
+    options = parsed.alone.setup.options
     assert parsed.alone.wanted.stops == ("a b", "c")
     assert (options.dtype, options.gamma, options.lookup) == ("fp32", 3, False)
     assert parsed.alone.wanted.sampling.top_p == 0.5
@@ -175,7 +175,7 @@ class TestShow:
         parsed = generate()
         assert shown["max-tokens"] == str(parsed.alone.wanted.max_tokens) == "5"
         assert float(shown["min-p"]) == parsed.alone.wanted.sampling.min_p == 0.25
-        assert int(shown["window"]) == parsed.alone.options.window
+        assert int(shown["window"]) == parsed.alone.setup.options.window
         assert set(shown) == set(tree.options(ROOT.commands["generate"])) - {"help"}
 
     def test_as_a_table(self, file, capfd):

@@ -109,7 +109,9 @@ def value_at(parsed: Generate, path: str) -> Any:
     """path: from the command's fields on, or from those of a part of it."""
     alone = parsed.alone
     first = path.split(".")[0]
-    value: Any = next(part for part in (parsed, alone, alone.wanted, alone.written) if hasattr(part, first))
+    value: Any = next(
+        part for part in (parsed, alone, alone.setup, alone.wanted, alone.written) if hasattr(part, first)
+    )
     for name in path.split("."):
         value = getattr(value, name)
     return value
@@ -196,27 +198,27 @@ def test_one_session_at_a_time(model):
 
 
 def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
-    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").alone.options.link_gbps == 2.0
+    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").alone.setup.options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
-    assert parse("--model", model, "--offload", "kv").alone.options.link_gbps == 3.0
+    assert parse("--model", model, "--offload", "kv").alone.setup.options.link_gbps == 3.0
 
 
 def test_the_pace_of_the_host_and_its_variable_say_the_same(model, monkeypatch):
     paced = ("--model", model, "--offload", "kv", "--link-gbps", "2")
-    assert parse(*paced).alone.options.host_gbps is None
-    assert parse(*paced, "--host-gbps", "4.8").alone.options.host_gbps == 4.8
+    assert parse(*paced).alone.setup.options.host_gbps is None
+    assert parse(*paced, "--host-gbps", "4.8").alone.setup.options.host_gbps == 4.8
     monkeypatch.setenv("TRIFORCE_HOST_GBPS", "3")
-    assert parse(*paced).alone.options.host_gbps == 3.0
+    assert parse(*paced).alone.setup.options.host_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
     monkeypatch.setenv("TRIFORCE_GAMMA", "5")
-    assert parse("--model", model, "--gamma", "6").alone.options.gamma == 6
+    assert parse("--model", model, "--gamma", "6").alone.setup.options.gamma == 6
 
 
 def test_defaults_are_those_of_the_documentation(model):
     parsed = parse("--model", model)
-    wanted, options = parsed.alone.wanted, parsed.alone.options
+    wanted, options = parsed.alone.wanted, parsed.alone.setup.options
     sampling = wanted.sampling
     assert (wanted.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)

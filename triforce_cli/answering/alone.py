@@ -15,9 +15,8 @@ from triforce_cli.answering.forms import Written
 from triforce_cli.answering.kept import kept, open_for_text
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.writer import Writer
-from triforce_cli.choice import Models
 from triforce_cli.deadline import Deadline
-from triforce_cli.engine import Prepared, open_engine, prepare
+from triforce_cli.engine import Prepared, Setup, open_engine
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
 from triforce_cli.render.stats import compared
@@ -25,18 +24,16 @@ from triforce_cli.render.stats import compared
 if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
     from offload.engine.request import GenerationRequest
-    from offload.plan.planner import Options, Plan
+    from offload.plan.planner import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """Everything that is asked for but the prompt. given: a plan to use. session: the folder that keeps rows. file: in
+    """Everything that is asked for but the prompt. session: the folder that keeps rows. file: in
     place of standard output. compares: decode again without speculation, and compare."""
 
     wanted: Wanted
-    models: Models
-    options: Options
-    given: Plan | None
+    setup: Setup
     session: Path | None
     read_only: bool
     compares: bool
@@ -48,7 +45,7 @@ class Alone:
     def begun(self) -> Iterator[Run]:
         """The run that reads the prompt and answers it. At its end, however it ends, the answer so far is written."""
         deadline, output = Deadline(self.wanted.timeout), Output(quiet=self.quiet)
-        with self._file(output), Writer(output, self.written, self.models) as writer, output:
+        with self._file(output), Writer(output, self.written, self.setup.models) as writer, output:
             yield Run(self, output, deadline, writer)
 
     def _file(self, output: Output) -> AbstractContextManager[object]:
@@ -70,8 +67,7 @@ class Run:
 
     def prepare(self) -> Prepared:
         """Tokenizer and machine; see triforce_cli.engine."""
-        alone = self._alone
-        return prepare(alone.models, alone.options, self.output, sampling=alone.wanted.sampling, given=alone.given)
+        return self._alone.setup.prepare(self.output, sampling=self._alone.wanted.sampling)
 
     def answer(self, prepared: Prepared, prompt: Prompt, text: str) -> None:
         """Plan, load, generate. The answer appears as it is accepted. text: that the prompt is made of."""

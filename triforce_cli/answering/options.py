@@ -18,6 +18,7 @@ from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES, Thinking
 from triforce_cli.chat.tools import checked_variables
 from triforce_cli.control import ControlFlags
+from triforce_cli.engine import Setup
 from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, SessionFlags, plan_options
 from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch, whole
@@ -234,6 +235,14 @@ def wanted(
     )
 
 
+def setup(
+    models: ModelFlags, decoding: CacheFlags, placement: PlacementFlags, *, cites: bool, plan: Path | None = None
+) -> Setup:
+    """plan: a file with a plan to use. Raises UsageError, ModelError."""
+    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cites))
+    return Setup(models.chosen(), chosen, given)
+
+
 def destination(named: Path | None) -> Path | None:
     """The named file as a path; None: standard output."""
     return None if named in (None, STDIN, Path("/dev/stdout")) else user_path(str(named))
@@ -242,25 +251,18 @@ def destination(named: Path | None) -> Path | None:
 def alone(
     wanted: Wanted,
     *,
-    models: ModelFlags,
-    plan: Path | None,
-    decoding: CacheFlags,
-    placement: PlacementFlags,
+    setup: Setup,
     session: SessionFlags,
     answer: AnswerFlags,
     written: Written,
     forms: str = "--json or --jsonl",
 ) -> Alone:
-    """One answer on an engine of its own, as options ask for it. forms: that have scores. Raises UsageError,
-    ModelError."""
+    """One answer on an engine of its own, as options ask for it. forms: that have scores. Raises UsageError."""
     if wanted.logprobs is not None and not written.as_json:
         raise UsageError(f"--logprobs go into JSON; add {forms}")
-    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=wanted.cites))
     return Alone(
         wanted=wanted,
-        models=models.chosen(),
-        options=chosen,
-        given=given,
+        setup=setup,
         session=session.path(),
         read_only=session.read_only,
         compares=answer.compare,

@@ -20,9 +20,8 @@ from triforce_cli.batch.asked import Asked, answered
 from triforce_cli.batch.records import Id, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.chat.tools import check_variables
-from triforce_cli.choice import Models
 from triforce_cli.documents import Document
-from triforce_cli.engine import Prepared, open_engine, prepare
+from triforce_cli.engine import Prepared, Setup, open_engine
 from triforce_cli.inputs import Note
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
@@ -32,7 +31,7 @@ from triforce_cli.utf8 import read_input
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
-    from offload.plan.planner import Options, Plan
+    from offload.plan.planner import Plan
     from offload.plan.request import Request
     from triforce_cli.chat.formats import ChatFormat
 
@@ -49,9 +48,7 @@ class Batch:
     wanted: Wanted
     num_sequences: int | None
     layout: Layout
-    options: Options
-    given: Plan | None
-    models: Models
+    setup: Setup
     echo: bool
     quiet: bool
     as_json = True
@@ -84,7 +81,7 @@ class Batch:
             raise
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
-        prepared = prepare(self.models, self._options(records), output, given=self.given)
+        prepared = self._setup(records).prepare(output)
         _check(prepared, records)
         prompts = self._prompts(prepared, records, output)
         plan = _plan(prepared.request, records, prompts)
@@ -106,15 +103,15 @@ class Batch:
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
-    def _options(self, records: Sequence[Record]) -> Options:
-        """Of the plan, which records attention masses where a line wants citations. Raises UsageError where a plan is
+    def _setup(self, records: Sequence[Record]) -> Setup:
+        """With a plan that records attention masses, where a line wants citations. Raises UsageError where a plan is
         given that does not."""
         if not any(record.wanted.cites for record in records):
-            return self.options
+            return self.setup
         from offload.plan.given import options_beside
 
-        options = replace(self.options, masses=True)
-        return options if self.given is None else options_beside(self.given, options)
+        options, given = replace(self.setup.options, masses=True), self.setup.given
+        return replace(self.setup, options=options if given is None else options_beside(given, options))
 
     def _prompts(self, prepared: Prepared, records: Sequence[Record], output: Output) -> dict[int, Prompt]:
         """By the records' numbers. Raises UsageError where the chat template refuses messages."""

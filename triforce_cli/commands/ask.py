@@ -13,7 +13,7 @@ import typer
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, Files, Layout, System, alone, wanted
+from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, Files, Layout, System, alone, setup, wanted
 from triforce_cli.chat.tools import check_variables, read_tools
 from triforce_cli.control import ControlFlags
 from triforce_cli.documents import Document
@@ -189,6 +189,7 @@ def ask(
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=chat)
+    started = setup(models, decoding, placement, cites=answer.cite, plan=plan)
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
     if system_file is not None:
@@ -204,10 +205,7 @@ def ask(
         fillings=fillings_of(var or ()),
         alone=alone(
             asked,
-            models=models,
-            plan=plan,
-            decoding=decoding,
-            placement=placement,
+            setup=started,
             session=session,
             answer=answer,
             written=replace(answer.written(), shows_thoughts=chat.how() == "show"),

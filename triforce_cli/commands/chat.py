@@ -14,13 +14,12 @@ from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from triforce_cli import options
 from triforce_cli.answering.forms import Written
-from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, wanted
+from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, setup, wanted
 from triforce_cli.answering.request import Wanted
 from triforce_cli.chat.keys import Keys
-from triforce_cli.choice import Models
 from triforce_cli.control import ControlFlags
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import prepare
+from triforce_cli.engine import Setup
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -28,7 +27,6 @@ from triforce_cli.flags import (
     ProgramFlags,
     SessionFlags,
     named_documents,
-    plan_options,
     spread,
 )
 from triforce_cli.options import switch
@@ -38,7 +36,6 @@ from triforce_cli.signals import Terminated
 from triforce_cli.utf8 import decode_argument
 
 if TYPE_CHECKING:
-    from offload.plan.planner import Options
     from offload.session.store import Store
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.dialogue import Dialogue
@@ -61,8 +58,7 @@ class Chat:
     documents: Named
     layout: Layout
     wanted: Wanted
-    options: Options
-    models: Models
+    setup: Setup
     session: Path | None
     read_only: bool
     history: bool
@@ -81,8 +77,8 @@ class Chat:
             if keys is not None:
                 stack.enter_context(keys.hidden())
             with output:
-                prepared = prepare(self.models, self.options, output, sampling=self.wanted.sampling)
-                output.note(self.models.answers_note)
+                prepared = self.setup.prepare(output, sampling=self.wanted.sampling)
+                output.note(self.setup.models.answers_note)
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
 
@@ -241,8 +237,7 @@ def chat(
         documents=named_documents("--file", file, more_files, include),
         layout=flags.layout(),
         wanted=wanted(max_tokens, sampling, ends=ends, cites=cite, logprobs=logprobs, chat=flags),
-        options=plan_options(decoding, **vars(placement), masses=cite),
-        models=models.chosen(),
+        setup=setup(models, decoding, placement, cites=cite),
         session=session.path(),
         read_only=session.read_only,
         history=not no_history,

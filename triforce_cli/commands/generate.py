@@ -10,7 +10,7 @@ from typing import Annotated
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, alone, destination, wanted
+from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, alone, destination, setup, wanted
 from triforce_cli.answering.request import Prompt
 from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
@@ -24,10 +24,8 @@ from triforce_cli.flags import (
     PlacementFlags,
     ProgramFlags,
     SessionFlags,
-    plan_options,
     spread,
 )
-from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, PROMPT, option, switch
 from triforce_cli.prompt import read_prompt
 from triforce_cli.utf8 import user_path
@@ -138,16 +136,14 @@ def generate(
     """
     num_sequences = _number_at_a_time(batch)
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=messages)
+    started = setup(models, decoding, placement, cites=answer.cite, plan=plan)
     if input_jsonl is None and output_jsonl is None and num_sequences is None:
         return Generate(
             documents=documents.named(),
             prompt=prompt,
             alone=alone(
                 asked,
-                models=models,
-                plan=plan,
-                decoding=decoding,
-                placement=placement,
+                setup=started,
                 session=session,
                 answer=answer,
                 written=replace(answer.written(), name="text", ends_line=False, echo=echo),
@@ -158,16 +154,13 @@ def generate(
         input_jsonl,
         (documents.named(), prompt, session.path(), answer.output, answer.jsonl, answer.stats, answer.compare),
     )
-    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=answer.cite))
     return Batch(
         source=user_path(str(input_jsonl)),
         target=destination(output_jsonl),
         wanted=asked,
         num_sequences=num_sequences,
         layout=messages.layout(),
-        options=chosen,
-        given=given,
-        models=models.chosen(),
+        setup=started,
         echo=echo,
         quiet=answer.quiet,
     )

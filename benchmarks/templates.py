@@ -56,7 +56,7 @@ def theirs(tokenizer: Any, messages: Messages) -> list[int] | str:
 
 def ours(tokenizer: Any, conversation: Conversation) -> list[int] | str:
     try:
-        return ChatFormat(tokenizer).prompt_tokens(conversation)
+        return ChatFormat(tokenizer).prompt(conversation).tokens
     except TriforceError as error:
         return str(error)
 

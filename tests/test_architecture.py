@@ -338,7 +338,7 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
     (only_link_makes_threads_and_streams, "offload.pages.tiles", "from offload.transfer.link import Event, Link"),
     (only_output_writes, "triforce_cli.progress", "from rich.console import Console\ndef f(c: Console): ..."),
-    (only_output_writes, "triforce_cli.prompt", "import sys\nsys.stdin.read()"),
+    (only_output_writes, "triforce_cli.utf8", "import sys\nsys.stdin.read()"),
     (
         only_app_catches_broadly,
         "offload.engine.engine",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from offload import strict_json
-from triforce_cli.chat import calls
-from triforce_cli.chat.calls import FORMS, MAX_DEPTH, MOST_BROKEN, Calls
+from triforce_cli.answering import calls
+from triforce_cli.answering.calls import FORMS, MAX_DEPTH, MOST_BROKEN, Calls
 
 PARAMETERS = {
     "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "at": {"type": "object"},

@@ -24,6 +24,8 @@ from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from offload.progress import OnProgress, Progress, Stage, ignore
+from triforce_cli.answering.answer import Answer, Part
+from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat import slash
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.conversation import Conversation, Document
@@ -33,6 +35,7 @@ from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.settings import Settings
 from triforce_cli.choice import Models
 from triforce_cli.commands.chat import _converse
+from triforce_cli.deadline import Deadline, TimedOut
 from triforce_cli.engine import prepare
 from triforce_cli.output import Output
 from triforce_cli.render.chat import cut_short
@@ -41,7 +44,7 @@ from triforce_cli.render.chat import cut_short
 TOLERANCE = 5e-5
 PATIENCE_SECONDS = 300.0
 REGEX = Constraint("regex", "a+")
-GREEDILY = Settings(sampling=SamplingParams(temperature=0.0, top_p=1.0), max_tokens=16)
+GREEDILY = Wanted(sampling=SamplingParams(temperature=0.0, top_p=1.0), max_tokens=16)
 
 Make = Callable[..., Dialogue]
 
@@ -99,9 +102,7 @@ def finish_ahead(dialogue: Dialogue) -> None:
 
 
 def continuation(dialogue: Dialogue, tokens: Sequence[int]) -> list[int]:
-    steps = dialogue.engine.answer(
-        tokens, GREEDY, max_tokens=12, stop=(), end_tokens=(), on_progress=lambda progress: None
-    )
+    steps = dialogue.engine.answer(Prompt(tokens), Wanted(sampling=GREEDY, max_tokens=12), ignore)
     return [token for step in steps for token in step.tokens]
 
 
@@ -112,7 +113,7 @@ def check_against_a_fresh_start(dialogue: Dialogue, make: Make) -> None:
     assert engine_of(dialogue).prefix.tokens == said
     assert engine_of(dialogue).worker.full.length == len(said)
     fresh = make(speculation=False)
-    prompt = dialogue.format.prompt_tokens(dialogue.conversation.asked("and then?"))
+    prompt = dialogue.format.prompt(dialogue.conversation.asked("and then?")).tokens
     wanted = continuation(fresh, prompt)
     gap = (rows_of(dialogue, len(said)) - rows_of(fresh, len(said))).abs().max()
     assert gap < TOLERANCE
@@ -193,14 +194,15 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
         return answer(*args, **settings)
 
     monkeypatch.setattr(Engine, "generate", watched)
-    dialogue.settings = replace(GREEDILY, sampling=SamplingParams(temperature=1.0, top_p=1.0, seed=5))
+    sampled = replace(GREEDILY, sampling=SamplingParams(temperature=1.0, top_p=1.0, seed=5))
+    dialogue.settings = Settings(sampling=sampled.sampling, max_tokens=sampled.max_tokens)
     for line in ("hello", "/regen", "what is it"):
         send(dialogue, line)
     assert seeds == [5, 6, 7]
     loaded = Dialogue(
         dialogue.engine,
         dialogue.format,
-        dialogue.settings,
+        sampled,
         dialogue.output,
         conversation=dialogue.conversation,
         interactive=False,
@@ -213,9 +215,7 @@ def test_each_reply_has_a_seed_of_its_own(make: Make, monkeypatch: pytest.Monkey
 def test_a_reply_may_fill_the_context_to_its_last_token(models: Models) -> None:
     options = Options(dtype="fp32", device="cpu", offload=frozenset(), context=64)
     with ChatEngine(prepare(models, options, Output(quiet=True)), on_note=lambda line: None) as engine:
-        steps = engine.answer(
-            [65] * 60, GREEDY, max_tokens=99, stop=(), end_tokens=(), on_progress=lambda progress: None
-        )
+        steps = engine.answer(Prompt([65] * 60), Wanted(sampling=GREEDY, max_tokens=99), ignore)
         assert len([token for step in steps for token in step.tokens]) == engine.limit - 60 == 4
 
 
@@ -301,6 +301,39 @@ def test_a_reply_that_cannot_be_made_again_stays_and_its_question_is_not_asked_t
     assert dialogue.conversation == before
     assert dialogue.taken_draft() == ""
     with pytest.raises(ModelError):
+        send(dialogue, "a new question")
+    assert dialogue.taken_draft() == "a new question"
+
+
+def test_a_reply_whose_time_is_over_is_kept_as_far_as_it_came(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialogue, add, seconds = make(), Answer.add, [0.0]
+
+    def late(answer: Answer, step: Step) -> Part:
+        part = add(answer, step)
+        seconds[0] += 1.0
+        return part
+
+    monkeypatch.setattr(Deadline.__init__, "__defaults__", (lambda: seconds[0],))
+    monkeypatch.setattr(Answer, "add", late)
+    notes: list[str] = []
+    monkeypatch.setattr(dialogue.output, "note", notes.append)
+    send(dialogue, "hello")
+    whole = dialogue.conversation.turns[-1].reply_tokens
+    dialogue.wanted = replace(dialogue.wanted, timeout=1.5)
+    for _ in range(2):  # each reply has its own
+        notes.clear()
+        send(dialogue, "/regen")
+        turn = dialogue.conversation.turns[-1]
+        assert turn.reply_tokens == whole[: len(turn.reply_tokens)]
+        assert 0 < len(turn.reply_tokens) < len(whole)
+        assert not turn.complete
+        assert notes == ["out of time; what had come is kept"]
+    monkeypatch.setattr(
+        dialogue.engine, "answer", lambda prompt, wanted, on_progress: on_progress(Progress("prefill", 1, 2, "tokens"))
+    )
+    dialogue.wanted = replace(dialogue.wanted, timeout=1e-9)
+    monkeypatch.setattr(Deadline.__init__, "__defaults__", (iter(range(9)).__next__,))
+    with pytest.raises(TimedOut):
         send(dialogue, "a new question")
     assert dialogue.taken_draft() == "a new question"
 
@@ -446,7 +479,7 @@ def test_where_says_in_which_chats_it_works(make: Make) -> None:
     dialogue = make()
     with pytest.raises(UsageError, match="works in a chat that begins with --cite, and this one does not"):
         slash.run(dialogue, "/where")
-    dialogue.cites = True
+    dialogue.wanted = replace(dialogue.wanted, cites=True)
     with pytest.raises(UsageError, match="the last reply attended to no document"):
         slash.run(dialogue, "/where")
 

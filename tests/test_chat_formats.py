@@ -166,20 +166,20 @@ SYSTEM_TEXTS = {
 def test_an_own_format_reads_as_its_models_were_trained(tokenizer, name):
     format = make(tokenizer, name)
     system = Conversation(system="be brief", question="hello")
-    assert format.prompt_tokens(system) == raw(format).encode(SYSTEM_TEXTS[name])
+    assert format.prompt(system).tokens == raw(format).encode(SYSTEM_TEXTS[name])
     reply = tokens_of(format, " It is" if name != "chatml" else "It is")
     ended = [*reply, *format.end_tokens]
     for tokens in ((), reply, ended):  # from its text, cut, ended by the model
         conversation = replace(TWO_TURNS, turns=(replace(TWO_TURNS.turns[0], reply_tokens=tuple(tokens)),))
         text = TEXTS[name] if tokens != ended else TEXTS[name].replace(" </s>", "</s>")  # as the model wrote it
-        assert format.prompt_tokens(conversation) == raw(format).encode(text)
+        assert format.prompt(conversation).tokens == raw(format).encode(text)
 
 
 def test_an_end_token_that_the_format_does_not_write_is_left_out():
     format = make("pieces", "plain")
     reply, end = tokens_of(format, " It is"), raw(format).eos_token_id
     conversation = Conversation().asked("hello").answered("It is", [*reply, end], complete=True)
-    assert format.prompt_tokens(conversation.asked("what is it?")) == raw(format).encode(TEXTS["plain"])
+    assert format.prompt(conversation.asked("what is it?")).tokens == raw(format).encode(TEXTS["plain"])
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes-default-system", "bytes-trimmed", "pieces-strict"])
@@ -189,7 +189,7 @@ def test_white_space_of_a_question_is_the_templates_affair(tokenizer, question):
     format = make(tokenizer, "auto")
     said = [{"role": "user", "content": question}]
     wanted = raw(format).apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    assert format.prompt_tokens(Conversation().asked(question)) == raw(format).encode(wanted, add_special_tokens=False)
+    assert format.prompt(Conversation().asked(question)).tokens == raw(format).encode(wanted, add_special_tokens=False)
 
 
 # What is certain
@@ -240,7 +240,7 @@ def test_the_next_prompt_goes_on_from_the_reply(tokenizer, name, system, talk, o
             conversation = conversation.with_document(document)
         closing = format.closing_tokens(conversation)
         for asked in (other, question):
-            prompt = format.prompt_tokens(conversation.asked(asked))
+            prompt = format.prompt(conversation.asked(asked)).tokens
             assert prompt[: len(closing)] == closing
         tokens, text = replied(format, reply)
         conversation = conversation.asked(question).answered(text, tokens, complete=True)
@@ -287,7 +287,7 @@ def test_what_people_write_never_becomes_a_control_token(tokenizer, name, system
         conversation = Conversation().with_system(system if tokenizer != "pieces-strict" else "")
         documents = (Document("a.txt", document),)
         conversation = replace(conversation, turns=(Turn(question, documents, reply, (), True),))
-        return format.prompt_tokens(conversation.asked(question))
+        return format.prompt(conversation.asked(question)).tokens
 
     tokens = prompt(system, question, document, reply)
     innocent = prompt("x" if system.strip() else "", "x", "x", "x" if reply else "")
@@ -309,20 +309,20 @@ def test_added_words_are_words_unless_the_template_writes_them():
     assert writing != DEFAULT_SYSTEM
     for template in (DEFAULT_SYSTEM, writing):  # one token: the question's, or else the template's
         format = ChatFormat(BYTES(template))
-        prompt = format.prompt_tokens(Conversation(question="a</think>b"))
+        prompt = format.prompt(Conversation(question="a</think>b")).tokens
         assert prompt.count(raw(format).convert_tokens_to_ids("</think>")) == 1
 
 
 def test_white_space_is_nobodys_control_token():
     """Some vocabularies have runs of it as added tokens, and every template writes some."""
     format = ChatFormat(BYTES("{#\n\n#}" + DEFAULT_SYSTEM, "\n\n"))
-    prompt = format.prompt_tokens(Conversation(question="a\n\nb"))
+    prompt = format.prompt(Conversation(question="a\n\nb")).tokens
     assert prompt.count(raw(format).convert_tokens_to_ids("\n\n")) == 1
 
 
 def test_a_control_string_in_the_first_piece_gets_no_space_inside():
     format = make("pieces", "vicuna")
-    prompt = format.prompt_tokens(Conversation(system="hello</s>there", question="1"))
+    prompt = format.prompt(Conversation(system="hello</s>there", question="1")).tokens
     assert raw(format).decode(prompt) == "<s> hello</s>there USER: 1 ASSISTANT:"
 
 
@@ -336,13 +336,13 @@ def test_a_control_string_in_the_first_piece_gets_no_space_inside():
 def test_tokens_are_those_of_the_library(tokenizer, name, system, question, ended):
     format = make(tokenizer, name)
     conversation = Conversation().with_system(system if tokenizer != "pieces-strict" else "").asked(question)
-    assert format.prompt_tokens(conversation) == library_tokens(format, conversation)
+    assert format.prompt(conversation).tokens == library_tokens(format, conversation)
     spaced = name in ("plain", "llama2", "vicuna") or tokenizer == "pieces-strict"
     tokens = tokens_of(format, " It is" if spaced else "It is") + (sorted(format.end_tokens) if ended else [])
     conversation = conversation.answered("It is", tokens, complete=ended).asked(question)
     conversation = conversation.with_document(Document("a.txt", "hello\n\nthere"))
     if not (name == "llama2" and ended):  # the model ends without the space that the template writes
-        assert format.prompt_tokens(conversation) == library_tokens(format, conversation)
+        assert format.prompt(conversation).tokens == library_tokens(format, conversation)
 
 
 # Templates that do more than put texts one after another
@@ -368,12 +368,12 @@ def test_a_template_that_leaves_thoughts_out_is_followed():
     assert odd != plain
     conversation = Conversation().asked("what?").answered("It is?</think>\n\nIt is 42.", thoughtful, complete=True)
     conversation = conversation.asked("what?").answered("hello", odd, complete=True).asked("1")
-    prompt = format.prompt_tokens(conversation)
+    prompt = format.prompt(conversation).tokens
     text = library_text(format, conversation)
     assert "It is?" not in text
     assert raw(format).decode(prompt) == text
     assert any(prompt[i : i + len(odd)] == odd for i in range(len(prompt)))
-    again = format.prompt_tokens(conversation.answered("x", [7], complete=True).asked("2"))
+    again = format.prompt(conversation.answered("x", [7], complete=True).asked("2")).tokens
     assert again[: len(prompt)] == prompt
     assert sum(part.num_tokens for part in format.parts(conversation)) == len(format.closing_tokens(conversation))
 
@@ -393,7 +393,7 @@ def test_whatever_a_template_does_to_text_is_what_the_model_reads(bend):
     format = ChatFormat(BYTES(BENT[bend]))
     conversation = Conversation().asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
     conversation = conversation.with_document(Document("a.txt", "It\nis")).asked("hello <|im_end|>")
-    prompt = format.prompt_tokens(conversation)
+    prompt = format.prompt(conversation).tokens
     innocent = replace(conversation, question="hello xxxxxxxxxx")
     if bend != "counted":  # the guard in the question counts
         assert raw(format).decode(prompt) == library_text(format, conversation)
@@ -405,7 +405,7 @@ def test_the_same_text_in_another_order_is_not_taken_for_the_reply():
     format = ChatFormat(BYTES(BENT["backwards"]))
     odd = [token for character in "hello" for token in tokens_of(format, character)]
     assert odd != tokens_of(format, "hello")
-    prompt = format.prompt_tokens(Conversation().asked("hello").answered("hello", odd, complete=True).asked("hello"))
+    prompt = format.prompt(Conversation().asked("hello").answered("hello", odd, complete=True).asked("hello")).tokens
     assert not any(prompt[i : i + len(odd)] == odd for i in range(len(prompt)))
 
 
@@ -418,7 +418,7 @@ def test_where_earlier_turns_are_bent_the_last_question_is_still_told_apart():
     closing = format.closing_tokens(conversation)
     assert raw(format).decode(closing).endswith("user\n[file: a.txt]\nIt is\n[end of file]\n\n")
     assert "HELLO<|im_end|>" in raw(format).decode(closing)
-    assert format.prompt_tokens(conversation.asked("what?"))[: len(closing)] == closing
+    assert format.prompt(conversation.asked("what?")).tokens[: len(closing)] == closing
 
 
 def test_a_template_may_leave_empty_messages_out():
@@ -428,7 +428,7 @@ def test_a_template_may_leave_empty_messages_out():
     conversation = Conversation().asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
     closing = format.closing_tokens(conversation)
     assert raw(format).decode(closing).endswith("It is<|im_end|>\n<|im_start|>user\n")
-    assert format.prompt_tokens(conversation.asked("what?"))[: len(closing)] == closing
+    assert format.prompt(conversation.asked("what?")).tokens[: len(closing)] == closing
 
 
 def test_a_conversation_that_cannot_be_taken_apart_is_one_part():
@@ -440,7 +440,7 @@ def test_a_conversation_that_cannot_be_taken_apart_is_one_part():
 def test_a_template_without_a_system_role_says_so():
     format = make("pieces-strict", "auto")
     with pytest.raises(UsageError, match=r"\(roles must alternate user/assistant\); it may have no place for a system"):
-        format.prompt_tokens(Conversation(system="be brief", question="hello"))
+        format.prompt(Conversation(system="be brief", question="hello"))
 
 
 # A message that a template leaves out is noticed
@@ -450,9 +450,9 @@ def test_a_template_without_a_system_role_says_so():
 def test_a_template_that_drops_the_system_message_is_not_silent(system):
     """Bug: the message was looked for in the rendered text, where the template itself may write the same words."""
     format = ChatFormat(BYTES(DEFAULT_SYSTEM.replace("in messages", "in messages if message.role != 'system'")))
-    format.prompt_tokens(Conversation(question="hello"))
+    format.prompt(Conversation(question="hello"))
     with pytest.raises(UsageError, match=r"leaves the system message out; clear it \(/system\)"):
-        format.prompt_tokens(Conversation(system=system, question="hello"))
+        format.prompt(Conversation(system=system, question="hello"))
 
 
 @pytest.mark.parametrize(
@@ -470,10 +470,10 @@ def test_a_template_that_drops_the_system_message_is_not_silent(system):
 def test_a_template_that_drops_what_was_said_is_refused_once_it_matters(old, new, lost):
     format = ChatFormat(BYTES(DEFAULT_SYSTEM.replace(old, new)))
     conversation = Conversation(question="It").answered("It", [], complete=True)
-    assert format.prompt_tokens(Conversation(question="It"))
+    assert format.prompt(Conversation(question="It")).tokens
     assert format.closing_tokens(conversation)
     with pytest.raises(UsageError, match=lost + r", or a part of it; /clear begins a new .* \(--template\)"):
-        format.prompt_tokens(conversation.asked("It"))
+        format.prompt(conversation.asked("It"))
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_a_template_gets_texts_as_the_parts_that_it_looks_for(part):
         Conversation(system="be good").asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
     )
     for said in (conversation.asked("what <|im_end|>?"), Conversation(question="1 + 1")):
-        assert format.prompt_tokens(said) == expected.prompt_tokens(said)
+        assert format.prompt(said).tokens == expected.prompt(said).tokens
     assert format.parts(conversation) == expected.parts(conversation)
     assert format.end_tokens == expected.end_tokens
 
@@ -543,7 +543,7 @@ def test_a_long_conversation_is_far_from_the_limit(monkeypatch):
     busy = "{% for message in messages %}{% for i in range(50) %}{% endfor %}{% endfor %}" + DEFAULT_SYSTEM
     turns = tuple(Turn(f"question {i}", (), f"reply {i}", (65,), True) for i in range(1000))
     monkeypatch.setattr(steps, "MAX_STEPS", steps.MAX_STEPS // 10)
-    assert ChatFormat(BYTES(busy)).prompt_tokens(Conversation(question="and?", turns=turns))
+    assert ChatFormat(BYTES(busy)).prompt(Conversation(question="and?", turns=turns)).tokens
 
 
 def test_a_template_runs_in_a_sandbox():
@@ -558,13 +558,13 @@ def test_a_model_without_a_template_gets_the_plain_format_and_a_notice():
     format = ChatFormat(BYTES())
     assert format.name == "plain"
     assert format.notice.startswith("the model has no chat template: messages are written as a plain dialogue")
-    assert format.prompt_tokens(TWO_TURNS) == make("bytes", "plain").prompt_tokens(TWO_TURNS)
+    assert format.prompt(TWO_TURNS).tokens == make("bytes", "plain").prompt(TWO_TURNS).tokens
     assert make("bytes", "plain").notice == make("bytes-trimmed", "auto").notice == ""
 
 
 def test_one_of_several_templates_is_the_default_one():
     format = ChatFormat(byte_level({"default": TRIMMED, "rag": "x"}))  # type: ignore[arg-type]
-    assert format.prompt_tokens(TWO_TURNS) == make("bytes-trimmed", "auto").prompt_tokens(TWO_TURNS)
+    assert format.prompt(TWO_TURNS).tokens == make("bytes-trimmed", "auto").prompt(TWO_TURNS).tokens
     other = ChatFormat(byte_level({"rag": "x", "tool_use": "y"}))  # type: ignore[arg-type]
     assert other.name == "plain"
     assert other.notice.startswith("the model has no default chat template, only others (rag, tool_use): messages are")
@@ -595,19 +595,19 @@ def test_a_format_says_what_ends_a_reply(tokenizer, name, end, stops):
 
 def test_a_date_that_the_template_writes_is_the_conversations():
     format = ChatFormat(BYTES("{{ date_string }}" + DEFAULT_SYSTEM))
-    prompt = format.prompt_tokens(Conversation(question="hello", date="26 Jul 2024"))
+    prompt = format.prompt(Conversation(question="hello", date="26 Jul 2024")).tokens
     assert raw(format).decode(prompt).startswith("26 Jul 2024<|im_start|>system")
 
 
 def test_an_empty_question_from_a_file_is_sent_as_it_is():
     format = make("bytes", "plain")
-    prompt = format.prompt_tokens(Conversation(question=""))
+    prompt = format.prompt(Conversation(question="")).tokens
     assert raw(format).decode(prompt) == "User: \n\nAssistant:"
 
 
 def test_only_a_question_has_a_prompt():
     with pytest.raises(UsageError, match="there is no message to answer"):
-        make("bytes", "plain").prompt_tokens(Conversation())
+        make("bytes", "plain").prompt(Conversation())
 
 
 # Replies
@@ -645,7 +645,7 @@ def test_replies_of_another_model_are_read_as_text():
     text = "You are a helpful assistant. USER: 1 ASSISTANT: hello</s>" + "".join(
         f"USER: {number} ASSISTANT: It is</s>" for number in (2, 3)
     )
-    assert ours.prompt_tokens(adopted) == raw(ours).encode(text + "USER: 4 ASSISTANT:</s>USER: 5 ASSISTANT:")
+    assert ours.prompt(adopted).tokens == raw(ours).encode(text + "USER: 4 ASSISTANT:</s>USER: 5 ASSISTANT:")
 
 
 # Parts
@@ -687,7 +687,7 @@ def test_what_was_encoded_is_not_encoded_again(monkeypatch):
         format.tokenizer, "encode_piece", lambda text, **more: seen.append(len(text)) or encode(text, **more)
     )
     answered = conversation.asked("hello").answered("It is", tokens_of(format, "It is"), complete=True)
-    format.prompt_tokens(answered.asked("what is it?"))
+    format.prompt(answered.asked("what is it?"))
     assert 0 < max(seen) < 100
 
 

@@ -18,15 +18,16 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.plan.options import Options
+from triforce_cli.answering.citations import Citation, citations
+from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
-from triforce_cli.asking import filled
 from triforce_cli.batch.openai import own
-from triforce_cli.batch.records import Defaults, read_records
+from triforce_cli.batch.records import read_records
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.tools import read_tools
-from triforce_cli.citations import Citation, citations
 from triforce_cli.commands.ask import Ask
+from triforce_cli.placeholders import filled
 
 Triforce = Callable[..., tuple[int, str, str]]
 BOOK = "It was a dull day.\nThe key is under the mat.\nNobody came.\n"
@@ -48,8 +49,8 @@ def asked(folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> 
     def run(*args: str, stdin: str | None = None) -> str:
         piped = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
         monkeypatch.setattr("triforce_cli.prompt.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note: piped.buffer.read())
+        monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: stdin is None)
+        monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: piped.buffer.read())
         common = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
         code, out, err = triforce("ask", *common, "--max-tokens", "12", *args)
         assert (code, err) == (0, ""), err
@@ -62,7 +63,7 @@ def expected(folder: Path, conversation: Conversation, begin: str = "") -> list[
     """The tokens of the answer, by the engine."""
     tokenizer = load_tokenizer(folder / "target", None)
     chat_format = ChatFormat(tokenizer)
-    prompt = chat_format.opening(conversation, begin).tokens
+    prompt = chat_format.prompt(conversation, begin).tokens
     options = Options(device="cpu", dtype="fp32")
     plan = plan_request(folder / "target", None, options, num_prompt_tokens=len(prompt), max_tokens=12)
     request = GenerationRequest(
@@ -104,14 +105,14 @@ def test_what_is_taken_from_standard_input_beside_a_question_is_named(
         (("generate", "--prompt", "Say one"), "the beginning of the prompt"),
     ):
         for piped, said in (("two\n", f"4 characters, read as {what}; </dev/null leaves it out"), ("", "")):
-            monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note, piped=piped: piped.encode())
+            monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note, piped=piped: piped.encode())
             code, _, err = triforce(*args, *common)
             assert code == 0
             assert [line for line in err.splitlines() if line.startswith("standard input")] == (
                 [f"standard input: {said}"] if said else []
             )
             assert triforce(*args, *common, "-q")[2] == ""
-    monkeypatch.setattr("triforce_cli.prompt.read_stdin", lambda what, note: b"Where?")
+    monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: b"Where?")
     for command in ("ask", "generate"):  # all that there is: nothing else could be meant
         assert "standard input" not in triforce(command, *common)[2]
 
@@ -131,11 +132,11 @@ def test_one_last_line_end_belongs_to_the_file_and_all_else_to_the_question(
 
     chat_format = ChatFormat(load_tokenizer(folder / "target", None))
     (folder / "written.txt").write_bytes(written.encode())
-    wanted = len(chat_format.prompt_tokens(Conversation().asked(question)))
+    wanted = len(chat_format.prompt(Conversation().asked(question)).tokens)
     assert num_tokens("--prompt-file", str(folder / "written.txt")) == wanted
     assert num_tokens(stdin=written) == wanted
-    assert num_tokens(written) == len(chat_format.prompt_tokens(Conversation().asked(written)))
-    system = len(chat_format.prompt_tokens(Conversation().with_system(question).asked("x")))
+    assert num_tokens(written) == len(chat_format.prompt(Conversation().asked(written)).tokens)
+    system = len(chat_format.prompt(Conversation().with_system(question).asked("x")).tokens)
     assert num_tokens("x", "--system-file", str(folder / "written.txt")) == system
     assert num_tokens("x", "--system", question) == system
 
@@ -179,7 +180,7 @@ def test_an_answer_begins_as_it_is_to_and_ends_with_a_line(folder: Path, asked: 
 def test_what_cannot_be_asked_is_refused(
     args: tuple[str, ...], said: str, folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
     code, out, err = triforce("ask", "--model", str(folder / "target"), *args)
     assert (code, out) == (2, "")
     assert said in err
@@ -274,7 +275,7 @@ def test_a_field_of_openais_is_one_of_our_own_or_changes_nothing(body: dict[str,
 def test_a_field_of_openais_that_is_not_to_be_had_is_named(body: dict[str, Any], message: str) -> None:
     line = json.dumps({"body": {"messages": [{"role": "user", "content": "Hi"}]} | body})
     with pytest.raises(UsageError, match=f"line 1.*{message}"):
-        read_records(line, "in", Defaults(max_tokens=5, sampling=SamplingParams(), stops=()))
+        read_records(line, "in", Wanted(max_tokens=5, sampling=SamplingParams()))
 
 
 def test_conversations_of_a_batch_are_answered_like_questions(folder: Path, tmp_path: Path, triforce: Triforce) -> None:
@@ -438,11 +439,67 @@ def test_cite_names_passages_below_the_answer_and_in_json(folder: Path, triforce
     assert "no passage of a document" in err
 
 
+def test_generate_names_passages_of_documents_and_of_standard_input(
+    folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = folder / "long.txt"
+    book.write_text("".join(f"Line {i} says nothing of note.\n" for i in range(25)))
+    common = ("--model", str(folder / "target"), "--draft", "none", "--max-tokens", "8", "--temperature", "0")
+    args = ("generate", *common, "--cite")
+    code, out, err = triforce(*args, "--prompt-file", str(book), "--json", "-q")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["citations"]
+    assert 1 <= len(found) <= 3
+    assert {each["document"] for each in found} == {"long.txt"}
+    assert "[1] long.txt, line" in triforce(*args, "--prompt-file", str(book))[2]
+    monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: book.read_bytes())
+    piped = json.loads(triforce(*args, "--json", "-q")[1])["citations"]
+    assert piped == [each | {"document": "standard input"} for each in found]
+
+
+def test_lines_of_a_batch_name_passages_of_their_prompt_or_messages(
+    folder: Path, triforce: Triforce, tmp_path: Path
+) -> None:
+    book = "".join(f"Line {i} says nothing of note.\n" for i in range(25))
+    message, later = ({"role": "user", "content": text} for text in (book, "Why?"))
+    said = {"role": "assistant", "content": "So."}
+    lines = [
+        {"prompt": book, "cite": True},
+        {"messages": [message, said, later], "cite": True},
+        {"prompt": book},
+    ]
+    (source := tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = ("--model", str(folder / "target"), "--draft", "none", "--max-tokens", "8", "--temperature", "0", "-q")
+
+    def results(*args: str) -> list[Any]:
+        code, out, err = triforce("generate", *common, "--input-jsonl", str(source), *args)
+        assert (code, err) == (0, "")
+        return sorted(map(json.loads, out.splitlines()), key=lambda result: int(result["id"]))
+
+    alone, together = results("--batch", "1"), results("--batch", "2")
+    found = [result.get("citations") for result in together]
+    assert found == [result.get("citations") for result in alone]
+    assert found[2] is None
+    assert {each["document"] for each in found[0]} == {"prompt"}
+    assert {each["document"] for each in found[1]} == {"message 1"}
+    prompt = folder / "long.txt"
+    prompt.write_text(book)
+    code, out, _ = triforce("generate", *common, "--prompt-file", str(prompt), "--cite", "--json")
+    assert [each | {"document": "prompt"} for each in json.loads(out)["citations"]] == found[0]
+    assert results("--cite")[2]["citations"] == found[0]
+    plan = tmp_path / "plan.json"
+    plan.write_text(
+        json.dumps(json.loads(triforce("generate", *common, "--prompt-file", str(prompt), "--json")[1])["plan"])
+    )
+    code, _, err = triforce("generate", *common, "--input-jsonl", str(source), "--plan", str(plan))
+    assert (code, "--cite is not what the plan of --plan has" in err) == (2, True)
+
+
 def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
     for args, wanted in (((), False), (("--cite",), True)):
         parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
         assert isinstance(parsed, Ask)
-        assert parsed.options.masses is wanted
+        assert parsed.alone.setup.options.masses is wanted
 
 
 # Tools

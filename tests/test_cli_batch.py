@@ -17,15 +17,16 @@ from models import random_model, save
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from test_cli_fake import fork, run
+from triforce_cli.answering.request import Wanted
 from triforce_cli.app import main
-from triforce_cli.batch.records import Defaults, Record, after, read_records
+from triforce_cli.batch.records import Record, after, read_records
 from triforce_cli.batch.results import ResultFile
 
 SAMPLING = SamplingParams()
-DEFAULTS = Defaults(max_tokens=7, sampling=SAMPLING, stops=("END",))
+DEFAULTS = Wanted(max_tokens=7, sampling=SAMPLING, stops=("END",))
 
 
-def read(*lines: str, defaults: Defaults = DEFAULTS) -> list[Record]:
+def read(*lines: str, defaults: Wanted = DEFAULTS) -> list[Record]:
     return read_records("\n".join(lines), "in.jsonl", defaults)
 
 
@@ -36,22 +37,27 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 class TestRecords:
     def test_what_a_line_does_not_say_is_as_for_one_prompt(self):
         (record,) = read('{"prompt": "x"}')
-        assert record == Record(number=1, id=1, prompt="x", max_tokens=7, sampling=SAMPLING, stops=("END",))
+        assert record == Record(number=1, id=1, prompt="x", wanted=DEFAULTS)
 
     def test_what_a_line_says_wins(self):
         line = {"id": "a", "prompt": "x", "max_tokens": 3, "stop": ["1", "2"], "meta": {"k": [1]}}
         sampling = {"temperature": 0, "top_p": 1, "top_k": 5, "min_p": 0.5, "seed": 3}
         (record,) = read(json.dumps(line | sampling))
-        assert (record.id, record.max_tokens, record.stops, record.meta) == ("a", 3, ("1", "2"), {"k": [1]})
-        assert record.sampling == SamplingParams(**sampling)
-        assert read('{"prompt": "x", "stop": "one"}')[0].stops == ("one",)
+        assert (record.id, record.wanted.max_tokens, record.wanted.stops, record.meta) == (
+            "a",
+            3,
+            ("1", "2"),
+            {"k": [1]},
+        )
+        assert record.wanted.sampling == SamplingParams(**sampling)
+        assert read('{"prompt": "x", "stop": "one"}')[0].wanted.stops == ("one",)
 
     def test_equal_prompts_get_seeds_of_their_own(self):
-        defaults = Defaults(max_tokens=7, sampling=replace(SAMPLING, seed=10), stops=())
+        defaults = Wanted(max_tokens=7, sampling=replace(SAMPLING, seed=10), stops=())
         records = read('{"prompt": "x"}', "", '{"prompt": "x"}', '{"prompt": "x", "seed": 5}', defaults=defaults)
-        assert [(r.number, r.sampling.seed) for r in records] == [(1, 10), (3, 12), (4, 5)]
-        highest = Defaults(max_tokens=7, sampling=replace(SAMPLING, seed=2**63 - 1), stops=())
-        assert [r.sampling.seed for r in read('{"prompt": "x"}', '{"prompt": "x"}', defaults=highest)] == [
+        assert [(r.number, r.wanted.sampling.seed) for r in records] == [(1, 10), (3, 12), (4, 5)]
+        highest = Wanted(max_tokens=7, sampling=replace(SAMPLING, seed=2**63 - 1), stops=())
+        assert [r.wanted.sampling.seed for r in read('{"prompt": "x"}', '{"prompt": "x"}', defaults=highest)] == [
             2**63 - 1,
             0,
         ]
@@ -329,6 +335,16 @@ class TestOnTheStandIn:
         results = [json.loads(line) for line in done.stdout.splitlines()]
         assert done.returncode == 0
         assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
+
+    def test_a_line_has_a_time_of_its_own(self, model, source):
+        source.write_text(
+            '{"prompt": "one", "timeout": 0.3}\n{"prompt": "two", "timeout": null}\n{"prompt": "three"}\n'
+        )
+        args = ("--model", model, "--input-jsonl", str(source), "--timeout", "100")
+        done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True})
+        assert done.returncode == 0
+        finished = {r["id"]: r["finish_reason"] for r in map(json.loads, done.stdout.splitlines())}
+        assert finished == {1: "timeout", 2: "length", 3: "length"}
 
     def test_time_that_is_over_in_a_prefill_takes_nothing_from_the_others(self, model, source):
         """The first one's deadline passes while the second one's prompt is read."""

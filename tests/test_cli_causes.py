@@ -21,7 +21,8 @@ from triforce_cli import configuration, inputs
 from triforce_cli.choice import embedded_model
 from triforce_cli.documents.selection import Named
 from triforce_cli.errors import describe
-from triforce_cli.prompt import read_prompt, read_text
+from triforce_cli.prompt import read_prompt
+from triforce_cli.utf8 import read_text
 
 Run = Callable[..., tuple[int, str, str]]
 NOBODY = 65534
@@ -256,7 +257,7 @@ def test_open_standard_input_is_said_even_if_quiet(monkeypatch, capfd):
 
     with open(reader, encoding="utf-8") as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        assert read_prompt(Named(), "Hi", note=note, on_read=unread) == "Hi"
+        assert read_prompt(Named(), "Hi", note=note, on_read=unread).text == "Hi"
     assert capfd.readouterr().err == (
         "still waiting for the prompt: standard input is open, and nothing comes; </dev/null where there is none\n"
     )

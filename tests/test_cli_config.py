@@ -38,19 +38,19 @@ def generate(*args: str) -> Generate:
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(file, monkeypatch):
-    assert generate().max_tokens == 256
+    assert generate().alone.wanted.max_tokens == 256
     file.write_text("max-tokens = 5")
-    assert generate().max_tokens == 5
+    assert generate().alone.wanted.max_tokens == 5
     monkeypatch.setenv("TRIFORCE_MAX_TOKENS", "6")
-    assert generate().max_tokens == 6
-    assert generate("--max-tokens", "7").max_tokens == 7
+    assert generate().alone.wanted.max_tokens == 6
+    assert generate("--max-tokens", "7").alone.wanted.max_tokens == 7
 
 
 def test_a_commands_own_section_wins_over_what_is_said_of_all(file):
     file.write_text("temperature = 0.25\nquiet = true\n[generate]\ntemperature = 1\n[sessions.ls]\nquiet = false\n")
-    assert generate().sampling.temperature == 1.0
-    assert parse("chat").settings.sampling.temperature == 0.25
-    assert generate().quiet
+    assert generate().alone.wanted.sampling.temperature == 1.0
+    assert parse("chat").wanted.sampling.temperature == 0.25
+    assert generate().alone.quiet
     listing, pruning = parse("sessions", "ls"), parse("sessions", "prune", "--keep", "1")
     assert isinstance(listing, Listing)
     assert isinstance(pruning, Pruning)
@@ -60,26 +60,27 @@ def test_a_commands_own_section_wins_over_what_is_said_of_all(file):
 def test_every_kind_of_value_arrives(file):
     file.write_text('[generate]\nstop = ["a b", "c"]\ndtype = "fp32"\ngamma = 3\ntop-p = 0.5\nno-lookup = true\n')
     parsed = generate()
-    assert parsed.stops == ("a b", "c")
-    assert (parsed.options.dtype, parsed.options.gamma, parsed.options.lookup) == ("fp32", 3, False)
-    assert parsed.sampling.top_p == 0.5
+    options = parsed.alone.setup.options
+    assert parsed.alone.wanted.stops == ("a b", "c")
+    assert (options.dtype, options.gamma, options.lookup) == ("fp32", 3, False)
+    assert parsed.alone.wanted.sampling.top_p == 0.5
     file.write_text('[generate]\nstop = "one"')
-    assert generate().stops == ("one",)
+    assert generate().alone.wanted.stops == ("one",)
 
 
 def test_config_names_another_file(file, tmp_path):
     file.write_text("max-tokens = 5")
     other = tmp_path / "other.toml"
     other.write_text("max-tokens = 9")
-    assert generate("--config", str(other)).max_tokens == 9
+    assert generate("--config", str(other)).alone.wanted.max_tokens == 9
 
 
 def test_the_users_own_file_is_read_where_none_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv(configuration.VARIABLE)
     monkeypatch.setattr(configuration, "default_file", lambda: tmp_path / "mine.toml")
-    assert generate().max_tokens == 256
+    assert generate().alone.wanted.max_tokens == 256
     (tmp_path / "mine.toml").write_text("max-tokens = 5")
-    assert generate().max_tokens == 5
+    assert generate().alone.wanted.max_tokens == 5
 
 
 def test_the_users_own_file_lies_where_such_files_do(monkeypatch, tmp_path):
@@ -172,9 +173,9 @@ class TestShow:
         monkeypatch.setenv("TRIFORCE_MIN_P", "0.25")
         shown = {s["name"]: s["value"] for s in self.document(capfd, "generate")["settings"]}
         parsed = generate()
-        assert shown["max-tokens"] == str(parsed.max_tokens) == "5"
-        assert float(shown["min-p"]) == parsed.sampling.min_p == 0.25
-        assert int(shown["window"]) == parsed.options.window
+        assert shown["max-tokens"] == str(parsed.alone.wanted.max_tokens) == "5"
+        assert float(shown["min-p"]) == parsed.alone.wanted.sampling.min_p == 0.25
+        assert int(shown["window"]) == parsed.alone.setup.options.window
         assert set(shown) == set(tree.options(ROOT.commands["generate"])) - {"help"}
 
     def test_as_a_table(self, file, capfd):

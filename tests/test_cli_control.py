@@ -29,7 +29,8 @@ from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.plan.request import Request
 from test_cli_engine import SMALL_LEVELS
-from triforce_cli.batch.records import Defaults, read_records
+from triforce_cli.answering.request import Wanted
+from triforce_cli.batch.records import read_records
 from triforce_cli.chat.settings import Settings
 
 Triforce = Callable[..., tuple[int, str, str]]
@@ -301,7 +302,7 @@ def test_lines_of_a_batch_have_controls_of_their_own(folder: Path, tmp_path: Pat
     ],
 )
 def test_a_line_that_is_wrong_is_named(line: dict[str, Any], said: str) -> None:
-    defaults = Defaults(max_tokens=7, sampling=SamplingParams(), stops=())
+    defaults = Wanted(max_tokens=7, sampling=SamplingParams(), stops=())
     with pytest.raises(UsageError, match=re.escape(said)) as error:
         read_records(json.dumps({"prompt": "x"} | line), "lines", defaults)
     assert "line 1" in str(error.value)

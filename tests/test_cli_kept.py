@@ -13,7 +13,7 @@ from offload.engine.engine import Engine, Step
 from offload.interrupts import Terminated
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
-from triforce_cli.answer import Answer
+from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.app import main
 from triforce_cli.deadline import Deadline, TimedOut
 
@@ -112,11 +112,12 @@ def test_a_text_that_is_broken_off_is_kept_as_far_as_it_came(
     add, check = Answer.add, Deadline.check
     came: list[Step] = []
 
-    def added(answer: Answer, step: Step) -> None:
-        add(answer, step)
+    def added(answer: Answer, step: Step) -> Part:
+        part = add(answer, step)
         came.append(step)
         if len(came) == 10 and not isinstance(error, TimedOut):
             raise error
+        return part
 
     def checked(deadline: Deadline) -> None:
         check(deadline)

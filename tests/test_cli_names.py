@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import UsageError
-from triforce_cli.citations import Citation
+from triforce_cli.answering.citations import Citation
 from triforce_cli.documents.selection import Named, select
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.text import line_text, visible

@@ -58,14 +58,17 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--link-bits", "12", "options.link_bits", 12),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
+    ("--thinking", "off", "thinks", False),
+    ("--thinking-tokens", "5", "thought_tokens", 5),
     ("--timeout", "1.5", "timeout", 1.5),
     ("--output", "kept.txt", "file", Path("kept.txt")),
 ]
 SWITCHES = [
     ("--no-speculation", "options.speculation", False),
     ("--no-lookup", "options.lookup", False),
-    ("--stats", "show_stats", True),
-    ("--compare", "compare", True),
+    ("--stats", "stats", True),
+    ("--cite", "cites", True),
+    ("--compare", "compares", True),
     ("--json", "form", "json"),
     ("--jsonl", "form", "jsonl"),
     ("--echo", "echo", True),
@@ -90,7 +93,12 @@ def parse(*args: str) -> Generate:
 
 
 def value_at(parsed: Generate, path: str) -> Any:
-    value: Any = parsed
+    """path: from the command's fields on, or from those of a part of it."""
+    alone = parsed.alone
+    first = path.split(".")[0]
+    value: Any = next(
+        part for part in (parsed, alone, alone.setup, alone.wanted, alone.written) if hasattr(part, first)
+    )
     for name in path.split("."):
         value = getattr(value, name)
     return value
@@ -124,6 +132,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
+    apart |= {"--template", "--template-arg"}  # of messages, which lines alone have
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
 
@@ -161,9 +170,9 @@ def test_help_all_shows_the_options_that_help_hides(triforce):
 
 
 def test_a_session_that_is_only_read_is_named(model, monkeypatch):
-    assert parse("--model", model, "--session", "book", "--read-only").read_only
+    assert parse("--model", model, "--session", "book", "--read-only").alone.read_only
     monkeypatch.setenv("TRIFORCE_READ_ONLY", "1")
-    assert parse("--model", model, "--session", "book").read_only
+    assert parse("--model", model, "--session", "book").alone.read_only
     with pytest.raises(UsageError, match="--session NAME or --cache PATH"):
         parse("--model", model)
 
@@ -176,29 +185,30 @@ def test_one_session_at_a_time(model):
 
 
 def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
-    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").options.link_gbps == 2.0
+    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").alone.setup.options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
-    assert parse("--model", model, "--offload", "kv").options.link_gbps == 3.0
+    assert parse("--model", model, "--offload", "kv").alone.setup.options.link_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
     monkeypatch.setenv("TRIFORCE_GAMMA", "5")
-    assert parse("--model", model, "--gamma", "6").options.gamma == 6
+    assert parse("--model", model, "--gamma", "6").alone.setup.options.gamma == 6
 
 
 def test_defaults_are_those_of_the_documentation(model):
     parsed = parse("--model", model)
-    sampling = parsed.sampling
-    assert (parsed.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
+    wanted, options = parsed.alone.wanted, parsed.alone.setup.options
+    sampling = wanted.sampling
+    assert (wanted.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)
-    assert (parsed.options.sinks, parsed.options.window) == (16, 240)
-    assert parsed.options.offload is None
+    assert (options.sinks, options.window) == (16, 240)
+    assert options.offload is None
 
 
 def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
-    assert parse("--model", model, "--stop", "a b", "--stop", "\n").stops == ("a b", "\n")
+    assert parse("--model", model, "--stop", "a b", "--stop", "\n").alone.wanted.stops == ("a b", "\n")
     monkeypatch.setenv("TRIFORCE_STOP", "END STOP")
-    assert parse("--model", model).stops == ("END", "STOP")
+    assert parse("--model", model).alone.wanted.stops == ("END", "STOP")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from offload.errors import UsageError
 from test_cli_fake import command, environment, run, start
 from triforce_cli import inputs
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import decode_argument, read_prompt
+from triforce_cli.prompt import read_prompt
+from triforce_cli.utf8 import decode_argument
 
 
 class Terminal:
@@ -40,7 +41,7 @@ def piped(data: bytes) -> Iterator[None]:
 
 
 def read(file: Path | None = None, text: str | None = None) -> str:
-    return read_prompt(Named(() if file is None else (file,)), text, note=silent, on_read=unread)
+    return read_prompt(Named(() if file is None else (file,)), text, note=silent, on_read=unread).text
 
 
 def silent(line: str, *, urgent: bool = False) -> None:
@@ -167,7 +168,7 @@ def test_silent_pipe_is_waited_for_but_not_without_a_word(monkeypatch):
 
     with open(reader, encoding="utf-8") as pipe:
         monkeypatch.setattr(sys, "stdin", pipe)
-        assert read_prompt(Named(), None, note=speak, on_read=unread) == "at last"
+        assert read_prompt(Named(), None, note=speak, on_read=unread).text == "at last"
     assert notes == ["waiting for the prompt on standard input (Ctrl-D ends it)"]
 
 

@@ -15,7 +15,9 @@ import torch
 from tokenizers import AddedToken
 
 from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
+from offload.engine.engine import Step
 from offload.session.names import FOLDER_VARIABLE
+from triforce_cli.answering.answer import Answer, Part
 
 Triforce = Callable[..., tuple[int, str, str]]
 THINK, TALK = "[THINK]", "[/THINK]"
@@ -62,7 +64,7 @@ COMMON = ("--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
 
 @pytest.fixture
 def asked(model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
 
     def run(question: str, *args: str) -> dict[str, Any]:
         settings = ("--model", str(model), *COMMON, "--max-tokens", "12", "--json")
@@ -115,6 +117,79 @@ def test_batches_have_them_and_close_them_before_an_answer_in_json(
     assert "thoughts" not in bound
 
 
+def test_a_beginning_that_may_become_a_mark_is_written_where_the_answer_is_broken_off(
+    triforce: Triforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost."""
+    model, add = model_that_says(["[TH", "ree.", "</s>"], tmp_path / "model", special=False), Answer.add
+
+    def interrupted(answer: Answer, step: Step) -> Part:
+        add(answer, step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Answer, "add", interrupted)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
+    for more, written in (((), "[TH\n"), (("--json",), "[TH")):
+        code, out, err = triforce("ask", "2+1?", "--model", str(model), *COMMON, "--no-speculation", *more)
+        assert (code, err) == (130, "")
+        assert (json.loads(out)["text"] if more else out) == written
+
+
+def batch_of(lines: Sequence[dict[str, Any]], model: Path, triforce: Triforce, tmp_path: Path, *args: str) -> list[Any]:
+    """The results of lines, in their order."""
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    settings = ("--model", str(model), *COMMON, "--max-tokens", "12")
+    code, out, err = triforce("generate", "--input-jsonl", str(tmp_path / "in"), *settings, *args)
+    assert code == 0, err
+    return sorted(map(json.loads, out.splitlines()), key=lambda result: int(result["id"]))
+
+
+def test_lines_of_a_batch_say_whether_and_how_long_there_are_thoughts(
+    model: Path, triforce: Triforce, tmp_path: Path, asked: Callable[..., dict[str, Any]]
+) -> None:
+    """They had neither, though ask and chat do."""
+    line: dict[str, Any] = {"messages": [{"role": "user", "content": "2+2?"}]}
+    body = {"body": line}  # of OpenAI's, which has no such fields: the command line says it
+    own = [line, line | {"thinking": "off"}, line | {"thinking_tokens": 0}, line | {"thinking": "hide"}, body]
+    for results in (batch_of(own, model, triforce, tmp_path), batch_of(own[:1], model, triforce, tmp_path)):
+        assert told(results[0]) == ("It is 4.", "I ponder.")
+    _, off, none, hidden, _ = batch_of(own, model, triforce, tmp_path)
+    assert told(hidden) == ("It is 4.", "I ponder.")  # in JSON they are
+    assert off["tokens"] == asked("2+2?", "--thinking", "off")["tokens"]
+    assert off["stats"]["prompt_tokens"] == asked("2+2?", "--thinking", "off")["stats"]["prompt_tokens"]
+    assert told(none) == told(asked("2+2?", "--thinking-tokens", "0"))
+    *_, last = batch_of(own, model, triforce, tmp_path, "--thinking", "off")
+    assert last["tokens"] == off["tokens"]
+    assert batch_of([body], model, triforce, tmp_path, "--thinking-tokens", "0")[0]["tokens"] == none["tokens"]
+
+
+def test_messages_of_a_batch_are_laid_out_as_the_command_says(model: Path, triforce: Triforce, tmp_path: Path) -> None:
+    line = {"messages": [{"role": "user", "content": "2+2?"}]}
+    own, opened, other = (
+        batch_of([line], model, triforce, tmp_path, *args)[0]["stats"]["prompt_tokens"]
+        for args in ((), ("--template-arg", "opens=true"), ("--template", "plain"))
+    )
+    assert opened > own  # thoughts that the template has opened
+    assert other - own == len("User: \n\nAssistant:") - len("[user][assistant]")
+
+
+def test_a_chat_writes_replies_as_json(model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"2+2?\nagain\n")))
+    args = ("chat", "--model", str(model), *COMMON, "--max-tokens", "12", "--json", "--logprobs", "1", "--stop", "4")
+    code, out, err = triforce(*args)
+    assert (code, err) == (0, "")
+    replies = [json.loads(line) for line in out.splitlines()]
+    assert [told(reply) for reply in replies] == [("It is ", "I ponder.")] * 2
+    for reply in replies:
+        assert [score["token"] for score in reply["logprobs"]] == reply["tokens"]
+        assert reply["finish_reason"] == "stop"
+        assert reply["stats"]["output_tokens"] == len(reply["tokens"])
+    assert replies[1]["stats"]["reused_tokens"] > 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    code, _, err = triforce("chat", "--model", str(model), *COMMON, "--logprobs", "1")
+    assert (code, "add --json" in err) == (2, True)
+
+
 def test_a_chat_shows_them_apart(
     model: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -143,7 +218,7 @@ def test_calls_are_in_json_beside_thoughts(
     messages = [{"role": "user", "content": "Rain?"}]
     lines = [{"messages": messages, "tools": [TOOL]}, {"messages": messages}]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr("triforce_cli.asking.stdin_is_terminal", lambda: True)
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
     settings = ("--model", model, *COMMON[:-1], "--max-tokens", "12")
     code, out, err = triforce("ask", "Rain?", *settings, "--tools", str(tmp_path / "tools"), "--json")
     assert code == 0, err
@@ -167,6 +242,11 @@ def test_calls_are_in_json_beside_thoughts(
          "has no place for tool_calls"),
         ({"messages": [{"role": "odd", "content": "a"}]}, "template refuses these messages .an odd role"),
         ({"prompt": "a", "tools": [TOOL]}, "tools is for a chat template"),
+        ({"prompt": "a", "thinking": "off"}, "thinking is for a chat template"),
+        ({"messages": [{"role": "user", "content": "a"}], "thinking": False}, "thinking is false, it must be one of"),
+        ({"messages": [{"role": "user", "content": "a"}], "thinking_tokens": -1}, "thinking_tokens is -1, it must be"),
+        ({"prompt": "a", "timeout": 0}, "timeout is 0, it must be null or a number of seconds above 0"),
+        ({"messages": [{"role": "user", "content": "a"}], "cite": 1}, "cite is 1, it must be true or false"),
     ],
 )  # fmt: skip
 def test_what_a_template_cannot_do_is_said_with_its_line(

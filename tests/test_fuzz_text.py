@@ -21,7 +21,7 @@ from offload.errors import UsageError
 from test_cli_fake import ROOT, Engine, Step, environment, install
 from triforce_cli.app import main
 from triforce_cli.choice import choose_models
-from triforce_cli.prompt import read_text
+from triforce_cli.utf8 import read_text
 
 NUM_CHARACTERS = 100_000
 CLUSTERS = (

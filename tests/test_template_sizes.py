@@ -122,9 +122,7 @@ def chatting(template: str) -> ChatFormat:
 def test_the_reason_is_said_and_is_short() -> None:
     asks = "{% if messages[0].content != 'A' %}WHAT{% endif %}{{ messages[0].content }}"
     with pytest.raises(ModelError, match=r"chat template makes more than 256 MiB of text; choose another template"):
-        chatting(asks.replace("WHAT", LARGE[0])).prompt_tokens(Conversation().asked("Hi"))
+        chatting(asks.replace("WHAT", LARGE[0])).prompt(Conversation().asked("Hi"))
     for raised, said in (("''", r"\(TemplateError\)"), ("'no ' * 1000", r"\((no ){133}n \.\.\.\)")):
         with pytest.raises(UsageError, match=said):
-            chatting(asks.replace("WHAT", f"{{{{ raise_exception({raised}) }}}}")).prompt_tokens(
-                Conversation().asked("Hi")
-            )
+            chatting(asks.replace("WHAT", f"{{{{ raise_exception({raised}) }}}}")).prompt(Conversation().asked("Hi"))

@@ -17,10 +17,10 @@ from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.errors import UsageError
 from sampling_reference import Letters
+from triforce_cli.answering.options import ChatFlags
+from triforce_cli.answering.thoughts import Marks, Piece, Splitter, marks_of, switched_off
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.thoughts import Marks, Part, Splitter, marks_of, switched_off
-from triforce_cli.commands.chat import check_thinking, template_variables
 
 MARKS = Marks("<think>", "</think>")
 QWEN = (  # the shape of Qwen3's
@@ -122,15 +122,15 @@ def format_of(template: str, **settings: Any) -> ChatFormat:
 
 
 def prompt(chat_format: ChatFormat, begin: str = "") -> str:
-    return chat_format.tokenizer.decode(chat_format.opening(Conversation().asked("Hi"), begin).tokens)
+    return chat_format.tokenizer.decode(chat_format.prompt(Conversation().asked("Hi"), begin).tokens)
 
 
 def test_a_template_that_opens_thoughts_has_them_begun() -> None:
     found = format_of(R1)
-    opening = found.opening(Conversation().asked("Hi"))
+    opening = found.prompt(Conversation().asked("Hi"))
     assert [part.is_thought for part in opening.splitter().push("hm")] == [True]
     found = format_of(QWEN)
-    opening = found.opening(Conversation().asked("Hi"))
+    opening = found.prompt(Conversation().asked("Hi"))
     assert [part.is_thought for part in opening.splitter().push("Yes, I do")] == [False]
     assert [part.is_thought for part in opening.splitter().push("<think>I do")] == [True]
 
@@ -141,7 +141,7 @@ def test_off_is_the_templates_switch_or_a_reply_that_begins_behind_its_thoughts(
     assert prompt(format_of(LATE, thinks=False)).endswith("[assistant]<think>\n\n</think>\n\n")
     for template in (QWEN, R1, LATE):
         found = format_of(template, thinks=False)
-        opening = found.opening(Conversation().asked("Hi"))
+        opening = found.prompt(Conversation().asked("Hi"))
         assert told_by(opening.splitter(), "Yes.") == [("Yes.", False)]
 
 
@@ -153,11 +153,11 @@ def test_thoughts_of_earlier_replies_are_fed_back_where_the_template_does_it_alo
     said = "<think>\nhm, secret\n</think>\n\nYes."
     conversation = Conversation().asked("Hi").answered(said, tuple(map(ord, said)), complete=True).asked("And?")
     for template in (QWEN, R1):
-        text = format_of(template).tokenizer.decode(format_of(template).prompt_tokens(conversation))
+        text = format_of(template).tokenizer.decode(format_of(template).prompt(conversation).tokens)
         assert "secret" not in text
         assert "Yes." in text
     keeps = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]{# </think> #}"
-    assert "secret" in format_of(keeps).tokenizer.decode(format_of(keeps).prompt_tokens(conversation))
+    assert "secret" in format_of(keeps).tokenizer.decode(format_of(keeps).prompt(conversation).tokens)
 
 
 def test_the_next_prompt_begins_as_the_one_before_up_to_the_thoughts_that_are_left_out() -> None:
@@ -166,9 +166,9 @@ def test_the_next_prompt_begins_as_the_one_before_up_to_the_thoughts_that_are_le
     for template, opened in ((QWEN, ""), (R1, "<think>\n"), (LATE, "")):
         chat_format = format_of(template)
         conversation = Conversation().asked("Hi")
-        first = chat_format.prompt_tokens(conversation)
+        first = chat_format.prompt(conversation).tokens
         answered = conversation.answered(said, tuple(map(ord, said)), complete=True)
-        second = chat_format.prompt_tokens(answered.asked("And?"))
+        second = chat_format.prompt(answered.asked("And?")).tokens
         kept = len(first) - len(opened)
         assert second[:kept] == first[:kept]
         assert chat_format.tokenizer.decode(second[kept:]).lstrip().startswith("Yes.")
@@ -244,7 +244,7 @@ def read(words: Any, tokens: Sequence[int], *, stops: Sequence[str] = (), **begi
     named = {added[mark]: mark for mark in (THINK.open, THINK.close) if mark in added}
     written = ReplyText(words, (), stops=stops, named=named)
     splitter = Splitter(THINK, named=named.values(), **begins)
-    parts: list[Part] = []
+    parts: list[Piece] = []
     for token in tokens:
         text = written.push(token)
         parts += splitter.push(text, written.named_in(text))
@@ -311,16 +311,16 @@ UNASKED = (
 @pytest.mark.parametrize("template", [QWEN, R1, LATE, MENTIONED, UNASKED])
 def test_there_is_a_budget_only_while_there_may_be_thoughts(template: str) -> None:
     asked = Conversation().asked("Hi")
-    usual = format_of(template).opening(asked).budget(5)
+    usual = format_of(template).prompt(asked).budget(5)
     close = "\n</think>\n\n"
     opens = {R1: ThoughtBudget(5, close), UNASKED: None}
     assert usual == opens.get(template, ThoughtBudget(5, close, "<think>"))
-    assert format_of(template).opening(asked).budget(None) is None
-    assert format_of(template).opening(asked, "The answer").budget(5) is None
-    assert format_of(template).opening(asked, "<think>Well").budget(5) == ThoughtBudget(5, close)
-    assert format_of(template).opening(asked, "<think>Well</think>So").budget(5) is None
+    assert format_of(template).prompt(asked).budget(None) is None
+    assert format_of(template).prompt(asked, "The answer").budget(5) is None
+    assert format_of(template).prompt(asked, "<think>Well").budget(5) == ThoughtBudget(5, close)
+    assert format_of(template).prompt(asked, "<think>Well</think>So").budget(5) is None
     if template != MENTIONED:
-        switched = format_of(template, thinks=False).opening(asked)
+        switched = format_of(template, thinks=False).prompt(asked)
         assert switched.budget(5) is None
         assert switched.marks is None
 
@@ -329,21 +329,21 @@ def test_there_is_a_budget_only_while_there_may_be_thoughts(template: str) -> No
 def test_marks_that_a_person_wrote_open_and_close_nothing(written: str) -> None:
     """A question that ended in <think> swallowed the answer."""
     for template in (MENTIONED, R1.replace(".split('</think>')[-1]", "")):
-        usual = format_of(template).opening(Conversation().asked("Hi"))
+        usual = format_of(template).prompt(Conversation().asked("Hi"))
         document = Conversation().with_document(Document("a", written)).asked("Hi")
         for conversation in (Conversation().asked(written), Conversation().with_system(written).asked("Hi"), document):
-            opening = format_of(template).opening(conversation)
+            opening = format_of(template).prompt(conversation)
             assert (opening.marks, opening.begun) == (usual.marks, usual.begun)
 
 
 def test_what_a_reply_begins_with_is_said_unless_it_has_marks() -> None:
     found = format_of(R1)
     asked = Conversation().asked("Hi")
-    assert told_by(found.opening(asked, "Yes,").splitter(), " I do") == [("Yes, I do", False)]
+    assert told_by(found.prompt(asked, "Yes,").splitter(), " I do") == [("Yes, I do", False)]
     assert prompt(found, "Yes,").endswith("[assistant]<think>\n\n</think>\n\nYes,")
-    assert told_by(found.opening(asked, "well</think>").splitter(), "Yes") == [("well", True), ("Yes", False)]
+    assert told_by(found.prompt(asked, "well</think>").splitter(), "Yes") == [("well", True), ("Yes", False)]
     assert prompt(found, "well</think>").endswith("[assistant]<think>\nwell</think>")
-    opened = format_of(LATE).opening(asked, "<think>\nwell")
+    opened = format_of(LATE).prompt(asked, "<think>\nwell")
     assert told_by(opened.splitter(), " then</think>Yes") == [("well then", True), ("Yes", False)]
 
 
@@ -355,10 +355,10 @@ def test_a_switch_that_is_off_by_default_is_a_switch() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    assert check_thinking("hide", 5) == "hide"
-    assert template_variables(["a=false", "b=x y", "c=3"]) == {"a": False, "b": "x y", "c": 3}
-    for wrong in (lambda: check_thinking("loud", None), lambda: check_thinking("show", -1)):
+    assert ChatFlags(thinking="hide", thinking_tokens=5).how() == "hide"
+    assert ChatFlags(template_arg=["a=false", "b=x y", "c=3"]).layout().variables == {"a": False, "b": "x y", "c": 3}
+    for wrong in (ChatFlags(thinking="loud"), ChatFlags(thinking_tokens=-1)):
         with pytest.raises(UsageError, match="must be"):
-            wrong()
+            wrong.how()
     with pytest.raises(UsageError, match="NAME=VALUE"):
-        template_variables(["a"])
+        ChatFlags(template_arg=["a"]).layout()

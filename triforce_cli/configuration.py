@@ -21,7 +21,7 @@ from offload.errors import UsageError
 from offload.fields import TRUTH, Kind, checked, list_of
 from offload.files import user_folder
 from triforce_cli import tree
-from triforce_cli.prompt import user_path
+from triforce_cli.utf8 import user_path
 
 if sys.version_info >= (3, 11):
     import tomllib

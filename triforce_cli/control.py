@@ -15,7 +15,7 @@ from offload.decode.sampling import BREAKERS, SETTINGS, Row, SamplingParams
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.options import number, option, switch, whole
-from triforce_cli.prompt import decode_argument, read_text, user_path
+from triforce_cli.utf8 import decode_argument, read_text, user_path
 
 CONTROL = "What is written (docs/sampling.md)"
 NEVER = ("-inf", "false")  # a bias with which a token is never taken

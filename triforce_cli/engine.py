@@ -41,6 +41,19 @@ class Prepared:
         return self.tokenizer.limited(self.request.context)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """Models, and options of the plan that they run by. given: a plan to use."""
+
+    models: Models
+    options: Options
+    given: Plan | None = None
+
+    def prepare(self, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
+        """See `prepare`."""
+        return prepare(self.models, self.options, output, sampling=sampling, given=self.given)
+
+
 def prepare(
     models: Models,
     options: Options,

@@ -16,7 +16,7 @@ from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.choice import NONE, Models, choose_models
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import decode_argument, user_path
+from triforce_cli.utf8 import decode_argument, user_path
 
 if TYPE_CHECKING:
     from offload.plan.options import Options

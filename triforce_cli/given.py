@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from offload import strict_json
 from offload.errors import UsageError
-from triforce_cli.prompt import read_text, user_path
 from triforce_cli.render.text import path_text
+from triforce_cli.utf8 import read_text, user_path
 
 if TYPE_CHECKING:
     from offload.plan.options import Options

@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from triforce_cli import log
 from triforce_cli.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
 from triforce_cli.output import Output
-from triforce_cli.prompt import user_path
+from triforce_cli.utf8 import user_path
 
 
 def option(name: str, help_text: str, panel: str, *, short: str | None = None, **settings: Any) -> Any:
@@ -344,7 +344,7 @@ Logprobs = Annotated[
 ]
 Cite = Annotated[
     bool,
-    switch("--cite", "Below the answer, the passages of the documents that it attended to most.", OUTPUT),
+    switch("--cite", "Below the answer, the passages it attended to most.", OUTPUT),
 ]
 AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text.", OUTPUT)]
 Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT, short="-q")]

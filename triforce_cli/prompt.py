@@ -1,48 +1,32 @@
-"""The prompt: documents or standard input, then `--prompt`.
-
-A text is what its bytes say in UTF-8: a byte order mark at the start is dropped, line ends are kept as they are.
-"""
+"""The prompt: documents or standard input, then `--prompt`."""
 
 from __future__ import annotations
 
-import codecs
-import os
-import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
-from offload.files import expanded
-from triforce_cli.inputs import Note, read_file, read_stdin
-from triforce_cli.output import Output
+from triforce_cli.documents import Document
+from triforce_cli.documents.reading import OnRead, joined, read_documents
+from triforce_cli.documents.selection import Named
+from triforce_cli.inputs import Note
+from triforce_cli.utf8 import PIPED, STDIN, decode_argument, read_input, stdin_is_terminal, taken
 
-if TYPE_CHECKING:
-    from triforce_cli.documents.reading import OnRead
-    from triforce_cli.documents.selection import Named
-
-STDIN = Path("-")
-UTF8_BOM = b"\xef\xbb\xbf"
-_OTHER_FILES = {  # by their first bytes, the longer ones before those that they begin with
-    codecs.BOM_UTF32_LE: "it begins as UTF-32 text does; convert it with iconv -f UTF-32 -t UTF-8",
-    codecs.BOM_UTF16_LE: "it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8",
-    codecs.BOM_UTF16_BE: "it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8",
-    b"%PDF": "it is a PDF; pdftotext makes text of it",
-    b"PK\x03\x04": "it is a ZIP archive, as .docx and .epub files are; pandoc -t plain makes text of those",
-    b"\x1f\x8b": "it is compressed; gunzip it first",
-    b"\xd0\xcf\x11\xe0": "it is an old Word, Excel or PowerPoint file; save it as .docx or PDF",
-}
-HEAD_BYTES = 4096  # that tell an encoding, or a kind
-_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
-_UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's begins with one of them
 TEXT_MODULES = ("argparse", "typing", "inspect", "doctest", "tarfile", "pathlib", "subprocess", "ast", "configparser")
 LIBRARY = "sources of Python's standard library"
 
 
-def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> str:
-    """The documents that are named, then `text` on a new line. Without any, standard input unless it is a terminal."""
-    from triforce_cli.documents.reading import joined, read_documents  # whose modules read texts by this one
+@dataclass(frozen=True)
+class PromptText:
+    """The text that a person sends, and the documents in it."""
 
+    text: str
+    documents: tuple[Document, ...] = ()
+
+
+def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> PromptText:
+    """The documents that are named, then `text` on a new line. Without any, standard input unless it is a terminal."""
     sources = _sources(named, text)
     if not sources:
         raise UsageError(
@@ -50,108 +34,28 @@ def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) 
             "(cat book.txt | triforce generate) or give --prompt TEXT"
         )
     if named:
-        before = joined(read_documents(named, "the prompt", note=note, on_read=on_read))
+        readings = read_documents(named, "the prompt", note=note, on_read=on_read)
+        before, documents = joined(readings), tuple(reading.document for reading in readings)
     else:
         before = read_input(STDIN, "the prompt", note=note) if sources[0] != "--prompt" else ""
+        documents = (Document(PIPED, before),) if before else ()
         if before and text:
             note(taken(before, "the beginning of the prompt"))
     prompt = _join(before, decode_argument("--prompt", text or ""))
     if not prompt:
         raise UsageError(f"the prompt is empty ({' and '.join(sources)}); it needs at least one character")
-    return prompt
-
-
-def read_input(file: Path, what: str, *, note: Note) -> str:
-    """The UTF-8 text of `file`, or of standard input for "-". Raises UsageError, which calls it `what`."""
-    return _decode_text(read_stdin(what, note=note) if file == STDIN else read_file(file, what, note=note), file)
-
-
-def taken(piped: str, what: str) -> str:
-    """The note on standard input that is read as `what` beside what was typed: a shell's `while read` loop may want it
-    for itself."""
-    characters = "1 character" if len(piped) == 1 else f"{len(piped):,} characters"
-    return f"standard input: {characters}, read as {what}; </dev/null leaves it out"
-
-
-def without_line_end(text: str) -> str:
-    """Without the last line end, which belongs to a file or a pipe, and not to the message in it."""
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def read_text(file: Path, what: str) -> str:
-    """The UTF-8 text of `file`, on an option's behalf: of notes only the urgent ones are said. Raises UsageError, which
-    calls it `what`."""
-    return _decode_text(read_file(file, what, note=Output(quiet=True).note), file)
-
-
-def user_path(text: str) -> Path:
-    """The path that a person typed, "~" being their home."""
-    if "\0" in text:
-        raise UsageError(f"{text!r} is no path: it has a zero byte")
-    return expanded(text)
-
-
-def decode_argument(option: str, value: str) -> str:
-    """`value` as the UTF-8 text that its bytes on the command line are, whatever the locale."""
-    return _decode(os.fsencode(value), option)
+    return PromptText(prompt, documents)
 
 
 def _sources(named: Named, text: str | None) -> list[str]:
     """The names of what makes up the prompt, in order."""
-    read = [str(named) if named else _name(STDIN)] if named or not stdin_is_terminal() else []
+    read = [str(named) if named else PIPED] if named or not stdin_is_terminal() else []
     return read + (["--prompt"] if text is not None else [])
-
-
-def _decode_text(data: bytes, file: Path) -> str:
-    has_bom = data.startswith(UTF8_BOM)
-    return _decode(data.removeprefix(UTF8_BOM), _name(file), offset=len(UTF8_BOM) if has_bom else 0)
-
-
-def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
-    if _is_utf16(data):  # zero bytes are UTF-8, too
-        raise UsageError(f"{name} is UTF-16 text: every other byte is zero; convert it with {_from_utf16(data)}")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{data[error.start]:02x} at offset {error.start + offset}"
-        raise UsageError(f"{name} is not valid UTF-8: {byte}; {_remedy(data)}") from error
-
-
-def _remedy(data: bytes) -> str:
-    """What makes UTF-8 text of `data`, which is something else."""
-    remedies = (remedy for start, remedy in _OTHER_FILES.items() if data.startswith(start))
-    latin = "convert it, for example with iconv -f LATIN1 -t UTF-8"
-    return next(remedies, "it is a binary file, of which no text is read" if is_binary(data[:HEAD_BYTES]) else latin)
-
-
-def is_binary(head: bytes) -> bool:
-    """Has the beginning of a file characters that no text has? UTF-16, which is told by its mark, is text."""
-    return not head.startswith(_UTF16_BOMS) and len(head) != len(head.translate(None, _CONTROLS))
-
-
-def _is_utf16(data: bytes) -> bool:
-    """True for text in a Western language: nearly half of its bytes are zero, all at even or all at odd places."""
-    even, odd = (data[start:HEAD_BYTES:2] for start in (0, 1))
-    fewer, more = sorted((even.count(0), odd.count(0)))
-    return len(odd) > 1 and fewer == 0 and more > 0.8 * len(odd)
-
-
-def _from_utf16(data: bytes) -> str:
-    order = "" if data.startswith(_UTF16_BOMS) else "BE" if data[0] == 0 else "LE"
-    return f"iconv -f UTF-16{order} -t UTF-8"
 
 
 def _join(before: str, after: str) -> str:
     separator = "\n" if before and after and not before.endswith("\n") else ""
     return before + separator + after
-
-
-def stdin_is_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-def _name(file: Path) -> str:
-    return "standard input" if file == STDIN else str(file)
 
 
 def library_text() -> str:

@@ -13,8 +13,8 @@ from offload.errors import UsageError
 from triforce_cli.documents.reading import OnRead, read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.inputs import Note
-from triforce_cli.prompt import STDIN, stdin_is_terminal, user_path
 from triforce_cli.render.text import counted, path_text
+from triforce_cli.utf8 import PIPED, STDIN, stdin_is_terminal, user_path
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def read_texts(files: Sequence[Path], *, note: Note, on_read: OnRead) -> dict[st
         readings = read_documents(Named((path,)), "the text", note=note, on_read=on_read)
         for reading in readings:
             shown = path_text(reading.source.path if reading.source.is_found else file)
-            name = "standard input" if file == STDIN else shown
+            name = PIPED if file == STDIN else shown
             if name in found:
                 raise UsageError(f"{name} is named twice; name each text once")
             found[name] = reading.text

@@ -5,44 +5,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.engine.request import GenerationRequest
+from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.request import Prompt
 from triforce_cli.batch.records import Record
 from triforce_cli.deadline import Deadline, TimedOut
 
 if TYPE_CHECKING:
-    from offload.engine.engine import Engine, Step
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine.engine import Engine
     from offload.metrics import Stats
     from offload.progress import Progress
-    from triforce_cli.chat.formats import ChatFormat
-    from triforce_cli.chat.thoughts import Opening
 
 
 @dataclass(frozen=True)
-class Formats:
-    """Of conversations. bound: of replies under a constraint, which have no thoughts, since they would have to follow
-    it."""
-
-    free: ChatFormat
-    bound: ChatFormat
-
-    def of(self, record: Record) -> ChatFormat:
-        return self.free if record.sampling.constraint is None else self.bound
-
-
-@dataclass
 class Asked:
-    """A record and what has come of its answer. A deadline that has passed ends it early."""
+    """A record and its answer so far. A deadline that has passed ends it early."""
 
     record: Record
     deadline: Deadline
-    steps: list[Step] = field(default_factory=list)
+    answer: Answer
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.steps) and self.steps[-1].finish is not None
+        return self.answer.finish is not None
 
     @property
     def is_over(self) -> bool:
@@ -51,18 +39,16 @@ class Asked:
 
 def answered(
     records: Sequence[Record],
-    prompts: Mapping[int, Sequence[int]],
+    prompts: Mapping[int, Prompt],
     engine: Engine,
-    formats: Formats | None = None,
-    openings: Mapping[int, Opening] | None = None,
+    tokenizer: Tokenizer,
     *,
-    timeout: float | None,
     on_progress: Callable[[Progress], None],
 ) -> Iterator[tuple[Asked, Stats]]:
     """Each of `records`, with its statistics, as soon as it is over; another one takes its place then.
 
-    prompts: tokens, by the records' numbers. formats, openings: of conversations. timeout: seconds for each from its
-    prefill on. on_progress: of prefills. Raises DoesNotFit where there is no memory for so many sequences as planned.
+    prompts: by the records' numbers. The time of each begins with its prefill. on_progress: of prefills. Raises
+    DoesNotFit where there is no memory for so many sequences as planned.
     """
     from offload.engine.sequences import Sequences
 
@@ -70,31 +56,19 @@ def answered(
     with Sequences[int](engine) as sequences:
         while waiting or under_way:
             while waiting and sequences.has_room:
-                asked = Asked(waiting.popleft(), Deadline(timeout))
-                under_way[asked.record.number] = asked
+                record = waiting.popleft()
+                prompt = prompts[record.number]
+                asked = Asked(record, Deadline(record.wanted.timeout), Answer(prompt, record.wanted, tokenizer))
+                under_way[record.number] = asked
+                room = engine.plan.request.capacity - len(prompt.tokens)
                 with suppress(TimedOut):  # within its prefill
-                    number = asked.record.number
-                    opening = (openings or {}).get(number)
-                    request = _request(asked.record, prompts[number], engine, formats, opening)
-                    sequences.join(number, request, on_progress=asked.deadline.heard(on_progress))
+                    on_prefill = asked.deadline.heard(on_progress)
+                    request = prompt.request(record.wanted, max_tokens=room)
+                    sequences.join(record.number, request, on_progress=on_prefill)
             if not any(asked.is_over for asked in under_way.values()):
                 for number, step in sequences.steps():
-                    under_way[number].steps.append(step)
+                    under_way[number].answer.add(step)
             for asked in [asked for asked in under_way.values() if asked.is_over]:
                 del under_way[asked.record.number]
+                asked.answer.break_off()
                 yield asked, sequences.leave(asked.record.number)
-
-
-def _request(
-    record: Record, prompt: Sequence[int], engine: Engine, formats: Formats | None, opening: Opening | None
-) -> GenerationRequest:
-    replies = None if formats is None or opening is None else formats.of(record)
-    return GenerationRequest(
-        list(prompt),
-        record.sampling,
-        max_tokens=min(record.max_tokens, engine.plan.request.capacity - len(prompt)),
-        stop=(*record.stops, *(replies.stops if replies else ())),
-        end_tokens=replies.end_tokens if replies else (),
-        logprobs=record.logprobs,
-        named={} if opening is None else opening.named,
-    )

@@ -13,18 +13,35 @@ from offload import strict_json
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import MOST_LOGPROBS
 from offload.errors import UsageError
-from offload.fields import INTEGER, OBJECT, TEXT, Fields, Kind, checked, is_unicode, list_of, whole
+from offload.fields import (
+    INTEGER,
+    OBJECT,
+    TEXT,
+    TRUTH,
+    Fields,
+    Kind,
+    checked,
+    is_unicode,
+    list_of,
+    number,
+    one_of,
+    whole,
+)
 from offload.interrupts import poll
 from offload.seeds import seed_after
+from triforce_cli.answering.request import Wanted
+from triforce_cli.answering.thoughts import NAMES
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
 from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.messages import read as read_messages
 from triforce_cli.chat.tools import checked_tools, checked_variables
 
-OF_MESSAGES = ("tools", "template_args")  # what a template gets besides messages
-FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "logprobs", "meta", *SAMPLING)
+OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # what a template gets besides messages
+OF_ANSWERS = ("max_tokens", "stop", "timeout", "logprobs", "cite")
+FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, *OF_ANSWERS, "meta", *SAMPLING)
 MOST_TOKENS = 2**24
+_SECONDS = number(0, 1e9 - 1e-3, over=0, wanted="a number of seconds above 0 and below 1000000000")
 MAX_DEPTH = 64  # of a line
 _PROMPT = Kind("a text of 1 or more characters", lambda value: TEXT.fits(value) and value != "")
 _ID = Kind("a text or a whole number", lambda value: TEXT.fits(value) or INTEGER.fits(value))
@@ -38,19 +55,15 @@ Id = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt, or messages. number: its line, from 1. id: from the line, else that number. tools: that may be
-    called; None: none are. template_args: further variables of the chat template. meta: copied to the result."""
+    """One prompt, or messages. number: its line, from 1. id: from the line, else that number. variables: further ones
+    of the chat template, with tools that may be called. meta: copied to the result."""
 
     number: int
     id: Id
     prompt: str
-    max_tokens: int
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    logprobs: int | None = None
+    wanted: Wanted
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
-    template_args: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -58,18 +71,9 @@ class Record:
         return f"line {self.number} (id {self.id!r})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Values for fields that a line leaves out. With a seed, line k has seed + k - 1: equal prompts get other texts."""
-
-    max_tokens: int
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    logprobs: int | None = None
-
-
-def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
-    """Parse all lines. Raises UsageError, which names `name` and the line, for the first invalid one."""
+def read_records(text: str, name: str, defaults: Wanted) -> list[Record]:
+    """Parse all lines. defaults: for fields that a line leaves out; with a seed, line k has seed + k - 1, so that equal
+    prompts get other texts. Raises UsageError, which names `name` and the line, for the first invalid one."""
     lines = enumerate(text.split("\n"), start=1)  # not splitlines: JSON may hold other line separators
     records = [_read(line, number, f"{name}, line {number}", defaults) for number, line in lines if line.strip()]
     if not records:
@@ -82,7 +86,7 @@ def read_records(text: str, name: str, defaults: Defaults) -> list[Record]:
     return records
 
 
-def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
+def _read(line: str, number: int, place: str, defaults: Wanted) -> Record:
     poll()
     data = _object(line, place)
     if is_openai(data):
@@ -107,13 +111,25 @@ def _read(line: str, number: int, place: str, defaults: Defaults) -> Record:
         id=fields.get("id", _ID, number),
         prompt="" if messages else fields.get("prompt", _PROMPT),
         messages=messages,
-        tools=_tools(fields),
-        template_args=_template_args(fields),
+        variables=_template_args(fields) | _tools(fields),
+        wanted=_wanted(fields, defaults, number),
+        meta=fields.get("meta", _META, {}),
+    )
+
+
+def _wanted(fields: Fields, defaults: Wanted, number: int) -> Wanted:
+    thinking = "show" if defaults.thinks else "off"
+    seeded = replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))
+    return replace(
+        defaults,
         max_tokens=fields.get("max_tokens", whole(1, MOST_TOKENS), defaults.max_tokens),
-        sampling=_sampling(fields, replace(defaults.sampling, seed=seed_after(defaults.sampling.seed, number - 1))),
+        sampling=_sampling(fields, seeded),
         stops=_stops(fields, defaults.stops),
         logprobs=fields.get("logprobs", whole(0, MOST_LOGPROBS).or_null, defaults.logprobs),
-        meta=fields.get("meta", _META, {}),
+        cites=fields.get("cite", TRUTH, defaults.cites),
+        thinks=fields.get("thinking", one_of(*NAMES), thinking) != "off",
+        thought_tokens=fields.get("thinking_tokens", whole(0, MOST_TOKENS).or_null, defaults.thought_tokens),
+        timeout=fields.get("timeout", _SECONDS.or_null, defaults.timeout),
     )
 
 
@@ -136,12 +152,12 @@ def _messages(fields: Fields) -> Messages | None:
         return read_messages(messages)
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+def _tools(fields: Fields) -> dict[str, Any]:
     if "tools" not in fields.data:
-        return None
+        return {}
     tools = fields.get("tools", _objects("a list of definitions of tools"))
     with _named(fields.where):
-        return checked_tools(tools)
+        return {"tools": checked_tools(tools)}
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:

@@ -12,46 +12,42 @@ from typing import TYPE_CHECKING, Any
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, UsageError
 from triforce_cli import log
-from triforce_cli.answer import TIMEOUT
-from triforce_cli.batch.asked import Asked, Formats, answered
-from triforce_cli.batch.records import Defaults, Id, Record, after, read_records
+from triforce_cli.answering.answer import TIMEOUT
+from triforce_cli.answering.ending import Unfinished, some_may_not_match
+from triforce_cli.answering.options import Layout
+from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.batch.asked import Asked, answered
+from triforce_cli.batch.records import Id, Record, after, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
 from triforce_cli.chat.tools import check_variables
-from triforce_cli.choice import Models
-from triforce_cli.ending import Unfinished, some_may_not_match
-from triforce_cli.engine import Prepared, open_engine, prepare
+from triforce_cli.documents import Document
+from triforce_cli.engine import Prepared, Setup, open_engine
 from triforce_cli.inputs import Note
 from triforce_cli.output import Output
 from triforce_cli.progress import TimeLeft
-from triforce_cli.prompt import read_input
-from triforce_cli.render.logprobs import logprobs
 from triforce_cli.render.text import duration
+from triforce_cli.utf8 import read_input
 
 if TYPE_CHECKING:
-    from offload.decode.tokenizer import Tokenizer
-    from offload.engine.engine import Step
     from offload.metrics import Stats
-    from offload.plan.planner import Options, Plan
+    from offload.plan.planner import Plan
     from offload.plan.request import Request
-    from triforce_cli.chat.thoughts import Opening
+    from triforce_cli.chat.formats import ChatFormat
+
+_ORDER = ("text", "thoughts", "tool_calls", "tokens", "logprobs", "finish_reason", "citations")  # of a result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One `triforce generate` of many prompts, parsed. timeout: seconds for each. num_sequences: prompts that run at a
-    time; None: as many as are predicted to be the fastest."""
+    """One `triforce generate` of many prompts, parsed. wanted: where a line says nothing else. num_sequences: prompts
+    that run at a time; None: as many as are predicted to be the fastest."""
 
     source: Path
     target: Path | None
-    max_tokens: int
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    timeout: float | None
+    wanted: Wanted
     num_sequences: int | None
-    logprobs: int | None
-    options: Options
-    given: Plan | None
-    models: Models
+    layout: Layout
+    setup: Setup
     echo: bool
     quiet: bool
     as_json = True
@@ -59,11 +55,8 @@ class Batch:
     def run(self) -> None:
         """Check every line, then load, then answer them."""
         with Output(quiet=self.quiet) as output:
-            defaults = Defaults(
-                max_tokens=self.max_tokens, sampling=self.sampling, stops=self.stops, logprobs=self.logprobs
-            )
             text = read_input(self.source, "the prompts", note=output.note)
-            records = read_records(text, str(self.source), defaults)
+            records = read_records(text, str(self.source), self.wanted)
             with ResultStream(output.document) if self.target is None else ResultFile(self.target) as results:
                 rest = after(records, results.done, str(self.target))
                 if results.done:
@@ -86,11 +79,9 @@ class Batch:
             raise
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output, given=self.given)
+        prepared = self._setup(records).prepare(output)
         _check(prepared, records)
-        formats = self._formats(prepared, records, output)
-        openings = {record.number: opened for record in records if (opened := _opening(record, formats)) is not None}
-        prompts = {record.number: _tokens(record, prepared, openings.get(record.number)) for record in records}
+        prompts = self._prompts(prepared, records, output)
         plan = _plan(prepared.request, records, prompts)
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
         output.planned(plan)
@@ -98,11 +89,11 @@ class Batch:
         num_tokens = 0
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
-            came = answered(rest, prompts, engine, formats, openings, timeout=self.timeout, on_progress=output.progress)
+            came = answered(rest, prompts, engine, prepared.tokenizer, on_progress=output.progress)
             for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
                     output.note(f"{asked.record.name}: out of time; what had come is kept")
-                result = self._result(asked, stats, prepared.tokenizer, openings.get(asked.record.number), output.note)
+                result = self._result(asked, stats, output.note)
                 num_tokens += len(result["tokens"])
                 results.add(result)
                 log.event(asked.record.name, result["stats"])
@@ -110,33 +101,34 @@ class Batch:
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
-    def _formats(self, prepared: Prepared, records: Sequence[Record], output: Output) -> Formats | None:
-        """Of conversations, where there are some."""
-        if all(record.messages is None for record in records):
-            return None
-        from triforce_cli.chat.formats import ChatFormat
+    def _setup(self, records: Sequence[Record]) -> Setup:
+        """With a plan that records attention masses, where a line wants citations. Raises UsageError where a plan is
+        given that does not."""
+        if not any(record.wanted.cites for record in records):
+            return self.setup
+        from offload.plan.given import options_beside
 
-        found = Formats(ChatFormat(prepared.prompt_tokenizer), ChatFormat(prepared.prompt_tokenizer, thinks=False))
-        output.note(found.free.notice)
-        return found
+        options, given = replace(self.setup.options, masses=True), self.setup.given
+        return replace(self.setup, options=options if given is None else options_beside(given, options))
 
-    def _result(
-        self, asked: Asked, stats: Stats, tokenizer: Tokenizer, opening: Opening | None, note: Note
-    ) -> dict[str, Any]:
-        record, steps = asked.record, asked.steps
-        scores = [score for step in steps for score in step.scores]
-        text, thoughts = _told(steps, opening)
-        calls, notice = opening.calls.read(text) if opening and opening.calls else (None, "")
-        note(f"{record.name}: {notice}" if notice else "")
+    def _prompts(self, prepared: Prepared, records: Sequence[Record], output: Output) -> dict[int, Prompt]:
+        """By the records' numbers. Raises UsageError where the chat template refuses messages."""
+        formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
+        for record in records:
+            if record.messages is not None and (thinks := record.wanted.may_think) not in formats:
+                formats[thinks] = self.layout.format(prepared.prompt_tokenizer, record.wanted)
+                output.note(formats[thinks].notice if len(formats) == 1 else "")
+        return {record.number: _prompt(record, prepared, formats) for record in records}
+
+    def _result(self, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:
+        record, answer = asked.record, asked.answer
+        found = answer.as_dict(
+            answer.finish or TIMEOUT, note=lambda notice: note(f"{record.name}: {notice}" if notice else "")
+        )
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo and record.messages is None else {}),
-            "text": text,
-            **({"thoughts": thoughts} if thoughts else {}),
-            **({} if calls is None else {"tool_calls": calls}),
-            "tokens": [token for step in steps for token in step.tokens],
-            **({} if record.logprobs is None else {"logprobs": logprobs(scores, tokenizer)}),
-            "finish_reason": steps[-1].finish if asked.is_complete else TIMEOUT,
+            **{name: found[name] for name in _ORDER if name in found},
             "stats": stats.as_dict(),
             **({"meta": record.meta} if record.meta else {}),
         }
@@ -148,38 +140,25 @@ def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], outpu
     if cut:
         output.note(f"{len(cut)} of {len(records)} results were cut at max_tokens")
     late = [record for record in records if finish_reasons[record.id] == TIMEOUT]
-    bound = [(record.name, constraint) for record in (*cut, *late) if (constraint := record.sampling.constraint)]
+    bound = [(record.name, constraint) for record in (*cut, *late) if (constraint := record.wanted.sampling.constraint)]
     if bound:
         name, constraint = bound[0]
         raise Unfinished(some_may_not_match(name, constraint.name, len(bound) - 1))
 
 
-def _opening(record: Record, formats: Formats | None) -> Opening | None:
-    """Of messages. Raises UsageError where the template refuses them, or has no place for what the record gives it."""
-    if record.messages is None or formats is None:
-        return None
-    given = dict(record.template_args) | ({} if record.tools is None else {"tools": record.tools})
-    found = formats.of(record)
+def _prompt(record: Record, prepared: Prepared, formats: Mapping[bool, ChatFormat]) -> Prompt:
+    """Raises UsageError where the template refuses messages, or has no place for what the record gives it."""
+    if record.messages is None:
+        tokens = prepared.prompt_tokenizer.encode(record.prompt)
+        return Prompt(array("i", tokens), (Document("prompt", record.prompt),))
+    found = formats[record.wanted.may_think]
     try:
-        check_variables(found.template, [*given, *(("tool_calls",) if record.messages.have_calls else ())])
-        opening = found.opening_of_messages(record.messages, given)
+        calls = ("tool_calls",) if record.messages.have_calls else ()
+        check_variables(found.template, [*record.variables, *calls])
+        prompt = found.prompt_of_messages(record.messages, record.variables)
     except UsageError as error:
         raise UsageError(f"{record.name}: {error}") from error
-    return replace(opening, tokens=array("i", opening.tokens))
-
-
-def _tokens(record: Record, prepared: Prepared, opening: Opening | None) -> Sequence[int]:
-    return array("i", prepared.prompt_tokenizer.encode(record.prompt)) if opening is None else opening.tokens
-
-
-def _told(steps: Sequence[Step], opening: Opening | None) -> tuple[str, str]:
-    """(text, thoughts). A reply has what it was to begin with, and no white space before it."""
-    if opening is None:
-        return "".join(step.text for step in steps), ""
-    splitter = opening.splitter()
-    parts = [part for step in steps for part in splitter.push(step.text, step.named)] + splitter.flush()
-    said, thoughts = ("".join(part.text for part in parts if part.is_thought is kind) for kind in (False, True))
-    return said, thoughts
+    return replace(prompt, tokens=array("i", prompt.tokens))
 
 
 def _check(prepared: Prepared, records: Sequence[Record]) -> None:
@@ -188,7 +167,7 @@ def _check(prepared: Prepared, records: Sequence[Record]) -> None:
 
     checked = set[SamplingParams]()
     for record in records:
-        sampling = replace(record.sampling, seed=None)
+        sampling = replace(record.wanted.sampling, seed=None)
         if sampling in checked:
             continue
         checked.add(sampling)
@@ -198,10 +177,10 @@ def _check(prepared: Prepared, records: Sequence[Record]) -> None:
             raise UsageError(f"{record.name}: {error}") from error
 
 
-def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Sequence[int]]) -> Plan:
+def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Prompt]) -> Plan:
     """The plan for the longest of all records, also of those that are done: a resumed run has the same plan and, with a
     seed, the same texts. Raises DoesNotFit."""
-    sizes = [(len(prompts[record.number]), record.max_tokens, record) for record in records]
+    sizes = [(len(prompts[record.number].tokens), record.wanted.max_tokens, record) for record in records]
     num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
     try:
         return request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)

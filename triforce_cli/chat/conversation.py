@@ -10,17 +10,10 @@ from typing import Annotated
 from offload import strict_json
 from offload.errors import UsageError
 from offload.fields import Kind, record, versioned, whole
+from triforce_cli.documents import Document
 
 VERSION = 1
 Token = Annotated[int, Kind("a token id", whole(0, 2**31 - 1).fits)]
-
-
-@dataclass(frozen=True)
-class Document:
-    """A named text that is put before a question."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)

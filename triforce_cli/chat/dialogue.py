@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.errors import DoesNotFit, TriforceError
+from offload.errors import DoesNotFit, TriforceError, UsageError
 from offload.interrupts import Terminated
+from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
+from triforce_cli.answering.citations import Citation
+from triforce_cli.answering.forms import Written
+from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat.background import BackgroundWork
-from triforce_cli.chat.conversation import Conversation, Document
-from triforce_cli.citations import ASKED, Citation, citations
+from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.settings import Settings
+from triforce_cli.deadline import Deadline
+from triforce_cli.documents import Document
+from triforce_cli.documents.reading import read_documents
+from triforce_cli.documents.selection import Named
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.chat import Drop
+from triforce_cli.utf8 import STDIN
 
 if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
-    from offload.engine.engine import Step
     from offload.progress import OnProgress, Progress
-    from triforce_cli.chat import thoughts
     from triforce_cli.chat.engine import ChatEngine
     from triforce_cli.chat.formats import ChatFormat
-    from triforce_cli.chat.settings import Settings
     from triforce_cli.output import Output
 
 _SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
@@ -42,16 +47,6 @@ class Stopped(Exception):
             raise self.ending
 
 
-@dataclass(frozen=True)
-class Reply:
-    """finish: how it ended; None: it was stopped."""
-
-    text: str
-    tokens: list[int]
-    finish: str | None
-    stopped: Stopped | None
-
-
 class Dialogue:
     """One conversation with one engine.
 
@@ -63,19 +58,18 @@ class Dialogue:
         self,
         engine: ChatEngine,
         chat_format: ChatFormat,
-        settings: Settings,
+        wanted: Wanted,
         output: Output,
         *,
         conversation: Conversation,
         interactive: bool,
-        cites: bool = False,
-        shows_thoughts: bool = True,
-        thought_tokens: int | None = None,
+        written: Written | None = None,
     ) -> None:
-        self.engine, self.format, self.settings, self.output = engine, chat_format, settings, output
+        self.engine, self.format, self.wanted, self.output = engine, chat_format, wanted, output
+        self.settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
         self.conversation, self.interactive = conversation, interactive
-        self.cites, self.citations = cites, list[Citation]()  # of the last reply
-        self._shows_thoughts, self._thought_tokens = shows_thoughts, thought_tokens
+        self.citations = list[Citation]()  # of the last reply
+        self._form = (written or Written()).make(output)
         self.draft = ""  # what the next message begins with, to be edited
         self.edits_drafts = interactive  # is there an editor that shows it?
         self._precomputed: list[int] = []  # what the work ahead runs, or ran
@@ -98,29 +92,28 @@ class Dialogue:
         has a reply, which stays if there is no new one."""
         question = "" if again else asked.question or ""
         try:
-            opening = self.format.opening(asked)
-            tokens = opening.tokens
-            self._check_room(len(tokens) + 1)
-            reply = self._show_reply(opening, asked.documents)
+            prompt = self.format.prompt(asked)
+            self._check_room(len(prompt.tokens) + 1)
+            answer, stopped = self._show_reply(prompt)
         except TriforceError:
             self.draft = question
             raise
-        except Stopped as stopped:
+        except Stopped as early:
             self.draft = question
             stays = "the reply before stays" if again else "the message can be sent again"
             self.output.note(f"stopped before the first word; {stays}")
-            stopped.end()
+            early.end()
             return
         self._num_replies += 1
-        spoken = self.format.spoken(reply.tokens, reply.text)
-        self.conversation = asked.answered(reply.text.strip(), spoken, complete=reply.finish == "stop")
-        if reply.finish == "length":
-            full = len(tokens) + len(reply.tokens) >= self.engine.limit
+        spoken = self.format.spoken(answer.tokens, answer.written)
+        self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
+        if answer.finish == "length":
+            full = len(prompt.tokens) + answer.num_tokens >= self.engine.limit
             constraint = self.settings.sampling.constraint
             self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens, constraint))
         self._warn_of_the_end()
-        if reply.stopped is not None:
-            reply.stopped.end()
+        if stopped is not None:
+            stopped.end()
 
     def change(self, conversation: Conversation) -> None:
         """Replace the conversation."""
@@ -129,8 +122,21 @@ class Dialogue:
                 self._background.break_off(self._show)
         self.conversation = conversation
 
+    def add_documents(self, named: Named) -> None:
+        """Add documents before the next message, all that are named or none; one that the conversation has, as a
+        session may, is not added again. Raises UsageError, DoesNotFit."""
+        if STDIN in named.paths:
+            raise UsageError("standard input is where messages come from; name a file")
+        with self.output:
+            readings = read_documents(named, "the document", note=self.output.note, on_read=self.output.report)
+        there = self.conversation.documents
+        kinds = {each.document: "" if each.kind == "text" else each.shown_kind for each in readings}
+        self.add({document: kind for document, kind in kinds.items() if document not in there})
+
     def add(self, kinds: Mapping[Document, str]) -> None:
-        """Add documents before the next message, all or none. kinds: what each was made of, "" for text."""
+        """All or none. kinds: what each document was made of, "" for text."""
+        if not kinds:
+            return
         changed = self.conversation
         for document in kinds:
             changed = changed.with_document(document)
@@ -200,71 +206,43 @@ class Dialogue:
     def close(self) -> None:
         self._background.close()
 
-    def _show_reply(self, opening: thoughts.Opening, documents: Sequence[Document]) -> Reply:
-        """Show the reply, as far as it came. Raises Stopped where it had not begun."""
-        pieces: list[str] = []
-        spoken: list[int] = []
-        finish: str | None = None
-        stopped: Stopped | None = None
-        splitter = opening.splitter()
-
-        def show() -> None:
-            nonlocal finish
-            with closing(self._steps(opening)) as steps:
-                for step in steps:
-                    pieces.append(step.text if "".join(pieces) else step.text.lstrip())
-                    spoken.extend(step.tokens)
-                    finish = step.finish
-                    self.citations = citations(step.passages, opening.tokens, documents, self.format.tokenizer)
-                    self._show_parts(splitter.push(step.text, step.named))
-            self._show_end(splitter)
-
+    def _show_reply(self, prompt: Prompt) -> tuple[Answer, Stopped | None]:
+        """Show the reply, as far as it came, and return it with what stopped it. Raises Stopped, and TimedOut, where it
+        was before the first word."""
+        settings, deadline, stopped = self.settings, Deadline(None), None
+        wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
+        answer = Answer(prompt, wanted, self.format.tokenizer)
         with self.output:
             try:
                 with self._stoppable():
                     self._wait_ahead()
-                    show()
+                    self._background.forget()
+                    deadline = Deadline(wanted.timeout)
+                    self._show_steps(answer, prompt, wanted, deadline)
             except Stopped as error:
-                if not pieces:
+                if not answer.parts:
                     raise
                 stopped = error
-                self._show_end(splitter)
-                self.output.note("" if finish else "stopped")
-        if self.cites and documents and finish is not None:
-            self.output.note(render_chat.cited(self.citations))
-        return Reply("".join(pieces), spoken, finish, stopped)
+            if (rest := answer.break_off()) is not None:
+                self._form.add(rest, [])
+            if answer.finish is None:
+                self.output.end_line()
+                self.output.note("out of time; what had come is kept" if stopped is None else "stopped")
+            stats = None if self.engine.stats is None else self.engine.stats.as_dict()
+            finish = answer.finish or (TIMEOUT if stopped is None else INTERRUPTED)
+            self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
+        self.citations = answer.citations or []
+        if prompt.documents and answer.citations is not None:
+            self.output.note(render_chat.cited(answer.citations))
+        return answer, stopped
 
-    def _steps(self, opening: thoughts.Opening) -> Generator[Step, None, None]:
-        self._background.forget()
-        return self.engine.answer(
-            opening.tokens,
-            self._sampling(opening),
-            max_tokens=self.settings.max_tokens,
-            stop=self.format.stops,
-            end_tokens=self.format.end_tokens,
-            passages=ASKED if self.cites else 0,
-            named=opening.named,
-            on_progress=self._show,
-        )
-
-    def _sampling(self, opening: thoughts.Opening) -> SamplingParams:
-        sampling = self.settings.params(self._num_replies)
-        budget = opening.budget(self._thought_tokens)
-        return sampling if budget is None else replace(sampling, thoughts=budget)
-
-    def _show_end(self, splitter: thoughts.Splitter) -> None:
-        self._show_parts(splitter.flush())
-        self.output.end_line()
-
-    def _show_parts(self, parts: Sequence[thoughts.Part]) -> None:
-        for part in parts:
-            if not part.is_thought:
-                self.output.end_thought()
-                self.output.text(part.text)
-            elif self._shows_thoughts:
-                self.output.thought(part.text)
-            else:
-                self.output.wait("thinking")
+    def _show_steps(self, answer: Answer, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> None:
+        """Until the reply's end, or until its time is over."""
+        with closing(self.engine.answer(prompt, wanted, deadline.heard(self._show))) as steps:
+            for step in steps:
+                self._form.add(answer.add(step), [])
+                if step.finish is None and deadline.has_passed:
+                    return
 
     def _wait_ahead(self) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""

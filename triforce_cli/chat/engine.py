@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
+from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.engine import Prepared, open_engine, open_session
 
 if TYPE_CHECKING:
-    from offload.decode.sampling import SamplingParams
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
@@ -76,38 +75,16 @@ class ChatEngine:
             self._engine.replan(self._plan(self._capacity(num_tokens)))
         return self._engine
 
-    def answer(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        stop: Sequence[str],
-        end_tokens: Collection[int],
-        passages: int = 0,
-        named: Mapping[int, str] | None = None,
-        on_progress: OnProgress,
-    ) -> Generator[Step, None, None]:
+    def answer(self, prompt: Prompt, wanted: Wanted, on_progress: OnProgress) -> Generator[Step, None, None]:
         """Generate a reply; see `Engine.generate`. Only new tokens are prefilled. One token of reply must fit."""
-        engine = self.ready(len(tokens) + 1, on_progress)
-        max_tokens = min(max_tokens, self.limit - len(tokens))
-        engine = self.ready(len(tokens) + max_tokens, on_progress)
-        self.restore(tokens, on_progress)
+        num_tokens = len(prompt.tokens)
+        engine = self.ready(num_tokens + 1, on_progress)
+        request = prompt.request(wanted, max_tokens=self.limit - num_tokens, reuse=True)
+        engine = self.ready(num_tokens + request.max_tokens, on_progress)
+        self.restore(prompt.tokens, on_progress)
         self._last_stats = None
         try:
-            yield from engine.generate(
-                GenerationRequest(
-                    tokens,
-                    sampling,
-                    max_tokens=max_tokens,
-                    stop=stop,
-                    end_tokens=end_tokens,
-                    reuse=True,
-                    passages=passages,
-                    named=named or {},
-                ),
-                on_progress=on_progress,
-            )
+            yield from engine.generate(request, on_progress=on_progress)
         finally:
             self._last_stats = engine.stats
 

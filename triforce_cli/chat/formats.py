@@ -14,15 +14,16 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from offload.errors import ModelError, TriforceError, UsageError
-from triforce_cli.chat.arguments import Tools
-from triforce_cli.chat.calls import Calls
+from triforce_cli.answering.arguments import Tools
+from triforce_cli.answering.calls import Calls
+from triforce_cli.answering.request import Prompt
+from triforce_cli.answering.thoughts import State, marks_of, switched_off
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.script import Piece, Script, block, write, write_messages
 from triforce_cli.chat.steps import TooManySteps, limited_steps
 from triforce_cli.chat.templates import OWN
-from triforce_cli.chat.thoughts import Opening, marks_of, switched_off
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -85,16 +86,18 @@ class ChatFormat:
         self._encode = lru_cache(_CACHED_PIECES)(self._encode_piece)
         self.end_tokens, self.stops = self._ends()
 
-    def prompt_tokens(self, conversation: Conversation) -> list[int]:
-        """The prompt of the next reply: the whole conversation with its open question, up to the reply."""
-        return self._prompt(conversation)[0]
+    def prompt(self, conversation: Conversation, begin: str = "") -> Prompt:
+        """The prompt of the next reply: the whole conversation with its open question, and what the reply begins with.
+        That is of what the reply says, unless it has marks of thoughts: thoughts that the template has opened are
+        closed before it."""
+        if conversation.question is None:
+            raise UsageError("there is no message to answer")
+        script = self._script(conversation)
+        tokens = self._tokens(script.pieces(self._special))
+        prompt = self._prompt(tokens, script.literals[-1], begin, self._tools)
+        return replace(prompt, documents=conversation.documents)
 
-    def opening(self, conversation: Conversation, begin: str = "") -> Opening:
-        """`prompt_tokens`, and behind them those of what the reply begins with. That is of what the reply says, unless
-        it has marks of thoughts: thoughts that the template has opened are closed before it."""
-        return self._opened(*self._prompt(conversation), begin, self._tools)
-
-    def opening_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Opening:
+    def prompt_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Prompt:
         """The same behind messages in any order that the template takes. variables: of the template, for them
         alone."""
         given = variables or {}
@@ -104,46 +107,42 @@ class ChatFormat:
         with suppress(UsageError):
             found = write_messages(messages, render, self._guards)
         text, written = found or write_messages(messages.with_older_roles(), render, self._guards)
-        return self._opened(self._tokens([Piece(0, text)]), written, messages.begin, given.get("tools", self._tools))
+        tools, tokens = given.get("tools", self._tools), self._tokens([Piece(0, text)])
+        return replace(self._prompt(tokens, written, messages.begin, tools), documents=messages.documents)
 
     def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Of the template, as what a person wrote."""
         return {name: self._guards.people.all_in(value) for name, value in variables.items()}
 
-    def _opened(self, tokens: list[int], written: str, begin: str, tools: Tools | None) -> Opening:
+    def _prompt(self, tokens: list[int], written: str, begin: str, tools: Tools | None) -> Prompt:
         """written: what the template has written behind the last message. tools: that it has offered."""
         calls = None if tools is None else Calls(tools, self.template)
-        named = self._marking if calls is None else self._marking | self._named(calls.marks)
-        if self.marks is None:
-            return Opening([*tokens, *self._begun(begin)], begin, named=named, calls=calls)
-        state, closed = self.marks.state(written), ""
-        if self.marks.are_in(begin) and self._thinks:
-            state = "start" if state == "said" else state
-        elif state == "thought" and (begin or not self._thinks):
-            state, closed = "said", self.marks.end
-        elif state == "start" and self._writes_none:
-            state, closed = "said", self.marks.none
-        return Opening(
-            [*tokens, *self._begun(closed + begin)],
-            begin,
-            None if state == "said" else self.marks,
+        state, closed = self._state(written, begin)
+        return Prompt(
+            [*tokens, *(self.tokenizer.encode_piece(closed + begin) if closed + begin else [])],
+            is_chat=True,
+            begin=begin,
+            marks=None if state == "said" else self.marks,
             begun=state == "thought",
-            named=named,
+            named=self._marking if calls is None else self._marking | self._named(calls.marks),
             calls=calls,
+            end_tokens=self.end_tokens,
+            stops=self.stops,
         )
 
-    def _prompt(self, conversation: Conversation) -> tuple[list[int], str]:
-        """Tokens, and what the template has written behind the question."""
-        if conversation.question is None:
-            raise UsageError("there is no message to answer")
-        script = self._script(conversation)
-        return self._tokens(script.pieces(self._special)), script.literals[-1]
-
-    def _begun(self, begin: str) -> list[int]:
-        return self.tokenizer.encode_piece(begin) if begin else []
+    def _state(self, written: str, begin: str) -> tuple[State, str]:
+        """Of a reply's thoughts, and what closes them, or says that there are none, before `begin`."""
+        if self.marks is None:
+            return "said", ""
+        state = self.marks.state(written)
+        if self.marks.are_in(begin) and self._thinks:
+            return "start" if state == "said" else state, ""
+        if state == "thought" and (begin or not self._thinks):
+            return "said", self.marks.end
+        return ("said", self.marks.none) if state == "start" and self._writes_none else (state, "")
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
-        """Everything up to the next question: what `prompt_tokens` begins with, whatever will be asked, unless that
+        """Everything up to the next question: what its `prompt` begins with, whatever will be asked, unless that
         begins with white space."""
         script = self._script(replace(conversation, question=None))
         return self._tokens(list(script.pieces(self._special))[:-1])

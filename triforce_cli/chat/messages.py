@@ -8,7 +8,8 @@ from typing import Any
 
 from offload import strict_json
 from offload.errors import UsageError
-from triforce_cli.chat.calls import MAX_DEPTH
+from triforce_cli.answering.calls import MAX_DEPTH
+from triforce_cli.documents import Document
 
 _REFUSED = ("audio", "function_call")  # fields that no template reads, so what they say would be lost
 
@@ -25,6 +26,12 @@ class Messages:
     def have_calls(self) -> bool:
         """Whether calls of tools are among them."""
         return any("tool_calls" in message for message in self.said)
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Their texts, for citations: "message 1", ..."""
+        texts = ((number, message["content"]) for number, message in enumerate(self.said, start=1))
+        return tuple(Document(f"message {number}", text) for number, text in texts if text)
 
     def with_older_roles(self) -> Messages:
         """The same with the system's older name, for templates that refuse the newer one or leave it out."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from offload.errors import UsageError
-from triforce_cli.chat.conversation import Conversation, Document
+from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.guards import Guards
 from triforce_cli.chat.messages import Messages
+from triforce_cli.documents import Document
 from triforce_cli.render.text import line_text
 
 MARK = "\ud800"  # half a surrogate pair is in no text: conversation.py refuses it

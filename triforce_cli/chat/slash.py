@@ -9,14 +9,13 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import write_whole
-from triforce_cli.chat.added import add_documents
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import count
-from triforce_cli.prompt import read_text, user_path
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.stats import stats_table
+from triforce_cli.utf8 import read_text, user_path
 
 ESCAPED = "//"  # a message that begins with one slash
 
@@ -93,7 +92,7 @@ def _system(dialogue: Dialogue, argument: str) -> None:
 
 
 def _file(dialogue: Dialogue, argument: str) -> None:
-    add_documents(dialogue, Named((_path(argument, "/file"),)))
+    dialogue.add_documents(Named((_path(argument, "/file"),)))
 
 
 def _drop(dialogue: Dialogue, argument: str) -> None:
@@ -145,7 +144,7 @@ def _tokens(dialogue: Dialogue, argument: str) -> None:
 
 
 def _where(dialogue: Dialogue, argument: str) -> None:
-    if not dialogue.cites:
+    if not dialogue.wanted.cites:
         raise UsageError(
             "/where works in a chat that begins with --cite, and this one does not; triforce chat --cite goes on with "
             "it, by the same --session, or by /save PATH here and /load PATH there"

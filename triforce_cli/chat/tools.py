@@ -8,7 +8,7 @@ from typing import Any
 
 from offload import strict_json
 from offload.errors import UsageError
-from triforce_cli.chat.calls import MAX_DEPTH
+from triforce_cli.answering.calls import MAX_DEPTH
 
 _OWN = ("messages", "tools", "add_generation_prompt")  # variables that templates get anyway
 

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli import options
-from triforce_cli.asking import Ask
-from triforce_cli.chat.tools import read_tools
-from triforce_cli.commands.chat import (
-    Files,
-    System,
-    Template,
-    TemplateArguments,
-    ThinkingOption,
-    ThinkingTokens,
-    check_thinking,
-    template_variables,
-)
-from triforce_cli.commands.generate import (
-    AsEvents,
-    Compare,
-    Destination,
-    ShowStats,
-    Stop,
-    Timeout,
-    check_lengths,
-    destination,
-    form_of,
-    stops_of,
-)
+from triforce_cli.answering.alone import Alone
+from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, Files, Layout, System, alone, setup, wanted
+from triforce_cli.chat.tools import check_variables, read_tools
 from triforce_cli.control import Sampling
+from triforce_cli.documents import Document
+from triforce_cli.documents.reading import read_documents
+from triforce_cli.documents.selection import Named
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -42,13 +26,26 @@ from triforce_cli.flags import (
     ProgramFlags,
     SessionFlags,
     named_documents,
-    plan_options,
     question_of,
     spread,
 )
-from triforce_cli.given import beside_given
 from triforce_cli.options import option
-from triforce_cli.prompt import decode_argument, read_text, user_path, without_line_end
+from triforce_cli.output import Output
+from triforce_cli.placeholders import filled, fillings_of
+from triforce_cli.utf8 import (
+    PIPED,
+    STDIN,
+    decode_argument,
+    read_input,
+    read_text,
+    stdin_is_terminal,
+    taken,
+    user_path,
+    without_line_end,
+)
+
+if TYPE_CHECKING:
+    from triforce_cli.chat.conversation import Conversation
 
 QUESTION = "Question"
 
@@ -87,8 +84,6 @@ Variables = Annotated[
         metavar="NAME=TEXT",
     ),
 ]
-
-
 Tools = Annotated[
     Path | None,
     option(
@@ -99,6 +94,67 @@ Tools = Annotated[
         hidden=True,
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One `triforce ask`, parsed. question: where it does not stand in `question_file`; with neither it is what is
+    piped in, and with a question that is a document. documents: before it. fillings: of the placeholders in question,
+    system message and beginning of the reply."""
+
+    question: str | None
+    question_file: Path | None
+    documents: Named
+    system: str
+    begin_reply: str
+    layout: Layout
+    fillings: Mapping[str, str]
+    alone: Alone
+
+    @property
+    def as_json(self) -> bool:
+        return self.alone.written.as_json
+
+    def run(self) -> None:
+        """Read the question, then documents, and answer."""
+        with self.alone.begun() as run:
+            output = run.output
+            question = filled(self._question(output), self.fillings, "the question")
+            prepared = run.prepare()
+            output.note(prepared.models.answers_note)
+            chat_format = self.layout.format(prepared.prompt_tokenizer, self.alone.wanted)
+            output.note(chat_format.notice)
+            check_variables(chat_format.template, {"tools"} & self.layout.variables.keys())
+            documents = read_documents(self.documents, "the document", note=output.note, on_read=run.on_read)
+            conversation = self._conversation([*(reading.document for reading in documents), *self._piped(output)])
+            begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
+            run.answer(prepared, chat_format.prompt(conversation.asked(question), begin), question)
+
+    def _question(self, output: Output) -> str:
+        if self.question is not None and self.question_file is not None:
+            raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
+        if self.question is not None:
+            return self.question
+        if self.question_file is None and stdin_is_terminal():
+            raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
+        return without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
+
+    def _piped(self, output: Output) -> list[Document]:
+        """Standard input as a document, beside a question of the command line."""
+        if self.question is None or stdin_is_terminal() or STDIN in self.documents.paths:
+            return []
+        piped = read_input(STDIN, "a document", note=output.note)
+        output.note(taken(piped, "a document") if piped.strip() else "")
+        return [Document(PIPED, piped)] if piped.strip() else []
+
+    def _conversation(self, documents: Iterable[Document]) -> Conversation:
+        from triforce_cli.chat.conversation import Conversation
+
+        conversation = Conversation(date=time.strftime("%d %b %Y"))
+        conversation = conversation.with_system(filled(self.system, self.fillings, "the system message"))
+        for document in documents:
+            conversation = conversation.with_document(document)
+        return conversation
 
 
 @spread
@@ -114,27 +170,16 @@ def ask(
     system_file: SystemFile = None,
     begin_reply: BeginReply = "",
     var: Variables = None,
-    template: Template = "auto",
+    chat: ChatFlags,
     max_tokens: options.MaxTokens = 1024,
     sampling: Sampling,
-    stop: Stop = None,
-    timeout: Timeout = None,
+    ends: EndFlags,
     plan: options.GivenPlan = None,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
-    output: Destination = None,
-    stats: ShowStats = False,
-    compare: Compare = False,
-    cite: options.Cite = False,
+    answer: AnswerFlags,
     tools: Tools = None,
-    thinking: ThinkingOption = "show",
-    thinking_tokens: ThinkingTokens = None,
-    template_arg: TemplateArguments = None,
-    logprobs: options.Logprobs = None,
-    json: options.AsJson = False,
-    jsonl: AsEvents = False,
-    quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Ask:
     """Ask a question about documents: one answer to standard output, by the model's chat template.
@@ -143,54 +188,26 @@ def ask(
 
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
-    from triforce_cli.chat.formats import NAMES
-
-    check_lengths(max_tokens, sampling.min_tokens, timeout)
-    check_logprobs(logprobs)
-    if logprobs is not None and not (json or jsonl):
-        raise UsageError("--logprobs go into JSON; add --json or --jsonl")
+    asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=chat)
+    started = setup(models, decoding, placement, cites=answer.cite, plan=plan)
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
-    if template not in NAMES:
-        raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
     if system_file is not None:
         system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
-    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cite))
+    offered = {} if tools is None else {"tools": read_tools(read_text(user_path(str(tools)), "the tools"))}
     return Ask(
-        prompt=None if question is None else question_of(question, more_words or (), file),
+        question=None if question is None else question_of(question, more_words or (), file),
         question_file=None if prompt_file is None else user_path(str(prompt_file)),
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),
         begin_reply=decode_argument("--begin-reply", begin_reply),
-        template=template,
-        variables=dict(_variable(text) for text in var or ()),
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stops=stops_of(stop),
-        timeout=timeout,
-        options=chosen,
-        given=given,
-        models=models.chosen(),
-        session=session.path(),
-        read_only=session.read_only,
-        form=form_of(json=json, jsonl=jsonl),
-        file=destination(output),
-        echo=False,
-        show_stats=stats,
-        compare=compare,
-        cites=cite,
-        thinking=check_thinking(thinking, thinking_tokens),
-        thinking_tokens=thinking_tokens,
-        template_variables=template_variables(template_arg or ()),
-        tools=None if tools is None else read_tools(read_text(user_path(str(tools)), "the tools")),
-        logprobs=logprobs,
-        quiet=quiet,
+        layout=chat.layout(**offered),
+        fillings=fillings_of(var or ()),
+        alone=alone(
+            asked,
+            setup=started,
+            session=session,
+            answer=answer,
+            written=replace(answer.written(), shows_thoughts=chat.how() == "show"),
+        ),
     )
-
-
-def _variable(text: str) -> tuple[str, str]:
-    """From NAME=TEXT or NAME=@FILE."""
-    name, equals, value = decode_argument("--var", text).partition("=")
-    if not equals or not name.isidentifier():
-        raise UsageError(f"var is {text!r}, it must be NAME=TEXT or NAME=@FILE")
-    return name, read_text(user_path(value[1:]), f"the variable {name}") if value.startswith("@") else value

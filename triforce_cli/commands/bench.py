@@ -237,7 +237,7 @@ class Bench:
 
     def _text(self, output: Output) -> str:
         if self.documents:
-            return read_prompt(self.documents, None, note=output.note, on_read=output.report)
+            return read_prompt(self.documents, None, note=output.note, on_read=output.report).text
         output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
         return library_text()
 

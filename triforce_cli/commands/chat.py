@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from offload import strict_json
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from offload.interrupts import Terminated, resume
 from triforce_cli import options
+from triforce_cli.answering.forms import Written
+from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, setup, wanted
+from triforce_cli.answering.request import Wanted
 from triforce_cli.chat.keys import Keys
-from triforce_cli.chat.tools import checked_variables
-from triforce_cli.choice import Models
 from triforce_cli.control import Sampling
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import prepare
+from triforce_cli.engine import Setup
 from triforce_cli.flags import (
     CacheFlags,
     ModelFlags,
@@ -29,76 +28,25 @@ from triforce_cli.flags import (
     ProgramFlags,
     SessionFlags,
     named_documents,
-    plan_options,
     spread,
 )
-from triforce_cli.options import option, switch, whole
+from triforce_cli.options import switch
 from triforce_cli.output import Output
-from triforce_cli.prompt import decode_argument
 from triforce_cli.render import chat as render_chat
+from triforce_cli.utf8 import decode_argument
 
 if TYPE_CHECKING:
-    from offload.plan.planner import Options
     from offload.session.store import Store
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.dialogue import Dialogue
     from triforce_cli.chat.formats import ChatFormat
     from triforce_cli.chat.reader import Reader
-    from triforce_cli.chat.settings import Settings
-    from triforce_cli.chat.thoughts import Thinking
 
-CHAT = "Conversation"
-
-System = Annotated[
-    str,
-    option("--system", "What the model is told before the first message.", CHAT, metavar="TEXT", show_default=False),
-]
-Files = Annotated[
-    list[Path] | None,
-    option(
-        "--file",
-        "A document to put before the first message, a folder or a pattern of them; can be repeated.",
-        CHAT,
-        metavar="PATH",
-    ),
-]
 MoreFiles = Annotated[
     list[Path] | None,
     typer.Argument(metavar="PATH", help="More of --file, as a shell writes them for *.pdf.", hidden=True),
 ]
-Template = Annotated[
-    str,
-    option(
-        "--template",
-        "How messages are laid out for the model: auto (its own template; plain where it has none), llama2, chatml, "
-        "vicuna or plain.",
-        CHAT,
-        metavar="NAME",
-    ),
-]
-ThinkingOption = Annotated[
-    str,
-    option(
-        "--thinking",
-        "Thoughts of models that write some: show (standard error), hide, or off: none are written.",
-        CHAT,
-        metavar="HOW",
-    ),
-]
-ThinkingTokens = Annotated[
-    int | None,
-    option("--thinking-tokens", "Thoughts end after so many tokens.", CHAT, metavar="N", parser=whole, hidden=True),
-]
-TemplateArguments = Annotated[
-    list[str] | None,
-    option(
-        "--template-arg",
-        "A variable of the chat template, its value in JSON, else a text. Can be repeated.",
-        CHAT,
-        metavar="NAME=VALUE",
-        hidden=True,
-    ),
-]
+AsJson = Annotated[bool, switch("--json", "Write a JSON object for each reply instead of text.", options.OUTPUT)]
 NoHistory = Annotated[bool, switch("--no-history", "Do not keep what is typed for the next time.", CHAT)]
 
 
@@ -108,18 +56,18 @@ class Chat:
 
     system: str
     documents: Named
-    template: str
-    settings: Settings
-    options: Options
-    models: Models
+    layout: Layout
+    wanted: Wanted
+    setup: Setup
     session: Path | None
     read_only: bool
     history: bool
-    cites: bool
-    thinking: Thinking
-    thinking_tokens: int | None
-    template_variables: Mapping[str, Any]
+    written: Written
     quiet: bool
+
+    @property
+    def as_json(self) -> bool:
+        return self.written.as_json
 
     def run(self) -> None:
         """Load, then answer messages until there are no more."""
@@ -129,39 +77,32 @@ class Chat:
             if keys is not None:
                 stack.enter_context(keys.hidden())
             with output:
-                prepared = prepare(self.models, self.options, output, sampling=self.settings.params())
-                output.note(self.models.answers_note)
+                prepared = self.setup.prepare(output, sampling=self.wanted.sampling)
+                output.note(self.setup.models.answers_note)
                 from triforce_cli.chat.dialogue import Dialogue
                 from triforce_cli.chat.engine import ChatEngine
-                from triforce_cli.chat.formats import ChatFormat
 
                 engine = stack.enter_context(
                     ChatEngine(prepared, session=self.session, read_only=self.read_only, on_note=output.note)
                 )
-                chat_format = ChatFormat(
-                    prepared.prompt_tokenizer,
-                    self.template,
-                    variables=self.template_variables,
-                    thinks=self.thinking != "off" and self.settings.params().constraint is None,
-                )
+                chat_format = self.layout.format(prepared.prompt_tokenizer, self.wanted)
             interactive = output.has_person
             dialogue = Dialogue(
                 engine,
                 chat_format,
-                self.settings,
+                self.wanted,
                 output,
                 conversation=self._beginning(engine.store, output),
                 interactive=interactive,
-                cites=self.cites,
-                shows_thoughts=self.thinking == "show",
-                thought_tokens=self.thinking_tokens,
+                written=self.written,
             )
             stack.enter_context(closing(dialogue))
             chat_format.closing_tokens(dialogue.conversation.clear())  # is there a place for the system message?
             self._greet(output, chat_format, interactive)
             if interactive and (last := render_chat.last_turn(dialogue.conversation)):
                 output.note(last)
-            self._add_files(dialogue)
+            if self.documents:
+                dialogue.add_documents(self.documents)
             _converse(dialogue, self._reader(dialogue, output, keys))
             if engine.store is not None and not self.read_only:
                 output.note(render_chat.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
@@ -182,12 +123,6 @@ class Chat:
         output.note(chat_format.notice)
         if interactive:
             output.note("/help lists commands; Ctrl-C stops a reply, Ctrl-D leaves")
-
-    def _add_files(self, dialogue: Dialogue) -> None:
-        from triforce_cli.chat.added import add_documents
-
-        if self.documents:
-            add_documents(dialogue, self.documents)
 
     def _reader(self, dialogue: Dialogue, output: Output, keys: Keys | None) -> Reader:
         from triforce_cli.chat.reader import LineReader, PromptReader
@@ -276,17 +211,17 @@ def chat(
     file: Files = None,
     more_files: MoreFiles = None,
     include: options.Include = None,
-    template: Template = "auto",
+    flags: ChatFlags,
     max_tokens: options.MaxTokens = 1024,
     sampling: Sampling,
+    ends: EndFlags,
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
     no_history: NoHistory = False,
     cite: options.Cite = False,
-    thinking: ThinkingOption = "show",
-    thinking_tokens: ThinkingTokens = None,
-    template_arg: TemplateArguments = None,
+    logprobs: options.Logprobs = None,
+    json: AsJson = False,
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Chat:
@@ -297,50 +232,17 @@ def chat(
 
     Example: triforce chat --model path/to/model --file book.txt
     """
-    from triforce_cli.chat.formats import NAMES
-    from triforce_cli.chat.settings import Settings
-
-    options.check_max_tokens(max_tokens)
-    if template not in NAMES:
-        raise UsageError(f"template is {template!r}, it must be one of {', '.join(NAMES)}")
+    if logprobs is not None and not json:
+        raise UsageError("--logprobs go into JSON; add --json")
     return Chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
-        template=template,
-        settings=Settings(sampling=sampling, max_tokens=max_tokens),
-        options=plan_options(decoding, **vars(placement), masses=cite),
-        models=models.chosen(),
+        layout=flags.layout(),
+        wanted=wanted(max_tokens, sampling, ends=ends, cites=cite, logprobs=logprobs, chat=flags),
+        setup=setup(models, decoding, placement, cites=cite),
         session=session.path(),
         read_only=session.read_only,
         history=not no_history,
-        cites=cite,
-        thinking=check_thinking(thinking, thinking_tokens),
-        thinking_tokens=thinking_tokens,
-        template_variables=template_variables(template_arg or ()),
+        written=Written(form="json" if json else "text", shows_thoughts=flags.how() == "show"),
         quiet=quiet,
     )
-
-
-def check_thinking(text: str, tokens: int | None) -> Thinking:
-    """Raises UsageError."""
-    from triforce_cli.chat.thoughts import NAMES
-
-    if tokens is not None and tokens < 0:
-        raise UsageError(f"thinking-tokens is {tokens}, it must be 0 or more")
-    found = next((name for name in NAMES if name == text), None)
-    if found is None:
-        raise UsageError(f"thinking is {text!r}, it must be one of {', '.join(NAMES)}")
-    return found
-
-
-def template_variables(texts: Sequence[str]) -> dict[str, Any]:
-    """From NAME=VALUE each. Raises UsageError."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = decode_argument("--template-arg", text).partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"template-arg is {text!r}, it must be NAME=VALUE, such as enable_thinking=false")
-        found[name] = value
-        with suppress(ValueError, RecursionError):
-            found[name] = strict_json.parse(value)
-    return checked_variables(found)

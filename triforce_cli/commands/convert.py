@@ -12,8 +12,8 @@ from triforce_cli import options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import option
 from triforce_cli.output import Output
-from triforce_cli.prompt import user_path
 from triforce_cli.render.text import path_text
+from triforce_cli.utf8 import user_path
 
 Source = Annotated[
     Path,

@@ -14,7 +14,7 @@ from triforce_cli.choice import choose_models
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.outfile import OutputFile
 from triforce_cli.output import Output
-from triforce_cli.prompt import user_path
+from triforce_cli.utf8 import user_path
 
 Report = Annotated[
     Path | None,

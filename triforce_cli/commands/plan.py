@@ -174,7 +174,7 @@ class Planning:
         """Of the documents, by the model's tokenizer; None where none are named."""
         if not self.documents:
             return None
-        prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report)
+        prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report).text
         from offload.decode.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.models.target).num_tokens(prompt)

@@ -21,8 +21,8 @@ from triforce_cli import options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
-from triforce_cli.prompt import user_path
 from triforce_cli.render import sessions as render_sessions
+from triforce_cli.utf8 import user_path
 
 SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"

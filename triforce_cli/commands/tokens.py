@@ -14,9 +14,9 @@ from triforce_cli.documents.reading import joined, read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
 from triforce_cli.output import Output
-from triforce_cli.prompt import STDIN
 from triforce_cli.render import tokens as render_tokens
 from triforce_cli.render.tokens import Counted, Counts
+from triforce_cli.utf8 import STDIN
 
 if TYPE_CHECKING:
     from offload.plan.options import Options

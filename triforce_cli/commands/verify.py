@@ -77,7 +77,7 @@ class Verify:
         """Raises Differs, after the report."""
         output = Output(quiet=self.quiet)
         with output:
-            prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report)
+            prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report).text
             prepared = prepare(self.models, self.options, output, sampling=self.sampling, given=self.given)
             sampling = self.sampling
             from offload.bench.exactness import check_exactness

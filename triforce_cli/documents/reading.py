@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from offload.errors import UsageError
 from offload.interrupts import poll
+from triforce_cli.documents import Document
 from triforce_cli.documents.epub import read_epub
 from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
 from triforce_cli.documents.pdf import read_pdf
@@ -17,8 +18,8 @@ from triforce_cli.documents.selection import Named, Source, select, without
 from triforce_cli.documents.web import read_page
 from triforce_cli.documents.word import read_word
 from triforce_cli.inputs import Note
-from triforce_cli.prompt import read_input
 from triforce_cli.render.text import line_text
+from triforce_cli.utf8 import read_input
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
 _PACKED, _UNPACKING = ("Word", "EPUB"), 64  # kinds of archives, and to how many times their size they may unpack
@@ -40,6 +41,10 @@ class Reading:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def document(self) -> Document:
+        return Document(self.name, self.text)
 
     @property
     def shown_kind(self) -> str:
@@ -79,7 +84,9 @@ def heading(name: str) -> str:
 
 def _read(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
     try:
-        return _READERS[source.kind or "text"](source, what, note, on_part)
+        if (read := _READERS.get(source.kind or "text")) is not None:
+            return read(source, on_part)
+        return Reading(source, "text", read_input(source.path, what, note=note))  # which refuses what is not UTF-8
     except UsageError as error:
         if source.is_found:
             raise UsageError(f"{error}; {without(source.name)}") from error
@@ -88,34 +95,28 @@ def _read(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
         raise UsageError(f"{what} cannot be read from {source.path}: {error.strerror}") from error
 
 
-def _read_text(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
-    return Reading(source, "text", read_input(source.path, what, note=note))
-
-
-def _read_pdf(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+def _read_pdf(source: Source, on_part: OnPart) -> Reading:
     text, detail, remarks = read_pdf(source.path, Meter(str(source.path)), on_part)
     return Reading(source, "PDF", text, detail, tuple(remarks))
 
 
-def _read_page(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+def _read_page(source: Source, on_part: OnPart) -> Reading:
     meter = Meter(str(source.path))
     with source.path.open("rb") as stream:
         text, remarks = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
     return Reading(source, "web page", text, remarks=remarks)
 
 
-def _read_word(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+def _read_word(source: Source, on_part: OnPart) -> Reading:
     text, remarks = read_word(source.path, Meter(str(source.path)), on_part)
     return Reading(source, "Word", text, remarks=remarks)
 
 
-def _read_epub(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
+def _read_epub(source: Source, on_part: OnPart) -> Reading:
     return Reading(source, "EPUB", *read_epub(source.path, Meter(str(source.path)), on_part))
 
 
-_READERS: dict[str, Callable[[Source, str, Note, OnPart], Reading]] = {
-    "text": _read_text,
-    "binary": _read_text,  # which refuses it, unless it is UTF-8
+_READERS: dict[str, Callable[[Source, OnPart], Reading]] = {
     "PDF": _read_pdf,
     "web page": _read_page,
     "Word": _read_word,

@@ -16,8 +16,8 @@ from offload.units import size
 from triforce_cli.documents.kinds import Kind, kind_of
 from triforce_cli.documents.walk import AGAIN, OUTWARD, UNREADABLE, Pattern, Walk
 from triforce_cli.inputs import Note
-from triforce_cli.prompt import STDIN, user_path
 from triforce_cli.render.text import counted, line_text, path_text
+from triforce_cli.utf8 import PIPED, STDIN, user_path
 
 MOST_FILES = 10_000
 MOST_BYTES = 1 << 30
@@ -43,7 +43,7 @@ class Named:
         return bool(self.paths)
 
     def __str__(self) -> str:
-        return ", ".join("standard input" if path == STDIN else path_text(path) for path in self.paths)
+        return ", ".join(PIPED if path == STDIN else path_text(path) for path in self.paths)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def select(named: Named, *, note: Note) -> tuple[Source, ...]:
 
 def _sources(path: Path, include: Sequence[str], note: Note) -> Sequence[Source]:
     if path == STDIN:
-        return [Source(STDIN, "standard input")]
+        return [Source(STDIN, PIPED)]
     there = path if os.path.lexists(path) else user_path(str(path))
     if there.is_dir():
         return _found(there, there, Pattern(), include, note)

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.units import size
-from triforce_cli.ending import ends_here, may_not_match
+from triforce_cli.answering.ending import ends_here, may_not_match
 from triforce_cli.render import text
 from triforce_cli.render.text import line_text
 
 if TYPE_CHECKING:
     from offload.decode.constraint import Constraint
     from offload.metrics import Stats
+    from triforce_cli.answering.citations import Citation
     from triforce_cli.chat.background import BackgroundWork
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
-    from triforce_cli.citations import Citation
 
 NUM_OFFERED = 4  # documents
 _SHOWN_REPLY = 600  # characters

@@ -12,7 +12,7 @@ from triforce_cli.render.text import line_text
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
     from offload.engine.attended import Passage
-    from triforce_cli.chat.conversation import Document
+    from triforce_cli.documents import Document
 
 ASKED = 12  # passages of a prompt that are looked at: some are of no document
 SHOWN = 3

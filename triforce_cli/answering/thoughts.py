@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Literal, cast
-
-from offload.decode.sampling import ThoughtBudget
-from triforce_cli.chat.calls import Calls
 
 Thinking = Literal["show", "hide", "off"]
 State = Literal["start", "thought", "said"]  # of a reply: whether it has begun with thoughts, or is behind them
@@ -65,7 +62,7 @@ def switched_off(render: Callable[..., str]) -> dict[str, bool]:
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """A stretch of a reply; is_thought: of its thoughts, else of what is said."""
 
     text: str
@@ -77,31 +74,38 @@ class Splitter:
     white space beside them."""
 
     def __init__(
-        self, marks: Marks | None, *, begun: bool = False, begin: str = "", named: Collection[str] = ()
+        self,
+        marks: Marks | None,
+        *,
+        begun: bool = False,
+        begin: str = "",
+        named: Collection[str] = (),
+        trims: bool = True,
     ) -> None:
         """begun: the prompt has opened thoughts; a reply that opens them once more does no harm. begin: what the reply
-        begins with, before the first piece. named: marks that are a token each, and nothing but that token."""
+        begins with, before the first piece. named: marks that are a token each, and nothing but that token. trims: the
+        white space that the reply begins with."""
         self._marks, self._named = marks, named
         self._before: State = "thought" if begun else "said"  # what a reply begins with that opens no thoughts
         self.state: State = "said" if marks is None else "start"
         self._held, self._num_past = begin, 0  # characters of the reply before those that are held
         self._places = {found.start() for name in named for found in re.finditer(re.escape(name), begin)}
-        self._trims = not begin  # the white space that comes next
+        self._trims = trims and not begin  # the white space that comes next
         self._tell()
 
-    def push(self, text: str, named: Iterable[int] = ()) -> list[Part]:
+    def push(self, text: str, named: Iterable[int] = ()) -> list[Piece]:
         """What is certain with this text. named: where tokens stand in it that are marks."""
         self._places |= {self._num_past + len(self._held) + place for place in named}
         self._held += text
         self._tell()
-        parts: list[Part] = []
+        parts: list[Piece] = []
         if self._marks is not None and self.state == "thought":
             parts += self._think(self._marks)
         if self.state == "said":
             parts += self._out(self._taken(len(self._held)), is_thought=False)
         return parts
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[Piece]:
         """What was held back, at the end."""
         state = self._before if self.state == "start" else self.state
         return self._out(self._taken(len(self._held)), is_thought=state == "thought")
@@ -118,7 +122,7 @@ class Splitter:
             self.state = self._before
         self._trims |= self.state == "thought"
 
-    def _think(self, marks: Marks) -> list[Part]:
+    def _think(self, marks: Marks) -> list[Piece]:
         if (at := self._find(marks.close)) is not None:
             parts = self._out(self._taken(at).rstrip(), is_thought=True)
             self._taken(len(marks.close))
@@ -140,38 +144,10 @@ class Splitter:
         self._num_past += count
         return taken
 
-    def _out(self, text: str, *, is_thought: bool) -> list[Part]:
+    def _out(self, text: str, *, is_thought: bool) -> list[Piece]:
         text = text.lstrip() if self._trims else text
         self._trims = self._trims and not text
-        return [Part(text, is_thought)] if text else []
-
-
-@dataclass(frozen=True)
-class Opening:
-    """How a reply begins. tokens: the prompt, and those of `begin`, a text that is a part of the reply.
-
-    marks: of the thoughts that may come; None: none may. begun: the template has opened them. named: tokens that marks
-    are, special or not, by their names. calls: reads those of the tools that were offered; None: none were.
-    """
-
-    tokens: Sequence[int]
-    begin: str = ""
-    marks: Marks | None = None
-    begun: bool = False
-    named: Mapping[int, str] = field(default_factory=dict)
-    calls: Calls | None = None
-
-    def splitter(self) -> Splitter:
-        return Splitter(self.marks, begun=self.begun, begin=self.begin, named=frozenset(self.named.values()))
-
-    def budget(self, tokens: int | None) -> ThoughtBudget | None:
-        """So many tokens of thoughts; None where there is no limit, or no thoughts can come any more."""
-        splitter = self.splitter()
-        splitter.push("")
-        if tokens is None or self.marks is None or splitter.state == "said":
-            return None
-        is_open = self.begun or splitter.state == "thought"
-        return ThoughtBudget(tokens, self.marks.end, "" if is_open else self.marks.open)
+        return [Piece(text, is_thought)] if text else []
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import strict_json
-from triforce_cli.chat.arguments import Tools, listed, schema_of, typed
+from triforce_cli.answering.arguments import Tools, listed, schema_of, typed
 
 Call = dict[str, Any]  # {"name", "arguments"}
 Read = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for one that cannot be read

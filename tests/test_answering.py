@@ -1,0 +1,114 @@
+"""An answer's steps become parts: text, thoughts, scores, citations, and what was held back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offload.decode.logprobs import TokenScore
+from offload.decode.sampling import SamplingParams, ThoughtBudget
+from offload.engine.attended import Passage
+from offload.engine.engine import Step
+from triforce_cli.answering.answer import Answer, Part
+from triforce_cli.answering.calls import Calls
+from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.thoughts import Marks
+from triforce_cli.documents import Document
+
+MARKS = Marks("<think>", "</think>")
+WANTED = Wanted(max_tokens=9, sampling=SamplingParams())
+REPLY = Prompt([1, 2], is_chat=True, marks=MARKS)
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def answer_to(prompt: Prompt, wanted: Wanted = WANTED) -> Answer:
+    tokenizer: Any = Letters()
+    return Answer(prompt, wanted, tokenizer)
+
+
+def step(text: str, finish: Any = None, **more: Any) -> Step:
+    return Step(text, list(map(ord, text)), finish, **more)
+
+
+def told(part: Part | None) -> tuple[str, str]:
+    assert part is not None
+    return part.text, part.thoughts
+
+
+def test_a_step_has_the_end_of_thoughts_and_the_beginning_of_the_text() -> None:
+    answer = answer_to(REPLY)
+    assert [told(answer.add(step(text))) for text in (" <thi", "nk>Well, ", "so</think>\n\nYes", ".")] == [
+        ("", ""),
+        ("", "Well,"),
+        ("Yes", " so"),
+        (".", ""),
+    ]
+    assert answer.text == "Yes."
+    assert answer.written == " <think>Well, so</think>\n\nYes."
+    assert answer.tokens == list(map(ord, answer.written))
+    assert answer.num_tokens == len(answer.tokens)
+
+
+def test_what_is_held_back_comes_with_the_last_step_or_where_the_answer_is_broken_off() -> None:
+    """`ask` lost it where its time was over."""
+    for finish, text in (("stop", " <thi"), ("length", "<")):
+        answer = answer_to(REPLY)
+        assert told(answer.add(step(text, finish))) == (text.strip(), "")
+        assert answer.finish == finish
+        assert answer.break_off() is None
+    answer = answer_to(REPLY)
+    answer.add(step("<think>Well</thi"))
+    assert (told(answer.break_off()), answer.finish) == (("", "</thi"), None)
+    assert answer.break_off() is None
+
+
+def test_an_answer_that_has_not_begun_has_nothing_to_break_off() -> None:
+    answer = answer_to(Prompt([1], is_chat=True, begin="Under"))
+    assert answer.break_off() is None
+    assert told(answer.add(step(" it", "stop"))) == ("Under it", "")
+
+
+def test_a_text_that_is_continued_keeps_its_white_space_and_has_no_thoughts() -> None:
+    answer = answer_to(Prompt([1]))
+    assert told(answer.add(step("\n <think>a</think>", "stop"))) == ("\n <think>a</think>", "")
+
+
+def test_json_has_what_is_wanted_and_no_more() -> None:
+    def found(prompt: Prompt, wanted: Wanted) -> dict[str, Any]:
+        answer, notes = answer_to(prompt, wanted), list[str]()
+        score = TokenScore(97, -0.5, ((98, -1.0),))
+        answer.add(step("a", "stop", scores=(score,) if wanted.logprobs else (), passages=(Passage(0, 2, 0.25),)))
+        return answer.as_dict("stop", note=notes.append)
+
+    plain = {"text": "a", "tokens": [97], "finish_reason": "stop"}
+    assert found(REPLY, WANTED) == plain
+    wanted = Wanted(max_tokens=9, sampling=SamplingParams(), logprobs=1, cites=True)
+    read = list(map(ord, "Nobody came."))
+    prompt = Prompt(read, (Document("d", "Nobody came."),), calls=Calls([], "<tool_call>"))
+    scored = [{"token": 97, "text": "a", "logprob": -0.5, "top": [{"token": 98, "text": "b", "logprob": -1.0}]}]
+    more = found(prompt, wanted)
+    assert {name: more[name] for name in plain} == plain
+    assert (more["logprobs"], more["tool_calls"], list(more)) == (
+        scored, [], ["text", "tokens", "logprobs", "finish_reason", "tool_calls", "citations"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget"),
+    [(REPLY, ThoughtBudget(5, MARKS.end, MARKS.open)), (Prompt([1], is_chat=True), None), (Prompt([1]), None)],
+)
+def test_a_request_has_what_is_wanted_and_what_the_template_says(prompt: Prompt, budget: ThoughtBudget | None) -> None:
+    wanted = Wanted(max_tokens=9, sampling=SamplingParams(top_k=4), stops=("a",), cites=True, thought_tokens=5)
+    request = prompt.request(wanted, max_tokens=7, reuse=True)
+    assert (request.prompt, request.max_tokens, request.reuse) == (list(prompt.tokens), 7, True)
+    assert (request.sampling.top_k, request.sampling.thoughts) == (4, budget)
+    assert request.passages > 0
+    ends = Prompt([1], end_tokens=frozenset({3}), stops=("b",), named={5: "<x>"}).request(wanted, max_tokens=99)
+    assert (ends.stop, ends.end_tokens, ends.named, ends.max_tokens) == (("a", "b"), frozenset({3}), {5: "<x>"}, 9)

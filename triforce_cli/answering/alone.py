@@ -1,0 +1,125 @@
+"""One prompt answered on an engine of its own, as `generate` and `ask` do."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.errors import Differs
+from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.ending import Unfinished, ends_here, may_not_match
+from triforce_cli.answering.forms import Written
+from triforce_cli.answering.kept import kept, open_for_text
+from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.writer import Writer
+from triforce_cli.deadline import Deadline
+from triforce_cli.engine import Prepared, Setup, open_engine
+from triforce_cli.outfile import OutputFile
+from triforce_cli.output import Output
+from triforce_cli.render.stats import compared
+
+if TYPE_CHECKING:
+    from offload.engine.engine import Engine, Step
+    from offload.engine.request import GenerationRequest
+    from offload.plan.planner import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """Everything that is asked for but the prompt. session: the folder that keeps rows. file: in
+    place of standard output. compares: decode again without speculation, and compare."""
+
+    wanted: Wanted
+    setup: Setup
+    session: Path | None
+    read_only: bool
+    compares: bool
+    written: Written
+    file: Path | None
+    quiet: bool
+
+    @contextmanager
+    def begun(self) -> Iterator[Run]:
+        """The run that reads the prompt and answers it. At its end, however it ends, the answer so far is written."""
+        deadline, output = Deadline(self.wanted.timeout), Output(quiet=self.quiet)
+        with self._file(output), Writer(output, self.written, self.setup.models) as writer, output:
+            yield Run(self, output, deadline, writer)
+
+    def _file(self, output: Output) -> AbstractContextManager[object]:
+        if self.file is None:
+            return nullcontext()
+        file = OutputFile(self.file, note=output.note)
+        output.write_to(file)
+        return file
+
+
+class Run:
+    """An answer under way. on_read: hears how much of documents is read."""
+
+    def __init__(self, alone: Alone, output: Output, deadline: Deadline, writer: Writer) -> None:
+        self.output = output
+        self.on_read = deadline.heard(output.report)
+        self._alone, self._deadline, self._writer = alone, deadline, writer
+        self._on_progress = deadline.heard(output.progress)
+
+    def prepare(self) -> Prepared:
+        """Tokenizer and machine; see triforce_cli.engine."""
+        return self._alone.setup.prepare(self.output, sampling=self._alone.wanted.sampling)
+
+    def answer(self, prepared: Prepared, prompt: Prompt, text: str) -> None:
+        """Plan, load, generate. The answer appears as it is accepted. text: that the prompt is made of."""
+        wanted, session = self._alone.wanted, self._alone.session
+        plan = prepared.request.plan(num_prompt_tokens=len(prompt.tokens), max_tokens=wanted.max_tokens)
+        self.output.planned(plan)
+        answer = Answer(prompt, wanted, prepared.tokenizer)
+        with ExitStack() as stack:
+            store = None
+            if session is not None:
+                store = stack.enter_context(open_for_text(prepared, plan, session, read_only=self._alone.read_only))
+            engine = stack.enter_context(open_engine(prepared, plan, on_progress=self._on_progress))
+            self._writer.begin(engine, answer, text)
+            if store is not None:
+                stack.enter_context(kept(store, engine, prompt.tokens, self.output))
+            request = prompt.request(wanted, max_tokens=plan.request.max_tokens, reuse=store is not None)
+            self._generate(engine, request, answer)
+            if self._alone.compares:
+                self._compare(engine, request, answer)
+        if answer.finish == "length":
+            self._writer.remark = self._remark(plan)
+
+    def _generate(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
+        with closing(engine.generate(request, on_progress=self._on_progress)) as steps:
+            for step in self._deadline.within(steps):
+                self._writer.add(step)
+                if self._alone.written.as_json or self._alone.file:
+                    self.output.report("decode", answer.num_tokens, request.max_tokens, "tokens")
+
+    def _compare(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
+        """Raises Differs where without speculation there is one text and it is another."""
+        with closing(self._plainly(engine, request)) as steps:
+            tokens = [token for step in self._deadline.within(steps) for token in step.tokens]
+        if self._writer.stats is not None:
+            self.output.table(compared(self._writer.stats, engine.stats, greedy=request.sampling.greedy))
+        if request.sampling.greedy and tokens != answer.tokens:
+            raise Differs("without speculation the text is another; triforce verify shows where it begins to differ")
+
+    def _plainly(self, engine: Engine, request: GenerationRequest) -> Generator[Step, None, None]:
+        self.output.end_shown_line()
+        done = 0
+        for step in engine.generate(replace(request, speculation=False), on_progress=self.output.progress):
+            done += len(step.tokens)
+            self.output.report("without speculation", done, request.max_tokens, "tokens")
+            yield step
+
+    def _remark(self, plan: Plan) -> str:
+        """What to say of an answer that was cut. Raises Unfinished where it has to follow a constraint."""
+        wanted, name = self._alone.wanted, f"the {self._alone.written.name}"
+        full = plan.request.max_tokens < wanted.max_tokens
+        limit = None if full else f"--max-tokens {wanted.max_tokens}"
+        if wanted.sampling.constraint is None:
+            return ends_here(name, limit)
+        remedy = "shorten the prompt" if full else "raise it"
+        raise Unfinished(may_not_match(name, limit, wanted.sampling.constraint.name, remedy))

@@ -1,0 +1,115 @@
+"""An answer as it comes: its steps, each split into thoughts and text, with scores and citations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from triforce_cli.answering.citations import Citation, citations
+from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.thoughts import Piece
+
+if TYPE_CHECKING:
+    from offload.decode.logprobs import TokenScore
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine.engine import Step
+
+INTERRUPTED, TIMEOUT = "interrupted", "timeout"  # why an answer ended early, in place of how it ended
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step of an answer. text: of what is said, complete with it; thoughts: of those before. Either may be held back
+    for a later part, until it is certain which it is. written: the step's own text, with marks. scores, finish: see
+    Step."""
+
+    text: str
+    thoughts: str
+    written: str = ""
+    tokens: Sequence[int] = ()
+    scores: Sequence[TokenScore] = ()
+    finish: str | None = None
+
+
+class Answer:
+    """The parts of an answer so far. citations: None until it ends, and where none are wanted."""
+
+    def __init__(self, prompt: Prompt, wanted: Wanted, tokenizer: Tokenizer) -> None:
+        self.prompt, self.wanted = prompt, wanted
+        self.parts: list[Part] = []
+        self.num_tokens = 0
+        self.citations: list[Citation] | None = None
+        self._tokenizer = tokenizer
+        self._splitter = prompt.splitter()
+
+    def add(self, step: Step) -> Part:
+        """The part that a step is."""
+        pieces = self._splitter.push(step.text, step.named)
+        if step.finish is not None:
+            pieces += self._splitter.flush()
+            if self.wanted.cites:
+                read, documents = self.prompt.tokens, self.prompt.documents
+                self.citations = citations(step.passages, read, documents, self._tokenizer)
+        self.num_tokens += len(step.tokens)
+        text, thoughts = _told_apart(pieces)
+        self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish))
+        return self.parts[-1]
+
+    def break_off(self) -> Part | None:
+        """The text that was held back, where an answer that has begun ends early."""
+        if not self.parts or self.finish is not None or not (pieces := self._splitter.flush()):
+            return None
+        self.parts.append(Part(*_told_apart(pieces)))
+        return self.parts[-1]
+
+    def scores(self, part: Part) -> list[dict[str, Any]]:
+        """Of a part's tokens, as JSON: ids, texts and log-probabilities in nats, and those of the likeliest ones."""
+        return [self._score(score) for score in part.scores]
+
+    @property
+    def text(self) -> str:
+        """All that is said."""
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def written(self) -> str:
+        """All that the model wrote, thoughts and their marks too."""
+        return "".join(part.written for part in self.parts)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for part in self.parts for token in part.tokens]
+
+    @property
+    def finish(self) -> str | None:
+        """None where it has not ended, or ended early."""
+        return self.parts[-1].finish if self.parts else None
+
+    def as_dict(self, finish_reason: str, *, note: Callable[[str], None]) -> dict[str, Any]:
+        """The answer as JSON, without what was not wanted. note: hears of calls of tools that cannot be read."""
+        text, thoughts = self.text, "".join(part.thoughts for part in self.parts)
+        found: dict[str, Any] = {"text": text, "tokens": self.tokens}
+        if self.wanted.logprobs is not None:
+            found["logprobs"] = [score for part in self.parts for score in self.scores(part)]
+        found["finish_reason"] = finish_reason
+        if self.prompt.calls is not None:
+            found["tool_calls"], notice = self.prompt.calls.read(text)
+            note(notice)
+        if thoughts:
+            found["thoughts"] = thoughts
+        if self.citations is not None:
+            found["citations"] = [each.as_dict() for each in self.citations]
+        return found
+
+    def _score(self, score: TokenScore) -> dict[str, Any]:
+        def one(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": token, "text": self._tokenizer.decode([token]), "logprob": round(logprob, 6)}
+
+        return one(score.token, score.logprob) | {"top": [one(*pair) for pair in score.likeliest]}
+
+
+def _told_apart(pieces: Sequence[Piece]) -> tuple[str, str]:
+    """(what is said, thoughts)."""
+    said, thoughts = ("".join(each.text for each in pieces if each.is_thought is kind) for kind in (False, True))
+    return said, thoughts

@@ -1,0 +1,129 @@
+"""Forms in which an answer is written, part by part: text, one JSON object, or JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from triforce_cli.answering.answer import Part
+from triforce_cli.errors import Failure
+from triforce_cli.output import Output
+
+if TYPE_CHECKING:
+    from offload.metrics import Stats
+    from offload.plan.planner import Plan
+
+FormName = Literal["text", "json", "jsonl"]
+
+
+class Form:
+    """A listener to the events of an answer, called in the order of its methods; each form writes some of them. After
+    `fail` nothing follows; `end` also follows an interrupt. Thoughts go to standard error in all forms."""
+
+    def __init__(self, output: Output, *, shows_thoughts: bool = True) -> None:
+        self._output, self._shows_thoughts = output, shows_thoughts
+
+    def begin(self, plan: Plan) -> None: ...
+
+    def prefilled(self, stats: Stats, echo: str) -> None:
+        """echo: the prompt, if the answer is to begin with it."""
+
+    def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
+        """scores: of the part's tokens; see `Answer.scores`."""
+        if part.thoughts and self._shows_thoughts:
+            self._output.thought(part.thoughts)
+        elif part.thoughts:
+            self._output.wait("thinking")
+        if part.text:
+            self._output.end_thought()
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        """document: the answer, complete or cut short, as JSON."""
+
+    def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:
+        """document: the answer so far."""
+
+
+class TextForm(Form):
+    """The text alone. ends_line: and a line end behind it."""
+
+    def __init__(self, output: Output, *, shows_thoughts: bool = True, ends_line: bool) -> None:
+        super().__init__(output, shows_thoughts=shows_thoughts)
+        self._ends_line = ends_line
+
+    def prefilled(self, stats: Stats, echo: str) -> None:
+        """After prefill, not before: a progress bar on the echo's last line would erase that line."""
+        if echo:
+            self._output.text(echo)
+
+    def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
+        super().add(part, scores)
+        if part.text:
+            self._output.text(part.text)
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        if self._ends_line:
+            self._output.end_line()
+
+
+class ObjectForm(Form):
+    """One JSON object at the end."""
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        self._output.document(document)
+
+    def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:
+        if document["tokens"]:
+            self._output.document(document)
+
+
+class EventForm(Form):
+    """A JSON line for each event."""
+
+    def begin(self, plan: Plan) -> None:
+        self._event("plan", plan=plan.as_dict())
+
+    def prefilled(self, stats: Stats, echo: str) -> None:
+        self._event(
+            "prefill",
+            prompt_tokens=stats.prompt_tokens,
+            reused_tokens=stats.reused_tokens,
+            seconds=stats.first_token_seconds,
+        )
+
+    def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
+        super().add(part, scores)
+        self._event("token", text=part.text, tokens=list(part.tokens), **({"logprobs": scores} if scores else {}))
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        apart = ("text", "tokens", "logprobs", "plan")  # they have come
+        self._event("done", **{name: value for name, value in document.items() if name not in apart})
+
+    def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:
+        self._event("error", **failure.as_dict()["error"])
+
+    def _event(self, name: str, **data: Any) -> None:
+        self._output.document({"event": name} | data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """How an answer is written. name: what messages call it. ends_line: a text has a line end behind it. echo: it
+    begins with the prompt. shows_thoughts: to the person. stats: a table of them below it."""
+
+    form: FormName = "text"
+    name: str = "answer"
+    ends_line: bool = True
+    echo: bool = False
+    shows_thoughts: bool = True
+    stats: bool = False
+
+    @property
+    def as_json(self) -> bool:
+        return self.form != "text"
+
+    def make(self, output: Output) -> Form:
+        if self.form == "text":
+            return TextForm(output, shows_thoughts=self.shows_thoughts, ends_line=self.ends_line)
+        return (ObjectForm if self.form == "json" else EventForm)(output, shows_thoughts=self.shows_thoughts)

@@ -1,0 +1,46 @@
+"""Rows that a session keeps from one prompt to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.errors import UsageError
+from triforce_cli.engine import Prepared, open_session
+from triforce_cli.output import Output
+
+if TYPE_CHECKING:
+    from offload.engine.engine import Engine
+    from offload.plan.planner import Plan
+    from offload.session.store import Store
+
+
+def open_for_text(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bool) -> Store:
+    """The session in `folder`, for the rows of a prompt and its text. Raises UsageError where a chat keeps it."""
+    store = open_session(prepared, plan, folder, read_only=read_only)
+    if store.extra and not read_only and store.extra.get("kind") != "text":
+        store.close()
+        raise UsageError(f"{folder} is kept by a chat; name another session, or add --read-only")
+    return store
+
+
+@contextmanager
+def kept(store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
+    """Restore the session's rows for this prompt. At the end, also after an interrupt, save the rows if there are more
+    of them."""
+    from offload.engine.prefix import num_common
+
+    common, began = engine.restore(store, tokens, on_progress=output.progress), num_common(store.tokens, tokens)
+    replaced = len(store.tokens) - began
+    try:
+        yield
+    finally:
+        output.end_shown_line()
+        if not store.read_only and engine.num_cached > common:
+            engine.save(store, {"kind": "text"}, on_progress=output.progress)
+            if replaced > began:
+                output.note(f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced")
+        lost = f"; {began:,} begin what was kept, and windows have lost some that they need"
+        output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there{lost if common < began else ''}")

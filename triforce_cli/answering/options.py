@@ -1,0 +1,272 @@
+"""Options of commands that answer: what ends a text, how it is written, thoughts; and the checks of what was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from offload import strict_json
+from offload.decode.sampling import SamplingParams
+from offload.engine.request import check_logprobs
+from offload.errors import UsageError
+from triforce_cli import options
+from triforce_cli.answering.alone import Alone
+from triforce_cli.answering.forms import Written
+from triforce_cli.answering.request import Wanted
+from triforce_cli.answering.thoughts import NAMES, Thinking
+from triforce_cli.chat.tools import checked_variables
+from triforce_cli.engine import Setup
+from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, SessionFlags, plan_options
+from triforce_cli.given import beside_given
+from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch, whole
+from triforce_cli.utf8 import STDIN, decode_argument, user_path
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from triforce_cli.chat.formats import ChatFormat
+
+CHAT = "Conversation"
+
+Stop = Annotated[
+    list[str] | None,
+    option(
+        "--stop",
+        "Stop before this text; can be repeated.",
+        SAMPLING,
+        metavar="TEXT",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    option(
+        "--timeout",
+        "Stop after this many seconds, loading included (exit code 124); with many prompts, or in a chat, for each.",
+        SAMPLING,
+        metavar="SECONDS",
+        parser=number,
+    ),
+]
+AsEvents = Annotated[
+    bool,
+    switch("--jsonl", "Write a JSON line for each event: plan, prefill, token, done, error.", OUTPUT),
+]
+Destination = Annotated[
+    Path | None,
+    option(
+        "--output",
+        "Write to this file instead of standard output, atomically; an interrupted run leaves FILE.partial.",
+        OUTPUT,
+        short="-o",
+        metavar="FILE",
+    ),
+]
+ShowStats = Annotated[bool, switch("--stats", "After the text, print statistics to standard error.", OUTPUT)]
+Compare = Annotated[
+    bool,
+    switch("--compare", "Then decode plainly, too; compare time and text.", OUTPUT),
+]
+System = Annotated[
+    str,
+    option("--system", "What the model is told before the first message.", CHAT, metavar="TEXT", show_default=False),
+]
+Files = Annotated[
+    list[Path] | None,
+    option(
+        "--file",
+        "A document to put before the first message, a folder or a pattern of them; can be repeated.",
+        CHAT,
+        metavar="PATH",
+    ),
+]
+Template = Annotated[
+    str,
+    option(
+        "--template",
+        "How messages are laid out for the model: auto (its own template; plain where it has none), llama2, chatml, "
+        "vicuna or plain.",
+        CHAT,
+        metavar="NAME",
+    ),
+]
+ThinkingOption = Annotated[
+    str,
+    option(
+        "--thinking",
+        "Thoughts of models that write some: show (standard error), hide, or off: none are written.",
+        CHAT,
+        metavar="HOW",
+    ),
+]
+ThinkingTokens = Annotated[
+    int | None,
+    option("--thinking-tokens", "Thoughts end after so many tokens.", CHAT, metavar="N", parser=whole, hidden=True),
+]
+TemplateArguments = Annotated[
+    list[str] | None,
+    option(
+        "--template-arg",
+        "A variable of the chat template, its value in JSON, else a text. Can be repeated.",
+        CHAT,
+        metavar="NAME=VALUE",
+        hidden=True,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndFlags:
+    """What ends an answer before its own end."""
+
+    stop: Stop = None
+    timeout: Timeout = None
+
+    def stops(self) -> tuple[str, ...]:
+        """Raises UsageError."""
+        stops = tuple(decode_argument("--stop", text) for text in self.stop or ())
+        if "" in stops:
+            raise UsageError("stop is empty, it must be at least one character")
+        return stops
+
+    def seconds(self) -> float | None:
+        """Until the answer is broken off. Raises UsageError."""
+        if self.timeout is not None and not 0 < self.timeout < 1e9:
+            raise UsageError(f"timeout is {self.timeout:g}, it must be above 0 and below 1000000000 seconds")
+        return self.timeout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A chat template by its name, with variables for it."""
+
+    template: str
+    variables: Mapping[str, Any]
+
+    def format(self, tokenizer: Tokenizer, wanted: Wanted) -> ChatFormat:
+        """For replies that have what is wanted."""
+        from triforce_cli.chat.formats import ChatFormat
+
+        return ChatFormat(tokenizer, self.template, variables=self.variables, thinks=wanted.may_think)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags:
+    """The chat template, and thoughts."""
+
+    template: Template = "auto"
+    thinking: ThinkingOption = "show"
+    thinking_tokens: ThinkingTokens = None
+    template_arg: TemplateArguments = None
+
+    def layout(self, **variables: Any) -> Layout:
+        """variables: of the template, besides those that are named. Raises UsageError."""
+        from triforce_cli.chat.formats import NAMES as TEMPLATES
+
+        if self.template not in TEMPLATES:
+            raise UsageError(f"template is {self.template!r}, it must be one of {', '.join(TEMPLATES)}")
+        return Layout(self.template, self._variables() | variables)
+
+    def how(self) -> Thinking:
+        """Raises UsageError."""
+        if self.thinking_tokens is not None and self.thinking_tokens < 0:
+            raise UsageError(f"thinking-tokens is {self.thinking_tokens}, it must be 0 or more")
+        found = next((name for name in NAMES if name == self.thinking), None)
+        if found is None:
+            raise UsageError(f"thinking is {self.thinking!r}, it must be one of {', '.join(NAMES)}")
+        return found
+
+    def _variables(self) -> dict[str, Any]:
+        """From NAME=VALUE each."""
+        found: dict[str, Any] = {}
+        for text in self.template_arg or ():
+            name, equals, value = decode_argument("--template-arg", text).partition("=")
+            if not equals or not name.isidentifier():
+                raise UsageError(f"template-arg is {text!r}, it must be NAME=VALUE, such as enable_thinking=false")
+            found[name] = value
+            with suppress(ValueError, RecursionError):
+                found[name] = strict_json.parse(value)
+        return checked_variables(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFlags:
+    """How an answer is written, and what beside it."""
+
+    output: Destination = None
+    stats: ShowStats = False
+    compare: Compare = False
+    cite: options.Cite = False
+    logprobs: options.Logprobs = None
+    json: options.AsJson = False
+    jsonl: AsEvents = False
+    quiet: options.Quiet = False
+
+    def written(self) -> Written:
+        """Raises UsageError."""
+        if self.json and self.jsonl:
+            raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
+        return Written(form="json" if self.json else "jsonl" if self.jsonl else "text", stats=self.stats)
+
+
+def wanted(
+    max_tokens: int,
+    sampling: SamplingParams,
+    *,
+    ends: EndFlags,
+    cites: bool,
+    logprobs: int | None,
+    chat: ChatFlags,
+) -> Wanted:
+    """Raises UsageError."""
+    options.check_max_tokens(max_tokens)
+    options.check_min_tokens(sampling.min_tokens, max_tokens)
+    check_logprobs(logprobs)
+    return Wanted(
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stops=ends.stops(),
+        logprobs=logprobs,
+        cites=cites,
+        thinks=chat.how() != "off",
+        thought_tokens=chat.thinking_tokens,
+        timeout=ends.seconds(),
+    )
+
+
+def setup(
+    models: ModelFlags, decoding: CacheFlags, placement: PlacementFlags, *, cites: bool, plan: Path | None = None
+) -> Setup:
+    """plan: a file with a plan to use. Raises UsageError, ModelError."""
+    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cites))
+    return Setup(models.chosen(), chosen, given)
+
+
+def destination(named: Path | None) -> Path | None:
+    """The named file as a path; None: standard output."""
+    return None if named in (None, STDIN, Path("/dev/stdout")) else user_path(str(named))
+
+
+def alone(
+    wanted: Wanted,
+    *,
+    setup: Setup,
+    session: SessionFlags,
+    answer: AnswerFlags,
+    written: Written,
+    forms: str = "--json or --jsonl",
+) -> Alone:
+    """One answer on an engine of its own, as options ask for it. forms: that have scores. Raises UsageError."""
+    if wanted.logprobs is not None and not written.as_json:
+        raise UsageError(f"--logprobs go into JSON; add {forms}")
+    return Alone(
+        wanted=wanted,
+        setup=setup,
+        session=session.path(),
+        read_only=session.read_only,
+        compares=answer.compare,
+        written=written,
+        file=destination(answer.output),
+        quiet=answer.quiet,
+    )

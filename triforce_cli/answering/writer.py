@@ -1,0 +1,95 @@
+"""What is written of one answer: its parts as they come, and its end, also where it ends early."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from offload.interrupts import Terminated
+from triforce_cli import __version__, log
+from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
+from triforce_cli.answering.ending import Unfinished
+from triforce_cli.answering.forms import Form, Written
+from triforce_cli.choice import Models
+from triforce_cli.deadline import TimedOut
+from triforce_cli.errors import debugging, describe
+from triforce_cli.output import Output
+from triforce_cli.render.chat import cited
+from triforce_cli.render.stats import stats_table
+
+if TYPE_CHECKING:
+    from offload.engine.engine import Engine, Step
+    from offload.metrics import Stats
+
+FAILED = "error"  # why an answer is not complete
+
+
+class Writer:
+    """Writes an answer in a form. As a context manager it writes the end, also after an interrupt, a timeout, a limit
+    or an error.
+
+    Leave the output's context first, so that JSON and tables do not mix with a progress display. remark: a note on the
+    answer as a whole, below it. stats: of the tokens that have come.
+    """
+
+    def __init__(self, output: Output, written: Written, models: Models) -> None:
+        self.remark = ""
+        self.stats: Stats | None = None
+        self.answer: Answer | None = None
+        self._output, self._written, self._models = output, written, models
+        self._form: Form = written.make(output)
+        self._engine: Engine | None = None
+        self._echo = ""
+
+    def begin(self, engine: Engine, answer: Answer, text: str) -> None:
+        """From here on there are statistics to write. text: that the prompt was made of."""
+        self._engine, self.answer, self._echo = engine, answer, text if self._written.echo else ""
+        self._form.begin(engine.plan)
+
+    def add(self, step: Step) -> None:
+        """Write the next step."""
+        assert self.answer is not None
+        assert self._engine is not None
+        if self.stats is None:
+            self.stats = self._engine.stats
+            self._form.prefilled(self.stats, self._echo)
+        part = self.answer.add(step)
+        self._form.add(part, self.answer.scores(part))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut | Unfinished):
+            if self.answer is not None and (rest := self.answer.break_off()) is not None:
+                self._form.add(rest, [])
+            finish = self.answer.finish if self.answer is not None else None
+            self._form.end(self._document(finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._show_below()
+        elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
+            self._form.fail(describe(error, debug=debugging()), self._document(FAILED))
+
+    def _document(self, finish_reason: str) -> dict[str, Any]:
+        """The answer as JSON; `stats` and `plan` are null if the run was interrupted before they existed. Statistics
+        are logged."""
+        engine = self._engine
+        stats = self.stats or (engine.stats if engine else None)
+        log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
+        found: dict[str, Any] = {"text": "", "tokens": [], "finish_reason": finish_reason}
+        if self.answer is not None:
+            found = self.answer.as_dict(finish_reason, note=self._output.note)
+        return {
+            **({"prompt": self._echo} if self._written.echo else {}),
+            **found,
+            "stats": stats.as_dict() if stats else None,
+            "plan": engine.plan.as_dict() if engine else None,
+            "model": self._models.as_dict(),
+            "version": __version__,
+        }
+
+    def _show_below(self) -> None:
+        self._output.note(self.remark)
+        if self.answer is not None and self.answer.citations is not None:
+            self._output.note(cited(self.answer.citations))
+        if self._written.stats and self._engine and self.stats:
+            self._output.table(stats_table(self.stats, self._engine.plan))

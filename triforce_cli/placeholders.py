@@ -1,0 +1,46 @@
+"""Placeholders in texts, {NAME}, and what fills them: `--var`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from offload.errors import UsageError
+from triforce_cli.utf8 import decode_argument, read_text, user_path
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def fillings_of(texts: Sequence[str]) -> dict[str, str]:
+    """From NAME=TEXT or NAME=@FILE each. Raises UsageError."""
+    return dict(map(_variable, texts))
+
+
+def filled(text: str, variables: Mapping[str, str], what: str) -> str:
+    """`text` with its {placeholders} replaced; without variables as it is. Raises UsageError for one that is unknown.
+    {{ and }} are braces."""
+    if not variables:
+        return text
+    parts = re.split(r"(\{\{|\}\})", text)
+    return "".join(
+        part[0] if part in ("{{", "}}") else _PLACEHOLDER.sub(_value(variables, what), part) for part in parts
+    )
+
+
+def _value(variables: Mapping[str, str], what: str) -> Callable[[re.Match[str]], str]:
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in variables:
+            known = ", ".join(variables)
+            raise UsageError(f"{what} has the placeholder {{{name}}}; --var names {known}; {{{{ and }}}} are braces")
+        return variables[name]
+
+    return value
+
+
+def _variable(text: str) -> tuple[str, str]:
+    """From NAME=TEXT or NAME=@FILE."""
+    name, equals, value = decode_argument("--var", text).partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"var is {text!r}, it must be NAME=TEXT or NAME=@FILE")
+    return name, read_text(user_path(value[1:]), f"the variable {name}") if value.startswith("@") else value

@@ -1,9 +1,9 @@
-"""Statistics of one request: the table of `--stats` and the JSON object of an answer. Pure functions."""
+"""Statistics of one request: the table of `--stats` and of `--compare`. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.units import size
@@ -31,36 +31,6 @@ def compared(stats: Stats, plain: Stats, *, greedy: bool) -> str:
         f"{stats.output_tokens:,} tokens in {duration(ours * num_timed / 1000)}; without speculation "
         f"{duration(theirs * num_timed / 1000)}, {theirs / ours:.1f} times as long, and {text}"
     )
-
-
-def answer_document(
-    *,
-    text: str,
-    tokens: Sequence[int],
-    logprobs: Sequence[Mapping[str, Any]] | None,
-    finish_reason: str,
-    thoughts: str | None = None,
-    tool_calls: Sequence[Mapping[str, Any]] | None = None,
-    citations: Sequence[Mapping[str, Any]] | None = None,
-    stats: Stats | None,
-    plan: Plan | None,
-    model: Mapping[str, str | None],
-    version: str,
-) -> dict[str, Any]:
-    """The answer as JSON. `stats` and `plan` are null if the run was interrupted before they existed."""
-    return {
-        "text": text,
-        "tokens": list(tokens),
-        **({} if logprobs is None else {"logprobs": logprobs}),
-        "finish_reason": finish_reason,
-        **({} if tool_calls is None else {"tool_calls": tool_calls}),
-        **({} if thoughts is None else {"thoughts": thoughts}),
-        **({} if citations is None else {"citations": citations}),
-        "stats": stats.as_dict() if stats else None,
-        "plan": plan.as_dict() if plan else None,
-        "model": dict(model),
-        "version": version,
-    }
 
 
 def _summary(stats: Stats) -> list[str]:

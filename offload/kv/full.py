@@ -184,7 +184,9 @@ class FullCache:
         many, and over the query heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that
         forward recorded none."""
         rows = slice(after, after + num_rows)
-        return torch.stack([per_row[rows].sum(0, dtype=torch.float32) for per_row in self._mass])
+        assert self.mass_chunk is not None
+        seen = -(-(self._start + rows.stop) // self.mass_chunk)  # others are 0, and would change the order of sums
+        return torch.stack([per_row[rows, :, :seen].contiguous().sum(0, dtype=torch.float32) for per_row in self._mass])
 
     def wait_home(self) -> None:
         """See `PageStorage`."""

@@ -88,8 +88,8 @@ class Plan:
         """The plan that `as_dict` gave, also after a way through JSON: the same to the last bit. Raises ValueError,
         which names the key that is unknown, missing or wrong."""
         parts = versioned(data, VERSION, "plan")
-        for part, names in _GONE.items():
-            parts[part] = _without_zeros(parts[part], names, f"plan.{part}")
+        for part in _GONE.keys() & parts.keys():
+            parts[part] = _without_zeros(parts[part], _GONE[part], f"plan.{part}")
         derived = {place: _taken(parts, *place) for place in (("request", "capacity"), ("composition", "levels"))}
         plan = record(cls, parts, "plan")
         for (part, key), value in derived.items():

@@ -90,7 +90,7 @@ def in_fp64(
 def test_attention_over_runs_equals_fp64(num_rows: int, dtype: torch.dtype, cap: float | None) -> None:
     runs, held = some_runs(dtype)
     q = normal(num_rows, KV_HEADS * GROUPED, DIM, seed=num_rows, dtype=dtype)
-    attention, index = OperatorAttention(dtype=dtype, page=16), 105 - num_rows
+    attention, index = OperatorAttention(dtype=dtype), 105 - num_rows
     wanted, _, lse = in_fp64(runs, held, q, index, cap)
     out = attending(attention, runs, q, index, cap=cap).merge()[0]
     assert out.dtype == dtype
@@ -105,7 +105,7 @@ def test_masses_are_the_softmax_mass_of_each_chunk(chunk: int) -> None:
     """Chunks of whole pages, as far as a run's tokens reach."""
     (*runs, _), (*held, _) = some_runs(torch.float32)
     q = normal(ROWS + 3, KV_HEADS * GROUPED, DIM, seed=4)
-    mass = attending(OperatorAttention(dtype=q.dtype, page=16, chunk=chunk), runs, q, 86, masses=True).merge()[1]
+    mass = attending(OperatorAttention(dtype=q.dtype, chunk=chunk), runs, q, 86, masses=True).merge()[1]
     _, weights, _ = in_fp64(runs, held, q, 86)
     starts, at = [], 0
     for run in runs:
@@ -122,7 +122,7 @@ def test_a_rows_attention_has_the_same_bits_beside_any_rows(dtype: torch.dtype) 
     runs, _ = some_runs(dtype)
     most, index = 40, 65
     q = normal(most, KV_HEADS * GROUPED, DIM, seed=5, dtype=dtype)
-    attention = OperatorAttention(dtype=dtype, page=16)
+    attention = OperatorAttention(dtype=dtype)
     wanted = attending(attention, runs, q, index).merge()[0]
     for first, count in ((0, 1), (39, 1), (7, 2), (3, ROWS), (5, ROWS + 1), (1, 39)):
         out = attending(attention, runs, q[first : first + count], index + first).merge()[0]
@@ -139,7 +139,7 @@ def test_the_cpus_kernels_find_the_same(dtype: torch.dtype) -> None:
     """The other executor of the same runs, but for codes, whose queries it rounds."""
     *runs, _ = some_runs(dtype)[0]
     q = normal(ROWS + 3, KV_HEADS * GROUPED, DIM, seed=6, dtype=dtype)
-    executors = [OperatorAttention(dtype=dtype, page=16, chunk=4), best().attention(dtype=dtype, page=16, chunk=4)]
+    executors = [OperatorAttention(dtype=dtype, chunk=4), best().attention(dtype=dtype, page=16, chunk=4)]
     (out, mass), (theirs, their_mass) = (attending(each, runs, q, 86, masses=True).merge() for each in executors)
     assert_close(out, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert mass is not None
@@ -153,7 +153,7 @@ def test_rows_are_rotated_and_written_where_they_belong() -> None:
     q, k, v = (normal(9, heads, DIM, seed=heads) for heads in (6, KV_HEADS, KV_HEADS))
     keys = Scoring(rope).rotated(q, k, 33)[1]
     for held, first, index in ((torch.zeros(2, 3, KV_HEADS, 4, DIM), 5, 10), (torch.zeros(2, KV_HEADS, 12, DIM), 0, 2)):
-        attention, run = OperatorAttention(dtype=q.dtype, page=4), Run(held, 12, first)
+        attention, run = OperatorAttention(dtype=q.dtype), Run(held, 12, first)
         attention.begin(Rows(q, k, v, Scoring(rope), 33, index), [12])
         attention.append_rows(run)
         flat = run.pages.transpose(1, 2).flatten(2, 3)

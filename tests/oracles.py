@@ -191,5 +191,5 @@ def restore_kv_with_torch(content: Tensor, codes: KVCodes, kind: int) -> Tensor:
 
 def _kv_intervals(codes: KVCodes, kind: int) -> Intervals:
     """By group, of one layer's keys or values."""
-    step, middle = (x[0, kind].reshape(-1, TOKENS * codes.head_dim) for x in codes.middles())
+    step, middle = (x[0, kind].reshape(-1, TOKENS * codes.head_dim) for x in (codes.steps(), codes.rows(torch.float32)))
     return Intervals.of(step, middle)

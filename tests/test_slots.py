@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.kv.selection import choose
-from offload.kv.slots import assign
+from offload.kv.selection import assign, choose
 
 LAYERS, KV_HEADS = 2, 3
 

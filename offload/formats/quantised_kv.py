@@ -8,6 +8,7 @@ step and low are bf16. Channels of keys have magnitudes of their own, tokens of 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -52,19 +53,23 @@ class KVCodes:
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """The numbers that the codes stand for, computed in fp32 and rounded to `dtype`: [L, 2, H_kv, tokens, D]."""
-        return self.middles()[1].to(dtype)
+        return self._by_token(*(low + step * codes for step, low, codes in self._parts())).to(dtype)
 
-    def middles(self) -> tuple[Tensor, Tensor]:
-        """Of each number the step, and the number that its code stands for: fp32 [L, 2, H_kv, tokens, D] both."""
+    def steps(self) -> Tensor:
+        """The step of each number: fp32 [L, 2, H_kv, tokens, D]."""
+        return self._by_token(*(step.expand_as(codes) for step, _, codes in self._parts()))
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Steps, lows and codes, of keys and then of values: [L, H_kv, groups, channels, GROUP], or that broadcast."""
         parts = [part.contiguous() for part in self.blocks.split(_sizes(self.head_dim), 3)]
         scales = [_scales(parts[0], 1), [x.repeat_interleave(CHANNELS, 3) for x in _scales(parts[2], GROUP)]]
-        steps, exact = list[Tensor](), list[Tensor]()
         for units, codes in zip(scales, _codes(parts[1], parts[3], self.order), strict=True):
             step, low = (each[..., : codes.shape[3], :] for each in units)
-            middle = low + step * codes
-            for kept, each in ((steps, step.expand_as(middle)), (exact, middle)):
-                kept.append(each.transpose(3, 4)[..., : self.head_dim].flatten(2, 3))
-        return torch.stack(steps, 1), torch.stack(exact, 1)
+            yield step, low, codes
+
+    def _by_token(self, keys: Tensor, values: Tensor) -> Tensor:
+        """[L, H_kv, groups, channels, GROUP] each -> [L, 2, H_kv, tokens, D]"""
+        return torch.stack([x.transpose(3, 4)[..., : self.head_dim].flatten(2, 3) for x in (keys, values)], 1)
 
 
 def encode(rows: Tensor, into: KVCodes, kernels: Library) -> None:

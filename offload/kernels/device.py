@@ -40,7 +40,7 @@ class DeviceKernels:
     def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
         """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that
         a mass is of."""
-        return OperatorAttention(dtype=dtype, page=page, chunk=chunk)
+        return OperatorAttention(dtype=dtype, chunk=chunk)
 
     def prefill(self, page: int) -> PrefillAttention | None:
         """Attention of many rows of 16 bits over pages of `page` tokens. None: torch's operators attend."""

@@ -59,9 +59,9 @@ class _Block:
 class OperatorAttention:
     """See `RunAttention`. Codes are in the order "lanes"."""
 
-    def __init__(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> None:
-        """page: tokens of the runs' pages; None: each is a page of its own. chunk: tokens of a chunk."""
-        self._dtype, self._page, self._chunk = dtype, page, chunk
+    def __init__(self, *, dtype: torch.dtype, chunk: int | None = None) -> None:
+        """chunk: tokens of a chunk, a divisor of a page's."""
+        self._dtype, self._chunk = dtype, chunk
         self._rows: Rows | None = None
         self._blocks: list[_Block] = []
         self._masses = False

@@ -29,52 +29,55 @@ class SpanAttention:
     def __init__(self, kernels: Library, *, dtype: torch.dtype, span: int, chunk: int | None = None) -> None:
         """span: tokens of the runs' spans; chunk: tokens of a chunk."""
         self._library, self._dtype, self.span = kernels.library, dtype, span
-        self._code = DTYPES[dtype]
-        self._chunk, self._part = (
-            chunk or 0,
-            gcd(chunk or 0, span),
-        )  # masses are summed by parts, then joined
+        self._code, self._chunk = DTYPES[dtype], chunk or 0
+        self._part = gcd(self._chunk, span)  # masses are summed by parts, then joined
         self._queries = self._partials = self._masses = self._scratch = torch.empty(0)
         self._attention, self._rotation = interface.Attention(), interface.Rotation()
         self._runs = (interface.Run * 1)()
+        self._rotation.runs = ctypes.addressof(self._runs)
         self._run: Run | None = None  # that `_runs` has
         self._slot = 0  # spans of the runs before it
+        self._sizes: tuple[int, ...] = ()
         self._rows: Rows | None = None
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
         """See `RunAttention`."""
-        num_slots = self._num_spans(counts)
-        (num_rows, num_heads, dim), num_kv_heads = rows.q.shape, rows.k.shape[1]
-        library, a, lasts = self._library, self._attention, lasts or (rows.position + num_rows,)
-        room = library.widened_room(self._code, dim) + _FLOATS
-        folded = num_heads * num_rows
-        chunks = self.span // self._part if masses and self._chunk else 0
-        self._queries = _at_least(self._queries, len(lasts) * folded * dim)
-        self._partials = _at_least(self._partials, num_slots * folded * room)
-        self._masses = _at_least(self._masses, num_slots * folded * chunks)
-        self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self.span)
-        self._scratch = _at_least(self._scratch, torch.get_num_threads() * self._per_thread)
-        a.queries, a.partials = self._queries.data_ptr(), self._partials.data_ptr()
-        a.masses = self._masses.data_ptr() if chunks else None
-        a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
-        a.position, a.window, a.slots = rows.index, rows.window, num_slots
-        a.chunk, a.chunks, a.out_stride = self._part, chunks, num_heads * dim
-        a.scale, a.cap, rope = rows.scoring.scale or 0.0, rows.scoring.cap or 0.0, rows.scoring.rope
-        r = self._rotation
+        a, r, scoring, rope = self._attention, self._rotation, rows.scoring, rows.scoring.rope
+        stop, num_slots = rows.position + len(rows.q), sum(-(-tokens // self.span) for tokens in counts)
+        sizes = (*rows.q.shape, rows.k.shape[1], num_slots, len(lasts) or 1, masses)
+        if sizes != self._sizes:
+            self._resize(*sizes)
+            self._sizes = sizes
+        a.position, a.window, a.scale, a.cap = rows.index, rows.window, scoring.scale or 0.0, scoring.cap or 0.0
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
         r.cos, r.sin = rope.cos.data_ptr(), rope.sin.data_ptr()
         r.growth = None if rope.growth is None else rope.growth.data_ptr()
-        weights = rows.scoring.weights
-        r.q_weight, r.k_weight = (None, None) if weights is None else (each.data_ptr() for each in weights)
+        r.q_weight, r.k_weight = (None, None) if scoring.weights is None else (w.data_ptr() for w in scoring.weights)
         r.q_stride, r.k_stride, r.v_stride = rows.q.stride(0), rows.k.stride(0), rows.v.stride(0)
-        r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
         r.position, r.index, r.count = rows.position, rows.index, 0
-        for number, last in enumerate(lasts):
-            r.queries, r.last = self._queries.data_ptr() + number * folded * dim * 4, last
-            library.append_rows(self._code, ctypes.byref(r))
-        r.queries, r.k, r.last = None, rows.k.data_ptr(), rows.position + num_rows
-        r.runs, r.count = ctypes.addressof(self._runs), 1
+        for number, last in enumerate(lasts or (stop,)):
+            r.queries, r.last = a.queries + number * rows.q.numel() * 4, last
+            self._library.append_rows(self._code, ctypes.byref(r))
+        r.queries, r.k, r.last, r.count = None, rows.k.data_ptr(), stop, 1
         self._rows, self._slot = rows, 0
+
+    def _resize(
+        self, num_rows: int, num_heads: int, dim: int, num_kv_heads: int, num_slots: int, num_queries: int, masses: bool
+    ) -> None:
+        """Have scratch for so many rows, spans and queries of a row."""
+        library, a, r, folded = self._library, self._attention, self._rotation, num_heads * num_rows
+        chunks = self.span // self._part if masses and self._chunk else 0
+        self._queries = _at_least(self._queries, num_queries * folded * dim)
+        self._partials = _at_least(
+            self._partials, num_slots * folded * (library.widened_room(self._code, dim) + _FLOATS)
+        )
+        self._masses = _at_least(self._masses, num_slots * folded * chunks)
+        self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self.span)
+        a.queries, a.partials = self._queries.data_ptr(), self._partials.data_ptr()
+        a.masses = self._masses.data_ptr() if chunks else None
+        a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
+        a.slots, a.chunk, a.chunks, a.out_stride = num_slots, self._part, chunks, num_heads * dim
+        r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
 
     def append_rows(self, run: Run) -> None:
         """See `RunAttention`."""
@@ -84,10 +87,17 @@ class SpanAttention:
     def attend(self, run: Run) -> None:
         """See `RunAttention`."""
         self._take(run)
+        threads = torch.get_num_threads()
+        self._scratch = _at_least(self._scratch, threads * self._per_thread)
         self._library.attend_runs(
-            self._code, ctypes.byref(self._attention), self._runs, 1, self._scratch.data_ptr(), self._per_thread,
-            torch.get_num_threads(),
-        )  # fmt: skip
+            self._code,
+            ctypes.byref(self._attention),
+            self._runs,
+            1,
+            self._scratch.data_ptr(),
+            self._per_thread,
+            threads,
+        )
         self._slot += -(-run.tokens // self.span)
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
@@ -131,9 +141,6 @@ class SpanAttention:
         r.keys, r.values = keys, keys + held.stride(0) * held.itemsize
         r.head_stride, r.page_stride, r.page, r.room = held.stride(-3), page_stride, page, num_pages * page
         r.first, r.query, r.windowed = run.first, run.query, run.windowed
-
-    def _num_spans(self, counts: Sequence[int]) -> int:
-        return sum(-(-tokens // self.span) for tokens in counts)
 
     def _joined(self, mass: Tensor) -> Tensor:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""

@@ -44,7 +44,8 @@ class Places:
         self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0, most: int = FEW_ROWS
     ) -> Iterator[Rows]:
         """The same, at most so many at a time: on a GPU each block takes scratch for all spans that it sees."""
-        for some in zip(*(x.split(most) for x in qkv), strict=True):
+        parts = [qkv] if len(qkv[0]) <= most else zip(*(x.split(most) for x in qkv), strict=True)
+        for some in parts:
             yield self.rows(first, some, scoring, window=window)
             first += len(some[0])
 

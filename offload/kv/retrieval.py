@@ -20,8 +20,7 @@ from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
 from offload.kv.places import Places
 from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
-from offload.kv.selection import Selector, choose
-from offload.kv.slots import Assignment, assign
+from offload.kv.selection import Assignment, Selector, assign, choose
 from offload.plan.sizing import TAIL_TOKENS
 
 

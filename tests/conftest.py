@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import cache
+from heapq import heappop, heapreplace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -148,12 +149,18 @@ def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def _least_missed(cases: list[pytest.Function], num_left: int) -> list[pytest.Function]:
     """So many of them, when the others are chosen one by one: always that whose values were met least often."""
-    left = {case: _values(case) for case in cases}
+    values = [_values(case) for case in cases]
     met: Counter[Values] = Counter()
-    while len(left) > num_left:
-        best = min(left, key=lambda case: sum(met[values] for values in left[case]))
-        met.update(left.pop(best))
-    return list(left)
+    queue = [(0, place) for place in range(len(cases))]  # how often they were met, when that was last looked at
+    while len(queue) > num_left:
+        place = queue[0][1]
+        times = sum(met[each] for each in values[place])
+        if times == queue[0][0]:  # of the others none was met less often, since that only grows
+            met.update(values[place])
+            heappop(queue)
+        else:
+            heapreplace(queue, (times, place))
+    return [cases[place] for _, place in queue]
 
 
 def _num_kept(cases: list[pytest.Function]) -> int:

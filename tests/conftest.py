@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     num_examples = config.getoption("examples") or (300 if config.getoption("deep") else USUAL)
     settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
     settings.load_profile("tests")
+    logging.getLogger().addHandler(logging.NullHandler())  # else libraries' warnings are written, see __main__.py
     for name in list(os.environ):
         if name.startswith("TRIFORCE_") and not name.startswith("TRIFORCE_TEST_"):  # those are for tests
             del os.environ[name]

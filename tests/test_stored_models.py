@@ -152,7 +152,7 @@ def twins(pairs: Callable[[str], Pair], tmp_path_factory: pytest.TempPathFactory
 
 
 def say(engine: Engine, *, reuse: bool = False) -> list[int]:
-    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=40, reuse=reuse))
+    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-EVERY = [pytest.param((family, rope), id=f"{family}, {rope}") for family in FAMILIES for rope in ROPES]
+EVERY = [  # in an order in which the first few are of each family, and of each kind of positions
+    pytest.param((family, rope), id=f"{family}, {rope}")
+    for first in range(len(ROPES))
+    for family, rope in zip(FAMILIES, islice(cycle(ROPES), first, None), strict=False)
+]
 
 
 @torch.inference_mode()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import cache
+from heapq import heappop, heapreplace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     num_examples = config.getoption("examples") or (300 if config.getoption("deep") else USUAL)
     settings.register_profile("tests", deadline=None, suppress_health_check=ignored, max_examples=num_examples)
     settings.load_profile("tests")
+    logging.getLogger().addHandler(logging.NullHandler())  # else libraries' warnings are written, see __main__.py
     for name in list(os.environ):
         if name.startswith("TRIFORCE_") and not name.startswith("TRIFORCE_TEST_"):  # those are for tests
             del os.environ[name]
@@ -148,12 +151,18 @@ def _beyond_a_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 def _least_missed(cases: list[pytest.Function], num_left: int) -> list[pytest.Function]:
     """So many of them, when the others are chosen one by one: always that whose values were met least often."""
-    left = {case: _values(case) for case in cases}
+    values = [_values(case) for case in cases]
     met: Counter[Values] = Counter()
-    while len(left) > num_left:
-        best = min(left, key=lambda case: sum(met[values] for values in left[case]))
-        met.update(left.pop(best))
-    return list(left)
+    queue = [(0, place) for place in range(len(cases))]  # how often they were met, when that was last looked at
+    while len(queue) > num_left:
+        place = queue[0][1]
+        times = sum(met[each] for each in values[place])
+        if times == queue[0][0]:  # of the others none was met less often, since that only grows
+            met.update(values[place])
+            heappop(queue)
+        else:
+            heapreplace(queue, (times, place))
+    return [cases[place] for _, place in queue]
 
 
 def _num_kept(cases: list[pytest.Function]) -> int:

@@ -8,5 +8,5 @@ USUAL = 30  # of conftest.py, without --deep
 
 
 def at_most(number: int) -> settings:
-    """Half as many by default, and with --deep so many."""
-    return settings(max_examples=min(number, max(number * settings.default.max_examples // (2 * USUAL), 1)))
+    """So many with --deep, and a third of them by default, 3 at least."""
+    return settings(max_examples=min(number, max(number * settings.default.max_examples // (3 * USUAL), 3)))

@@ -35,6 +35,7 @@ VISION = {
     "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "patch_size": 2,
     "pos_emb_height": 4, "pos_emb_width": 4,
 }  # fmt: skip
+ADAPTER = {"out_hidden_size": 16, "projector_hidden_size": 16}  # else a thousand times as many weights as the text
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 10}
 YARN: dict[str, object] = {
     "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -243,7 +244,7 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     config = AutoConfig.for_model(**tiny.config() | fields)
     eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in tiny.fields else {}  # sdpa caps nothing
     if tiny.wrapped == "muse_glimmer":  # its text model has no class of its own
-        whole = MuseGlimmerConfig(text_config=config.to_dict(), vision_config=VISION)
+        whole = MuseGlimmerConfig(text_config=config.to_dict(), vision_config=VISION, **ADAPTER)
         model: PreTrainedModel = MuseGlimmerForConditionalGeneration(whole).float().eval()
     else:
         model = AutoModelForCausalLM.from_config(config, **eager).float().eval()

@@ -68,10 +68,27 @@ def _be(streams: Sequence[Connection], args: Sequence[str], variables: Mapping[s
 
 
 class ProgramTerminal(Terminal):
-    """`triforce ARGS`, at a terminal: ProgramTerminal(args, env=...)."""
+    """`triforce ARGS`, at a terminal. stdout: of a file, where standard output is one."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        rows: int = 24,
+        columns: int = 80,
+        stdout: int | None = None,
+    ) -> None:
+        self._stdout = stdout
+        super().__init__(args, env=env, rows=rows, columns=columns)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the terminal has the settings of before, as `stty` would say them."""
+        return bool(termios.tcgetattr(self._child.child_fd) == self._child.settings)
 
     def _start(self, args: Sequence[str], env: Mapping[str, str], rows: int, columns: int) -> _Child:
-        return _Child(args, env, rows, columns)
+        return _Child(args, env, rows, columns, self._stdout)
 
 
 class _Child:
@@ -79,11 +96,16 @@ class _Child:
 
     delaybeforesend = None
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], rows: int, columns: int) -> None:
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], rows: int, columns: int, stdout: int | None
+    ) -> None:
         self.child_fd, inside = os.openpty()
         self.setwinsize(rows, columns)
         keep_output(inside)
-        self._process = begin(args, env=env, streams=(inside,) * 3, session=True)
+        self.settings = termios.tcgetattr(inside)
+        self._process = begin(
+            args, env=env, streams=(inside, inside if stdout is None else stdout, inside), session=True
+        )
         os.close(inside)
 
     @property

@@ -86,9 +86,9 @@ def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> 
 @pytest.mark.few(len(FEW))
 @pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
 def test_rows_of_one_number_find_every_weight(name: str) -> None:
-    """At its place: the matrix itself comes out."""
+    """At its place: the matrix itself comes out, here some of its columns."""
     stored = made_up(name, 17, inputs_of(name, 3), seed=3)
-    where = torch.arange(0, stored.shape[1], 7)[:40]
+    where = torch.arange(0, stored.shape[1], stored.shape[1] // 16 + 1)
     for dtype in DTYPES:
         x = torch.nn.functional.one_hot(where, stored.shape[1]).to(dtype)
         assert torch.equal(product(x, stored, None), stored.matrix(dtype)[:, where].T + 0.0)

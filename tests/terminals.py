@@ -129,11 +129,15 @@ class Terminal:
         begin = self.written.rindex(PROMPT_ENDS) + len(PROMPT_ENDS)
         return plain(self.written[begin:].partition(PROMPT_BEGINS)[0])
 
-    def finish(self) -> int:
-        """The exit code, once the program has ended by itself."""
+    def until_ended(self) -> None:
+        """Nobody holds the terminal any more."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._read():
             assert time.monotonic() < deadline, f"the program does not end:\n{self.shown}"
+
+    def finish(self) -> int:
+        """The exit code, once the program has ended by itself."""
+        self.until_ended()
         self._child.wait()  # it has let go of the terminal, and may take its time to end: closing would kill it
         self._child.close()
         return int(self._child.exitstatus if self._child.exitstatus is not None else -self._child.signalstatus)

@@ -417,13 +417,6 @@ def heavy_modules_after(code: str) -> str:
     return done.stderr
 
 
-def test_help_loads_no_torch() -> None:
-    lines = ["from triforce_cli.app import main"]
-    for commands in ([], ["generate"], ["doctor"], ["pull"], ["bench"]):
-        lines.append(f"assert main([*{commands}, '--help']) == 0")
-    assert heavy_modules_after("\n".join(lines)) == ""
-
-
 def test_planning_loads_no_torch() -> None:
     assert heavy_modules_after("import offload.plan.planner, offload.config.reading") == ""
 

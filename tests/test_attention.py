@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from examples import at_most
 from offload.kernels.attention import (
     Part,
     attend,
@@ -81,7 +82,7 @@ def run(case: Example, *, chunk: int | None = None) -> Part:
 
 
 @given(examples())
-@settings(max_examples=80)
+@at_most(80)
 def test_attend_equals_a_plain_softmax(case: Example) -> None:
     part, (out, lse, _) = run(case), reference(case)
     assert part.out.dtype == part.lse.dtype == torch.float32
@@ -91,7 +92,7 @@ def test_attend_equals_a_plain_softmax(case: Example) -> None:
 
 
 @given(examples())
-@settings(max_examples=40)
+@at_most(40)
 def test_a_row_that_sees_nothing_has_out_zero_and_lse_minus_infinity(case: Example) -> None:
     part, blind = run(case), ~case.seen.any(1)
     assert (part.out[:, blind] == 0).all()
@@ -101,7 +102,7 @@ def test_a_row_that_sees_nothing_has_out_zero_and_lse_minus_infinity(case: Examp
 
 
 @given(examples())
-@settings(max_examples=40)
+@at_most(40)
 def test_visibility_none_means_everything(case: Example) -> None:
     whole = Example(
         case.q,
@@ -116,7 +117,7 @@ def test_visibility_none_means_everything(case: Example) -> None:
 
 
 @given(examples(), st.data())
-@settings(max_examples=60)
+@at_most(60)
 def test_mass_is_the_share_of_each_chunk(case: Example, data: st.DataObject) -> None:
     page = case.keys.shape[2]
     chunk = data.draw(st.sampled_from([size for size in range(1, page + 1) if page % size == 0]))
@@ -128,7 +129,7 @@ def test_mass_is_the_share_of_each_chunk(case: Example, data: st.DataObject) -> 
 
 
 @given(examples(), st.data())
-@settings(max_examples=60)
+@at_most(60)
 def test_merged_tiles_equal_attention_over_all_keys_and_their_masses_sum_to_one(
     case: Example, data: st.DataObject
 ) -> None:
@@ -157,7 +158,7 @@ def tile(case: Example, index: int, *, chunk: int | None = None) -> Part:
 
 
 @given(examples())
-@settings(max_examples=80)
+@at_most(80)
 def test_what_hidden_keys_hold_changes_no_bit(case: Example) -> None:
     hidden = ~case.seen.any(0).view(case.keys.shape[0], 1, case.keys.shape[2], 1)
     other = Example(
@@ -172,7 +173,7 @@ def test_what_hidden_keys_hold_changes_no_bit(case: Example) -> None:
 
 
 @given(examples(), st.data())
-@settings(max_examples=80)
+@at_most(80)
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(case: Example, data: st.DataObject) -> None:
     """Nor on where it stands among them: at a fixed number of rows only its own query and visibility matter. The other
     rows see all keys, with enormous scores."""
@@ -203,7 +204,7 @@ def assert_same_bits(first: Part, second: Part) -> None:
 
 
 @given(examples(), st.booleans())
-@settings(max_examples=60)
+@at_most(60)
 def test_merging_a_part_that_a_row_does_not_see_changes_none_of_its_bits(case: Example, comes_first: bool) -> None:
     part = run(case)
     blind = attend(case.q, case.keys, case.values, torch.zeros_like(case.num_visible))
@@ -256,7 +257,7 @@ def test_the_bit_claims_hold_at_the_sizes_of_real_models(rows: int, dtype: torch
 
 @given(rows=st.integers(1, 6), kv_heads=st.integers(1, 3), group=st.integers(1, 3), dim=st.sampled_from([2, 4, 8]))
 @example(rows=3, kv_heads=2, group=2, dim=4)
-@settings(max_examples=30)
+@at_most(30)
 def test_folding_puts_the_query_heads_of_a_kv_head_side_by_side(rows: int, kv_heads: int, group: int, dim: int) -> None:
     q = torch.randn(rows, kv_heads * group, dim)
     folded = fold(q, kv_heads)

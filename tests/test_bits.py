@@ -58,7 +58,7 @@ from processor import OPERATORS, of, process_uses
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KINDS = ("fp32 torch", "bf16 torch", "fp32 kernels", "bf16 kernels")  # of decoders: dtype, and what few rows run on
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 CHUNK, TILE = 4, 16
 PROMPT_LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE, 45, 67)
 DRAFTS = ("right", "partly right", "wrong", "repeating")
@@ -210,9 +210,9 @@ def test_a_repetitive_text_keeps_its_bits(decoders: Decoders, kind: str) -> None
 @pytest.mark.parametrize("kind", ["fp32 kernels", "fp32 torch"])
 def test_output_much_longer_than_budget_and_prompt_keeps_its_bits(decoders: Decoders, kind: str) -> None:
     target, draft, prompt = decoders["target", kind], decoders["partly right", kind], random_tokens(5)
-    plain = Stack(target, Sizes()).generate(prompt, 150)
+    plain = Stack(target, Sizes()).generate(prompt, 80)
     sizes = Sizes(gamma=5, draft_gamma=2, budget=8)
-    assert_same_bits(Stack(target, sizes, draft=draft).generate(prompt, 150), plain)
+    assert_same_bits(Stack(target, sizes, draft=draft).generate(prompt, 80), plain)
 
 
 @pytest.mark.few(1)
@@ -384,7 +384,7 @@ def test_the_engine_says_the_same_with_and_without_speculation(
     operators: str,
 ) -> None:
     def all_said(engine: Engine) -> list[tuple[list[int], str, str | None]]:
-        return [said(engine.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=30))) for n in (1, 33, 100)]
+        return [said(engine.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=20))) for n in (1, 33, 100)]
 
     if (operators, dtype) not in plainly:
         with engine(engine_folders, PLAIN, dtype=dtype) as plain:
@@ -404,12 +404,12 @@ def test_a_draft_or_lookups_alone_leave_the_text_as_it_is(
     sizes = replace(ADAPTIVE, adaptive=adaptive)
     with engine(engine_folders, PLAIN) as plain:
         reference = [
-            said(plain.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=60))) for n in (1, 33, 100)
+            said(plain.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=32))) for n in (1, 33, 100)
         ]
     plan = tiny_plan(target, draft, sizes, num_prompt_tokens=120, max_tokens=72)
     with tiny_engine(changed(plan, draft="draft" in levels, budget=0), target, draft) as subject:
         for n, wanted in zip((1, 33, 100), reference, strict=True):
-            assert said(subject.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=60))) == wanted
+            assert said(subject.generate(GenerationRequest(text_prompt(n), GREEDY, max_tokens=32))) == wanted
             assert [level.name for level in subject.stats.levels] == list(reversed(levels))
         assert adaptive or subject.stats.levels[0].drafted > 0  # by measured seconds it may be that nothing pays
 
@@ -420,19 +420,19 @@ def test_stopping_inside_an_accepted_run_leaves_an_engine_that_says_the_same_aga
 ) -> None:
     prompt = text_prompt(50)
     with engine(engine_folders, Sizes(gamma=gamma, budget=256)) as subject:
-        tokens, text, _ = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=40)))
+        tokens, text, _ = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=28)))
         kept = [i for i, character in enumerate(text) if character.isprintable() and text.index(character) == i]
         stop = text[kept[len(kept) // 2]]
         for _ in range(2):
             stopped, shown, finish = said(
-                subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=40, stop=[stop]))
+                subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=28, stop=[stop]))
             )
             assert finish == "stop"
             assert shown == text[: text.index(stop)]
             assert stopped == tokens[: len(stopped)]
             assert len(stopped) < len(tokens)
             assert subject.worker.full.length <= len(prompt) + len(stopped)
-            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))) == (tokens, text, "length")
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=28))) == (tokens, text, "length")
 
 
 @pytest.mark.few(1)
@@ -443,10 +443,10 @@ def test_an_engine_says_the_same_whatever_it_was_asked_before(engine_folders: tu
     wanted = {}
     for prompt in prompts:
         with engine(engine_folders, PLAIN) as fresh:
-            wanted[len(prompt)] = said(fresh.generate(GenerationRequest(prompt, GREEDY, max_tokens=30)))
+            wanted[len(prompt)] = said(fresh.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)))
     with engine(engine_folders, sizes, offload=("kv",)) as subject:
         for prompt in prompts:
-            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30))) == wanted[len(prompt)]
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))) == wanted[len(prompt)]
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)], ids=str)
@@ -456,23 +456,23 @@ def test_a_prompt_taken_over_from_another_engine_is_as_good_as_prefilled(
     first, second = text_prompt(90), text_prompt(50)
     with engine(engine_folders, PLAIN) as one, engine(engine_folders, SPECULATIVE, offload=offload) as other:
         said(other.generate(GenerationRequest(second, GREEDY, max_tokens=20)))  # leaves tiles in its staging slots
-        wanted = said(one.generate(GenerationRequest(first, GREEDY, max_tokens=40)))
+        wanted = said(one.generate(GenerationRequest(first, GREEDY, max_tokens=28)))
         other.take_prompt(one)
-        assert said(other.generate(GenerationRequest(first, GREEDY, max_tokens=40))) == wanted
+        assert said(other.generate(GenerationRequest(first, GREEDY, max_tokens=28))) == wanted
         assert other.stats.prefill_seconds < one.stats.prefill_seconds
 
 
 def test_an_abandoned_generation_leaves_an_engine_that_says_the_same_again(engine_folders: tuple[Path, Path]) -> None:
     prompt = text_prompt(50)
     with engine(engine_folders, SPECULATIVE, offload=("kv", "weights")) as subject:
-        whole = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30)))
+        whole = said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)))
         for num_steps in (0, 1, 3):
-            steps = subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30))
+            steps = subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))
             for _ in range(num_steps):
                 next(steps)
             assert isinstance(steps, Generator)
             steps.close()
-            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=30))) == whole
+            assert said(subject.generate(GenerationRequest(prompt, GREEDY, max_tokens=20))) == whole
 
 
 @pytest.mark.few(1)
@@ -526,7 +526,7 @@ def test_a_seed_fixes_what_is_sampled_on_a_machine_of_any_mood(
     for mood in range(3):
         monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
         with engine(engine_folders, ADAPTIVE) as subject:
-            runs.append(said(subject.generate(GenerationRequest(prompt, sampling, max_tokens=40))))
+            runs.append(said(subject.generate(GenerationRequest(prompt, sampling, max_tokens=28))))
     assert runs[0] == runs[1] == runs[2]
 
 
@@ -535,12 +535,12 @@ def test_greedy_text_is_the_same_on_a_machine_of_any_mood(
 ) -> None:
     """Measured lengths follow the clock, the text does not."""
     with engine(engine_folders, PLAIN) as plain:
-        wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60)))
+        wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=32)))
     drafted = set()
     for mood in range(4):
         monkeypatch.setattr(time, "perf_counter", Unsteady(mood))
         with engine(engine_folders, ADAPTIVE) as subject:
-            assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60))) == wanted
+            assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=32))) == wanted
             drafted.add(subject.stats.levels[0].drafted)
     assert len(drafted) > 1
 
@@ -550,7 +550,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
 ) -> None:
     """While it rests no masses are kept and no chunk moves; the pass before it is ready again keeps them."""
     with engine(engine_folders, PLAIN) as plain:
-        wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60)))
+        wanted = said(plain.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=32)))
     rng = random.Random(0)
     wished: list[bool] = []
     kept: list[bool] = []
@@ -583,7 +583,7 @@ def test_a_retrieval_level_may_rest_and_be_got_ready_again(
     with engine(engine_folders, ADAPTIVE, offload=("kv",)) as subject:
         for _ in range(4):
             wished.clear(), kept.clear(), ready.clear()
-            assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=60))) == wanted
+            assert said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=32))) == wanted
             assert kept == wished
             before = [True, *kept[:-1]]  # a prompt's first pass keeps them
             assert ready == [wish and had for wish, had in zip(wished, before, strict=True)]
@@ -625,7 +625,7 @@ def test_a_refresh_is_told_how_many_of_the_passes_rows_stayed(
     monkeypatch.setattr(FullCache, "begin", watched_begin)
     monkeypatch.setattr(RetrievalCache, "refresh", watched_refresh)
     with engine(engine_folders, SPECULATIVE) as subject:
-        said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=40)))
+        said(subject.generate(GenerationRequest(text_prompt(60), GREEDY, max_tokens=28)))
     assert told == stayed
     assert len(set(told)) > 2
 
@@ -655,9 +655,9 @@ def test_a_seed_fixes_what_is_sampled(engine_folders: tuple[Path, Path], sizes: 
         for seed in (0, 1):
             sampling = SamplingParams(temperature=1.5, top_p=0.95, seed=seed)
             runs = [
-                said(subject.generate(GenerationRequest(prompt, sampling, max_tokens=30)))
+                said(subject.generate(GenerationRequest(prompt, sampling, max_tokens=20)))
                 for subject in (first, second, first)
             ]
             assert runs[0] == runs[1] == runs[2]
-        other = said(first.generate(GenerationRequest(prompt, SamplingParams(temperature=1.5, seed=2), max_tokens=30)))
+        other = said(first.generate(GenerationRequest(prompt, SamplingParams(temperature=1.5, seed=2), max_tokens=20)))
         assert other != runs[0]

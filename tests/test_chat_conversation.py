@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import at_most
 from offload.errors import UsageError
 from triforce_cli.chat.conversation import VERSION, Conversation, Document, Turn
 
@@ -139,7 +140,7 @@ def test_text_that_no_tokenizer_takes_is_refused(operation):
 
 
 @given(CONVERSATIONS)
-@settings(max_examples=100)
+@at_most(100)
 def test_a_saved_conversation_is_the_same_when_it_is_read(conversation):
     assert Conversation.from_json(conversation.to_json(), "chat.json") == conversation
     data = conversation.to_data()
@@ -233,7 +234,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=300)
+@at_most(300)
 def test_a_value_in_any_place_is_read_as_it_is_or_refused(data):
     """No other error, and no conversation that differs from the file."""
     record = BOTH.with_document(NOTE).asked("x").to_data()
@@ -249,7 +250,7 @@ def test_a_value_in_any_place_is_read_as_it_is_or_refused(data):
 
 
 @given(st.text(max_size=20) | st.binary(max_size=20).map(lambda data: data.decode("latin-1")))
-@settings(max_examples=200)
+@at_most(200)
 def test_any_text_is_read_or_refused(text):
     with pytest.raises(UsageError):
         Conversation.from_json(text, "x")

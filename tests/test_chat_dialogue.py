@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import at_most
 from models import DYNAMIC_ROPE, GREEDY, random_model, save
 from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
@@ -126,7 +127,7 @@ LINES = ("hello", "what is it", "/undo", "/regen", "/edit something else", "/sys
          "/file {notes}", "/drop notes", "/drop 1", "/clear")  # fmt: skip
 
 
-@settings(max_examples=12)
+@at_most(12)
 @given(steps=st.lists(st.tuples(st.sampled_from(LINES), st.sampled_from(["no", "begun", "done"])), max_size=9))
 def test_after_any_conversation_the_cache_and_the_reply_are_those_of_a_fresh_start(
     make: Make, tmp_path: Path, steps: list[tuple[str, str]]

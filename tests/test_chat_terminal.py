@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,10 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         model.lm_head.weight.mul_(said)
     return save(model, tmp_path_factory.mktemp("letters"), tokenizer=True)
-
-
-def command(model: Path, *args: str) -> list[str]:
-    return [sys.executable, "-m", "triforce_cli", *arguments(model, *args)]
 
 
 def arguments(model: Path, *args: str) -> list[str]:
@@ -464,21 +458,22 @@ def test_help_fits_and_names_every_command(chat: Terminal) -> None:
 
 def test_stats_come_with_the_first_reply_and_ctrl_d_leaves_the_terminal_as_it_was(model: Path, tmp_path: Path) -> None:
     """Standard output is a file here: it holds replies, and nothing else."""
-    chat_command = shlex.join(command(model, "--max-tokens", "40"))
-    script = f'stty -g >before; {chat_command} >replies; echo "code $?"; stty -g >after'
-    terminal = Terminal(["/bin/sh", "-c", f"cd {shlex.quote(str(tmp_path))}; {script}"], env=environment(tmp_path))
+    with (tmp_path / "replies").open("wb") as replies:
+        args = arguments(model, "--max-tokens", "40")
+        terminal = ProgramTerminal(args, env=environment(tmp_path), stdout=replies.fileno())
     try:
         terminal.until_prompt(1)
+        assert not terminal.is_as_it_was
         assert "there are no numbers before the first reply" in terminal.ask("/stats")
         terminal.ask("one")
         terminal.ask("//two")
         assert "plan" in terminal.ask("/stats")
         terminal.send(CTRL_D)
+        terminal.until_ended()
+        assert terminal.is_as_it_was
         assert terminal.finish() == 0
     finally:
         terminal.close()
-    assert "code 0" in terminal.shown
-    assert (tmp_path / "before").read_text() == (tmp_path / "after").read_text()
     assert not terminal.is_cursor_hidden
     assert terminal.written.rindex("\x1b[?2004l") > terminal.written.rindex("\x1b[?2004h")
     assert re.fullmatch("[a-z]{40}\n[a-z]{40}\n", (tmp_path / "replies").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from examples import at_most
 from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
@@ -242,7 +243,7 @@ HEADER = (
 )
 
 
-@settings(max_examples=300, database=None)
+@at_most(300)
 @example(flips=[(0, 0xFF)])
 @example(flips=[(7, 0x80)])
 @given(flips=st.lists(st.tuples(st.integers(0, len(HEADER) + 7), st.integers(1, 255)), min_size=1, max_size=4))

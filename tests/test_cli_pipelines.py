@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import programs
 from offload.errors import TriforceError
-from test_cli_fake import ROOT, environment, fork, run
+from test_cli_fake import environment, fork, run
 from triforce_cli import __version__, log, output
 from triforce_cli.app import main
 from triforce_cli.commands.generate import destination
@@ -329,9 +329,7 @@ def test_version_names_what_runs(capfd):
 
 class TestCompletion:
     def complete(self, shell: str, **variables: str) -> str:
-        command = [sys.executable, "-m", "triforce_cli"]
-        env = environment() | {"_TRIFORCE_COMPLETE": f"complete_{shell}"} | variables
-        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True).stdout
+        return programs.run([], env=environment(_TRIFORCE_COMPLETE=f"complete_{shell}") | variables).stdout
 
     def test_in_bash(self):
         assert self.complete("bash", COMP_WORDS="triforce gen", COMP_CWORD="1").split() == ["generate"]
@@ -347,9 +345,7 @@ class TestCompletion:
 
     @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
     def test_the_script_of_a_shell_is_shown(self, shell):
-        command = [sys.executable, "-m", "triforce_cli"]
-        env = environment() | {"_TRIFORCE_COMPLETE": f"source_{shell}"}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        done = programs.run([], env=environment(_TRIFORCE_COMPLETE=f"source_{shell}"))
         assert f"_TRIFORCE_COMPLETE=complete_{shell}" in done.stdout
         if shell == "bash":
             assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from examples import at_most
 from offload.config.config_json import config_of
 from offload.config.reading import read_config
 from offload.config.rope import Rope
@@ -404,7 +405,7 @@ JSON = st.recursive(
 KEYS = sorted({*LLAMA_31_8B, *QWEN25_7B, "head_dim", "layer_types", "rope_parameters", "attention_bias", "dtype"})
 
 
-@settings(max_examples=150, database=None)
+@at_most(150)
 @example(changes={"rope_scaling": {"type": "yarn", "factor": 1e300, "original_max_position_embeddings": 1}})
 @given(changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=2))
 def test_any_json_gives_a_model_error_or_a_config_whose_formulas_work(changes: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol, runtime_checkable
 
 import pytest
@@ -259,12 +259,18 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
+@cache
+def by_torch(name: str) -> list[tuple[str, Tensor, Encoded]]:
+    """Each block of an encoding: its name, its numbers, and its content as torch's operators write it."""
+    return [(sort, numbers, ENCODINGS[name].encode_with_torch(numbers)) for sort, numbers in ENCODINGS[name].blocks()]
+
+
 @pytest.mark.few(len(ENCODINGS))  # each on one of the instruction sets
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_content_is_the_twins_and_what_is_lossless_comes_back(name: str, kernels: Library) -> None:
     encoding = ENCODINGS[name]
-    for sort, numbers in encoding.blocks():
-        content, twin = encoding.encode(numbers, kernels), encoding.encode_with_torch(numbers)
+    for sort, numbers, twin in by_torch(name):
+        content = encoding.encode(numbers, kernels)
         assert (content is None) == (twin is None), sort
         if content is None or twin is None:
             assert isinstance(encoding, Lossless), sort
@@ -280,8 +286,7 @@ def test_content_is_the_twins_and_what_is_lossless_comes_back(name: str, kernels
 @pytest.mark.parametrize("number", [1, 3, 5])
 def test_threads_change_no_byte(name: str, number: int, kernels: Library) -> None:
     encoding = ENCODINGS[name]
-    for sort, numbers in encoding.blocks():
-        expected = encoding.encode_with_torch(numbers)
+    for sort, numbers, expected in by_torch(name):
         with threads(number):
             content = encoding.encode(numbers, kernels)
             assert (content is None) == (expected is None), sort
@@ -308,7 +313,7 @@ def test_nothing_is_read_behind_what_there_is(name: str, kernels: Library) -> No
 
 def test_each_sort_is_there() -> None:
     """Of each encoding most blocks are encoded, and of the lossless ones some would not come back and stay."""
-    stays = {name: [e.encode_with_torch(block) is None for _, block in e.blocks()] for name, e in ENCODINGS.items()}
+    stays = {name: [content is None for _, _, content in by_torch(name)] for name in ENCODINGS}
     for name, found in stays.items():
         assert not all(found) or "scattered" in name, name
     for name in ("packed, about as many as fit", "weights beside 4 bits", "keys beside 4 bits, heads of 40, lanes"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import programs
 from models import TOKENIZER_SIZE, random_model, save
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE as CACHE_VARIABLE
@@ -103,13 +104,7 @@ def test_a_narrow_terminal_is_kept_to(tmp_path: Path, columns: int) -> None:
 def test_a_session_without_a_home_says_where_it_cannot_be(tmp_path: Path) -> None:
     model = save(random_model(vocab_size=TOKENIZER_SIZE), tmp_path, tokenizer=True)  # whose passes are timed at once
     args = ("--model", str(model), "--prompt", "x", "--session", "kept", "--quiet")
-    done = subprocess.run(
-        [sys.executable, "-m", "triforce_cli", "generate", *args],
-        cwd=ROOT,
-        env=surroundings(SURROUNDINGS["home-is-a-file"]),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-    )
+    done = programs.run(["generate", *args], env=surroundings(SURROUNDINGS["home-is-a-file"]))
     assert done.returncode == 4
-    assert done.stderr.startswith(b"error: /dev/null/")
-    assert b"Traceback" not in done.stderr
+    assert done.stderr.startswith("error: /dev/null/")
+    assert "Traceback" not in done.stderr

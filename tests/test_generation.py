@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from enumeration import Distribution, TableLevel, Tokens, identity
+from examples import at_most
 from offload.decode import generation
 from offload.decode.generation import Run, in_passes
 from offload.decode.lengths import Fixed
@@ -174,7 +175,7 @@ def test_runs_come_as_soon_as_they_are_known() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 10))
-@settings(max_examples=50)
+@at_most(50)
 def test_prefill_gets_all_but_what_the_first_round_takes(num_prompt: int, num_pending: int) -> None:
     setup, prompt = Setup(), list(range(num_prompt))
     first = next(setup.start(5, prompt=prompt, num_pending=num_pending))

@@ -140,7 +140,7 @@ def planned(bits: int, **options: object) -> Plan:
 def said(engine: Engine, params: SamplingParams) -> list[int]:
     return [
         token
-        for step in engine.generate(GenerationRequest(PROMPT[:600], params, max_tokens=16))
+        for step in engine.generate(GenerationRequest(PROMPT[:300], params, max_tokens=16))
         for token in step.tokens
     ]
 

@@ -557,7 +557,7 @@ def test_tiles_of_any_size_give_the_same_bits(found: Library, dtype: torch.dtype
     assert_same_bits(mass, masses)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [Heads(64, 2), Heads(10, 3)], ids=str)
 @pytest.mark.parametrize("windowed", [False, True], ids=["", "windowed"])

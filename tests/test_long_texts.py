@@ -9,12 +9,13 @@ from functools import cache, partial
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from constrained import demo, llama_like
+from examples import at_most
 from offload.decode import long_texts, tokenizer
 from offload.decode.long_texts import Coverage
 from offload.decode.tokenizer import Tokenizer
@@ -157,7 +158,7 @@ def bound(tokenizer: Tokenizer) -> Coverage:
 @example(text="<end>" + " " * 200)
 @example(text="é" * 99 + "e\u0301" * 99)
 @example(text="\u2581" * 99)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@at_most(25)
 def test_a_text_has_no_fewer_tokens_than_the_bound(make: Make, text: str) -> None:
     assert bound(make()).fewest(text) <= len(make()._pieces(text))
 
@@ -180,7 +181,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(text=TEXT)
 @example(text="the cat\nthe the 12\n\n\tthe cat " * 9)
 @example(text="日本語。\n\u3000\u3000日本語\n日本語" * 9)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@at_most(25)
 def test_parts_have_the_tokens_and_places_of_the_whole(make: Make, text: str) -> None:
     found, whole = make(), make()._whole(text, True)
     assert (found.encode(text), found.places(text)) == whole

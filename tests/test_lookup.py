@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import at_most
 from offload.decode.lookup import COMPARED, LONGEST, LookupProposer, longest_match, match_grade
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -26,13 +27,13 @@ def slow_match(tokens: Sequence[int]) -> tuple[int, int]:
     return best
 
 
-@settings(max_examples=400)
+@at_most(400)
 @given(TOKENS)
 def test_the_match_is_the_latest_of_the_longest(tokens: list[int]) -> None:
     assert longest_match(np.array(tokens, np.int32)) == slow_match(tokens)
 
 
-@settings(max_examples=200)
+@at_most(200)
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 def test_long_matches_are_measured_and_the_latest_of_them_is_it(lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -46,7 +47,7 @@ def test_a_match_is_measured_no_further_than_it_says() -> None:
     assert longest_match(np.zeros(200, np.int32)) == (199, LONGEST)
 
 
-@settings(max_examples=200)
+@at_most(200)
 @given(st.lists(st.tuples(TOKENS, st.integers(0, 40)), min_size=1, max_size=6))
 def test_a_proposer_told_of_every_truncation_proposes_as_a_fresh_one(
     steps: list[tuple[list[int], int]],

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import at_most
 from models import CPU, LateLink
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
@@ -116,7 +117,7 @@ def test_groups_of_a_block_are_read_by_themselves(instructions: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("instructions", on_this_machine())
-@settings(max_examples=200)
+@at_most(200)
 @given(data=st.data())
 def test_of_a_block_that_anybody_may_have_written_no_byte_is_read_that_is_not_there(
     instructions: str, data: st.DataObject
@@ -191,7 +192,7 @@ def late() -> LateLink:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("fields", [{"num_resident": 3}, {"num_staging": 3}, {}, {"num_resident": 1}], ids=str)
-@settings(max_examples=12)
+@at_most(12)
 @given(prompt=st.integers(1, 130), blocks=st.integers(1, 40), rounds=SOME_ROUNDS, seed=st.integers(0, 99))
 def test_packing_pages_changes_no_bit(
     fields: dict[str, int], prompt: int, blocks: int, rounds: Rounds, seed: int

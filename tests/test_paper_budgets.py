@@ -7,19 +7,20 @@ with layers and with the tiles that rows attend to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from models import save_pair
+from models import random_tokens, save_pair
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.engine.engine import Engine
 from offload.model.passes import forward
-from paper.engines import CASES, PROMPT, Pair, engine_on_paper, said
+from paper.engines import CASES, Pair, engine_on_paper, said
 
-CASE = CASES["draft, kv streamed"]
+PROMPT = random_tokens(75, seed=3)
+CASE = replace(CASES["draft, kv streamed"], num_prompt=len(PROMPT))
 SEQUENCE = [*PROMPT, 1]  # of which the caches have the prompt
 SAMPLED = SamplingParams(seed=1)
 

@@ -11,9 +11,10 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import at_most
 from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
@@ -207,7 +208,7 @@ def again(text: list[int], rng: random.Random) -> list[int]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("offload", [("kv", "weights"), ("kv",), ()], ids=str)
-@settings(max_examples=12)
+@at_most(12)
 @given(steps=st.lists(st.sampled_from([more, undo, edit, again]), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
     folders: tuple[Path, Path], offload: tuple[str, ...], steps: list[Step], seed: int

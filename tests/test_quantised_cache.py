@@ -41,6 +41,7 @@ from quantised import engine_of, level_stats, saved
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, kv_bits=4, any_rows=True, page=32, capacity=600)
 PLAIN = replace(SIZES, gamma=0, kv_bits=16)
 PROMPT = random_tokens(230, seed=7)  # some groups, and a tail
+NUM_NEW = 24
 make = partial(engine_of, prompt_tokens=400)
 
 
@@ -56,7 +57,7 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
 
 def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, reuse: bool = False) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
-    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=40, reuse=reuse))
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=NUM_NEW, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 
@@ -247,7 +248,7 @@ def test_tokens_that_stay_are_encoded_once(folders: tuple[Path, Path], monkeypat
         say(engine, [*PROMPT, *said, 5, 6], reuse=True)
         more = (len(PROMPT) + 2 * len(said) + 2 - KV_TAIL) // GROUP * GROUP - EXACT
         assert more - GROUP <= sum(encoded) <= more
-        assert sum(read) < len(PROMPT) + 3 * (40 + 40 + KV_TAIL + GROUP)
+        assert sum(read) < len(PROMPT) + 3 * (NUM_NEW + NUM_NEW + KV_TAIL + GROUP)
 
 
 # The text.
@@ -284,7 +285,7 @@ def test_the_text_is_the_targets(
         assert (own.drafted > 0) == (draft_gamma > 0)
         assert say(engine, longer) == wanted_then
         assert say(engine, PROMPT) == wanted
-        assert len(say(engine, longer, reuse=True)) == 40
+        assert len(say(engine, longer, reuse=True)) == NUM_NEW
         assert level_stats(engine, "target").accepted_by["self"] > 0
 
 

@@ -48,6 +48,7 @@ SIZES = Sizes(
 )  # fmt: skip
 PLAIN = replace(SIZES, gamma=0, kv_bits=16, budget=0)
 PROMPT = random_tokens(330, seed=7)  # more groups than are chosen, and a tail
+NUM_NEW = 24
 make = partial(engine_of, prompt_tokens=500)
 
 
@@ -63,7 +64,7 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
 
 def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, reuse: bool = False) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=0.8, seed=seed)
-    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=40, end_tokens=(), reuse=reuse))
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=NUM_NEW, end_tokens=(), reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 
@@ -276,7 +277,7 @@ def test_the_text_is_the_targets(
         assert (own.drafted > 0) == (draft_gamma > 0)
         assert say(engine, longer) == wanted_then
         assert say(engine, PROMPT) == wanted
-        assert len(say(engine, longer, reuse=True)) == 40
+        assert len(say(engine, longer, reuse=True)) == NUM_NEW
 
 
 def test_a_seeded_text_repeats(folders: tuple[Path, Path]) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+from examples import at_most
 from models import Sizes, load, random_model, random_tokens, target_cache, tiny_plan
 from offload.config.config_json import config_of
 from offload.config.encodings import matrices
@@ -723,7 +724,7 @@ def places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, .
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@at_most(300)
 def test_a_damaged_description_is_refused_or_read(data: st.DataObject) -> None:
     stored = json.loads(json.dumps(data.draw(st.sampled_from([case.stored for case in CASES.values()]))))
     stored |= {"dynamic": {"-:x": {}}, "modules_in_block_to_quantize": None, "sparsity_config": {}, "scale_dtype": None}

@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def say(engine: Engine, prompt: list[int] = PROMPT, *, seed: int | None = None, reuse: bool = False) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
-    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=40, reuse=reuse))
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=24, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 
@@ -194,7 +194,7 @@ def wanted(folders: tuple[Path, Path]) -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("draft_gamma", [3, 0])
 @pytest.mark.parametrize("budget", [48, 0])
@@ -214,7 +214,7 @@ def test_the_text_is_the_targets(
         assert 0 < target.accepted_by[name] < target.drafted_by[name]
         assert own.passes > 0
         assert (own.drafted > 0) == (draft_gamma > 0)
-        plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=40, speculation=False))
+        plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, speculation=False))
         assert [token for step in plainly for token in step.tokens] == wanted
         longer = [*PROMPT, *wanted, 3]
         assert say(engine, longer, reuse=True) == say(engine, longer)

@@ -443,7 +443,7 @@ def test_a_text_may_be_given_up_after_its_engine_was_closed(folders: Folders) ->
 
 
 def ragged(seed: int) -> list[Asked]:
-    return some(6, seed=seed, most=140, output=40)
+    return some(5, seed=seed, most=100, output=20)
 
 
 @pytest.mark.few(1)

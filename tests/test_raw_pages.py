@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from asked import Asked, alone, together
+from examples import at_most
 from models import CPU, LateLink
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
@@ -84,7 +85,7 @@ def slots_of(cache: FullCache) -> int:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fields", [{"num_resident": 3}, {"num_resident": 1}, {}], ids=str)
-@settings(max_examples=20, deadline=None)
+@at_most(20)
 @given(prompt=st.integers(1, 130), blocks=st.integers(1, 40), rounds=SOME_ROUNDS, seed=st.integers(0, 99))
 def test_as_few_slots_as_may_be_are_enough_whatever_is_taken_back(
     fields: dict[str, int], prompt: int, blocks: int, rounds: Rounds, seed: int

@@ -378,7 +378,7 @@ def made(folder: Path, link_bits: int, *, ranks: int = 1, sizes: Sizes = ALONE) 
 
 def said(engine: Engine, prompt: list[int], *, temperature: float = 0.0, reuse: bool = False) -> list[int]:
     sampling = SamplingParams(temperature=temperature, seed=3)
-    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=40, reuse=reuse))
+    steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=24, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from examples import at_most
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
 from offload.decode.warp import warp
@@ -68,7 +69,7 @@ def normalised(weights: list[float], kept: set[int]) -> list[float]:
 @example([3.0, 2.0, 1.0, 0.0], SamplingParams(temperature=1.0, top_k=2, top_p=1.0))
 @example([2.0, 2.0, 2.0, 1.0], SamplingParams(temperature=1.0, top_k=2, top_p=1.0))  # a tie at the k-th place stays
 @example([2.0, 2.0, 2.0, 2.0], SamplingParams(temperature=1.0, top_k=0, top_p=0.4))  # a tie in the nucleus: first ones
-@settings(max_examples=300)
+@at_most(300)
 def test_warp_equals_the_definition(logits: list[float], params: SamplingParams) -> None:
     expected = reference(logits, params)
     row = warp(torch.tensor([logits]), params)[0]
@@ -79,7 +80,7 @@ def test_warp_equals_the_definition(logits: list[float], params: SamplingParams)
 
 
 @given(st.lists(LOGITS.map(lambda row: (row * 12)[:12]), min_size=2, max_size=5), PARAMS)
-@settings(max_examples=50)
+@at_most(50)
 def test_each_row_is_warped_as_if_alone(rows: list[list[float]], params: SamplingParams) -> None:
     together = warp(torch.tensor(rows), params)
     alone = torch.cat([warp(torch.tensor([row]), params) for row in rows])
@@ -87,7 +88,7 @@ def test_each_row_is_warped_as_if_alone(rows: list[list[float]], params: Samplin
 
 
 @given(LOGITS, PARAMS)
-@settings(max_examples=50)
+@at_most(50)
 def test_warp_leaves_its_input_as_it_was(logits: list[float], params: SamplingParams) -> None:
     given_logits = torch.tensor([logits])
     warp(given_logits, params)
@@ -96,7 +97,7 @@ def test_warp_leaves_its_input_as_it_was(logits: list[float], params: SamplingPa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(logits=st.lists(st.integers(-3, 3), min_size=1, max_size=9), top_p=st.sampled_from([0.1, 1.0]))
-@settings(max_examples=50)
+@at_most(50)
 def test_greedy_is_exactly_one_hot_at_the_first_maximum(dtype: torch.dtype, logits: list[int], top_p: float) -> None:
     row = warp_row([float(x) for x in logits], dtype, temperature=0.0, top_p=top_p, min_p=0.5)
     assert row == [float(i == logits.index(max(logits))) for i in range(len(logits))]
@@ -213,14 +214,14 @@ PROBS = st.lists(st.one_of(st.just(0.0), st.floats(2.0**-120, 1.0, width=32)), m
 
 
 @given(PROBS, st.one_of(st.sampled_from([0.0, LAST]), st.floats(0.0, 1.0, exclude_max=True)))
-@settings(max_examples=300)
+@at_most(300)
 def test_a_token_of_probability_zero_is_never_drawn(weights: list[float], uniform: float) -> None:
     probs = torch.tensor(weights) / torch.tensor(weights).sum()
     assert probs[Uniforms(uniform).draw(probs)] > 0.0
 
 
 @given(PROBS, st.floats(0.0, 1.0, exclude_max=True))
-@settings(max_examples=300)
+@at_most(300)
 def test_a_draw_is_the_inverse_of_the_distribution_function(weights: list[float], uniform: float) -> None:
     total, mass = math.fsum(weights), list(itertools.accumulate(weights))
     assume(all(abs(uniform * total - edge) > 1e-12 * total for edge in mass))

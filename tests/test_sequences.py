@@ -29,7 +29,7 @@ FIXED = Sizes(gamma=5, draft_gamma=2)
 PLAIN = Sizes()
 IN_FEW_BITS = Sizes(gamma=5, draft_gamma=2, budget=0, weight_bits=4, kv_bits=4, page=32, capacity=600)
 IN_WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
-ROOM, OUTPUT = 100, 24
+ROOM, OUTPUT = 92, 16
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,7 @@ def begin_with_old(path: Path) -> None:
 def begin_with_nothing(path: Path) -> None: ...
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("begin", [begin_with_old, begin_with_nothing])
 @pytest.mark.parametrize("half", [False, True], ids=["before the step", "in the middle of a write"])
 def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_session(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 import models
+from examples import at_most
 from models import LateLink, Sizes
 from offload.errors import DoesNotFit, SessionError
 from offload.kv.full import FullCache
@@ -171,7 +172,7 @@ def test_a_page_cut_short_is_written_again_without_what_was_dropped(path: Path) 
         assert file.get_tensor("layers.1")[:, :, 2:].count_nonzero() == 0
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 3), max_size=9)), min_size=1, max_size=6))
 def test_any_cutting_and_growing_restores_the_last_save(
     tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, list[int]]]

@@ -152,7 +152,7 @@ def twins(pairs: Callable[[str], Pair], tmp_path_factory: pytest.TempPathFactory
 
 
 def say(engine: Engine, *, reuse: bool = False) -> list[int]:
-    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=40, reuse=reuse))
+    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 
@@ -162,6 +162,7 @@ def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
         return say(engine)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ALL)
 def test_every_mode_says_what_the_plain_numbers_say(
@@ -187,6 +188,7 @@ def test_rows_have_the_bits_of_the_plain_numbers(
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize("form", ALL)
 def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], twins: Callable[[str, str], Pair], form: str) -> None:

@@ -38,7 +38,7 @@ def engine(folder: Path, sizes: Sizes, *, dtype: str, offload: frozenset[str]) -
 
 def tokens_of(engine: Engine, prompt: list[int]) -> list[int]:
     return [
-        token for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=30)) for token in step.tokens
+        token for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=20)) for token in step.tokens
     ]
 
 

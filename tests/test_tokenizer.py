@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from examples import at_most
 from models import byte_tokenizer
 from offload.decode.stops import StopStrings
 from offload.decode.tokenizer import Detokenizer, Tokenizer
@@ -77,7 +78,7 @@ def split(tokenizer: Tokenizer, text: str, at: int) -> tuple[list[int], list[int
 @BOTH
 @given(text=TEXT, at=st.integers(0, 30))
 @example(text="本語のテキスト日本語", at=28)
-@settings(max_examples=150)
+@at_most(150)
 def test_pieces_join_to_the_decoding_of_all(make: Callable[[], Tokenizer], text: str, at: int) -> None:
     tokenizer = make()
     context, tokens = split(tokenizer, text, at)
@@ -87,7 +88,7 @@ def test_pieces_join_to_the_decoding_of_all(make: Callable[[], Tokenizer], text:
 
 @BOTH
 @given(text=TEXT.filter(lambda text: REPLACEMENT not in text))
-@settings(max_examples=100)
+@at_most(100)
 def test_no_piece_holds_a_part_of_a_character(make: Callable[[], Tokenizer], text: str) -> None:
     tokenizer = make()
     pieces = pieces_of(tokenizer, [], tokenizer.encode(text))
@@ -96,7 +97,7 @@ def test_no_piece_holds_a_part_of_a_character(make: Callable[[], Tokenizer], tex
 
 
 @given(st.text(alphabet="日本語👍é𠮷", min_size=1, max_size=6))
-@settings(max_examples=50)
+@at_most(50)
 def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> None:
     """Text is withheld only while its last token ends inside a character."""
     tokenizer = byte_level()
@@ -110,7 +111,7 @@ def test_where_a_token_ends_a_character_all_text_so_far_is_out(text: str) -> Non
 
 
 @given(st.lists(st.integers(1, 299), max_size=30))
-@settings(max_examples=150)
+@at_most(150)
 def test_tokens_that_are_no_text_lose_nothing_either(tokens: list[int]) -> None:
     """Bytes that are not a character become U+FFFD, as when all tokens are decoded at once."""
     tokenizer = byte_level()
@@ -124,7 +125,7 @@ GOOD_RUN = TEXT.map(lambda text: byte_fallback().encode_piece(text))
 
 
 @given(st.lists(st.tuples(st.one_of(BAD_RUN, GOOD_RUN), THE), max_size=5), st.integers(0, 3), THE)
-@settings(max_examples=100)
+@at_most(100)
 def test_bytes_that_are_no_text_lose_nothing_either(
     parts: list[tuple[list[int], ...]], cut: int, the: list[int]
 ) -> None:
@@ -169,7 +170,7 @@ def test_a_run_of_any_character_is_out_at_once_with_the_same_work_for_each_token
 @given(st.lists(st.integers(1, 299), max_size=20))
 @example([1 + byte for byte in b"a"])
 @example([170, 95])  # half of a surrogate, which no third byte makes a character
-@settings(max_examples=100)
+@at_most(100)
 def test_at_most_one_character_is_withheld(tokens: list[int]) -> None:
     tokenizer = byte_level()
     detokenizer, shown = Detokenizer(tokenizer, []), ""
@@ -279,7 +280,7 @@ def test_a_token_does_not_reach_into_a_piece_from_before_it() -> None:
 
 @ALL
 @given(texts=st.lists(PIECE, max_size=4), until=PIECE)
-@settings(max_examples=100)
+@at_most(100)
 def test_pieces_join_to_the_text_and_nothing_else(make: Callable[[], Tokenizer], texts: list[str], until: str) -> None:
     tokenizer = make()
     pieces = [tokenizer.encode_piece(text, first=i == 0, until=until) for i, text in enumerate(texts)]
@@ -357,7 +358,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
 @example(["ab", "c"], ["abc", "b"])  # "b" is complete before "abc", which begins before it
 @example(["abc"], ["abc", "b"])
 @example(["a", "ab"], ["aab", "ab"])
-@settings(max_examples=500)
+@at_most(500)
 def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
     """Bug: if one stop string began inside another, the first one found depended on the cuts."""
     watch = StopStrings(stops)
@@ -366,7 +367,7 @@ def test_the_text_before_the_first_stop_string_however_it_is_cut(pieces: list[st
 
 
 @given(PIECES, STOPS)
-@settings(max_examples=200)
+@at_most(200)
 def test_only_what_may_become_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
     watch, text, shown = StopStrings(stops), "", ""
     for piece in pieces:

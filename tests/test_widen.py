@@ -166,10 +166,10 @@ def test_the_demo_target_keeps_its_logits_also_far_beyond_its_pretrained_length(
         "hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 768,
     }  # fmt: skip
-    source, dest, tokens = DEMO, tmp_path / "wide", random_tokens(200, vocabulary=4096)
+    source, dest, tokens = DEMO, tmp_path / "wide", random_tokens(100, vocabulary=4096)
     widen.widen(source, dest, sizes, torch.float32)
     assert error(ours(dest, tokens), ours(source, tokens)) <= TOLERANCE
-    positions = torch.arange(200) * 160  # up to 31,840; pretrained were 2048
+    positions = torch.arange(100) * 320  # up to 31,680; pretrained were 2048
     expected = theirs(source, tokens, positions)
     assert error(theirs(dest, tokens, positions), expected) <= TOLERANCE
     assert error(theirs(dest, tokens), expected) > 1e-2, "the positions must matter"

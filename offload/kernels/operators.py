@@ -116,7 +116,7 @@ class OperatorAttention:
         if rows.q.is_cuda:
             return ROWS
         num_kv_heads, head_dim = rows.k.shape[1:]
-        shape = AttentionShape(rows.q.shape[1], num_kv_heads, head_dim, PAGES, self._page or CODED_PAGE)
+        shape = AttentionShape(rows.q.shape[1], num_kv_heads, head_dim, PAGES, CODED_PAGE)
         return ROWS if attention_alike(shape, ROWS, self._dtype, torch.get_num_threads()) else 1
 
     def _attend(self, block: _Block, run: Run, pages: Tensor, at: int) -> None:

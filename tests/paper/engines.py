@@ -15,9 +15,9 @@ from offload.plan.planner import Plan
 from paper.gpu import PaperGpu, on_paper
 
 Pair = tuple[Path, Path]  # the folders of target and draft
-NUM_PROMPT, NUM_NEW = 75, 6  # tokens
-PROMPT = random_tokens(NUM_PROMPT, seed=3)
-OTHER = PROMPT[:50] + random_tokens(20, seed=4)  # begins alike
+NUM_PROMPT, NUM_NEW = 43, 6  # tokens
+PROMPT = random_tokens(NUM_PROMPT, seed=8)
+OTHER = PROMPT[:28] + random_tokens(12, seed=4)  # begins alike
 DRAFTED = Sizes(gamma=5, draft_gamma=2, capacity=128)
 
 
@@ -31,6 +31,7 @@ class Case:
     resident_layers: int = 0
     dtype: str = "fp32"
     num_sequences: int = 1
+    num_prompt: int = NUM_PROMPT
 
     def plan(self, pair: Pair, device: str = "cuda:0") -> Plan:
         target, draft = pair
@@ -38,7 +39,7 @@ class Case:
             target,
             draft if self.sizes.draft_gamma else None,
             self.sizes,
-            num_prompt_tokens=NUM_PROMPT,
+            num_prompt_tokens=self.num_prompt,
             max_tokens=4 * NUM_NEW,
             dtype=self.dtype,
             offload=frozenset(self.offload),

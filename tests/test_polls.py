@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
 from offload import files
-from offload.bench import measure, peer, reference
+from offload.bench import measure, reference
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences, _Running
@@ -44,7 +44,8 @@ from offload.worker import models as worker_models
 from offload.worker import pass_timer
 from test_architecture import sources
 from triforce_cli import inputs, outfile
-from triforce_cli.batch.records import Defaults, read_records
+from triforce_cli.answering.request import Wanted
+from triforce_cli.batch.records import read_records
 from triforce_cli.chat import background, reader
 from triforce_cli.commands import sessions
 from triforce_cli.documents import reading, selection
@@ -243,7 +244,7 @@ def read_lines(place: Place, turn: Turn) -> None:
     place.patch.setattr(
         sys.modules[read_records.__module__], "_object", lambda line, where: turn() or {"prompt": "x", "id": turn.count}
     )
-    read_records("{}\n" * 100, "it", Defaults(max_tokens=1, sampling=GREEDY, stops=(), logprobs=None))
+    read_records("{}\n" * 100, "it", Wanted(sampling=GREEDY, max_tokens=1))
 
 
 def work_ahead(place: Place, turn: Turn) -> None:
@@ -347,14 +348,6 @@ def admit(place: Place) -> None:
     with Door("127.0.0.1", bytes(32)) as door:
         place.patch.setattr(door, "_selector", Mock(wraps=door._selector, select=waits))
         list(door.admit([1], 60.0))
-
-
-def ask_peer(place: Place) -> None:
-    process = Mock(stdout=Mock(readline=waits))
-    place.patch.setattr(peer.Peer, "__init__", lambda self: None)
-    asked = peer.Peer()  # type: ignore[call-arg]
-    asked.name, asked._process = "it", process
-    asked.ask({})
 
 
 def read_pipe(place: Place) -> None:

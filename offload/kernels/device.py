@@ -35,7 +35,7 @@ class DeviceKernels:
     @property
     def name(self) -> str:
         """Of what runs, with the number of its interface, for measurements."""
-        return "torch"
+        return "torch 2"  # blocks of 16 rows
 
     def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
         """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that

@@ -318,7 +318,7 @@ class TestMeasuring:
         env = os.environ | {"TRIFORCE_KERNELS": kernels, "OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
         record = json.loads(done.stdout)
-        assert (record["kernels"] == "torch") >= (kernels == "off")
+        assert record["kernels"].startswith("torch") >= (kernels == "off")
         found = pass_times._times(record)
         assert found is not None
         for curve in (found.fixed, found.layer, found.token):

@@ -12,10 +12,9 @@ from offload.errors import UsageError
 from offload.kernels import choice
 from offload.kernels.cpu import FEW_ROWS, CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels, NoKernels
-from offload.kernels.prefill import PrefillAttention
+from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring, scorings
 from offload.kernels.rows import Blocks, Shapes, equal_blocks, fast_blocks
-from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache

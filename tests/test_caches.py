@@ -32,10 +32,10 @@ from examples import at_most
 from models import LateLink, count_fetched
 from offload.config.model import llama_shaped
 from offload.kernels.device import NONE
+from offload.kernels.prefill import OperatorTiles
 from offload.kernels.rope import RopeTable, Scoring, rope_table
 from offload.kernels.spans import SpanAttention
 from offload.kv import Cache, Phase
-from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass, choose, dilate
@@ -572,9 +572,9 @@ def test_an_interrupt_within_attention_leaves_no_trace_and_no_copy_under_way(
 
     with monkeypatch.context() as patch:
         patch.setattr("offload.kernels.operators.attend", interrupted)
-        patch.setattr("offload.kv.block.attend", interrupted)
-        patch.setattr("offload.kv.block.attend_joined", interrupted)
-        patch.setattr("offload.kv.block.attend_whole_pages", interrupted)
+        patch.setattr("offload.kernels.prefill.attend", interrupted)
+        patch.setattr("offload.kernels.prefill.attend_joined", interrupted)
+        patch.setattr("offload.kernels.prefill.attend_whole_pages", interrupted)
         patch.setattr(SpanAttention, "attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.extend([1] * 5, phase=phase)

@@ -43,17 +43,27 @@ class _Block:
             self.masses.append((part.mass[..., :num_chunks], part.lse))
         self.part = part if self.part is None else merge(self.part, part)
 
-    def by_rows(self) -> Part:
-        """Of rows [n, H], with masses relative to all pieces."""
+    @property
+    def count(self) -> int:
+        """Its rows."""
+        return len(self.own) // self.group
+
+    def out(self) -> Tensor:
+        """[n, H * D] fp32."""
         assert self.part is not None
-        count = len(self.own) // self.group
-        out, lse = (unfold(each, count) for each in (self.part.out, self.part.lse[..., None]))
-        out = out.unflatten(1, (lse.shape[1], -1))
-        if not self.masses:
-            return Part(out, lse)
+        return unfold(self.part.out, self.count)
+
+    def lse(self) -> Tensor:
+        """[n, H] fp32."""
+        assert self.part is not None
+        return unfold(self.part.lse[..., None], self.count)
+
+    def mass(self) -> Tensor:
+        """[n, H_kv, G, C] fp32: relative to all pieces."""
+        assert self.part is not None
         whole = self.part.lse.clamp(min=torch.finfo(torch.float32).min)  # from which -inf may be taken
         mass = torch.cat([mass * (lse - whole).exp()[..., None] for mass, lse in self.masses], -1)
-        return Part(out, lse, unfold(mass, count).unflatten(1, (lse.shape[1], -1)))
+        return mass.view(len(mass), -1, self.count, mass.shape[-1]).permute(2, 0, 1, 3)
 
 
 class OperatorAttention:
@@ -73,13 +83,11 @@ class OperatorAttention:
         size = self._block_rows(rows)
         stop, missing = rows.position + num_rows, -num_rows % size
         ends = [None if last >= stop else last for last in lasts or (stop,)]
-        queries = [pad(self._places.queries(rows.q, rows.scoring, last), (0, 0, 0, 0, 0, missing)) for last in ends]
-        own = pad(self._places.slots, (0, missing)).split(size)
-        blocks = zip(*(query.split(size) for query in queries), strict=True)
-        self._keys = self._places.keys(rows.k, rows.scoring)
+        queries, self._keys = self._places.rotated(rows.q, rows.k, rows.scoring, ends)
+        filled = zip(*(pad(query, (0, 0, 0, 0, 0, missing)).split(size) for query in queries), strict=True)
         self._blocks = [
-            _Block([fold(query, num_kv_heads) for query in some], places.repeat(group), group)
-            for some, places in zip(blocks, own, strict=True)
+            _Block([fold(query, num_kv_heads) for query in some], own, group)
+            for some, own in zip(filled, self._places.in_blocks(size, group), strict=True)
         ]
 
     def append_rows(self, run: Run) -> None:
@@ -95,21 +103,23 @@ class OperatorAttention:
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """See `RunAttention`."""
-        num_kv_heads, part = self._keys.shape[1], self.part()
-        out = part.out.flatten(1).to(self._dtype)
-        if part.mass is None:
-            return out, None
-        mass = part.mass.unflatten(1, (num_kv_heads, -1)).sum(2)
-        return out, mass.to(MASS_DTYPE) if mass.is_cuda else mass
+        out = self._joined([block.out() for block in self._blocks]).to(self._dtype)
+        mass = self._joined([block.mass().sum(2) for block in self._blocks]) if self._masses else None
+        self._rows, self._blocks = None, []
+        return out, mass.to(MASS_DTYPE) if mass is not None and mass.is_cuda else mass
 
     def part(self) -> Part:
         """See `RunAttention`."""
-        assert self._rows is not None
-        num_rows, parts = len(self._rows.q), [block.by_rows() for block in self._blocks]
-        masses = [part.mass for part in parts if part.mass is not None]
-        out, lse = (torch.cat(some)[:num_rows] for some in zip(*((part.out, part.lse) for part in parts), strict=True))
+        lse = self._joined([block.lse() for block in self._blocks])
+        out = self._joined([block.out() for block in self._blocks]).unflatten(1, (lse.shape[1], -1))
+        mass = self._joined([block.mass().flatten(1, 2) for block in self._blocks]) if self._masses else None
         self._rows, self._blocks = None, []
-        return Part(out, lse, torch.cat(masses)[:num_rows] if masses else None)
+        return Part(out, lse, mass)
+
+    def _joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """The rows of all blocks."""
+        assert self._rows is not None
+        return (blocks[0] if len(blocks) == 1 else torch.cat(list(blocks)))[: len(self._rows.q)]
 
     def _block_rows(self, rows: Rows) -> int:
         """1 where a row's place in a block of `ROWS` changes its bits on this CPU."""
@@ -123,19 +133,32 @@ class OperatorAttention:
         """To a piece of the run that begins with its token `at`."""
         assert self._rows is not None
         count, page, scoring = run.tokens - at, pages.shape[3], self._rows.scoring
-        seen = torch.full_like(block.own, count) if run.coded else block.own + (1 - run.first - at)
+        seen, first = self._seen(block, run, at, pages.shape[1] * page)
         part = attend(
             block.queries[run.query],
             pages[0],
             pages[1],
-            seen.clamp(max=count),
-            first_visible=seen - self._rows.window if run.windowed else None,
+            seen,
+            first_visible=first,
             chunk=self._chunk if self._masses else None,
             scale=scoring.scale,
             cap=scoring.cap,
         )
         used = min(-(-count // page), pages.shape[1])
         block.add(part, used * page // self._chunk if self._chunk else 0)
+
+    def _seen(self, block: _Block, run: Run, at: int, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of the piece's tokens those up to which each row sees, and the first one that it sees, [G * ROWS]; None: all
+        of them. Numbers alone decide on that where rows are behind the piece, as they are in all passes of a graph."""
+        assert self._rows is not None
+        before, count = self._rows.index - run.first - at, run.tokens - at
+        if count >= num_tokens and (run.coded or (before >= num_tokens and not run.windowed)):
+            return None, None
+        if run.coded:
+            return torch.full_like(block.own, count), None
+        seen = block.own + (1 - run.first - at)
+        first = seen - self._rows.window if run.windowed else None
+        return seen if before + len(self._rows.q) <= count else seen.clamp(max=count), first
 
     def _coded(self, run: Run) -> Iterator[tuple[Tensor, int]]:
         """As `_pieces`: numbers that the codes stand for, of pages of CODED_PAGE tokens, the last filled up."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.kernels.rope import Scoring, rotate, rotate_queries
 
@@ -30,6 +32,23 @@ class RowPlaces:
         table = self._rows("cos", rope.cos, last), self._rows("sin", rope.sin, last)
         growth = None if rope.growth is None else self._rows("growth", rope.growth, last)
         return scoring.weighed_queries(rotate_queries(q, table, growth))
+
+    def rotated(
+        self, q: Tensor, k: Tensor, scoring: Scoring, lasts: Sequence[int | None]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Queries for each of `lasts`, and keys."""
+        if len(lasts) > 1 or lasts[0] is not None or scoring.rope.growth is not None or scoring.weights is not None:
+            return [self.queries(q, scoring, last) for last in lasts], self.keys(k, scoring)
+        both = self.keys(torch.cat([q, k], 1), scoring)
+        return [both[:, : q.shape[1]]], both[:, q.shape[1] :]
+
+    def in_blocks(self, rows: int, group: int) -> Sequence[Tensor]:
+        """Slots in blocks of so many, the last filled up, folded rows of `group` heads each: int64 [group * rows]."""
+
+        def filled() -> Tensor:
+            return pad(self.slots, (0, -len(self.slots) % rows)).view(-1, 1, rows).expand(-1, group, -1).flatten(1)
+
+        return self._once(f"{rows} rows", group, filled).unbind()
 
     def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
         """Rows of a table [positions, ...]."""

@@ -1,12 +1,18 @@
-"""What a cache asks of the attention of a prefill, whoever computes it. `kernels.choice` finds it."""
+"""Attention of a prefill's rows, tile by tile: what a cache asks of it, and how torch's operators do it.
+
+`kernels.choice` finds who computes it on a GPU.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, fold, merge, unfold
 from offload.kernels.rope import Scoring
+from offload.plan.sizing import PREFILL_PAGES
 
 
 class PrefillBlock(Protocol):
@@ -29,3 +35,88 @@ class PrefillAttention(Protocol):
         """Rows [T, H, D], rotated, at positions `first` and on. window: tokens that a row sees, itself and those before
         it; None: all."""
         ...
+
+
+@dataclass
+class OperatorBlock:
+    """A `PrefillBlock` of `count` rows at positions `first` and on: query [H_kv, G * count, D], rotated.
+
+    A tile is [2, P, H_kv, S, D]; `base` is the position of its first token. scale: on products of queries and keys,
+    None: D^-0.5. window: tokens that a row sees, itself and those before it; None: all. cap: of scores, see `attend`.
+    fused: `attend` uses torch's fused kernel where that serves.
+    """
+
+    query: Tensor
+    first: int
+    count: int
+    scale: float | None = None
+    part: Part | None = None
+    window: int | None = None
+    cap: float | None = None
+    fused: bool = False
+
+    @classmethod
+    def of(
+        cls, q: Tensor, start: int, num_kv_heads: int, scoring: Scoring, window: int | None = None, *,
+        fused: bool = False,
+    ) -> OperatorBlock:  # fmt: skip
+        """Rows q [T, H, D], rotated, at positions `start` and on."""
+        return cls(fold(q, num_kv_heads), start, len(q), scoring.scale, window=window, cap=scoring.cap, fused=fused)
+
+    def attend(self, tile: Tensor, base: int) -> None:
+        """See `PrefillBlock`: the pages that some row sees, a few at a time where torch's fused kernel does not serve.
+        On a GPU it serves over pages that all rows see whole."""
+        if base > self._last:
+            return
+        page, fused = tile.shape[3], self.fused and self.cap is None
+        used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
+        whole = max(min((self.first + 1 - base) // page, used), 0) if fused and self.window is None else 0
+        if whole:
+            self._add(attend_whole_pages(self.query, tile[0, :whole], tile[1, :whole], self.scale))
+        visible, first_visible = self._visible(tile, base)
+        joined = fused and not tile.is_cuda
+        step = used if joined else PREFILL_PAGES
+        for at in range(whole, used, step):
+            some = slice(at, min(at + step, used))
+            seen, first = (None if each is None else each - at * page for each in (visible, first_visible))
+            keys, values = tile[0, some], tile[1, some]
+            if joined:
+                self._add(attend_joined(self.query, keys, values, seen, first_visible=first, scale=self.scale))
+            else:
+                self._add(self._by_products(keys, values, seen, first))
+
+    def _by_products(self, keys: Tensor, values: Tensor, seen: Tensor | None, first: Tensor | None) -> Part:
+        return attend(self.query, keys, values, seen, first_visible=first, scale=self.scale, cap=self.cap)
+
+    def attended(self) -> Tensor:
+        """[count, H * D] fp32."""
+        assert self.part is not None
+        return unfold(self.part.out, self.count)
+
+    @property
+    def _last(self) -> int:
+        return self.first + self.count - 1
+
+    def _visible(self, tile: Tensor, base: int) -> tuple[Tensor | None, Tensor | None]:
+        """Of the tile's tokens those up to which each row sees, and the first one that it sees; None: all of them."""
+        num_tokens, own = tile.shape[1] * tile.shape[3], self.first + 1 - base
+        begins = self.window is not None and own + self.count - 1 > self.window
+        if own >= num_tokens and not begins:
+            return None, None
+        visible = count_up(own, self.count, self.query)
+        first = (visible - self.window).clamp_(0, num_tokens) if begins and self.window is not None else None
+        return visible.clamp_(0, num_tokens), first
+
+    def _add(self, part: Part) -> None:
+        self.part = part if self.part is None else merge(self.part, part)
+
+
+@dataclass(frozen=True)
+class OperatorTiles:
+    """`PrefillAttention` by torch's operators, and by its fused kernel where that serves."""
+
+    num_kv_heads: int
+    fused: bool = True
+
+    def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> OperatorBlock:
+        return OperatorBlock.of(rows, first, self.num_kv_heads, scoring, window, fused=self.fused)

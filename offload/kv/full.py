@@ -9,11 +9,10 @@ from torch import Tensor
 
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import write_rows
-from offload.kernels.prefill import PrefillAttention
+from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kernels.runs import Rows, Run
 from offload.kv import Phase
-from offload.kv.block import OperatorTiles
 from offload.kv.places import Places
 from offload.pages.storage import Offload, PageStorage
 from offload.pages.tiles import TileShape

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import write_rows
-from offload.kernels.prefill import PrefillAttention
+from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kernels.runs import Run, attended
 from offload.kv import Phase
-from offload.kv.block import OperatorTiles
 from offload.kv.places import QKV, Places, joined
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory

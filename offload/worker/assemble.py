@@ -11,9 +11,8 @@ from offload.errors import UsageError
 from offload.kernels import choice
 from offload.kernels.cpu import CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels
-from offload.kernels.prefill import PrefillAttention
+from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring, scorings
-from offload.kv.block import OperatorTiles
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache

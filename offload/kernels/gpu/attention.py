@@ -70,13 +70,8 @@ class GpuAttention:
         self._tops, self._totals = self._floats(1), self._floats(1)
         self._partials = _Partials(*[self._totals] * 2)  # of no run
         stop = rows.position + num_rows
-        if lasts or scoring.rope.growth is not None or scoring.weights is not None:
-            ends = [None if last >= stop else last for last in lasts or (stop,)]
-            self._queries = [self._places.queries(rows.q, scoring, last) for last in ends]
-            self._keys = self._places.keys(rows.k, scoring)
-        else:
-            both = self._places.keys(torch.cat([rows.q, rows.k], 1), scoring)
-            self._queries, self._keys = [both[:, :num_heads]], both[:, num_heads:]
+        ends = [None if last >= stop else last for last in lasts or (stop,)]
+        self._queries, self._keys = self._places.rotated(rows.q, rows.k, scoring, ends)
         self._num_runs = self._num_left = self._slot = 0
         self._rows = rows
 

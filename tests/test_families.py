@@ -50,9 +50,7 @@ LENGTH = 61
 SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
-NAMES = sorted(
-    TINY, key=lambda name: FIRST[TINY[name].family] != name
-)  # they come first
+NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
 @pytest.fixture(scope="module")

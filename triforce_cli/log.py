@@ -48,8 +48,8 @@ def failure(text: str) -> None:
 
 
 def _write(level: int, text: str) -> None:
-    if _LOGGER.hasHandlers():  # else logging would write to standard error
-        _LOGGER.log(level, "%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))  # a path may be no UTF-8
+    if _LOGGER.hasHandlers():  # without one, logging would write to standard error
+        _LOGGER.log(level, "%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))  # a path need not be UTF-8
 
 
 class _File(logging.FileHandler):

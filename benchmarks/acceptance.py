@@ -247,7 +247,7 @@ class Bench:
             outcome.changed.append(changed_share(before, self.retrieval.chunks))
 
     def _recovered(self, window: Window) -> Tensor:
-        """The share of the next block's mass that lies on chosen chunks or the tail: [L]."""
+        """The share of the next block's mass that is on chosen chunks or the tail: [L]."""
         mass, chunks = window.mass_ahead(), self.retrieval.chunks
         if chunks is None:
             return torch.ones(len(mass))

@@ -19,7 +19,7 @@ class Models:
     target: Path
     draft: Path | None
     embedded: bool  # the target is the demo model that comes with triforce
-    draft_note: str = ""  # what to say about a draft that nobody named
+    draft_note: str = ""  # the note on a draft that the user did not name
 
     @property
     def note(self) -> str:

@@ -27,7 +27,7 @@ class Note(Protocol):
 
 
 def read_file(path: Path, what: str, *, note: Note) -> bytes:
-    """All of a file, or of a pipe until its writers are gone. what: what messages call it. Raises UsageError."""
+    """All of a file, or of a pipe until its writers close it. what: its name in messages. Raises UsageError."""
     try:
         _check_kind(path, what, path.stat().st_mode)  # before opening it, which may affect a device
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:

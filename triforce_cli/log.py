@@ -38,12 +38,12 @@ def end() -> None:
 
 
 def event(name: str, data: Mapping[str, Any] | None = None) -> None:
-    """One line: what happened, and its numbers as JSON."""
+    """Log one line: the event's name, and its numbers as JSON."""
     _write(logging.INFO, name if data is None else f"{name} {json.dumps(data, default=str)}")
 
 
 def failure(text: str) -> None:
-    """An error, with its traceback."""
+    """Log an error, with its traceback."""
     _write(logging.ERROR, text)
 
 

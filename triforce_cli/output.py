@@ -40,9 +40,9 @@ def forgive_locale() -> None:
 
 
 class Output:
-    """One command's output. Leaving it as a context leaves the screen clean, however the command ended.
+    """The output of one command. Leaving it as a context leaves the screen clean, however the command ended.
 
-    `quiet` silences notes and progress; errors and what was asked for by name (text, JSON, tables) always appear.
+    `quiet` silences notes and progress; errors and output requested by name (text, JSON, tables) always appear.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:

@@ -14,7 +14,7 @@ benchmarks/rules.py.
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 import itertools
@@ -44,13 +44,13 @@ from offload.kv.selection import Seen
 from offload.model.passes import forward
 from offload.plan.planner import Options
 
-SEEN_ROWS = 8  # last rows of the prompt that the first refresh uses
+SEEN_ROWS = 8  # last rows of the prompt, used by the first refresh
 _MAX_DECODED = 384  # up to this number of tokens that the cache lacks are decoded; more are prefilled with the prompt
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to choose chunks. gamma, budget, chunk in tokens; every: blocks from one selection to the next."""
+    """A way to choose chunks. gamma, budget, chunk in tokens; every: blocks from one selection to the next."""
 
     rule: str
     gamma: int
@@ -105,7 +105,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Window:
-    """The recordings of `text` that a rule may use before the block that starts at row `row`. Is a `rules.Foreseen`."""
+    """The recordings of `text` that a rule may use before the block that starts at row `row`. Implements
+    `rules.Foreseen`."""
 
     text: Text
     row: int
@@ -246,7 +247,7 @@ class Bench:
             outcome.changed.append(changed_share(before, self.retrieval.chunks))
 
     def _recovered(self, window: Window) -> Tensor:
-        """The share of the next block's mass that lies on chosen chunks or the tail: [L]."""
+        """The share of the next block's mass that is on chosen chunks or the tail: [L]."""
         mass, chunks = window.mass_ahead(), self.retrieval.chunks
         if chunks is None:
             return torch.ones(len(mass))
@@ -265,7 +266,7 @@ class Bench:
 
 
 def changed_share(before: Tensor | None, after: Tensor | None) -> float:
-    """Chunks that were fetched, as a share of all: those that are in another slot than before were not in any."""
+    """The share of the chosen chunks that were fetched: a chunk in another slot than before was in none."""
     if after is None:
         return 0.0
     if before is None:
@@ -399,7 +400,7 @@ def make_cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def load(args: argparse.Namespace, cells: Sequence[Cell]) -> Engine:
-    """An engine with a retrieval level, room for the prompt and the text."""
+    """An engine with a retrieval level, and room for the prompt and the text."""
     options = Options(
         device="cpu",
         gamma=63,

@@ -4,15 +4,15 @@ usage: python benchmarks/batches.py [--model DIR --draft DIR] [--lengths 8192,16
                                     [--max-tokens 128] [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
                                     [--link-gbps 1]
 
-The prompts are parts of a novel, each begins elsewhere and all are equally long. Weights are bf16, texts greedy,
-everybody has as many threads as torch takes, and each way is a process of its own. All prompts are read first; what is
-timed is from then to the end of the last text, and tokens/s are those of all texts together. Turns are those of one
-number of prompts, way by way; every other turn is backwards. transformers reads its prompts in each turn anew.
+The prompts are equally long parts of a novel, each from another place. Weights are bf16, texts greedy, the number of
+threads torch's default, and each way runs in a process of its own. All prompts are read first. The timing is from then
+to the end of the last text, and tokens/s is over all texts together. A turn runs all ways with one number of prompts;
+every other turn is in reverse order. transformers reads its prompts again in each turn.
 
-"alone" is tokens/s beside those of the same way with one prompt. llama.cpp has a slot with a cache of its own for each
-prompt, and the setting that is the fastest for the first prompt alone, found as in peers.py (`setting` and `tried` in
-the JSON); transformers attends with sdpa. --link-gbps is for ours alone: the caches lie behind a link of that speed,
-and "link idle" is the share of the time in which nothing crosses it.
+"alone" is tokens/s relative to the same way with one prompt. llama.cpp has a slot with its own cache for each prompt,
+and runs in the setting that is the fastest for the first prompt alone, found as in peers.py (`setting` and `tried` in
+the JSON); transformers uses sdpa attention. --link-gbps is for this program alone: the caches are behind a link of that
+speed, and "link idle" is the share of the time without a copy on it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Way = tuple[str, Callable[[], Peer]]
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts that run at a time, of about `asked` tokens. file: llama.cpp's, or why there is none; python: that has
-    its wheel; tried: its settings after a prompt of that length."""
+    """Prompts that run at a time, of about `asked` tokens. file: llama.cpp's GGUF file, or the error if there is none;
+    python: the Python with its wheel; tried: its settings after a prompt of that length."""
 
     asked: int
     model: Path
@@ -74,7 +74,7 @@ class Case:
         ]
 
     def run(self, peer: Peer, max_tokens: int) -> float:
-        """Tokens a second of all texts together."""
+        """Tokens per second over all texts."""
         said, seconds = peer.generate_all(self.prompts, GREEDY, max_tokens=max_tokens, end_tokens=())
         return sum(map(len, said)) / seconds
 
@@ -98,7 +98,7 @@ class Case:
 
 
 def prompts_of(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[list[int]]:
-    """Of one length, each from another place."""
+    """Prompts of equal length, each from another place."""
     found = [texts.prompt("continue", tokenizer, num_tokens, start=place / count) for place in range(count)]
     shortest = min(map(len, found))
     return [prompt[:shortest] for prompt in found]

@@ -1,15 +1,13 @@
-"""Acceptance of tokens that the target drafts with fewer bits of its weights and of its cache, or over a part of it,
-and of a draft model and of lookups, at several lengths of the prompt.
+"""Acceptance of the target's drafts in fewer bits or over a part of its cache, of a draft model's and of lookups'.
 
 usage: python benchmarks/bits.py [--model DIR] [--draft DIR] [--lengths 8000] [--tasks continue,edit]
                                  [--temperatures 0,0.6,1]
                                  [--levels kv_bits=4,weight_bits=4,weight_bits=4+kv_bits=4,budget=2048,draft,lookup]
 
-The target generates a text after each prompt. Then each level reads it in blocks, brought up to date before each one,
-as after a verification. With its distribution q of a token and the target's p, a token drawn from q is accepted with
-probability sum(min(p, q)): the mean over the text's tokens. Of lookups it is the share of the text's tokens that a
-lookup before them proposes: where it finds nothing, it proposes none. predicted: what the plan expects of parts of the
-target.
+The target generates a text after each prompt. Then each level reads it in blocks, refreshed before each one as after a
+verification. With its distribution q of a token and the target's p, a token drawn from q is accepted with probability
+sum(min(p, q)); the result is the mean over the text's tokens. For lookups it is the share of the text's tokens that a
+lookup proposes; a lookup that finds nothing proposes none. predicted: the plan's expectation for parts of the target.
 """
 
 from __future__ import annotations
@@ -49,7 +47,8 @@ def plan_of(model: Path, draft: Path | None, prompt: list[int], num_tokens: int,
 
 
 def accepted(engine: Engine, tokens: list[int], start: int, sampling: SamplingParams) -> list[float]:
-    """For each token from `start` on, the chance that the target accepts what the level below draws in its place."""
+    """For each token from `start` on, the probability that the target accepts a token drawn from the level below in its
+    place."""
     target, own = engine.levels["target"], engine.levels[engine.plan.composition.levels[0]]
     worker, chances = engine.worker, list[float]()
     for at in range(start, len(tokens) - BLOCK + 1, BLOCK):
@@ -63,7 +62,7 @@ def accepted(engine: Engine, tokens: list[int], start: int, sampling: SamplingPa
 
 
 def looked_up(prompt: list[int], text: list[int]) -> float:
-    """The share of the text's tokens that a lookup in all before it proposes."""
+    """The share of the text's tokens that a lookup in the text before them proposes."""
     proposer, tokens, right = LookupProposer(), prompt + text, 0
     for at in range(len(prompt), len(tokens)):
         if proposer.offer(tokens[:at]).num_tokens:
@@ -75,8 +74,8 @@ def measured(
     models: tuple[Path, Path | None], level: str, first: Engine, prompt: list[int], text: list[int],
     sampling: SamplingParams,
 ) -> tuple[float, float | None]:  # fmt: skip
-    """(mean acceptance, what the plan expects) of one level on `text`, which follows `prompt`; `first` has the prompt's
-    prefill."""
+    """(mean acceptance, the plan's expectation) of one level on `text`, which follows `prompt`; `first` has the
+    prompt's prefill."""
     if level == LOOKUP:
         return looked_up(prompt, text), None
     model, draft = models
@@ -86,7 +85,7 @@ def measured(
         engine.take_prompt(first)
         [*_] = engine.generate(
             GenerationRequest(prompt, SamplingParams(temperature=0.0), max_tokens=1)
-        )  # and what it needs below
+        )  # also prepares the levels below
         worker, target = engine.worker, engine.levels["target"]
         target.truncate(len(prompt) - BLOCK)
         worker.record_mass(True)

@@ -1,13 +1,13 @@
-"""A busy machine: what a token takes while other programs compute, too, in one run.
+"""A busy machine: time per token while other programs compute, in one run.
 
 usage: python benchmarks/busy.py [--length 2048] [--max-tokens 128] [--loops 0,1,2,4] [--turns 3]
                                  [--peers-env DIR|none]
 
-Beside 0, 1, 2 and 4 endless loops, which are started and ended here and end by themselves after some minutes, this
-program continues a prompt greedily with the demo pair, each time as `generate --json` in a process of its own, by
-default and without speculation; so does llama.cpp in the setting that is its fastest beside these loops
-(offload/bench/program.py). All are processes of one terminal: where Linux groups by terminal, they are one group.
-"times quiet" is the median beside no loops. The goal: beside two loops on two cores at most 3 times.
+The other programs are 0, 1, 2 and 4 endless loops, started and ended here; they also end by themselves after some
+minutes. Beside them, this program continues a prompt greedily with the demo pair, each time as `generate --json` in a
+process of its own, by default and without speculation. llama.cpp does the same in its fastest setting beside these
+loops (offload/bench/program.py). All processes belong to one terminal: where Linux groups by terminal, they are one
+group. "times quiet" is relative to the median without loops. The goal: at most 3 times beside two loops on two cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.bench.trial import Other, milliseconds_after_first
 from offload.engine.engine import load_tokenizer
 from offload.metrics import Spread
 
-LOOP_SECONDS = 600  # after which a loop ends by itself, whatever became of this program
+LOOP_SECONDS = 600  # after which a loop ends by itself, even if this program was killed
 LOOP = "import sys, time; end = time.time() + float(sys.argv[1])\nwhile time.time() < end: sum(range(100_000))"
 WAYS: Mapping[str, Sequence[str]] = {"ours, default": (), "ours, plain": ("--no-speculation",)}
 LLAMA_CPP = "llama.cpp"
@@ -41,7 +41,7 @@ LLAMA_CPP = "llama.cpp"
 
 @contextmanager
 def loops(number: int) -> Iterator[None]:
-    """In the body, so many other programs compute."""
+    """Run `number` endless loops during the body."""
     running = [subprocess.Popen([sys.executable, "-c", LOOP, str(LOOP_SECONDS)]) for _ in range(number)]
     try:
         yield
@@ -52,7 +52,7 @@ def loops(number: int) -> Iterator[None]:
 
 
 def ours(prompt_file: Path, max_tokens: int, options: Sequence[str]) -> dict[str, Any]:
-    """One text, as a user has it."""
+    """Times of one text by the command line."""
     command = [sys.executable, "-m", "triforce_cli", "generate", "--prompt-file", str(prompt_file), "--json", "--quiet"]
     command += ["--max-tokens", str(max_tokens), "--temperature", "0", *options]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
@@ -61,7 +61,7 @@ def ours(prompt_file: Path, max_tokens: int, options: Sequence[str]) -> dict[str
 
 
 def llama_cpp(program: Program, prompt: list[int], max_tokens: int, turns: int) -> Iterator[dict[str, Any]]:
-    """So many texts of llama.cpp at its best; each new process reads the prompt."""
+    """Yield the times of `turns` texts of llama.cpp in its fastest setting; each new process reads the prompt."""
     tried = find_setting(program, prompt, on_trial=lambda setting: say(f"  trying {name_of(setting)}"))
     setting = fastest(tried).setting
     for _ in range(turns):

@@ -4,14 +4,14 @@ usage: python benchmarks/decode.py [--model DIR --draft DIR] [--lengths 4096,819
                                    [--settings plain,default,gamma=7]
                                    [--offload kv --link-gbps 1]
 
-A setting is `plain` (--no-speculation), `default` (what `generate` does by itself), `transformers` (its own `generate`
-on the same weights) or options over the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves the
-draft model out, and `selection=published` chooses chunks as TriForce's authors do (benchmarks/published.py). Every
+A setting is `plain` (--no-speculation), `default` (the defaults of `generate`), `transformers` (its own `generate` on
+the same weights) or options that change the default, joined by "+": `gamma=7+lookup=no+budget=1024`; `draft=no` leaves
+the draft model out, and `selection=published` chooses chunks as TriForce's authors do (benchmarks/published.py). Every
 setting continues the same prompt, prefilled once, without a seed, at top-p 0.9. ms/token counts the tokens after the
-first. The settings take turns (`--turns`), so that a slow moment of the machine does not hit one alone; "predicted" is
-the plan's ms/token and its share of the measured median; "vs plain" is the median over the turns of plain's ms/token
-over the setting's in the same turn. At temperature 0 all settings write the same text: only such runs compare settings
-alone, others compare what was drawn too.
+first. The settings take turns (`--turns`), so that a slow moment of the machine does not affect one alone; "predicted"
+is the plan's ms/token and its share of the measured median; "vs plain" is the median over the turns of plain's ms/token
+over the setting's in the same turn. At temperature 0 all settings write the same text, so only such runs compare the
+settings alone; other runs also differ in the drawn tokens.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Case:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Without a seed: lengths then adapt by measured seconds."""
+        """The sampling parameters, without a seed: draft lengths then adapt by measured seconds."""
         return SamplingParams(temperature=self.temperature)
 
 
 def changed(options: Options, setting: str) -> tuple[Options, bool]:
-    """The options of `setting`, and whether the draft model is there."""
+    """The options of `setting`, and whether it uses the draft model."""
     if setting in ("plain", "default"):
         return replace(options, speculation=setting == "default"), True
     changes: dict[str, Any] = {}
@@ -68,12 +68,13 @@ def changed(options: Options, setting: str) -> tuple[Options, bool]:
         changes[name.replace("-", "_")] = int(value) if value.isdigit() else known.get(value, value)
     with_draft = changes.pop("draft", True)
     if changes.pop("selection", None) == "published":
-        changes.setdefault("kv_bits", 16)  # it knows no chunks in fewer bits
+        changes.setdefault("kv_bits", 16)  # it supports chunks in 16 bits only
     return replace(options, **changes), with_draft
 
 
 class Engines:
-    """Engines of one prompt under several settings. The first prefills it, the others take over its cache."""
+    """The engines of one prompt under several settings. The first prefills the prompt, the others take over its
+    cache."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._stack = case, ExitStack()
@@ -117,13 +118,13 @@ class Engines:
 
 
 def without_link(plan: Plan) -> Plan:
-    """`plan`, all on the device: its prices know the link, and what is said is the same."""
+    """`plan` with everything on the device. Its prices still include the link, and the text is the same."""
     placement = replace(plan.placement, link_bytes_per_second=None, offload=(), resident_tiles=0)
     return replace(plan, placement=placement)
 
 
 def transformers_runner(case: Case) -> Runner:
-    """transformers' own decoding loop on the same weights and dtype, to the end."""
+    """A runner of transformers' own decoding loop on the same weights and dtype, to the end."""
     reference = Reference(case.model, dtype="bf16", device="cpu")
 
     def run() -> Measurement:
@@ -171,7 +172,7 @@ def row_of(case: Case, setting: str, runs: list[Measurement], plain: list[Measur
 
 
 def parser_of(about: str | None, *, lengths: str, settings: str, max_tokens: int) -> argparse.ArgumentParser:
-    """What all that decodes is told: which models, prompts and settings, and where they lie."""
+    """The parser of common arguments of decoding benchmarks: models, prompts, settings and placement."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--draft", default=None, help="folder or none (default: the demo draft with the demo target)")
@@ -192,7 +193,7 @@ def arguments() -> argparse.Namespace:
 
 
 def demo_models(model: Path | None, draft: str | None) -> tuple[Path, Path | None]:
-    """Folders of the models: the demo pair where none is given; no draft with another target unless it is named."""
+    """The folders of target and draft: the demo pair by default; with another target no draft unless it is named."""
     folder = Path(str(resources.files("triforce_cli"))) / "models"
     model = model or folder / "demo-target"
     if draft in (None, "none"):

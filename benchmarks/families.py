@@ -1,9 +1,10 @@
-"""A layer's pass of each family beside a layer of Llama's form with the same sizes, over made-up weights.
+"""The time of a layer of each family, relative to a layer of Llama's form with the same sizes, over synthetic weights.
 
 usage: python benchmarks/families.py [--turns 5]
 
-Seconds a byte of weights of a layer without its attention, for 1, 8 and 16 rows, as `triforce` measures them before a
-model's first plan (offload/worker/pass_timer.py): least of the turns, as multiples of Llama's. The goal: at most 1.1.
+Seconds per byte of a layer's weights without its attention, for 1, 8 and 16 rows, as `triforce` measures them before a
+model's first plan (offload/worker/pass_timer.py): the minimum over the turns, as a multiple of Llama's. The goal: at
+most 1.1.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHOWN = (1, 8, 16)
 
 
 def layer(config: ModelConfig) -> list[float]:
-    """Seconds a byte, for each of SHOWN."""
+    """Seconds per byte of weights, for each number of rows in SHOWN."""
     times = time_passes(config, "bf16")
     assert times is not None, "the machine is too busy"
     return [times.layer[ROWS.index(rows)] / config.layer_weight_bytes(2) for rows in SHOWN]

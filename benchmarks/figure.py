@@ -31,7 +31,7 @@ TEXT = "#808890"
 
 @dataclass(frozen=True)
 class Point:
-    """Milliseconds a token at one prompt length; ratio of plain over default, seed by seed."""
+    """Milliseconds per token at one prompt length; ratio of plain over default, seed by seed."""
 
     length: int
     plain: Spread
@@ -54,7 +54,7 @@ def point(length: int, runs: Sequence[Document]) -> Point:
 
 
 def table(panels: dict[str, list[Point]]) -> list[str]:
-    """Markdown: a row a prompt length; for each panel plain, default and their ratio."""
+    """The table as Markdown: a row for each prompt length; for each panel plain, default and their ratio."""
     lines = ["| prompt | " + " | ".join(f"{name}: plain | triforce | ratio" for name in panels) + " |"]
     lines.append("|---" * (1 + 3 * len(panels)) + "|")
     for row in zip(*panels.values(), strict=True):
@@ -83,7 +83,7 @@ def draw(panels: dict[str, list[Point]], path: Path) -> None:
                 axis.plot(lengths, [s.median for s in spreads], "o-", color=color, label=LABELS[name], markersize=4)
             most = max(at.plain.most for at in found)
             for at in found:
-                offset = (0, -13 if at.default.median > 0.15 * most else 6)  # below the line, where it has room
+                offset = (0, -13 if at.default.median > 0.15 * most else 6)  # below the line if there is room
                 axis.annotate(
                     f"{at.ratio.median:.1f}x", (at.length, at.default.median), offset, textcoords="offset points",
                     ha="center", color=COLORS["default"],

@@ -1,12 +1,12 @@
-"""A model as one GGUF file, which llama.cpp reads, written by the package gguf.
+"""Models written as one GGUF file, which llama.cpp reads, with the package gguf.
 
-A folder's is written from its tensors; a GGUF file's has the same tensors, byte for byte. No vocabulary is written but
-where one is given: token i is called "ti", so prompts and texts are ids, the same for all who are compared.
+A model folder's tensors are converted; a GGUF file's tensors are copied byte for byte. Without given names the
+vocabulary names token i "ti", so that prompts and texts are ids, the same for all compared programs.
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import math
 import shutil
@@ -42,7 +42,7 @@ Value = int | float | str | list[str] | list[int]
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file. shape: of its numbers. read: its bytes in `kind`."""
+    """A tensor of the file. shape: in numbers. read: returns its bytes in `kind`."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,8 +93,8 @@ def _write(values: dict[str, Value], entries: Sequence[Entry], file: Path) -> No
 
 
 def metadata(config: ModelConfig, names: Sequence[str] = ()) -> dict[str, Value]:
-    """Keys and values of the file. names: of tokens; none: ids. Raises ModelError where llama.cpp cannot rotate as the
-    model does."""
+    """Keys and values of the file. names: of tokens; none: ids. Raises ModelError if llama.cpp lacks the model's rotary
+    scaling."""
     name = ARCHITECTURES.get(config.family)
     if name is None or config.names != TensorNames() or config.windowed:
         raise ModelError(f"{config.family} models are not written as GGUF here; leave llama.cpp out of the comparison")
@@ -137,7 +137,7 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Value]:
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": rope.factor,
             "rope.scaling.original_context_length": rope.original_max_positions or config.max_positions,
-            "rope.scaling.attn_factor": scaling / (1 + 0.1 * math.log(rope.factor)),  # what llama.cpp adds
+            "rope.scaling.attn_factor": scaling / (1 + 0.1 * math.log(rope.factor)),  # llama.cpp adds the divisor
             "rope.scaling.yarn_beta_fast": rope.beta_fast,
             "rope.scaling.yarn_beta_slow": rope.beta_slow,
         }
@@ -148,7 +148,7 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Value]:
 
 
 def _copied(header: Header) -> Iterator[Entry]:
-    """The tensors of another GGUF file, which may be several."""
+    """The tensors of another GGUF file, which may be split into several."""
     for info in header.tensors.values():
         read = partial(np.memmap, info.path, np.uint8, "r", info.start, (info.nbytes,))
         yield Entry(info.name, info.shape, Kind[info.kind], read)
@@ -186,14 +186,14 @@ def _is_llama(config: ModelConfig) -> bool:
 
 
 def _divisors(config: ModelConfig) -> Tensor:
-    """Of the frequencies of a head's pairs, [D / 2] fp32."""
+    """Divisors of the frequencies of a head's pairs, [D / 2] fp32."""
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies, _ = inverse_frequencies(config, config.context_limit)
     return torch.tensor(config.rope.theta).pow(-pairs) / frequencies
 
 
 def _tensor(source: str, shape: tuple[int, ...], checkpoint: Checkpoint, config: ModelConfig) -> np.ndarray[Any, Any]:
-    """In fp32, as llama.cpp rotates it."""
+    """The tensor in fp32, with rows in llama.cpp's rotary order."""
     tensor = torch.empty(shape, dtype=torch.float32)
     checkpoint.read_into(source, tensor)
     rotated = ("q_proj", "k_proj") if _is_llama(config) else ()
@@ -201,7 +201,7 @@ def _tensor(source: str, shape: tuple[int, ...], checkpoint: Checkpoint, config:
 
 
 def _neighbours(tensor: Tensor, head_dim: int) -> Tensor:
-    """Rows of q or k such that a head's pairs are rows 2i and 2i + 1, as llama.cpp's llama rotates them, not i and
-    i + D/2."""
+    """Rows of q or k in the order of llama.cpp's llama, which rotates rows 2i and 2i + 1 of a head, not i and i +
+    D/2."""
     halves: Tensor = tensor.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2).contiguous()

@@ -3,19 +3,19 @@
 usage: python benchmarks/gpu.py --out gpu.json [--like llama2-7b,llama-3.1-8b] [--lengths 4000,32000,120000]
                                 [--device-memory 24] [--minutes 8] [--work DIR]
 
-First the tests of a GPU, the small cases of its kernels and the checks of `triforce doctor` run. Targets are the demo
-model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a trained model and
-traffic that of a 7B or 13B model; with -q4_0 after the name as a GGUF file of 4 bits, without a draft, since it has no
-vocabulary. Beyond 32K positions their YaRN factor is raised, which makes acceptance
-unrealistic. The smallest come first, until the minutes are used up.
+First the GPU tests, the small cases of the GPU kernels and the checks of `triforce doctor` run. Targets are the demo
+model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a trained model and traffic
+that of a 7B or 13B model; with -q4_0 after the name as a GGUF file of 4 bits, without a draft, since it has no
+vocabulary. Beyond 32K positions their YaRN factor is raised, which makes acceptance unrealistic. The smallest run
+first, until the minutes are used up.
 
-The results are one JSON object, written anew after every step: a run that was cut off loses the step under way only,
-and the next run with the same file does what is missing. `--device cpu --like tiny` runs everything without a GPU.
+The results are one JSON object, written again after every step: a run that was cut off loses its current step only,
+and the next run with the same file measures the missing ones. `--device cpu --like tiny` runs everything without a GPU.
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 import gc
@@ -84,7 +84,7 @@ class Case:
     def plan(self, **options: Any) -> Plan:
         gc.collect()
         if self.device != "cpu":
-            torch.cuda.empty_cache()  # the last engine's memory is free for this one
+            torch.cuda.empty_cache()  # frees the last engine's memory for this one
         asked = {"device": self.device, "device_memory": self.device_memory} | options
         return plan_request(
             self.model, self.draft, Options(**asked), num_prompt_tokens=len(self.prompt), max_tokens=self.max_tokens
@@ -145,13 +145,13 @@ def stretch(file: Path, num_positions: int) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if key in config:
             config[key]["factor"] *= factor
-    file.unlink()  # a link to the shorter model's
+    file.unlink()  # a symbolic link to the shorter model's
     file.write_text(json.dumps(config))
 
 
 def decoding(case: Case, bare: float, placement: str, mode: str) -> Row:
     """Decoding and prefill, "plain" or by "triforce": "capped", so that it streams, or "on chip" without the cap. bare:
-    bytes per second of the link."""
+    the link's rate in bytes per second."""
     changes: dict[str, Any] = {"device_memory": None, "offload": frozenset()} if placement == "on chip" else {}
     try:
         plan = case.plan(speculation=mode == "triforce", **changes)
@@ -172,7 +172,7 @@ def decoding(case: Case, bare: float, placement: str, mode: str) -> Row:
 
 
 def peak_over_plan(row: Row, plan: Plan) -> float | None:
-    """Peak of the allocator over the planned device bytes, without the reserve for what it does not see."""
+    """Peak of the allocator over the planned device bytes, without the reserve for memory outside the allocator."""
     planned = sum(size for name, size in plan.placement.device_bytes.items() if name != "reserve")
     return row["peak_device_bytes"] / planned if row["peak_device_bytes"] else None
 
@@ -224,7 +224,7 @@ def table_row(row: Row) -> list[str]:
 
 
 def wanted(args: argparse.Namespace) -> Iterator[Row]:
-    """What names a measurement, the smallest prompts first, and what is ours before what is others'."""
+    """Yield the names of the measurements: the smallest prompts first, and this program's before other programs'."""
     likes, lengths = args.like.split(","), sorted(int(length) for length in args.lengths.split(","))
     modes = args.modes.split(",")
     if "bits" in modes:
@@ -254,7 +254,8 @@ def measure(args: argparse.Namespace, named: Row, bare: float) -> Row:
 
 
 class Results:
-    """The JSON object in a file: `steps` by name, and `runs`. What it holds of the same program is not done again."""
+    """The results as a JSON object in a file: `steps` by name, and `runs`. Results of the same program version are not
+    measured again."""
 
     def __init__(self, file: Path, shared: Row) -> None:
         self._file, self._document = file, shared | {"steps": {}, "runs": []}
@@ -268,7 +269,7 @@ class Results:
         return self._document["runs"]
 
     def step(self, name: str, run: Callable[[], Row]) -> Row:
-        """The result of the step `name`, of this run or of an earlier one."""
+        """The result of the step `name`, from this run or from an earlier one."""
         steps = self._document["steps"]
         if name not in steps:
             say(name)
@@ -290,7 +291,7 @@ class Results:
 
 
 def cuda_tests() -> Row:
-    """Exit code and output of the tests of a GPU: side by side where pytest-xdist is, else of tests/test_cuda.py."""
+    """Exit code and output of the GPU tests: in parallel with pytest-xdist, otherwise of tests/test_cuda.py alone."""
     if find_spec("xdist") is None:
         return _output([sys.executable, "tests/test_cuda.py"])
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "8", "--dist", "worksteal"]
@@ -299,14 +300,14 @@ def cuda_tests() -> Row:
 
 
 def kernel_tests() -> Row:
-    """The same of the small cases of the GPU's kernels."""
+    """Exit code and output of the small cases of the GPU kernels."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "on_gpu"]
     command += [] if find_spec("xdist") is None else ["-n", "8", "--dist", "worksteal"]
     return _output([*command, *sorted(map(str, Path(ROOT, "tests").glob("*_interpreted.py")))])
 
 
 def _output(command: list[str]) -> Row:
-    """Exit code, and what it said until TEST_SECONDS were over."""
+    """Exit code and output of a command, which is killed after TEST_SECONDS."""
     paths = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     with subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, text=True, stdout=subprocess.PIPE,
@@ -367,7 +368,7 @@ def main() -> None:
             results.step("kernels", kernel_tests)
         results.step("checks", partial(checked, args.device))
     rates = Rates(**results.step("rates", partial(measured_rates, args.device)))
-    save_rates(machine_name(), {rates_key(args.device): rates})  # plans go by them
+    save_rates(machine_name(), {rates_key(args.device): rates})  # plans use them
     for named in wanted(args):
         if results.has(named):
             continue

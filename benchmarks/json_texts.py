@@ -1,17 +1,18 @@
-"""JSON by schemas: whether what a model writes fits, whether speculation changes it, and what it costs.
+"""JSON by schemas: whether a model's texts fit, whether speculation changes them, and their cost.
 
-Each text is written greedily without speculation and with it, and with it once more at a temperature, from a seed. The
-greedy ones must be the same, and each that ends by itself must be JSON that the library jsonschema finds to fit; those
-that --tokens cuts are counted. Schemas: JSON lines, or a folder of files as those of
-github.com/json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12, of which those count that can be followed.
---against llama.cpp: the same greedily by its parameter json_schema, in turns; it reads the same GGUF file.
+Each text is written greedily without speculation and with it, and with speculation once more at a temperature, from a
+seed. The greedy texts must be the same, and each text that ends by itself must be JSON that the library jsonschema
+accepts; texts cut by --tokens are counted. Schemas: JSON lines, or a folder of files as in
+github.com/json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12, of which the supported schemas count. --against
+llama.cpp: the same texts, greedily, with its parameter json_schema, in turns; it reads the same GGUF file.
+
 usage: python benchmarks/json_texts.py --model FILE_OR_DIR --schemas FILE.jsonl|DIR [--tokens N] [--most N]
                                        [--list] [--against llama.cpp] [--peers-env DIR]
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 import json
@@ -51,22 +52,22 @@ Document = dict[str, Any]
 
 @dataclass
 class Way:
-    """What one way of writing came to, over all schemas."""
+    """The totals of one way of writing over all schemas."""
 
     texts: int = 0
     finished: int = 0
     unfit: list[str] = field(default_factory=list)
-    unjudged: int = 0  # what jsonschema has no answer to
-    differing: list[str] = field(default_factory=list)  # from the text without speculation
+    unjudged: int = 0  # texts that jsonschema cannot judge
+    differing: list[str] = field(default_factory=list)  # texts that differ from the one without speculation
     tokens: int = 0
-    later_tokens: int = 0  # than each text's first
-    passes: int = 0  # behind the first token's
-    seconds: float = 0.0  # for later tokens
+    later_tokens: int = 0  # tokens after each text's first
+    passes: int = 0  # passes after the first token's
+    seconds: float = 0.0  # of later tokens
     drafted: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
 
     def judge(self, name: str, schema: object, text: str) -> None:
-        """A text that ended by itself."""
+        """Count a text that ended by itself, and whether it fits."""
         self.finished += 1
         try:
             if fault := misfit(schema, text):
@@ -75,7 +76,7 @@ class Way:
             self.unjudged += 1
 
     def count(self, stats: Any) -> None:
-        """stats: an engine's, of the latest text."""
+        """Count the latest text. stats: the engine's."""
         target = next(level for level in stats.levels if level.name == "target")
         self.texts += 1
         self.tokens += stats.output_tokens
@@ -101,7 +102,7 @@ class Way:
 
 
 def misfit(schema: object, text: str) -> str:
-    """Why `text` is not what the schema asks for, "" where it is. Formats are not judged."""
+    """The reason why `text` does not fit the schema; "" if it fits. Formats are not checked."""
     try:
         value = strict_json.parse(text)
     except ValueError as error:
@@ -126,7 +127,7 @@ def prompt_of(schema: object) -> str:
 
 
 def usable(found: Iterator[tuple[str, Any]], model: Path, most: int) -> list[tuple[str, Any]]:
-    """The schemas that can be followed; of more than `most`, such that lie evenly among them."""
+    """The supported schemas; more than `most` are thinned evenly."""
     config, tokenizer, good, num_refused = read_config(model), load_tokenizer(model, None), list[tuple[str, Any]](), 0
     for name, schema in found:
         try:
@@ -147,7 +148,7 @@ def constraint_of(schema: object) -> Constraint:
 
 
 class Writer:
-    """Every schema's texts, one after the other, by one engine and perhaps a peer."""
+    """Writes every schema's texts, one after the other, with one engine and an optional peer."""
 
     def __init__(self, engine: Engine, peer: Peer | None, num_tokens: int) -> None:
         self._engine, self._peer, self._num_tokens = engine, peer, num_tokens
@@ -166,7 +167,7 @@ class Writer:
             self._ask(self._peer, name, schema, prompt)
 
     def _text(self, way: str, name: str, schema: object, request: GenerationRequest) -> tuple[str, list[int]]:
-        """One way's, counted and judged."""
+        """The text and tokens of one way, counted and judged."""
         steps = list(self._engine.generate(request))
         text, tokens = "".join(step.text for step in steps), [token for step in steps for token in step.tokens]
         self.ways[way].count(self._engine.stats)
@@ -175,7 +176,7 @@ class Writer:
         return text, tokens
 
     def _ask(self, peer: Peer, name: str, schema: object, prompt: Sequence[int]) -> None:
-        """One way's text by a peer that tells its text and times in `about`."""
+        """Count and judge one text of a peer, which has the text and times in `about`."""
         way = self.ways[LLAMA_CPP]
         try:
             peer.generate(prompt, greedy(schema), max_tokens=self._num_tokens, end_tokens=self._engine.end_tokens)

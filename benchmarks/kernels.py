@@ -9,7 +9,7 @@ CPU's caches. "of a sum" is the share of what `torch.sum` over fp32 reads in the
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def least_seconds(run: Callable[[], object], times: int = 5) -> float:
 
 
 def attention_ways(args: argparse.Namespace, layers: list[Tensor], num_rows: int) -> dict[str, Callable[[], None]]:
-    """Attention of `num_rows` rows, the last of the cache, in every layer."""
+    """The ways to compute attention of `num_rows` rows, the last of the cache, in every layer."""
     num_tokens = layers[0].shape[1] * PAGE_TOKENS
     q = torch.randn(num_rows, args.heads, args.head_dim).bfloat16()
     k = torch.randn(num_rows, args.kv_heads, args.head_dim).bfloat16()

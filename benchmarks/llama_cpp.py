@@ -1,6 +1,6 @@
 """llama.cpp, through the xllamacpp wheel, as a process that answers in JSON lines. The protocol is that of `serve`.
 
-Run as a file by the Python that has the wheel, which may be another than ours and need not have our packages: nothing
+Run as a file by the Python that has the wheel. That may be another Python without this project's packages: nothing
 but the standard library and xllamacpp is imported.
 
 usage: python llama_cpp.py < requests > answers
@@ -28,7 +28,7 @@ def token_name(token: int) -> str:
 
 
 class Way(Protocol):
-    """Somebody who continues prompts. about: what is to be known of it and of its last texts, ready for JSON."""
+    """A program that continues prompts. about: information on the program and its last texts, ready for JSON."""
 
     about: dict[str, Any]
 
@@ -44,10 +44,10 @@ class Way(Protocol):
 
 
 def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
-    """Answer each line of standard input with a line on standard output, until there are no more. The first has the
-    options of `open_way`, each other one is a request of `generate`, or with `prompts` of `generate_all`, and is
-    answered with `tokens` and `seconds`. Every answer has `about`, what the way says of itself. An error ends the
-    process, with its message on standard error, where all that libraries print goes, too."""
+    """Answer each line of standard input with a line on standard output, until the input ends. The first line has the
+    options of `open_way`; each other line is a request of `generate`, or with `prompts` of `generate_all`, and its
+    answer has `tokens` and `seconds`. Every answer has `about`, the way's information on itself. An error ends the
+    process with its message on standard error, as does all output of libraries."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -64,10 +64,10 @@ def serve(open_way: Callable[[dict[str, Any]], Way]) -> None:
 
 
 class LlamaCpp:
-    """A server inside this process. Each of its slots keeps the rows of its last prompt for the next.
+    """A llama.cpp server inside this process. Each slot keeps the KV rows of its last prompt for the next.
 
-    Tokens are read from their names in GGUF files of ours. A schema needs a file with a real vocabulary: `about` has
-    the text then, why it ended (`finish`), and the server's own `timings`.
+    Tokens are read from their names in GGUF files that gguf_file.py wrote. A schema needs a file with a real
+    vocabulary: `about` then has the text, its finish reason (`finish`), and the server's own `timings`.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -81,8 +81,8 @@ class LlamaCpp:
         params = xllamacpp.CommonParams()
         params.model.path = options["model"]
         params.n_ctx, params.n_parallel = options["context"] * options["slots"], options["slots"]
-        params.kv_unified, params.n_gpu_layers = False, 0  # no sequence attends beside another's rows
-        params.cache_ram_mib = params.n_ctx_checkpoints = 0  # copies of prompts, which are not asked for again
+        params.kv_unified, params.n_gpu_layers = False, 0  # a cache of its own for each sequence
+        params.cache_ram_mib = params.n_ctx_checkpoints = 0  # no copies of prompts: none is repeated
         params.verbosity = 1  # errors and warnings
         params.n_ubatch = options["ubatch"]
         params.n_batch = max(params.n_batch, params.n_ubatch)
@@ -155,7 +155,7 @@ class LlamaCpp:
         return tokens, seconds
 
     def _move_rows(self, action: str) -> None:
-        """Rows can be saved and restored over HTTP alone."""
+        """Save or restore rows, which is possible over HTTP alone."""
         assert self._rows is not None
         body = json.dumps({"filename": self._rows.name}).encode()
         place = f"{self._server.listening_address}/slots/0?action={action}"
@@ -167,7 +167,7 @@ def _set_threads(params: Any, options: dict[str, Any]) -> None:
 
 
 def _completion(request: dict[str, Any]) -> dict[str, Any]:
-    """The server's request for the same distribution. Samplers in our order, and no others."""
+    """The server's request for the same distribution: the same samplers in the same order, and no others."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "id_slot", "json_schema")
     return {name: request[name] for name in names if name in request} | {
         "prompt": request["prompt"],
@@ -180,7 +180,7 @@ def _completion(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _length(tokens: Sequence[int], end_tokens: Sequence[int]) -> int:
-    """How many there are up to the first end token, with it."""
+    """The number of tokens up to and including the first end token."""
     ends = (place + 1 for place, token in enumerate(tokens) if token in end_tokens)
     return next(ends, len(tokens))
 

@@ -1,8 +1,8 @@
-"""Another program that continues the same prompts, as a process of its own: its memory and threads are its own."""
+"""Another program that continues the same prompts, in a process of its own, with its own memory and threads."""
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import json
 import os
@@ -29,13 +29,13 @@ from offload.files import user_folder
 from offload.interrupts import waiting
 from offload.plan.rates import FOLDER_VARIABLE
 
-LOOKUPS = ("simple", "map_k", "map_k4v", "mod", "cache")  # n-gram lookups that the wheel has
+LOOKUPS = ("simple", "map_k", "map_k4v", "mod", "cache")  # n-gram lookups of the wheel
 
 
 class Peer:
-    """A process that serves as `llama_cpp.serve` says. Use as a context manager, or `close` it.
+    """A process that follows the protocol of `llama_cpp.serve`. Use it as a context manager, or `close` it.
 
-    about: what it last said of itself. An error of the process is a TriforceError with its last words.
+    about: its last information on itself. An error of the process is a TriforceError with its last output.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Peer:
         options: Mapping[str, Any],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it and wait until it is loaded. name: for messages; environment: in place of ours."""
+        """Start the process and wait until the model is loaded. name: in messages; environment: in place of this
+        process's."""
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
@@ -66,8 +67,8 @@ class Peer:
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
     ) -> tuple[list[int], list[float]]:
-        """(tokens, seconds from the start at which each was known). The first time that a prompt is asked, all of it is
-        read; after that, its rows are there but for the last."""
+        """(tokens, seconds from the start to each). A new prompt is read whole; for a repeated prompt only the last row
+        is computed again."""
         answer = self.ask({"prompt": list(prompt)} | _request(sampling, max_tokens, end_tokens))
         return answer["tokens"], answer["seconds"]
 
@@ -79,14 +80,14 @@ class Peer:
         max_tokens: int,
         end_tokens: Collection[int],
     ) -> tuple[list[list[int]], float]:
-        """(tokens of each, seconds from when all prompts have been read): they are continued side by side."""
+        """(tokens of each prompt, seconds from the end of reading all prompts): the prompts run side by side."""
         answer = self.ask({"prompts": list(map(list, prompts))} | _request(sampling, max_tokens, end_tokens))
         return answer["tokens"], answer["seconds"]
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the process had at once, files that it maps included; where the system does not say,
-        what it has now."""
+        """The peak memory of the process, mapped files included; the current memory if the system does not report a
+        peak."""
         status = Path(f"/proc/{self._process.pid}/status")
         if status.exists():
             peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -95,7 +96,7 @@ class Peer:
         return int(getattr(memory, "peak_wset", memory.rss))
 
     def close(self) -> None:
-        """End the process, in whatever it does. Idempotent."""
+        """End the process, whatever its state. Idempotent."""
         self._process.kill()
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._log):
@@ -111,7 +112,7 @@ class Peer:
         self.close()
 
     def ask(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """A request as it is, and its answer."""
+        """Send a request as it is, and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -134,7 +135,7 @@ class Peer:
 
 
 def _request(sampling: SamplingParams, max_tokens: int, end_tokens: Collection[int]) -> dict[str, Any]:
-    """sampling: a constraint in it is a JSON schema."""
+    """The sampling part of a request. sampling: its constraint, if any, is a JSON schema."""
     constraint = sampling.constraint
     schema = {} if constraint is None else {"json_schema": json.loads(constraint.text)}
     return schema | {
@@ -149,8 +150,8 @@ def _request(sampling: SamplingParams, max_tokens: int, end_tokens: Collection[i
 
 
 def wheel_python(environment: str) -> str | TriforceError:
-    """The Python of the virtual environment in the folder `environment`, which has the package xllamacpp; or why there
-    is none. "": a folder in the user's cache. The environment is made if it does not exist; "none": it is not."""
+    """The Python of the virtual environment in the folder `environment`, with the package xllamacpp; or the error if
+    there is none. "": a folder in the user's cache. A missing environment is created; "none": without llama.cpp."""
     if environment == "none":
         return TriforceError("--peers-env none")
     folder = Path(environment) if environment else user_folder("cache") / "peers"
@@ -165,8 +166,8 @@ def wheel_python(environment: str) -> str | TriforceError:
 
 
 def python_of(folder: Path) -> str:
-    """The Python of a virtual environment. Raises UsageError where there is none, and where idle threads of this
-    program would take llama.cpp's cores."""
+    """The Python of a virtual environment. Raises UsageError if there is none, and if idle threads of this program
+    would occupy llama.cpp's cores."""
     policy = os.environ.get("OMP_WAIT_POLICY", "")
     if policy.lower() == "active":
         raise UsageError(
@@ -179,8 +180,9 @@ def python_of(folder: Path) -> str:
 
 
 def llama_cpp_choices(dtype: str) -> dict[str, Sequence[str | int]]:
-    """What `open_llama_cpp` can set, for weights in `dtype`. Caches round no more than weights do. wait_policy first:
-    beside other work a token takes many times as long where threads wait awake, which hides all else."""
+    """The settings of `open_llama_cpp` to try, for weights in `dtype`. Caches are no less precise than weights.
+    wait_policy comes first: beside other programs, threads that spin while waiting slow each token down many times,
+    which hides all other effects."""
     threads = torch.get_num_threads()
     return {
         "wait_policy": ("default", "passive"),
@@ -202,11 +204,11 @@ def open_llama_cpp(
     lookup: str | None = None,
     rows: Path | None = None,
 ) -> Peer:
-    """llama.cpp with a GGUF file that `gguf_file` wrote. setting: a value of each of `llama_cpp_choices`; a prompt is
-    read by as many threads as torch has. context: tokens of prompt and output, of each of `slots` prompts that run at a
-    time. lookup: of LOOKUPS; what they look up they keep, so a text that is written again is found in the first. rows:
-    a file that the rows of the first prompt are written to, or read from if it is there, with the same cache and flash
-    attention. Raises TriforceError."""
+    """llama.cpp with a GGUF file that `gguf_file` wrote. setting: a value of each of `llama_cpp_choices`; prompts are
+    read with torch's number of threads. context: tokens of prompt and output, for each of `slots` prompts that run at a
+    time. lookup: of LOOKUPS; lookups remember earlier texts, so a repeated text is found in the first. rows: a file to
+    write the rows of the first prompt to, or to read them from if it exists, with the same cache and flash attention.
+    Raises TriforceError."""
     options = {
         "model": str(model),
         "context": context,
@@ -227,7 +229,7 @@ def open_llama_cpp(
 
 
 def without_openmp(environment: Mapping[str, str]) -> dict[str, str]:
-    """It without what OpenMP's runtimes read: that is chosen for this program, not for another one."""
+    """`environment` without the variables of OpenMP runtimes: they are chosen for this program, not for another."""
     return {name: value for name, value in environment.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
 
 
@@ -241,15 +243,15 @@ def llama_cpp_of(python: str, folder: Path, *, dtype: str) -> Iterator[Program]:
 
 
 def llama_cpp_program(dtype: str, start: Callable[[Setting, int], Peer]) -> Program:
-    """start: as `Program` says. dtype: of its weights."""
+    """llama.cpp as a `Program`. start: see `Program`. dtype: of its weights."""
     by_length = frozenset({"flash_attention", "cache"})
     return Program(name="llama.cpp", choices=llama_cpp_choices(dtype), by_length=by_length, start=start)
 
 
 @contextmanager
 def model_files() -> Iterator[Callable[..., Path]]:
-    """A function that writes the model in a folder as a GGUF file of a dtype, in the user's cache folder; names: as
-    `write_gguf` says. At the end the files are removed."""
+    """A function that writes the model in a folder as a GGUF file of a dtype, in the user's cache folder; names: see
+    `write_gguf`. The files are removed at the end."""
     place = user_folder("cache", variable=FOLDER_VARIABLE)
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix="gguf-") as made:

@@ -1,11 +1,11 @@
-"""Our engine, or transformers, as a process that answers as llama.cpp's does: see llama_cpp.py.
+"""This program's engine, or transformers, as a process with the protocol of llama_cpp.py.
 
 usage: python peer_process.py < requests > answers
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import time
 from dataclasses import fields
@@ -28,7 +28,7 @@ LOOKUP_TOKENS = 10  # as in transformers' own examples
 
 
 class Ours:
-    """Sequences stay, so each has the rows of its last prompt for the next."""
+    """This program's engine. Sequences are kept, so each has the rows of its last prompt for the next."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         model, draft = folders(options)
@@ -86,7 +86,7 @@ def folders(options: dict[str, Any]) -> tuple[Path, Path | None]:
 
 
 def placed(options: dict[str, Any]) -> dict[str, Any]:
-    """Of `Options`: what lies behind a link, and how fast that is."""
+    """The placement fields of `Options`: the parts behind a link, and its speed."""
     if options.get("link_gbps") is None:
         return {}
     return {"offload": frozenset({"kv"}), "link_gbps": options["link_gbps"]}

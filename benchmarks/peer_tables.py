@@ -1,11 +1,11 @@
-"""The tables of docs/measured.md that stand this program beside others, from the files in benchmarks/results/.
+"""The tables of docs/measured.md that compare this program with others, from the files in benchmarks/results/.
 
 usage: python benchmarks/peer_tables.py
 
 A machine has a file for each length, `peers-demo-MACHINE-2k.jsonl`, written by `python benchmarks/peers.py --lengths
-2048 ...`. Its tables replace what lies between two comments in the page, `<!-- peers-demo-MACHINE -->` and `<!-- end
--->`: seconds to the first token, ms/token, peak memory; and of each other program what the settings that were tried
-took, with the one it ran in.
+2048 ...`. Its tables replace the text between two comments in the page, `<!-- peers-demo-MACHINE -->` and `<!-- end
+-->`: seconds to the first token, ms/token, peak memory; and for each other program the times of all settings tried,
+with the chosen one marked.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LABELS = {
 
 
 def page(text: str) -> str:
-    """The page with all its tables as the results are."""
+    """The page with all tables updated from the results."""
     return REGION.sub(lambda found: found[1] + "\n".join(tables(found[2])) + "\n" + found[3], text)
 
 
 def tables(machine: str) -> Iterator[str]:
-    """Of the files of one machine, two lengths a table."""
+    """Yield the lines of one machine's tables, two lengths per table."""
     files = [file for length in LENGTHS if (file := RESULTS / f"{machine}-{length}.jsonl").exists()]
     found = [read(file.read_text(encoding="utf-8"))[1] for file in files]
     if not found:
@@ -65,7 +65,7 @@ def table(lengths: Sequence[Sequence[Document]]) -> Iterator[str]:
 
 
 def measured(row: Document) -> str:
-    """Three cells."""
+    """The three cells of a row: seconds to the first token, ms/token, peak memory."""
     if "absent" in row:
         return " | | "
     seconds = row["first_token_seconds"]
@@ -75,7 +75,7 @@ def measured(row: Document) -> str:
 
 
 def tried(way: str, rows: Sequence[Document]) -> Iterator[str]:
-    """What each setting of another program took, by the tokens of the prompt; what it ran in is in bold."""
+    """Yield the times of each setting of another program, by the tokens of the prompt; the chosen one is in bold."""
     trials = [[Tried(**trial) for trial in row["tried"]] for row in rows if "setting" in row["tried"][0]]
     if not trials:
         return
@@ -85,7 +85,7 @@ def tried(way: str, rows: Sequence[Document]) -> Iterator[str]:
     yield f"\n| {way}, tried | {' | '.join(f'{length:,} tokens' for length in lengths)} |"
     yield "|---" * (1 + len(lengths)) + "|"
     times: dict[str, dict[int, str]] = {}
-    for trial in every:  # of two trials of a setting the later
+    for trial in every:  # the later of two trials of a setting counts
         times.setdefault(name_of(trial.setting), {})[trial.num_prompt_tokens] = cell(trial, trial in best)
     for name, by_length in times.items():
         yield f"| {name} | {' | '.join(by_length.get(length, '') for length in lengths)} |"

@@ -3,26 +3,26 @@
 usage: python benchmarks/peers.py [--model DIR --draft DIR] [--lengths 2048,8192,16384,30720] [--max-tokens 128]
                                   [--turns 3] [--ways "ours, plain;llama.cpp"] [--peers-env DIR]
 
-All weights are bf16, prompts are the same token ids, texts are greedy, everybody has as many threads as torch takes,
-and each way is a process of its own, so that peak memory (files that it maps included) is its own: together they need
-the weights once a way. The prompt is read once, which gives the time to the first token; then the ways continue it in
-turns, every other turn backwards. ms/token counts the tokens after the first.
+All weights are bf16, prompts are the same token ids, texts are greedy, and the number of threads is torch's default.
+Each way runs in a process of its own, so that peak memory (mapped files included) is its own: together they need memory
+for the weights of every way. The prompt is read once, which gives the time to the first token; then the ways continue
+it in turns, every other turn in reverse order. ms/token counts the tokens after the first.
 
-A GGUF file as --model is everybody's: llama.cpp's copy of it has the same tensors, with a vocabulary of ids.
+A GGUF file as --model serves all programs: llama.cpp's copy of it has the same tensors, with a vocabulary of ids.
 
 "llama.cpp, Q4_0" writes another text, from weights in 4 bits (head and embeddings in 8), about as many bytes as its
 Q4_K_M, which the wheel cannot make.
 
-llama.cpp is the wheel xllamacpp in an environment of its own, `--peers-env` (made if it does not exist; by default in
-the user's cache folder; "none": without llama.cpp). It reads a GGUF file that is written from the same safetensors.
-llama.cpp and transformers run in their fastest settings, found by short trials before the turns
-(offload/bench/program.py), which are in the JSON, `tried`. llama.cpp's is that of its draft and lookups too, and the
-fastest of its n-gram lookups is found in the same way. Those remember what was written before, so each of their turns
-is a new process, which takes the prompt's rows over from plain llama.cpp. transformers reads the prompt anew in each
-turn with speculation.
-"parts" is the first token, from 1, that is not plain decoding's: others round otherwise. llama.cpp computes its rows in
-fp32. "predicted" is our plan's ms/token and its share of the measured median. A way that cannot run is a row that says
-why.
+llama.cpp is the wheel xllamacpp in an environment of its own, `--peers-env` (created if missing; by default in the
+user's cache folder; "none": without llama.cpp). It reads a GGUF file written from the same safetensors. llama.cpp and
+transformers run in their fastest settings, found by short trials before the turns (offload/bench/program.py), which are
+in the JSON, `tried`. llama.cpp with its draft or lookups has the same setting, and the fastest of its n-gram lookups is
+found in the same way. Lookups remember earlier texts, so each of their turns is a new process, which takes over the
+prompt's rows from plain llama.cpp. transformers reads the prompt again in each turn with speculation.
+
+"parts" is the index, from 1, of the first token that differs from plain decoding's: other programs round differently.
+llama.cpp computes its rows in fp32. "predicted" is our plan's ms/token and its share of the measured median. A way that
+cannot run is a row with the reason.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ GREEDY = SamplingParams(temperature=0.0)
 PLAIN, TRANSFORMERS = "ours, plain", "transformers"
 LLAMA_CPP, LLAMA_CPP_LOOKUPS = "llama.cpp", "llama.cpp, n-grams"
 FOUR_BITS = "llama.cpp, Q4_0"
-FIRST_TOKENS = 24  # of the run that reads the prompt
+FIRST_TOKENS = 24  # tokens of the run that reads the prompt
 TRIALS = 2  # of each kind of lookups; the faster one counts
-SLACK = 64  # tokens of context beyond prompt and output, for what is drafted
+SLACK = 64  # tokens of context beyond prompt and output, for drafts
 PROCESS = Path(__file__).parent / "peer_process.py"
 ABSENT = {
     "openvino-genai": "takes exported OpenVINO IR or GGUF with its vocabulary, not these safetensors",
@@ -78,8 +78,8 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt. files: GGUF by "target" and "draft"; python: that has the wheel, or why there is none; rows: where
-    llama.cpp leaves the rows of the prompt."""
+    """A prompt, its models and other programs' files. files: GGUF by "target" and "draft"; python: the Python with the
+    wheel, or the error if there is none; rows: the file where llama.cpp stores the rows of the prompt."""
 
     model: Path
     draft: Path | None
@@ -92,7 +92,7 @@ class Case:
     rows: Path
 
     def measure(self, peer: Peer, max_tokens: int = sys.maxsize) -> Document:
-        """At most the case's own tokens."""
+        """Times and tokens of a text of at most the case's own length."""
         max_tokens = min(max_tokens, self.max_tokens)
         tokens, seconds = peer.generate(self.prompt, GREEDY, max_tokens=max_tokens, end_tokens=self.end_tokens)
         milliseconds = milliseconds_after_first(seconds)
@@ -118,7 +118,8 @@ class Case:
         return open_llama_cpp(self.python, self.files[file], setting, context=context, **options)
 
     def find(self, way: Way, program: Program) -> Setting:
-        """The fastest setting of `way`, and there what was tried; a way whose program does not run is absent."""
+        """The fastest setting of `way`; the trials are stored in it. A way whose program does not run is marked
+        absent."""
         try:
             tried = find_setting(program, self.prompt, on_trial=lambda setting: say(f"  trying {name_of(setting)}"))
         except TriforceError as error:
@@ -140,8 +141,9 @@ class Case:
 
 @dataclass
 class Way:
-    """One who continues the prompt. open_peer: starts it; fresh: anew for each turn. setting, tried: what was chosen,
-    of what. first_seconds: to the first token, with the whole prompt to read; None where it never does."""
+    """A way to continue the prompt. open_peer: starts its process; fresh: start it again for each turn. setting, tried:
+    the chosen setting and the trials. first_seconds: to the first token, with the whole prompt to read; None if it
+    never reads it."""
 
     name: str
     open_peer: Callable[[], Peer]
@@ -156,7 +158,7 @@ class Way:
     about: Document = field(default_factory=dict)
 
     def begin(self, case: Case) -> None:
-        """Load it and have it read the prompt, if it has not yet."""
+        """Load the model and read the prompt, unless that is done."""
         if self.fresh or self.peer is not None or self.absent:
             return
         try:
@@ -166,7 +168,7 @@ class Way:
             self.end(str(error))
 
     def run(self, case: Case) -> None:
-        """A turn."""
+        """Run one turn."""
         if self.absent:
             return
         try:
@@ -184,7 +186,7 @@ class Way:
             self.peer.close()
 
     def document(self, plain: Way, num_prompt_tokens: int) -> Document:
-        """The row."""
+        """The row of the results."""
         shared = {"length": num_prompt_tokens, "way": self.name}
         if self.absent:
             return shared | {"absent": self.absent, "tried": self.tried}
@@ -205,7 +207,7 @@ class Way:
 
 
 def ways_of(case: Case, names: list[str]) -> Iterator[Way]:
-    """Those of `names`, by default all. llama.cpp's settings are tried when it is its turn to be made."""
+    """Yield the ways named in `names`, by default all. llama.cpp's settings are tried when its ways are created."""
     wanted = {way.name: way for way in simple_ways(case)}
     if any(name.startswith(LLAMA_CPP) and name != FOUR_BITS for name in names or [LLAMA_CPP]):
         wanted |= {way.name: way for way in llama_cpp_ways(case, lookups=not names or LLAMA_CPP_LOOKUPS in names)}
@@ -245,7 +247,8 @@ def transformers_way(case: Case) -> Way:
 
 
 def llama_cpp_ways(case: Case, *, lookups: bool) -> list[Way]:
-    """Plain with its best setting, which reads the prompt; then draft and lookups with the same. lookups: try them."""
+    """The ways of llama.cpp: plain in its fastest setting, which reads the prompt; then draft and lookups in the same
+    setting. lookups: try them."""
     rows = case.rows / str(len(case.prompt))
     plain = Way(LLAMA_CPP, lambda: case.llama_cpp(setting, rows=rows))
     setting = case.find(plain, llama_cpp_program("bf16", lambda setting, context: case.llama_cpp(setting)))
@@ -297,7 +300,7 @@ def row_of(found: Document) -> list[str]:
     if "absent" in found:
         return [*begin, "", "", "", "", "", "", "", f"absent: {found['absent']}"]
     milliseconds, seconds = Spread.of(found["milliseconds_per_token"]), found["first_token_seconds"]
-    parts = found.get("first_difference_from_plain", -1)  # where plain decoding is not measured: ""
+    parts = found.get("first_difference_from_plain", -1)  # missing if plain decoding is not measured: shown as ""
     return [
         *begin,
         "" if seconds is None else f"{seconds:.2f}",

@@ -1,10 +1,10 @@
-"""Plans for models that people with one or two 24 GB GPUs run over long texts: bytes by place, milliseconds a token.
+"""Plans of popular models over long texts on one or two 24 GB GPUs: bytes by place, milliseconds per token.
 
 usage: python benchmarks/plans.py [--context 120000]
 
-Prints the tables of docs/memory.md, the second of models whose weights are quantised. Nothing is measured: GPUs are
-RTX 4090s by their typical rates, with 128 GB of host memory, and the models' shapes those of their published
-config.json files.
+Prints the tables of docs/memory.md; the second is for models with quantised weights. Nothing is measured: GPUs are RTX
+4090s at their typical rates, with 128 GB of host memory, and the models' shapes are from their published config.json
+files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MODELS: dict[str, dict[str, object]] = {
 LLAMA_3: dict[str, object] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-STORED: dict[str, tuple[dict[str, object], str]] = {  # "": as its config.json says
+STORED: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.json
     f"{name} {form}".strip(): (fields, form)
     for name, forms, fields in (
         ("Yarn Llama 2 13B", ("Q8_0", "Q4_K_M"), {
@@ -119,8 +119,8 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
 
 
 def stored(config: ModelConfig, form: str) -> ModelConfig:
-    """The same model as llama.cpp's `form` of it. Q4_K_M has the values' matrices and the last ones of the feed-forward
-    networks in 6 bits in half of the layers, and the head."""
+    """The same model in llama.cpp's `form`. In Q4_K_M the matrices of the values and the last matrices of the
+    feed-forward networks have 6 bits in half of the layers, and so has the head."""
     count = config.num_layers
 
     def encoding_of(name: str) -> str:

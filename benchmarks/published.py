@@ -1,14 +1,15 @@
-"""TriForce's own rule for choosing chunks (arXiv 2404.11912, section 4.2), put into an engine that chooses by mass.
+"""TriForce's own rule for choosing chunks (arXiv 2404.11912, section 4.2), installed in an engine that chooses by
+attention mass.
 
 A chunk's score is its mean key times the last query of the prompt, summed over the query heads of a KV head. Chunks are
-chosen once for a prompt; all tokens since are in the tail, for which the plan has no room: it grows as they come.
+chosen once for a prompt; all later tokens are in the tail, which grows beyond the room that the plan has for it.
 
-benchmarks/decode.py does this for the setting `selection=published`.
+benchmarks/decode.py uses this rule for the setting `selection=published`.
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 from typing import Any
 
@@ -21,7 +22,7 @@ from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import Seen
 
-_TOKENS = 2048  # read at a time
+_TOKENS = 2048  # rows read at a time
 
 
 class LastQueries:
@@ -34,7 +35,7 @@ class LastQueries:
         full.begin, full.attend = self._begun, self._attended  # type: ignore[method-assign]
 
     def of_row(self, row: int) -> Tensor:
-        """[L, H, D]"""
+        """The row's queries, [L, H, D]."""
         return torch.stack([queries[row] for queries in self.of_layers])
 
     def _begun(self, phase: Phase, num_rows: int, **options: Any) -> None:
@@ -49,7 +50,8 @@ class LastQueries:
 
 
 class ByMeanKey:
-    """Is a `Selector`: scores by the keys that the cache of `queries` holds, and the last query that stayed."""
+    """A `Selector` that scores chunks by mean key times query: keys from the cache of `queries`, the query of the last
+    accepted row."""
 
     def __init__(self, queries: LastQueries) -> None:
         self._queries = queries
@@ -62,7 +64,7 @@ class ByMeanKey:
 
 
 class ChosenOnce:
-    """Makes `cache` choose at the first refresh for a prompt alone, and not wait for masses."""
+    """Makes `cache` choose chunks only at the first refresh for a prompt, without waiting for masses."""
 
     def __init__(self, cache: RetrievalCache) -> None:
         self._cache, self._choose = cache, cache.refresh
@@ -92,8 +94,8 @@ def keep(cache: RetrievalCache) -> None:
 
 
 def mean_rows(full: FullCache, chunk: int, num_tokens: int) -> Tensor:
-    """Mean keys and values of the chunks of the first `num_tokens` tokens, [2, L, H_kv, C, D] fp32. What a last chunk
-    lacks counts as zeros."""
+    """Mean keys and values of the chunks of the first `num_tokens` tokens, [2, L, H_kv, C, D] fp32. Missing rows of the
+    last chunk count as zeros."""
     full.wait_home()
     means, step = [], _TOKENS // chunk * chunk
     for start in range(0, num_tokens, step):
@@ -110,7 +112,7 @@ def scores_of(mean_keys: Tensor, query: Tensor) -> Tensor:
 
 
 def install(cache: RetrievalCache | None) -> None:
-    """From now on `cache` chooses by the published rule. It is empty."""
+    """Make `cache`, which is empty, choose by the published rule."""
     if cache is None:
         raise SystemExit("selection=published chooses chunks, and this plan retrieves none; add +budget=TOKENS")
     cache.selector = ByMeanKey(LastQueries(cache.full))

@@ -3,9 +3,9 @@
 usage: python benchmarks/ranks.py [--model DIR --draft DIR] [--ranks 1,2] [--length 16384] [--offload kv]
                                   [--link-gbps 1] [--max-tokens 64] [--turns 3]
 
-In each turn every number of ranks loads the models, prefills the same prompt and continues it greedily, plainly and as
-`generate` does by itself. A full pass of plain decoding is one row over all weights and the whole cache: what several
-links are for. The ranks share the CPU's cores.
+In each turn every number of ranks loads the models, prefills the same prompt and continues it greedily, plainly and
+with the defaults of `generate`. A full pass of plain decoding is one row over all weights and the whole cache, which is
+where several links help. The ranks share the CPU's cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(model: Path, draft: Path | None, prompt: list[int], options: Options
     plan = plan_request(model, draft, options, num_prompt_tokens=len(prompt), max_tokens=max_tokens)
     measured: dict[str, Any] = {"ranks": options.gpus, "plan": plan.as_dict()}
     with Engine.load(plan, model, draft, load_tokenizer(model, draft)) as engine:
-        for _ in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=2)):  # whatever is done once, is done now
+        for _ in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=2)):  # does all work that is done once
             pass
         measured["prefill_seconds"] = engine.stats.prefill_seconds
         for way, speculation in WAYS.items():

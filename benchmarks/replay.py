@@ -1,15 +1,15 @@
-"""Replays: what each level says along a text is recorded once; then any setting is played on it in milliseconds.
+"""Replays: each level's tokens along a text are recorded once; any setting is then replayed on them in milliseconds.
 
 usage: python benchmarks/replay.py [--model DIR --draft DIR] [--lengths 8192] [--tasks continue,quote] [--starts 0,0.35]
                                    [--settings default,gamma=7,lookup=no] [--offload kv --link-gbps 1]
 
-At temperature 0 all settings write one text. Recorded are, at each place of it, the draft's token and the retrieval
-level's in 16 bits, over chunks chosen a block before. The decoding code itself then runs on levels that look these up,
-charged the plan's seconds, over stretches of the text that begin afresh: `--stretches` of `--max-tokens`. After a wrong
-token a level says what it says at that place of the text. All settings have the default's budget: decisions alone are
-compared, on many texts. Where blocks happen to end decides a single run: `--alignments` plays each stretch so often,
-from places two tokens apart, and takes the mean. --starts: shares of the source text after which the prompts begin. A
-setting fixes gamma, or lookups, or both: `gamma=7+lookup=no`.
+At temperature 0 all settings write one text. The recording has, at each place of the text, the draft's token and the
+retrieval level's in 16 bits, over chunks chosen a block before. The decoding code itself then runs on levels that look
+their tokens up, charged the plan's seconds, over independent stretches of the text: `--stretches` of `--max-tokens`.
+After a wrong token a level still gives the recorded token of that place. All settings have the default's budget, so
+decisions alone are compared, on many texts. A single run depends on where blocks happen to end: `--alignments` replays
+each stretch that many times, from places two tokens apart, and takes the mean. --starts: shares of the source text
+after which the prompts begin. A setting fixes gamma, or lookups, or both: `gamma=7+lookup=no`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from offload.plan.planner import Options, Plan
 
 GREEDY = SamplingParams(temperature=0.0)
 PRICED = SamplingParams(temperature=1e-30, seed=0)  # writes the greedy text; a seed charges the plan's seconds
-BLOCK = {True: 24, False: 8}  # tokens between two choices of chunks; the passes of an offloaded cache are longer
+BLOCK = {True: 24, False: 8}  # tokens between two selections of chunks; an offloaded cache has longer passes
 
 
 @dataclass(frozen=True)
 class Recording:
-    """By level, for each i past the prompt: `says`, the token after the first i tokens of the text, and `margins`, how
-    far its logit is ahead of the next one."""
+    """The recorded tokens of each level. For each i past the prompt, `says` has the level's token after the first i
+    tokens of the text, and `margins` the gap between its logit and the next one."""
 
     text: list[int]
     num_prompt: int
@@ -54,7 +54,7 @@ class Recording:
 
 
 class Recorded:
-    """A level that says what was recorded, as surely."""
+    """A level whose logits are the recorded token and margin."""
 
     def __init__(self, name: str, says: Sequence[int], margins: Sequence[float], vocab_size: int) -> None:
         self.stats, self.tokens = LevelStats(name), list[int]()
@@ -119,7 +119,8 @@ def record(engine: Engine, prompt: list[int], num_tokens: int, block: int) -> Re
 
 
 def compact(recording: Recording) -> Recording:
-    """Tokens renumbered in the order of their first use, so that distributions over them are small."""
+    """The recording with tokens renumbered in the order of their first use, so that distributions over them are
+    small."""
     numbers: dict[int, int] = {}
 
     def renumbered(tokens: Sequence[int]) -> list[int]:
@@ -130,7 +131,7 @@ def compact(recording: Recording) -> Recording:
 
 
 def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float:
-    """Milliseconds a token after the first by the plan's prices, from `start` tokens after the prompt on."""
+    """Milliseconds per token after the first by the plan's prices, from `start` tokens after the prompt on."""
     text, vocab_size = recording.text, 1 + max(map(max, recording.says.values()))
     levels = {
         name: Recorded(name, recording.says[name], recording.margins[name], vocab_size)
@@ -139,7 +140,7 @@ def play(recording: Recording, plan: Plan, start: int, num_tokens: int) -> float
     records_mass = True
 
     def prepare(num_rows: int, wanted: bool) -> bool:
-        """As the retrieval cache does it: the pass before the one that it proposes for has to record masses."""
+        """Like the retrieval cache: the pass before the one that it proposes for must record masses."""
         nonlocal records_mass
         ready, records_mass = wanted and records_mass, wanted
         if ready:

@@ -27,7 +27,7 @@ def say(line: str) -> None:
 
 
 def about(title: str, seed: int, **shared: Any) -> Document:
-    """Title, hardware, versions, seed and command of this run. Paths in the command are cut to their last part."""
+    """Title, hardware, versions, seed and command of this run. Paths in the command are cut to their last component."""
     command = [Path(word).name if os.sep in word else word for word in sys.argv]
     environment = {"command": shlex.join(["python", *command]), "seed": seed}
     environment |= environment_of_machine() | {"triforce": triforce_cli.__version__}
@@ -57,7 +57,7 @@ def lines(shared: Document, runs: Iterable[Document]) -> Iterator[str]:
 
 
 def read(text: str) -> tuple[Document, list[Document]]:
-    """(what all runs share, the runs with their plans) of what `emit` printed."""
+    """(shared line, runs with their plans) from the output of `emit`."""
     shared, *others = map(json.loads, text.splitlines())
     plans, runs = [], []
     for line in others:

@@ -1,4 +1,4 @@
-"""Rules that choose chunks, to compare: the program's own, those of published methods, and an oracle.
+"""Rules that choose chunks, for comparison: the program's own, those of published methods, and an oracle.
 
 A rule is written "name" or "name:key=value,...", as in "mass:dilation=0.75,reach=2".
 
@@ -15,7 +15,7 @@ A rule is written "name" or "name:key=value,...", as in "mass:dilation=0.75,reac
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,14 +26,14 @@ from torch.nn.functional import pad
 
 from offload.kv.selection import DILATION, ByMass, Seen, Selector, choose
 
-KEYS = {"dilation", "reach", "decay", "last", "values"}  # of the rules by mass
+KEYS = {"dilation", "reach", "decay", "last", "values"}  # keys of the rules by mass
 
 
 class Foreseen(Seen, Protocol):
-    """A view of the cache that has what a replay has too: mean keys, and the next block's masses."""
+    """A view of the cache with the additional data of a replay: mean keys, and the next block's masses."""
 
     def mean_key_scores(self, chunk: int) -> Tensor:
-        """The last row's query · mean key of each whole chunk, [L, H_kv, C] fp32."""
+        """The product of the last row's query with the mean key of each whole chunk, [L, H_kv, C] fp32."""
         ...
 
     def mass_ahead(self) -> Tensor:
@@ -47,7 +47,8 @@ class Foreseen(Seen, Protocol):
 
 @dataclass(frozen=True)
 class Weighed:
-    """Masses of the last `last` rows only; values: multiplied by the norms of the chunks' values."""
+    """A view of the cache with masses of the last `last` rows only; values: multiplied by the norms of the chunks'
+    values."""
 
     full: Foreseen
     last: int
@@ -79,7 +80,7 @@ class Timed:
 
 
 class Recent:
-    """Scores grow with the chunk's position."""
+    """A selector of the most recent chunks: scores grow with the chunk's position."""
 
     def scores(self, full: Seen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         mass = full.mass(num_rows)[..., :num_chunks]  # for the shape of the scores
@@ -89,7 +90,7 @@ class Recent:
 
 
 class ByMeanKey:
-    """The published score: each chunk's mean key times the last query."""
+    """A selector by the published score: each chunk's mean key times the last query."""
 
     def scores(self, full: Foreseen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         return full.mean_key_scores(chunk)[..., :num_chunks]
@@ -98,7 +99,7 @@ class ByMeanKey:
 
 
 class Evict:
-    """Chooses only among chunks that it has chosen before, and new ones (H2O)."""
+    """A selector that chooses only among chunks chosen before and new ones (H2O)."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -124,7 +125,7 @@ class Evict:
 
 
 class Oracle:
-    """Scores are the masses of the next block itself."""
+    """A selector by the masses of the next block itself."""
 
     def scores(self, full: Foreseen, num_rows: int, chunk: int, num_chunks: int) -> Tensor:
         return full.mass_ahead()[..., :num_chunks]

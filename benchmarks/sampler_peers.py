@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import math
 import os
@@ -21,15 +21,15 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError
 
 PROCESS = Path(__file__).parent / "sampler_process.py"
-# In our order. presence and frequency are of llama.cpp's "penalties", too.
+# In this program's order. llama.cpp's "penalties" includes presence and frequency.
 LLAMA_CPP_ORDER = ["penalties", "dry", "top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typ_p", "xtc"]
 SPARE = 16  # tokens of context beyond prompt and output
-WHOLE_TEXT = 1 << 20  # tokens, as a window of llama.cpp's: it takes no "all"
+WHOLE_TEXT = 1 << 20  # tokens of llama.cpp's window, which has no value for "all"
 
 
 @dataclass(frozen=True)
 class Written:
-    """tokens: [n] after a prompt. logits, scores: [n, V] fp32 before and behind transformers' samplers."""
+    """A text of transformers. tokens: [n] after a prompt. logits, scores: [n, V] fp32 before and after its samplers."""
 
     tokens: list[int]
     logits: Tensor
@@ -37,19 +37,20 @@ class Written:
 
 
 class Transformers:
-    """In fp32. The rows of the last prompt are kept for the next time that it is asked, but for the last row."""
+    """transformers with a model in fp32. The rows of the last prompt, except the last row, are kept for a repeated
+    prompt."""
 
     def __init__(self, folder: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-        model.generation_config = GenerationConfig()  # sampling is ours to say, not the folder's
-        warnings.filterwarnings("ignore", module="transformers")  # of texts that end before their least length
+        model.generation_config = GenerationConfig()  # sampling is set here, not by the folder
+        warnings.filterwarnings("ignore", module="transformers")  # on texts that end before their least length
         self._model, self._prompt, self._cache = model.eval(), list[int](), DynamicCache()
 
     def write(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
     ) -> Written:
         if self._prompt == list(prompt):
-            self._cache.crop(len(prompt) - 1 - self._cache.get_seq_length())  # from the end: less than 0
+            self._cache.crop(len(prompt) - 1 - self._cache.get_seq_length())  # negative: counted from the end
         else:
             self._prompt, self._cache = list(prompt), DynamicCache()
         ids = torch.tensor([list(prompt)])
@@ -69,12 +70,12 @@ class Transformers:
         return Written(found.sequences[0, len(prompt) :].tolist(), torch.cat(found.logits), torch.cat(found.scores))
 
     def logits(self, prompt: Sequence[int]) -> Tensor:
-        """Of the place behind it, [V]."""
+        """The logits of the next token, [V]."""
         return self.write(prompt, SamplingParams(temperature=0.0), max_tokens=1, end_tokens=()).logits[0]
 
 
 def transformers_options(sampling: SamplingParams) -> dict[str, Any]:
-    """The arguments of its `generate` for the same distribution."""
+    """The arguments of transformers' `generate` for the same distribution."""
     options: dict[str, Any] = {
         "repetition_penalty": sampling.repetition_penalty,
         "no_repeat_ngram_size": sampling.no_repeat_ngram or None,
@@ -89,7 +90,7 @@ def transformers_options(sampling: SamplingParams) -> dict[str, Any]:
 
 
 class LlamaCpp:
-    """With a GGUF file in fp32, that has the model's own vocabulary: DRY's breakers are texts."""
+    """llama.cpp with a GGUF file in fp32 and the model's own vocabulary: DRY's breakers are texts."""
 
     def __init__(self, python: str, file: Path, *, context: int, vocab_size: int) -> None:
         options = {
@@ -111,18 +112,18 @@ class LlamaCpp:
         self._peer.close()
 
     def text(self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int) -> list[int]:
-        """Without the token that ends it."""
+        """The text's tokens without the end token."""
         asked = {"prompt": list(prompt), "max_tokens": max_tokens, "n_probs": 1} | llama_cpp_options(sampling)
         tokens: list[int] = self._peer.ask({"completion": asked})["tokens"]
         return tokens
 
     def logprobs(self, prompt: Sequence[int]) -> Tensor:
-        """Of the place behind it, before all samplers, [V] fp64."""
+        """The log-probabilities of the next token, before all samplers, [V] fp64."""
         return self._first_place(prompt, {"samplers": ["temperature"], "temperature": 1.0}, -math.inf)
 
     def probs(self, prompt: Sequence[int], sampling: SamplingParams) -> Tensor:
-        """Of the place behind it, behind all samplers, [V] fp64. Sums to 1, which llama.cpp's, added in fp32, miss by
-        up to 3e-4."""
+        """The probabilities of the next token, after all samplers, [V] fp64. They are normalised: llama.cpp adds in
+        fp32, and its sum differs from 1 by up to 3e-4."""
         row = self._first_place(prompt, llama_cpp_options(sampling) | {"post_sampling_probs": True}, 0.0)
         return row / row.sum()
 
@@ -138,7 +139,7 @@ class LlamaCpp:
 
 
 def llama_cpp_options(sampling: SamplingParams) -> dict[str, Any]:
-    """The server's names for the same distribution."""
+    """The server's parameters for the same distribution."""
     return {
         "samplers": LLAMA_CPP_ORDER,
         "temperature": sampling.temperature,

@@ -1,6 +1,6 @@
-"""llama.cpp with its own names of requests, and with probabilities of whole vocabularies: see samplers.py.
+"""llama.cpp with raw server requests, and with probabilities of whole vocabularies: see samplers.py.
 
-Run as a file by the Python that has the wheel xllamacpp, which need not have our packages.
+Run as a file by the Python that has the wheel xllamacpp, which may lack this project's packages.
 
 usage: python sampler_process.py < requests > answers
 """
@@ -13,8 +13,8 @@ from llama_cpp import LlamaCpp, serve
 
 
 class Asked(LlamaCpp):
-    """about: has `first_place`, [token, number] pairs: log-probabilities before the samplers, or with
-    post_sampling_probs probabilities behind them."""
+    """llama.cpp with raw requests. about: has `first_place`, [token, number] pairs: log-probabilities before the
+    samplers, or with post_sampling_probs probabilities after them."""
 
     def generate(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
         """request: `completion`, as llama.cpp's server takes it."""

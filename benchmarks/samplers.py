@@ -1,27 +1,29 @@
-"""Samplers: this program's beside those of transformers and llama.cpp, on one model and its real texts, all in fp32.
+"""Samplers: this program's compared with those of transformers and llama.cpp, on one model and its real texts, all in
+fp32.
 
 usage: python benchmarks/samplers.py --model FILE_OR_DIR [--tokens 48] [--lengths 200,600,1500] [--peers-env DIR]
 
-A folder is everybody's; a GGUF file is converted into one first (fp16). llama.cpp is the wheel xllamacpp as in
-peers.py, and reads a GGUF file with the same numbers in fp32 and the model's own vocabulary, which has to be byte-level
-for DRY's breakers.
+All programs use the model folder; a GGUF file is converted into one first (fp16). llama.cpp is the wheel xllamacpp as
+in peers.py, and reads a GGUF file with the same numbers in fp32 and the model's own vocabulary, which has to be
+byte-level for DRY's breakers.
 
-texts: greedy ones, ours with speculation by lookups and without it, beside theirs. Where they part, the two tokens'
-adjusted logits at that place differ by `gap`.
-places: the distribution at some places of a text, our transform of the same logits beside theirs; `effect` is what the
-setting changes there. DRY is compared where the prompt has a passage of its own behind it. Logits and scores of
-transformers are what its `generate` hands out. llama.cpp gives log-probabilities of the whole vocabulary before its
-samplers, and probabilities behind them; what they lack to be logits, a sum, is taken from transformers. XTC is
-llama.cpp's with probability 0 and 1, mixed.
+texts: greedy texts of this program, with speculation by lookups and without it, compared with the other program's.
+Where they differ first, `gap` is the difference between the two tokens' adjusted logits.
 
-A gap below 1e-3, or a distribution that is theirs once a threshold moves by 1e-5 of itself, is a near tie: arithmetic
-decides. llama.cpp adds probabilities in fp32; by what their sum misses 1 a threshold may move, too. Ends with exit code
-1 where something differs that is none.
+places: distributions at some places of a text, computed by this program from the same logits, compared with the other
+program's; `effect` is the setting's change there. DRY is compared after prompts that repeat a passage of their own.
+Logits and scores of transformers are from its `generate`. llama.cpp gives log-probabilities of the whole vocabulary
+before its samplers, and probabilities after them; the constant between its log-probabilities and logits is taken from
+transformers. XTC is the mixture of llama.cpp's results with probability 0 and 1.
+
+A near tie is a gap below 1e-3, or a distribution that is equal after moving a threshold by 1e-5 of itself: rounding
+decides. llama.cpp adds probabilities in fp32; a threshold may also move by the error of their sum. Ends with exit code
+1 if anything else differs.
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 import sys
@@ -56,9 +58,9 @@ EQUAL, NEAR_TIE, DIFFERS = "equal", "near tie", "differs"
 TASKS = ("continue", "quote", "summary")  # one of each length
 GREEDY = SamplingParams(temperature=0.0, penalty_window=0)
 SOFT = SamplingParams(temperature=1.0, top_p=1.0, penalty_window=0)
-REPEATED = 8  # tokens of a passage that is there twice
-PLACES = 8  # of each text, whose distributions transformers hands out
-GAP = 1e-3  # of logits: what two programs' fp32 may differ by
+REPEATED = 8  # tokens of a repeated passage
+PLACES = 8  # of each text, with distributions from transformers
+GAP = 1e-3  # of logits, between two programs' fp32 arithmetic
 DISTANCE = 1e-5  # of probabilities
 THRESHOLDS = ("top_p", "min_p", "typical_p", "top_n_sigma", "xtc_threshold")
 MOVED = 1e-5
@@ -106,7 +108,8 @@ LLAMA_CPP_ONLY: dict[str, Fields] = {
 
 
 def penalties(plain: list[int]) -> dict[str, Fields]:
-    """What acts on logits, in transformers too. plain: the text without it, whose tokens are biased."""
+    """Settings that change logits and exist in transformers, too. plain: the text without them; its tokens are
+    biased."""
     biases = {"logit_bias": tuple(dict.fromkeys(((plain[0], -torch.inf), (plain[5], 2.0), (plain[3], -1.5))))}
     return {
         "repetition 1.1": {"repetition_penalty": 1.1},
@@ -126,9 +129,9 @@ def penalties(plain: list[int]) -> dict[str, Fields]:
 
 @dataclass(frozen=True)
 class Found:
-    """A comparison with `program` behind one prompt. first_difference, gap: of texts, from 0. distance: the largest of
-    two probabilities of the same token (of "logits": of two logits). effect: the same between ours with the setting and
-    without it."""
+    """A comparison with `program` after one prompt. first_difference, gap: of texts, from 0. distance: the largest
+    difference between two probabilities of a token (for "logits": two logits). effect: the largest difference between
+    this program's probabilities with and without the setting."""
 
     what: str
     setting: str
@@ -152,7 +155,7 @@ class Ours:
     def write(
         self, prompt: list[int], sampling: SamplingParams, *, max_tokens: int, ends: frozenset[int], speculation: bool
     ) -> tuple[list[int], int]:
-        """(tokens, how many of them were drafted)."""
+        """(tokens, number of accepted drafted tokens)."""
         request = GenerationRequest(prompt, sampling, max_tokens, end_tokens=ends, speculation=speculation)
         tokens = [token for step in self.engine.generate(request) for token in step.tokens]
         return tokens, sum(level.accepted for level in self.engine.stats.levels)
@@ -163,7 +166,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everybody, with one prompt. llama_cpp: None without the wheel."""
+    """All programs, with one prompt. llama_cpp: None without the wheel."""
 
     ours: Ours
     transformers: Transformers
@@ -211,7 +214,7 @@ class Bench:
             yield self._text_found(name, "llama.cpp", len(tokens), place, gap, speculation, accepted)
 
     def places_beside_transformers(self, name: str, sampling: SamplingParams, ends: frozenset[int]) -> Found:
-        """Of the first places of a text that transformers draws."""
+        """Compare the distributions at the first places of a text that transformers draws."""
         written = self.transformers.write(
             self.prompt, sampling, max_tokens=PLACES, end_tokens=self.ours.engine.end_tokens | ends
         )
@@ -228,7 +231,7 @@ class Bench:
     def places_beside_llama_cpp(
         self, settings: Mapping[str, Fields], places: list[list[int]], program: LlamaCpp
     ) -> Iterator[Found]:
-        """Of those behind the texts in `places`."""
+        """Yield comparisons of the distributions after each text in `places`."""
         rows = [self.transformers.logits(tokens) for tokens in places]
         theirs = [program.logprobs(tokens) for tokens in places]
         logits = [(its + own.double().logsumexp(-1)).float() for its, own in zip(theirs, rows, strict=True)]
@@ -243,7 +246,7 @@ class Bench:
             yield self._places_found(name, "llama.cpp", len(places), worst(found), effect)
 
     def _probs(self, tokens: list[int], row: Tensor, sampling: SamplingParams) -> Tensor:
-        """num_prompt 0: llama.cpp's presence and frequency are of the prompt too."""
+        """This program's probabilities. num_prompt is 0: llama.cpp's presence and frequency count the prompt, too."""
         return self.ours.distribution(sampling, 0, frozenset()).probs(row[None], tokens)[0]
 
     def _text(
@@ -260,7 +263,7 @@ class Bench:
         place: int,
         written: Written | None = None,
     ) -> float:
-        """Of the logits of the two tokens at `place`, as we adjust transformers'."""
+        """The gap between the adjusted logits of the two tokens at `place`, from transformers' logits."""
         if place >= min(len(ours), len(theirs)):
             return float("inf")  # one of them ends
         before = [*self.prompt, *ours[:place]]
@@ -285,8 +288,8 @@ class Bench:
 def judged(
     sampling: SamplingParams, ours: Callable[[SamplingParams], Tensor], theirs: Tensor, share: float = MOVED
 ) -> tuple[float, str]:
-    """(largest distance, verdict) of two distributions, [V]. ours: a function of the sampling. share: of a threshold,
-    by which it may be moved."""
+    """(largest distance, verdict) of two distributions, [V]. ours: a function of the sampling. share: the relative
+    amount by which a threshold may be moved."""
     distance = (ours(sampling).double() - theirs).abs().max().item()
     if distance < DISTANCE:
         return distance, EQUAL
@@ -301,7 +304,8 @@ def worst(found: list[tuple[float, str]]) -> tuple[float, str]:
 
 
 def repetitions(prompt: list[int], breakers: frozenset[int]) -> list[list[int]]:
-    """The prompt with a passage of itself behind it: without a breaker in it or next, with one next, with one in it."""
+    """The prompt with a repeated passage of itself at its end: without a breaker in it or next, with one next, with one
+    in it."""
     is_breaker = [token in breakers for token in prompt]
 
     def ends(inside: int | None, next_: bool) -> list[int]:
@@ -321,7 +325,7 @@ def moved_thresholds(sampling: SamplingParams, share: float) -> Iterator[Samplin
 
 
 def mixed(program: LlamaCpp, prompt: list[int], sampling: SamplingParams) -> Tensor:
-    """llama.cpp's distribution; of XTC, for which it throws a coin, that of both sides."""
+    """llama.cpp's distribution; for XTC, which applies at random, the mixture of both cases."""
     share = sampling.xtc_probability
     if not share:
         return program.probs(prompt, sampling)
@@ -335,7 +339,7 @@ def names_of(tokenizer: Tokenizer, size: int) -> list[str]:
 
 
 def rows_of(found: list[Found]) -> Iterator[list[str]]:
-    """A setting, all prompts together."""
+    """Yield a row for each setting, over all prompts."""
     for what, setting, program in dict.fromkeys((each.what, each.setting, each.program) for each in found):
         group = [each for each in found if (each.what, each.setting, each.program) == (what, setting, program)]
         parted = [

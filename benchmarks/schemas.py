@@ -1,15 +1,16 @@
-"""How much of a JSON Schema test suite the program follows, and whether what it lets pass is right.
+"""The share of a JSON Schema test suite that constrained output supports, and whether it accepts the right texts.
 
-The suite is a folder of files as those of github.com/json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12. Each
-instance is written without spaces, its fields in the order that the schema names them, as that is the one order that
-constrained output has. A schema is refused as a user's would be, or compiled; then no instance that the suite calls
-invalid may be a text that it accepts, and valid ones that it does not accept are counted.
+The suite is a folder of files as in github.com/json-schema-org/JSON-Schema-Test-Suite, tests/draft2020-12. Each
+instance is written without spaces, its fields in the schema's order, as that is the only order of constrained output. A
+schema is refused as a user's would be, or compiled. A compiled schema must accept no instance that the suite calls
+invalid; valid instances that it does not accept are counted.
+
 usage: python benchmarks/schemas.py FOLDER [--optional] [--list]
 """
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 import json
@@ -31,7 +32,7 @@ DEMO = Path(__file__).resolve().parents[1] / "triforce_cli" / "models" / "demo-t
 
 @dataclass
 class Counts:
-    """Of schemas and, of those that compile, of instances."""
+    """Numbers of schemas and, for those that compile, of instances."""
 
     compiled: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -49,14 +50,14 @@ def groups(folder: Path, *, optional: bool) -> Iterator[tuple[str, dict[str, Any
 
 
 def reason(error: UsageError) -> str:
-    """What a refusal says, without its place and what is the schema's own."""
+    """The reason in a refusal, without its place and the schema's own names."""
     said = str(error).partition("cannot be followed: ")[2] or str(error)
     said = re.sub(r"^at \S+: ", "", said).rpartition("; ")[0]
     return re.sub(r"Pointer '.*'|Resource '.*?'|\(-?[\d.]+\)|'[^']*'", "...", said)[:90]
 
 
 def ordered(instance: object, schema: object) -> object:
-    """Fields in the order of `properties`, then of `required`, where the schema says one directly."""
+    """The instance with fields in the order of `properties`, then of `required`, if the schema has them directly."""
     if isinstance(instance, list):
         items = schema.get("items") if isinstance(schema, dict) else None
         return [ordered(item, items) for item in instance]

@@ -1,6 +1,6 @@
 """Save and load a session of a full cache, compared with `dd` reading the same files, cold and warm, in one run.
 
-Cold: the files are dropped from the page cache before each reading. The cache holds random numbers, by default in the
+Cold: the files are dropped from the page cache before each read. The KV cache holds random numbers, by default in the
 shape of Llama-2-7B; no model runs. Rates are of the files' bytes, which are packed where there are kernels.
 
 --locked locks the cache's memory (mlockall), which has the same effect on the system as pinning it for a GPU.
@@ -10,7 +10,7 @@ usage: python benchmarks/sessions.py [--tokens 4096] [--layers 32] [--folder DIR
 
 from __future__ import annotations
 
-import offload  # noqa: F401  # isort: skip  # before torch: how its threads wait is read once
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
 import ctypes

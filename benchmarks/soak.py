@@ -1,15 +1,15 @@
-"""Long runs: one long text over an offloaded cache, and a batch of many prompts that is killed and goes on.
+"""Long runs: one long text over an offloaded cache, and a batch of many prompts that is killed and resumed.
 
 usage: python benchmarks/soak.py text [--length 28672] [--max-tokens 4096] [--window 512] [--link-gbps 1]
        python benchmarks/soak.py batch [--prompts 500] [--batch 4] [--kills 3]
 
-The text is greedy, and is compared with the one that plain decoding writes with everything resident. Each row is a
-window of tokens: ms/token, the share of drafted tokens that the target took, and the process's memory at its end.
+The text is greedy, and is compared with plain decoding's text with everything resident. Each row is a window of tokens:
+ms/token, the share of drafted tokens that the target accepted, and the process's memory at its end.
 
 The batch is `triforce generate --input-jsonl -o FILE` with prompts of 200 to 1,000 tokens, 32 new ones each, and seeds.
-It is killed as results come in, and started again with the same command. Its rows are runs: results, tokens/s in all,
-and the most memory at a quarter, half and all of the run. At the end every id is there once, and one of five greedy
-texts is compared with that of a run in which each prompt is alone.
+It is killed while results arrive, and started again with the same command. Its rows are runs: results, tokens/s in all,
+and the peak memory in the first quarter, the first half and all of the run. At the end every id must be there once, and
+one of five greedy texts is compared with that of a run with one prompt at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from offload.plan.planner import Options, Plan
 Document = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0)
 MODEL, DRAFT = demo_models(None, None)
-NEW_TOKENS = 32  # of each prompt of the batch
-EVERY = 5  # of the greedy ones is written again, alone
+NEW_TOKENS = 32  # new tokens of each prompt of the batch
+EVERY = 5  # one of so many greedy texts is written again, alone
 POLL_SECONDS = 0.2
 
 
@@ -64,7 +64,7 @@ def moment(tokens: int, target: LevelStats) -> Document:
 
 
 def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> list[Document]:
-    """A row for each window. Raises AssertionError where plain decoding writes another text."""
+    """A row for each window. Raises AssertionError if plain decoding writes another text."""
     prompt = texts.prompt("continue", load_tokenizer(MODEL, DRAFT), length)
     sizes = {"num_prompt_tokens": len(prompt), "max_tokens": max_tokens}
     plan = plan_request(MODEL, DRAFT, Options(offload=frozenset({"kv"}), link_gbps=link_gbps), **sizes)
@@ -92,7 +92,7 @@ def long_text(length: int, max_tokens: int, window: int, link_gbps: float) -> li
 
 
 def questions(count: int) -> list[Document]:
-    """Parts of a novel, of some 200 to 1,000 tokens, each from another place."""
+    """Prompts of some 200 to 1,000 tokens, each from another place of a novel."""
     tokenizer, found = load_tokenizer(MODEL, DRAFT), []
     novel = tokenizer.encode(texts.NOVEL.read_text(encoding="utf-8"))
     for number in range(count):
@@ -109,7 +109,7 @@ def write(path: Path, documents: Sequence[Document]) -> Path:
 
 
 def results_in(path: Path) -> list[Document]:
-    """Whole lines."""
+    """The results in the file's complete lines."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -119,7 +119,7 @@ def num_lines(path: Path) -> int:
 
 
 def run_until(source: Path, target: Path, batch: int, num_results: int) -> Document:
-    """Start the command and kill it as soon as `target` has so many results, or let it end where those are all."""
+    """Start the command and kill it once `target` has `num_results` results; let it end if that is all of them."""
     command = [sys.executable, "-m", "triforce_cli", "generate", "--input-jsonl", str(source)]
     command += ["--output-jsonl", str(target), "--batch", str(batch), "--quiet"]
     num_before, start, memory = len(results_in(target)), time.perf_counter(), list[int]()
@@ -145,7 +145,7 @@ def run_until(source: Path, target: Path, batch: int, num_results: int) -> Docum
 
 
 def batch_of_many(count: int, batch: int, num_kills: int) -> list[Document]:
-    """A row for each run. Raises AssertionError where a result is missing or another than alone."""
+    """A row for each run. Raises AssertionError if a result is missing, or differs from the text alone."""
     asked, found = questions(count), []
     with tempfile.TemporaryDirectory() as folder:
         source, target = write(Path(folder) / "in.jsonl", asked), Path(folder) / "out.jsonl"
@@ -154,7 +154,7 @@ def batch_of_many(count: int, batch: int, num_kills: int) -> list[Document]:
             say(f"  {found[-1]['what']}")
         said = {result["id"]: result["tokens"] for result in results_in(target)}
         assert len(results_in(target)) == len(said) == count, "results are missing, or there twice"
-        # Greedy ones: a seeded text is of its plan's law, and a smaller file may have another plan.
+        # Only greedy texts: a seeded text depends on the plan, and a smaller file may have another plan.
         some = [question for question in asked if question["temperature"] == 0][::EVERY]
         again = Path(folder) / "again.jsonl"
         run_until(write(Path(folder) / "some.jsonl", some), again, 1, len(some))

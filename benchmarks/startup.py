@@ -47,7 +47,7 @@ def main() -> None:
     cases["triforce generate, first byte"] = (seconds_to_first_byte, GENERATE, FIRST_BYTE_SECONDS)
     results = {}
     for name, (measure, command, _) in cases.items():
-        measure(command)  # into the page cache
+        measure(command)  # loads the files into the page cache
         results[name] = Spread.of([measure(command) for _ in range(args.repeats)])
         say(f"{name}: {results[name].median:.2f} s")
     rows = [

@@ -1,8 +1,9 @@
-"""Conversations by many chat templates: whether their tokens are those of transformers' own rendering.
+"""Conversations in many chat templates: whether their tokens are those of transformers' own rendering.
 
-Each template of the folder (*.jinja, as in llama.cpp's models/templates) is tried with one tokenizer, on a question,
-on a conversation of two turns, and with a system message. Our tokens are made piece by piece, so that replies stay what
-the model gave; transformers renders the whole and encodes that. What it refuses, and what we refuse, is named.
+Each template of the folder (*.jinja, as in llama.cpp's models/templates) is tried with one tokenizer, on a question, on
+a conversation of two turns, and with a system message. This program encodes piece by piece, so that replies keep the
+model's tokens; transformers renders and encodes the whole. Refusals by either program are listed.
+
 usage: python benchmarks/templates.py --templates DIR --model FILE_OR_DIR
 """
 
@@ -42,13 +43,13 @@ CASES: dict[str, tuple[Conversation, Messages]] = {
 
 
 def theirs(tokenizer: Any, messages: Messages) -> list[int] | str:
-    """transformers' tokens, or why there are none."""
+    """transformers' tokens, or its error."""
     inner = tokenizer._inner
     try:
         text = inner.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, date_string=DATE
         )
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise any error
         return f"{type(error).__name__}: {error}"
     tokens: list[int] = tokenizer._pipeline.encode(text, add_special_tokens=False).ids
     return tokens
@@ -62,7 +63,7 @@ def ours(tokenizer: Any, conversation: Conversation) -> list[int] | str:
 
 
 def compared(tokenizer: Any, conversation: Conversation, messages: Messages) -> tuple[str, str]:
-    """(verdict, what there is to say)."""
+    """(verdict, details)."""
     reference, found = theirs(tokenizer, messages), ours(tokenizer, conversation)
     if isinstance(reference, str):
         return ("refused by both" if isinstance(found, str) else "refused by transformers alone"), reference

@@ -54,7 +54,7 @@ def _edit(text: str) -> str:
 
 
 def _body(text: str, start: int) -> int:
-    """Number of characters from `start` to the next definition."""
+    """The number of characters from `start` to the next definition."""
     end = re.compile(r"^(    def|class|def) ", re.M).search(text, start + 8)
     return (end.start() if end else len(text)) - start
 

@@ -23,7 +23,7 @@ from typing import Any
 from report import about, emit, read
 
 SIZES = (8, 16, 24, 32, 48, 64)
-_THRESHOLDS = [0.97**power for power in range(1, 130)]  # probabilities of being reached, below which nothing is drafted
+_THRESHOLDS = [0.97**power for power in range(1, 130)]  # nodes with a lower reach are not drafted
 _SAMPLES = 400
 
 

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- families: written by scripts/model_docs.py -->\n", "<!-- end 
 
 
 def document(text: str) -> str:
-    """docs/models.md with the table of today."""
+    """The text of docs/models.md with the current table of families."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{families_table(KNOWN)}{END}{after}"

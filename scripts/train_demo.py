@@ -27,7 +27,7 @@ from demo.settings import Paths, Shape
 
 
 def make_corpus(source: Path, paths: Paths) -> None:
-    """Cleans, weights and holds out."""
+    """Builds the corpus: cleans and weights the documents, and holds some out."""
     documents = corpus.build(source, paths.documents)
     print(f"{len(documents)} documents", file=sys.stderr)
 

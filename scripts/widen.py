@@ -138,7 +138,7 @@ def widen(
 def wide_config(
     data: Mapping[str, object], narrow: ModelConfig, sizes: Mapping[str, int], dtype: torch.dtype
 ) -> dict[str, object]:
-    """The source's config.json with other sizes, eps and theta. Refuses sizes below the source's."""
+    """The source's config.json with other sizes, eps and theta. Raises an error for sizes below the source's."""
     least = (narrow.hidden_size, narrow.num_layers, 1, 1, narrow.head_dim, narrow.intermediate_size)
     for (key, flag), limit in zip(FLAGS.items(), least, strict=True):
         if sizes[key] < limit:

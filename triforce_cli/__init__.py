@@ -1,3 +1,3 @@
-"""The command line of triforce: arguments in, text out. It stands on `offload.engine.engine` and `offload.plan`."""
+"""The command line of triforce: arguments in, text out. It uses `offload.engine.engine` and `offload.plan`."""
 
 __version__ = "0.1.0"

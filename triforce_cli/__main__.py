@@ -6,7 +6,7 @@ import signal
 import sys
 import warnings
 
-# What libraries say by themselves, unless the user has asked for it: standard error is this program's.
+# Libraries' own messages are off unless the user sets the variable: only this program writes to standard error.
 _SILENCE = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -16,7 +16,7 @@ _SILENCE = {
 
 
 def run() -> int:
-    """`app.main`, on which Ctrl-C leaves no traceback either while it is imported."""
+    """Run `app.main` and return its exit code. Ctrl-C leaves no traceback, even while the module is being imported."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence_libraries()
@@ -28,7 +28,7 @@ def run() -> int:
 
 
 def silence_libraries() -> None:
-    """Before they are imported. Processes that this one starts inherit it."""
+    """Turn off the libraries' own messages. Call it before they are imported; child processes inherit the settings."""
     for variable, value in _SILENCE.items():
         os.environ.setdefault(variable, value)
     if not sys.warnoptions:

@@ -100,7 +100,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with interruptible(last=args is None):
             parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
-            if isinstance(parsed, int):  # --help or --version: all is done
+            if isinstance(parsed, int):  # --help or --version, done by Typer
                 return parsed
             command = parsed
             log.event(f"triforce {__version__}: {type(command).__name__}")
@@ -109,7 +109,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Terminated as ending:
         return ending.exit_code
-    except BrokenPipeError:  # nobody reads any more: what was asked for has been delivered
+    except BrokenPipeError:  # the reader of the pipe has gone: no error
         return 0
     except Exception as error:
         return _report(error, as_json=wants_json(command, sys.argv if args is None else args))
@@ -127,7 +127,7 @@ def _follow(launched: Launched) -> int:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    """Say what went wrong. Returns the exit code."""
+    """Report the error and return its exit code."""
     log.failure(describe(error, debug=True).traceback)
     failure = describe(error, debug=debugging())
     if as_json:

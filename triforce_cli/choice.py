@@ -19,7 +19,7 @@ class Models:
     target: Path
     draft: Path | None
     embedded: bool  # the target is the demo model that comes with triforce
-    draft_note: str = ""  # what to say about a draft that nobody named
+    draft_note: str = ""  # the note on a draft that the user did not name
 
     @property
     def note(self) -> str:
@@ -30,7 +30,7 @@ class Models:
 
     @property
     def answers_note(self) -> str:
-        """For who wants answers of the embedded model: it gives none. Which model does, with its size and licence."""
+        """A note that the embedded model cannot answer questions. It names one that can, with its size and licence."""
         if not self.embedded:
             return ""
         from offload.hub.library import is_here
@@ -46,8 +46,8 @@ class Models:
 
 
 def choose_models(model: Path | None, draft: str | None, *, weights: bool = True) -> Models:
-    """The named models, or the embedded pair. A model that is named by its name comes with a suitable draft, where
-    that was pulled and none is named. weights: config.json alone is not enough."""
+    """The named models, or the embedded pair. A target given by its name comes with a suitable draft if that was pulled
+    and no draft is named. weights: config.json alone is not enough."""
     chosen = None if draft in (None, NONE) else _folder("draft", str(draft), weights=weights)
     if model is not None:
         target = _folder("model", str(model), weights=weights)

@@ -1,4 +1,4 @@
-"""The configuration file: what options are where neither the command line nor the environment says.
+"""The configuration file: values of options that neither the command line nor the environment gives.
 
 temperature = 0.8            # of every command that has the option
 [chat]
@@ -46,9 +46,10 @@ class Configuration:
 
     @classmethod
     def read(cls, named: Path | None, root: Any) -> Configuration:
-        """The file that is `named`, else the user's own, if there is one. Raises UsageError, which says what is wrong.
+        """The settings in the file `named`, else in the user's own file if there is one. Raises UsageError, which names
+        the fault.
 
-        root: the group of all commands; what none of them has is refused.
+        root: the group of all commands; an option that no command has is refused.
         """
         file = user_path(str(named)) if named is not None else default_file()
         try:
@@ -66,7 +67,7 @@ class Configuration:
         return {known[name].name: _typed(known[name], value) for name, value in self._said(words) if name in known}
 
     def _said(self, words: Words) -> Iterator[tuple[str, Any]]:
-        """(option, value), first of all commands, then of this one."""
+        """Yield (option, value): the settings for all commands first, then those of this command."""
         node: Any = self.values
         for word in (*words, None):
             yield from ((name, value) for name, value in node.items() if not isinstance(value, dict))
@@ -97,9 +98,9 @@ def default_file() -> Path:
 
 
 def origin(option: Any, said: Mapping[str, Any], file: Path | None) -> tuple[Any, str]:
-    """(the value of `option` where the command line does not say, where it comes from): a variable, `file`, "default".
+    """The value of `option` without the command line, and its origin: a variable, `file` or "default".
 
-    said: what `Configuration.of` says of the command.
+    said: the command's settings from `Configuration.of`.
     """
     if option.envvar and os.environ.get(option.envvar):
         return os.environ[option.envvar], str(option.envvar)
@@ -133,7 +134,7 @@ def _check_kind(place: str, option: Any, value: Any) -> None:
 
 
 def _typed(option: Any, value: Any) -> Any:
-    """`value` as an environment variable would give it, so that both are checked alike."""
+    """`value` as an environment variable would give it, so that both get the same checks."""
     if isinstance(value, bool):
         return value
     if option.multiple:
@@ -142,7 +143,7 @@ def _typed(option: Any, value: Any) -> Any:
 
 
 def nearest(name: str, known: Collection[str], *, prefix: str = "") -> str:
-    """The end of a message about an unknown name: the known one that it may have been. prefix: that all begin with."""
+    """The end of a message about an unknown name: the most similar known name. prefix: common to all names."""
     near = difflib.get_close_matches(
         name.removeprefix(prefix), sorted(each.removeprefix(prefix) for each in known), n=1
     )

@@ -1,4 +1,4 @@
-"""Options that control what is written: the settings of the table of samplers, biases, and what the text has to be."""
+"""Options that control the generated text: sampling settings, token biases and constraints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from triforce_cli.options import number, option, switch, whole
 from triforce_cli.utf8 import decode_argument, read_text, user_path
 
 CONTROL = "What is written (docs/sampling.md)"
-NEVER = ("-inf", "false")  # a bias with which a token is never taken
-BASIC = ("temperature", "top_p", "top_k", "min_p", "seed")  # the settings that other programs have too
+NEVER = ("-inf", "false")  # biases that exclude a token
+BASIC = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings that other programs have, too
 
 JsonSchema = Annotated[
     str | None,
@@ -60,8 +60,8 @@ LogitBias = Annotated[
 
 @dataclass(frozen=True)
 class Control:
-    """Options that together say one field of `SamplingParams`. options: annotations by parameter; value: of what these
-    are given, the field's value."""
+    """Options that together give one field of `SamplingParams`. options: annotations by parameter; value: a function of
+    the options' values that returns the field's value."""
 
     options: Mapping[str, Any]
     value: Callable[..., Any]
@@ -71,14 +71,14 @@ class Control:
 class SamplingOptions:
     """The options of `SamplingParams`, a group of `flags.spread`, in the order of its fields.
 
-    names: of the fields that have options; empty: all. temperature: the default, if it is another one than the table's.
+    names: the fields that have options; empty: all. temperature: the default, if it differs from the table's.
     """
 
     names: Sequence[str] = ()
     temperature: float | None = None
 
     def parameters(self) -> Iterator[Parameter]:
-        """Settings have their defaults; other options are None unless given."""
+        """The parameters of the command. Settings have their defaults; other options are None unless given."""
         defaults = {name: row.default for name, row in SETTINGS.items()}
         if self.temperature is not None:
             defaults["temperature"] = self.temperature
@@ -87,7 +87,7 @@ class SamplingOptions:
                 yield Parameter(option_name, Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
 
     def made(self, given: Mapping[str, Any]) -> SamplingParams:
-        """given: by parameter. Reads the files that are named. Raises UsageError."""
+        """The sampling parameters. given: values by parameter. Reads the files that are named. Raises UsageError."""
         values = {name: control.value(*map(given.get, control.options)) for name, control in self._controls()}
         return SamplingParams(**values)
 
@@ -96,7 +96,7 @@ class SamplingOptions:
 
 
 Sampling = Annotated[SamplingParams, SamplingOptions()]
-GreedySampling = Annotated[SamplingParams, SamplingOptions(temperature=0.0)]  # of commands that are greedy by default
+GreedySampling = Annotated[SamplingParams, SamplingOptions(temperature=0.0)]  # for commands that are greedy by default
 BasicGreedySampling = Annotated[SamplingParams, SamplingOptions(BASIC, temperature=0.0)]
 
 
@@ -137,20 +137,20 @@ def _biases(texts: list[str] | None) -> tuple[tuple[int | str, float], ...]:
 
 
 def _schema(text: str) -> str:
-    """The schema itself, or the content of the file."""
+    """The schema's text: the argument itself, or the content of the file that it names."""
     if text.lstrip().startswith("{") or text.strip() in ("true", "false"):
         return decode_argument("--json-schema", text)
     return read_text(user_path(text), "the JSON schema")
 
 
 def _choices(texts: list[str]) -> list[str]:
-    """Of one text its parts between commas."""
+    """The alternatives of a choice; a single text is split at its commas."""
     found = [decode_argument("--choice", text) for text in texts]
     return found[0].split(",") if len(found) == 1 else found
 
 
 def _bias(text: str) -> tuple[int | str, float]:
-    """From TOKEN=X. A TOKEN of digits is an id."""
+    """A token bias from TOKEN=X. A TOKEN of digits is an id."""
     name, equals, value = decode_argument("--logit-bias", text).rpartition("=")
     if not equals or not name:
         raise UsageError(f"logit-bias is {text!r}, it must be TOKEN=X, such as 42=-5 or ' the'=-inf")

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 class TimedOut(TriforceError):
     """The deadline passed. The output so far is still written."""
 
-    exit_code = 124  # as of timeout(1)
+    exit_code = 124  # as timeout(1)
     kind = "timeout"
 
 

@@ -1,4 +1,4 @@
-"""What a command does before it computes: tokenizer and plan, then the engine, and the session if one was named."""
+"""Preparation of a command: the tokenizer and the plan, then the engine, and the session if one is named."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Models whose weights are not loaded yet. request: makes plans for them on this machine. note: says a line to the
-    person. busy_share: of the CPU, by other programs, where passes run on it and nothing was said of it."""
+    """Models whose weights are not loaded yet. request: makes plans for them on this machine. note: shows the person a
+    line. busy_share: the share of the CPU that other programs use, where passes run on the CPU and no note was shown
+    yet."""
 
     models: Models
     tokenizer: Tokenizer
@@ -37,20 +38,20 @@ class Prepared:
 
     @property
     def prompt_tokenizer(self) -> Tokenizer:
-        """The tokenizer for texts that have to fit the context: it gives up on a long one that surely does not."""
+        """The tokenizer for texts that have to fit the context: it gives up early on a text that is surely too long."""
         return self.tokenizer.limited(self.request.context)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Models, and options of the plan that they run by. given: a plan to use."""
+    """Models and the options of their plan. given: a plan to use."""
 
     models: Models
     options: Options
     given: Plan | None = None
 
     def prepare(self, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
-        """See `prepare`."""
+        """Prepare the models; see the function `prepare`."""
         return prepare(self.models, self.options, output, sampling=sampling, given=self.given)
 
 
@@ -63,11 +64,11 @@ def prepare(
     given: Plan | None = None,
     measures: bool = False,
 ) -> Prepared:
-    """Say which models are used, load the tokenizer and look at the machine; on a CPU a model's passes are timed when
-    it is used for the first time, unless a plan is given. measures: so does the command.
+    """Name the models used, load the tokenizer and inspect the machine. On a CPU a model's passes are timed at its
+    first use, unless a plan is given. measures: the command itself measures times.
 
-    Raises ModelError, UsageError: also for what `sampling` asks
-    and the model cannot do."""
+    Raises ModelError and UsageError, also for parts of `sampling` that the model cannot do.
+    """
     output.note(models.note)
     output.wait("starting")
     from triforce_cli.busy import OtherPrograms, busy_note
@@ -96,7 +97,7 @@ def prepare(
     if problem := prefill_problem(device):
         output.note(f"prompts are read by torch's fused kernel: {problem}")
     share = others.share() if device == "cpu" else 0.0
-    if measures or (untimed.times.target is None and request.times.target is not None):  # it was timed
+    if measures or (untimed.times.target is None and request.times.target is not None):  # the target was timed just now
         output.note(busy_note(share))
         share = 0.0
     return Prepared(models, tokenizer, request, output.note, share)
@@ -115,7 +116,7 @@ def open_engine(prepared: Prepared, plan: Plan, *, on_progress: OnProgress) -> I
 
 
 def open_session(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bool) -> Store:
-    """The session in `folder`, locked until it is closed. Raises SessionError where other models or plans wrote it."""
+    """The session in `folder`, locked until it is closed. Raises SessionError if other models or plans wrote it."""
     from offload.session.fingerprints import identity_of
     from offload.session.store import Store
 

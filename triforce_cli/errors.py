@@ -1,4 +1,4 @@
-"""Exceptions to error messages and exit codes."""
+"""The exit code and the message of each exception."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _OUT_OF_MEMORY = (
     "there is no more memory, on this machine or for this process (ulimit -v shows its limit); give less text, or end "
     "other programs"
 )
-FILE_OF_DEFAULTS = "triforce.file"  # in a context's meta: where its default_map comes from
+FILE_OF_DEFAULTS = "triforce.file"  # key of a context's meta: the file of its default_map
 
 
 @dataclass(frozen=True)
 class Failure:
-    message: str  # "" where everything has been said
+    message: str  # "" if it has been printed already
     exit_code: int
     kind: str = TriforceError.kind
     traceback: str = ""
-    hint: str = ""  # where to read on
+    hint: str = ""  # the help to read
 
     def as_dict(self) -> dict[str, Any]:
         """The error as JSON."""
@@ -52,7 +52,8 @@ def _is_on(variable: str) -> bool:
 
 
 def describe(error: Exception, *, debug: bool) -> Failure:
-    """The message names the value, the limit and the remedy; there is a traceback only when debugging."""
+    """The failure of an exception. Its message names the value, the limit and the remedy; a traceback only when
+    debugging."""
     failure = _describe(error)
     return replace(failure, traceback="".join(traceback.format_exception(error))) if debug else failure
 
@@ -73,7 +74,7 @@ def _describe(error: Exception) -> Failure:
 
 
 def _usage_message(error: typer.TyperException) -> tuple[str, str]:
-    """Typer's message, and a hint where to read on; "" for a bare `triforce`, which has printed its help."""
+    """Typer's message, and a hint at the command's help; "" for a bare `triforce`, which has printed its help."""
     message = error.format_message().replace("Value error, ", "")
     context: typer.Context | None = getattr(error, "ctx", None)
     if not message or context is None:
@@ -82,7 +83,8 @@ def _usage_message(error: typer.TyperException) -> tuple[str, str]:
 
 
 def _origin(error: typer.TyperException, context: typer.Context) -> str:
-    """The environment variable or the file that a bad value came from, if it did."""
+    """The end of a message: the environment variable or the file that a bad value came from; "" for the command
+    line."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return ""

@@ -49,7 +49,7 @@ class DocumentFlags:
     include: options.Include = None
 
     def named(self) -> Named:
-        """Raises UsageError."""
+        """The documents as named. Raises UsageError."""
         return named_documents("--prompt-file", self.prompt_file, self.more_files, self.include)
 
 
@@ -122,8 +122,8 @@ class ProgramFlags:
 
 
 def question_of(text: str, more: Sequence[str], files: Sequence[Path] | None) -> str:
-    """The question. more: words after it, which a shell makes of a question without quotes, or of a pattern behind
-    --file. Raises UsageError where there are some."""
+    """The question. more: words after it, from a question without quotes or a pattern after --file that the shell has
+    expanded. Raises UsageError if there are any."""
     if more:
         remedy = f"put the question in quotes: triforce ask {shlex.quote(' '.join([text, *more]))}"
         remedy = "quote the question, and give each document, or their folder, a --file of its own" if files else remedy
@@ -134,7 +134,8 @@ def question_of(text: str, more: Sequence[str], files: Sequence[Path] | None) ->
 def named_documents(
     option: str, files: Sequence[Path] | None, more: Sequence[Path] | None, include: Sequence[str] | None
 ) -> Named:
-    """more: files after the option's own, which a shell makes of a pattern. Raises UsageError."""
+    """The documents as named. more: files after the option's own, from a pattern that the shell has expanded. Raises
+    UsageError."""
     if more and not files:
         raise UsageError(f"{more[0]} is unexpected here; name documents with {option} FILE, text with --prompt TEXT")
     if include and not files:
@@ -158,7 +159,7 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
 
 
 def _num_gpus(text: str) -> int | None:
-    """From a number, or "auto" (None: all there are)."""
+    """The number of GPUs, from a number or "auto" (None: all of this machine)."""
     if text.strip() == AUTO:
         return None
     try:
@@ -168,7 +169,7 @@ def _num_gpus(text: str) -> int | None:
 
 
 def _bits(name: str, text: str) -> int | None:
-    """From a number, or "auto" (None: the plan chooses)."""
+    """The number of bits, from a number or "auto" (None: the plan chooses)."""
     try:
         return None if text.strip() == AUTO else int(text)
     except ValueError as error:
@@ -178,7 +179,7 @@ def _bits(name: str, text: str) -> int | None:
 
 
 def _offloaded(text: str) -> frozenset[str] | None:
-    """From "weights,kv", either alone, "none", or "auto" (None: the plan chooses)."""
+    """The offloaded parts, from "weights,kv", one of the two, "none", or "auto" (None: the plan chooses)."""
     if text.strip() == AUTO:
         return None
     if text.strip() == NONE:
@@ -191,7 +192,7 @@ def _offloaded(text: str) -> frozenset[str] | None:
 
 
 def flowing(text: str | None) -> str:
-    """A docstring for --help, which keeps lines and takes brackets for markup: a line for each paragraph, brackets
+    """A docstring as text for --help, which keeps lines and takes brackets for markup: one line per paragraph, brackets
     escaped."""
     return escape("\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text or "").split("\n\n")))
 
@@ -209,7 +210,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class _Fields:
-    """The group of a dataclass's fields. kind: the dataclass."""
+    """The group of a dataclass's fields, each an option. kind: the dataclass."""
 
     kind: Any
 
@@ -229,9 +230,8 @@ def _group(hint: Any) -> Group | None:
 
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:
-    """`command` with the options of those of its parameters that are groups: dataclasses, whose fields are options, or
-    annotated with a `Group`. Help texts name defaults. Where options are hidden, they come last, and `--help-all` shows
-    them."""
+    """`command` with its group parameters replaced by their options. A group is a dataclass, whose fields are options,
+    or an annotation with a `Group`. Help texts name defaults. Hidden options come last; `--help-all` shows them."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: group for name, hint in hints.items() if name != "return" and (group := _group(hint))}
     spread_out = {name: list(group.parameters()) for name, group in groups.items()}

@@ -1,4 +1,4 @@
-"""`--plan FILE`: a plan that is given back, so that a seed's text can be had again."""
+"""`--plan FILE`: a plan from an earlier run, so that a seed gives the same text again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def beside_given(file: Path | None, options: Options) -> tuple[Options, Plan | None]:
-    """The plan in `file`, if one is named, and the options that are left beside it. Raises UsageError for what is no
-    plan, and for an option that contradicts it."""
+    """The options without those that a given plan decides, and the plan in `file`, or None. Raises UsageError for a
+    file that is no plan, and for an option that contradicts the plan."""
     if file is None:
         return options, None
     from offload.plan.given import options_beside, read_plan

@@ -1,4 +1,4 @@
-"""Bytes of files, pipes and standard input, up to a limit. Devices and sockets, which need not end, are refused."""
+"""Bytes of files, pipes and standard input, up to a limit. Devices and sockets, which may never end, are refused."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from offload.errors import UsageError
 from offload.interrupts import waiting
 from offload.units import size
 
-MOST_TEXT_BYTES = 256 << 20  # of one text
-PATIENCE_SECONDS = 2.0  # a silent pipe is waited for, but not without a word
-LONG_SECONDS = 8.0  # and after so many more not even --quiet is silent
+MOST_TEXT_BYTES = 256 << 20  # of one text, at most
+PATIENCE_SECONDS = 2.0  # before the note that a pipe is silent
+LONG_SECONDS = 8.0  # after the first note: before a second one, shown even with --quiet
 _PIECE_BYTES = 1 << 20
 _ENDLESS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 class Note(Protocol):
-    """Says a line to the person; urgent: even if they wanted no notes."""
+    """A function that shows the person a line; urgent: even with --quiet."""
 
     def __call__(self, line: str, *, urgent: bool = False) -> None: ...
 
 
 def read_file(path: Path, what: str, *, note: Note) -> bytes:
-    """All of a file, or of a pipe until its writers are gone. what: what messages call it. Raises UsageError."""
+    """All of a file, or of a pipe until its writers close it. what: its name in messages. Raises UsageError."""
     try:
-        _check_kind(path, what, path.stat().st_mode)  # before it is opened, which a device may notice
+        _check_kind(path, what, path.stat().st_mode)  # before opening it, which may affect a device
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
             found = os.fstat(stream.fileno())
             _check_kind(path, what, found.st_mode)
@@ -44,7 +44,7 @@ def read_file(path: Path, what: str, *, note: Note) -> bytes:
 
 
 def read_stdin(what: str, *, note: Note) -> bytes:
-    """All of standard input, nothing where it is closed. Raises UsageError."""
+    """All of standard input; no bytes if it is closed. Raises UsageError."""
     if sys.stdin is None:  # closed by the caller
         return b""
     silent = "standard input is open, and nothing comes; </dev/null where there is none"
@@ -53,7 +53,7 @@ def read_stdin(what: str, *, note: Note) -> bytes:
 
 
 def _check_kind(path: Path, what: str, mode: int) -> None:
-    """Raises UsageError for what need not end."""
+    """Raises UsageError for files without a definite end (devices, sockets)."""
     if found := _ENDLESS.get(stat.S_IFMT(mode)):
         raise UsageError(
             f"{what} cannot be read from {path}: it is {found}, which need not end; name a file or a pipe "
@@ -67,7 +67,7 @@ def _check_size(name: str, num_bytes: int, more: str = "") -> None:
 
 
 def _read(stream: IO[bytes], name: str) -> bytes:
-    """To the end, whatever size the system says that it has; of one over the limit no more than the limit."""
+    """The stream's bytes to its end, whatever size the system reports; past the limit the rest is not read."""
     found = bytearray()
     while piece := _piece(stream, min(_PIECE_BYTES, MOST_TEXT_BYTES + 1 - len(found))):
         found += piece
@@ -81,7 +81,7 @@ def _piece(stream: IO[bytes], num_bytes: int) -> bytes:
 
 
 def _wait(stream: IO[Any], what: str, where: str, silent: str, note: Note) -> None:
-    """Until there is something to read, or the end."""
+    """Wait until the stream has data or has ended. Notes tell the person about a silent stream."""
     if _comes(stream, PATIENCE_SECONDS):
         return
     note(f"waiting for {what} on {where}")
@@ -91,6 +91,6 @@ def _wait(stream: IO[Any], what: str, where: str, silent: str, note: Note) -> No
 
 
 def _comes(stream: IO[Any], seconds: float | None) -> bool:
-    """Is there something to read, or the end, within so many seconds? None: however long it takes."""
+    """True if the stream has data or has ended within `seconds`; None: wait without a limit."""
     with waiting():
         return bool(select.select([stream], [], [], seconds)[0])

@@ -38,18 +38,18 @@ def end() -> None:
 
 
 def event(name: str, data: Mapping[str, Any] | None = None) -> None:
-    """One line: what happened, and its numbers as JSON."""
+    """Log one line: the event's name, and its numbers as JSON."""
     _write(logging.INFO, name if data is None else f"{name} {json.dumps(data, default=str)}")
 
 
 def failure(text: str) -> None:
-    """An error, with its traceback."""
+    """Log an error, with its traceback."""
     _write(logging.ERROR, text)
 
 
 def _write(level: int, text: str) -> None:
-    if _LOGGER.hasHandlers():  # else logging would write to standard error
-        _LOGGER.log(level, "%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))  # a path may be no UTF-8
+    if _LOGGER.hasHandlers():  # without one, logging would write to standard error
+        _LOGGER.log(level, "%s", text.encode("utf-8", "backslashreplace").decode("utf-8"))  # a path need not be UTF-8
 
 
 class _File(logging.FileHandler):

@@ -26,7 +26,7 @@ def option(name: str, help_text: str, panel: str, *, short: str | None = None, *
     return typer.Option(*names, envvar=variable, help=help_text, rich_help_panel=panel, **settings)
 
 
-MOST = 2**24  # of anything that is counted on the command line
+MOST = 2**24  # the largest count on the command line
 
 
 def switch(name: str, help_text: str, panel: str, **settings: Any) -> Any:
@@ -43,7 +43,7 @@ def whole(text: str) -> int:
 
 
 def count(text: str) -> int | None:
-    """The whole number from 1 to MOST that `text` is, None if it is none."""
+    """The whole number from 1 to MOST in `text`; None if it is not one."""
     found = int(text) if text.isdecimal() and len(text) <= len(str(MOST)) else 0
     return found if 1 <= found <= MOST else None
 
@@ -82,7 +82,7 @@ def show_all_help(context: typer.Context, wanted: bool) -> None:
         hidden: list[Any] = [found for found in context.command.params if getattr(found, "hidden", False)]
         for parameter in hidden:
             parameter.hidden = False
-        Output().text(f"{context.get_help()}\n")  # Typer has written it; what is left is the last newline
+        Output().text(f"{context.get_help()}\n")  # Typer has printed the help itself; this adds the last newline
         for parameter in hidden:
             parameter.hidden = True
         raise typer.Exit
@@ -110,7 +110,7 @@ Model = Annotated[
         "The target model: a folder, a GGUF file, or a pulled model's name. Without it, the demo pair.",
         MODELS,
         metavar="MODEL",
-        readable=False,  # a model's own error says what to do
+        readable=False,  # the error of the model has the remedy
     ),
 ]
 Draft = Annotated[

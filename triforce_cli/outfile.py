@@ -16,15 +16,15 @@ PARTIAL = ".partial"
 
 
 class OutputFile:
-    """A context manager. What is written goes to FILE.partial, ours alone, which becomes FILE at the end.
+    """The output file, as a context manager. Data goes to FILE.partial, locked, which is renamed to FILE at the end.
 
-    After an error or an interrupt it stays FILE.partial, and `note` hears of it; where nothing was written, an older
-    one stays as it was. A link stays a link. What is no file (a named pipe, a device) is written to itself.
+    After an error or an interrupt FILE.partial stays, and `note` gets a line that names it; if nothing was written, an
+    older FILE.partial is unchanged. A symbolic link stays one. A named pipe or a device is written to directly.
     """
 
     def __init__(self, path: Path, *, note: Callable[[str], None]) -> None:
         self._path, self._note = path, note
-        self._partial: Path | None = None  # None: written to itself
+        self._partial: Path | None = None  # None: FILE is written directly
         self._file: FileIO | None = None
         self._begun = False
 
@@ -70,7 +70,7 @@ class OutputFile:
             raise TriforceError(f"{self._partial or self._path} cannot be written: {error.strerror}") from error
 
     def _begin(self, file: FileIO) -> None:
-        """Drop what an earlier run left, once there is something new."""
+        """Truncate an earlier run's FILE.partial before the first write."""
         if not self._begun and self._partial is not None and os.fstat(file.fileno()).st_size > 0:
             file.truncate(0)
         self._begun = True
@@ -80,7 +80,7 @@ class OutputFile:
 
 
 def open_alone(path: Path, name: Path) -> FileIO:
-    """`path`, made if it is not there, as it is, to write from its beginning; nobody else has it until it is closed.
+    """`path`, opened for writing from its beginning, created if missing, not truncated, locked until it is closed.
 
     Raises UsageError, which calls it `name`.
     """
@@ -90,7 +90,7 @@ def open_alone(path: Path, name: Path) -> FileIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-            file.close()  # whoever had it has renamed or removed it since it was opened
+            file.close()  # its former owner has renamed or removed it since it was opened
     except BlockingIOError as error:
         raise UsageError(f"{name} is being written by another process; name another file") from error
     except OSError as error:

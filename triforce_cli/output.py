@@ -33,15 +33,16 @@ _MESSAGE_CHARACTERS = 4000
 
 
 def forgive_locale() -> None:
-    """Help is text that Typer writes: letters that a locale lacks become "?" in it. Ours are bytes, always UTF-8."""
+    """Let characters that the locale lacks become "?" in help, which Typer writes. Our own output is bytes, always
+    UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 class Output:
-    """One command's output. Leaving it as a context leaves the screen clean, however the command ended.
+    """The output of one command. Leaving it as a context leaves the screen clean, however the command ended.
 
-    `quiet` silences notes and progress; errors and what was asked for by name (text, JSON, tables) always appear.
+    `quiet` silences notes and progress; errors and output requested by name (text, JSON, tables) always appear.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -50,7 +51,7 @@ class Output:
         self._console = _StderrConsole()
         self._display = self._new_display()
         self._mid_thought = self._file_mid_line = False
-        self._mid_line = False  # the last text written does not end its line
+        self._mid_line = False  # the last text does not end with a newline
 
     def __enter__(self) -> Output:
         return self
@@ -61,18 +62,18 @@ class Output:
             self._end_line(interrupted=kind is KeyboardInterrupt)
 
     def write_to(self, file: OutputFile) -> None:
-        """From here on text goes to `file` instead of standard output."""
+        """Send text to `file` instead of standard output from now on."""
         self._file = file
 
     @property
     def width(self) -> int:
-        """Columns of the terminal (COLUMNS, where it is set, says another number); 80 where there is none."""
+        """Columns of the terminal, or COLUMNS if it is set; 80 without a terminal."""
         fallback = os.get_terminal_size(sys.stderr.fileno()).columns if _is_terminal(sys.stderr) else 80
         return shutil.get_terminal_size((fallback, 24)).columns
 
     def text(self, piece: str) -> None:
-        """Write to standard output, or to the file that stands for it, at once, as UTF-8 whatever the locale. At a
-        terminal control characters are made visible; a file or a pipe gets them as they are."""
+        """Write to standard output, or to the file in its place, at once, as UTF-8 whatever the locale. At a terminal
+        control characters are made visible; a file or a pipe gets them unchanged."""
         if self._file is not None:
             self._file.write(piece.encode("utf-8"))
             self._file_mid_line = not piece.endswith("\n") if piece else self._file_mid_line
@@ -81,12 +82,12 @@ class Output:
 
     @property
     def text_width(self) -> int:
-        """Columns of standard output: those of its terminal (COLUMNS, where it is set, says another number), else 80,
-        so that a file looks the same wherever it is written."""
+        """Columns of standard output: those of its terminal, or COLUMNS if it is set; otherwise 80, so that a file
+        looks the same wherever it is written."""
         return shutil.get_terminal_size((80, 24)).columns
 
     def show(self, shown: RenderableType) -> None:
-        """Write tables to standard output: with colours at a terminal that has them (and without NO_COLOR)."""
+        """Write tables to standard output, with colours if the terminal has them and NO_COLOR is not set."""
         console = Console(file=sys.stdout, width=self.text_width, highlight=False)
         with console.capture() as capture:
             console.print(_shown_segments(console.render(shown)), end="")
@@ -94,22 +95,22 @@ class Output:
 
     @property
     def has_person(self) -> bool:
-        """Is there somebody who types, and sees what is written to standard error?"""
+        """True if a person types and sees standard error."""
         return _is_terminal(sys.stdin) and _is_terminal(sys.stderr)
 
     def end_line(self) -> None:
-        """End the line of the text so far, if it has not ended."""
+        """End the current line of text, if it has not ended."""
         if self._mid_line or self._file_mid_line:
             self.text("\n")
 
     def end_shown_line(self) -> None:
-        """The same at a terminal only: a file or a pipe gets the text and nothing else."""
+        """End the current line of text at a terminal only: a file or a pipe gets the text and nothing else."""
         if _is_terminal(sys.stdout):
             self.end_line()
 
     @property
     def can_draw(self) -> bool:
-        """Does the terminal move its cursor?"""
+        """True if the terminal can move its cursor."""
         return not self._console.is_dumb_terminal
 
     def for_prompt(self) -> PromptOutput:
@@ -119,7 +120,7 @@ class Output:
         return create_output(stdout=sys.stderr)
 
     def thought(self, piece: str) -> None:
-        """What is no part of the text and may be read beside it: to standard error, dimmed at a terminal; not if
+        """Write text that is not part of the answer, such as thoughts, to standard error: dimmed at a terminal, not if
         quiet."""
         if not self._quiet:
             self._display.stop()
@@ -137,24 +138,24 @@ class Output:
         self.text(_one_line(document))
 
     def wait(self, label: str) -> None:
-        """Show that something goes on that cannot be measured, until the next output."""
+        """Show that work of unknown length is running, until the next output."""
         poll()
         self._display.wait(line_text(label))
 
     def progress(self, progress: Progress) -> None:
-        """Show how far a stage is. The engine calls this often."""
+        """Show the progress of a stage. The engine calls this often."""
         poll()
         if progress.done >= progress.total:
             log.event(f"{progress.stage} done", {progress.unit: progress.total})
         self._display.update(progress.stage, progress.done, progress.total, progress.unit)
 
     def report(self, stage: str, done: int, total: int, unit: str = "bytes") -> None:
-        """The same of what nothing but its number is known of."""
+        """Show the progress of a stage that is given by numbers alone."""
         poll()
         self._display.update(stage, done, total, unit)
 
     def note(self, line: str, *, urgent: bool = False) -> None:
-        """One line to standard error, unless quiet; "" says nothing. urgent: even if quiet."""
+        """Write one line to standard error, unless quiet; "" writes nothing. urgent: even if quiet."""
         if not line:
             return
         log.event(line)
@@ -169,16 +170,16 @@ class Output:
             self.note(line)
 
     def table(self, table: str) -> None:
-        """A table to standard error, set off from the text above it at a terminal."""
+        """Write a table to standard error, at a terminal with a blank line above it."""
         self._print(f"\n{table}" if _is_terminal(sys.stderr) else table)
 
     def question(self, text: str) -> None:
-        """To standard error, always; the answer is typed on the same line."""
+        """Write a question to standard error, always; the answer is typed on the same line."""
         self._print(f"{text} ", end="")
 
     def error(self, message: str, *, hint: str = "", traceback: str = "") -> None:
-        """An error message to standard error, always, below the traceback if there is one; "" says nothing. hint: on a
-        line of its own."""
+        """Write an error message to standard error, always, below the traceback if there is one; "" writes nothing.
+        hint: on a line of its own."""
         log.event(f"error: {message}")
         if traceback:
             self._print(traceback)
@@ -188,7 +189,7 @@ class Output:
                 self._print(hint, wrap=True)
 
     def error_document(self, document: Mapping[str, Any]) -> None:
-        """The same as one JSON object on one line."""
+        """Write an error to standard error as one JSON object on one line."""
         self._print(_one_line(document), end="")
 
     def _write(self, piece: str) -> None:
@@ -205,7 +206,7 @@ class Output:
             self._print("")
 
     def _print(self, text: str, end: str = "\n", *, wrap: bool = False, heading: str = "") -> None:
-        """wrap: at words, where there is a terminal's width to keep to."""
+        """Print to standard error. wrap: at words, if a terminal sets a width."""
         line = Text.assemble((heading, "bold red"), visible(text))
         self._console.print(line, soft_wrap=not (wrap and _is_terminal(sys.stderr)), end=end)
 
@@ -222,7 +223,7 @@ def _one_line(document: Mapping[str, Any]) -> str:
 
 
 class _StderrConsole(Console):
-    """Rich on standard error. A reader that has gone is the caller's affair; Rich would end the process."""
+    """Rich's console on standard error. If its reader has gone, the caller handles it; Rich would end the process."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True, highlight=False)
@@ -237,17 +238,17 @@ def _shown_at(stream: IO[str] | None, text: str) -> str:
 
 
 def _shown_segments(segments: Iterable[Segment]) -> Segments:
-    """Styles stay."""
+    """The segments with control characters made visible; styles are unchanged."""
     return Segments([Segment(_shown_at(sys.stdout, text), style) for text, style, _ in segments])
 
 
 def _shortened(message: str) -> str:
-    """A message that quotes a file fills no screen."""
+    """The message, cut if it is long: one that quotes a file must not fill the screen."""
     return message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]} ..."
 
 
 def _write(stream: IO[str] | None, data: bytes) -> None:
-    if stream is None:  # closed by the caller: like a reader that has gone
+    if stream is None:  # closed by the caller; handled like a broken pipe
         raise BrokenPipeError
     try:
         with waiting():
@@ -259,18 +260,18 @@ def _write(stream: IO[str] | None, data: bytes) -> None:
             raise
         raise TriforceError(f"the text cannot be written to standard output: {error.strerror}") from error
     except BaseException:
-        if not _is_taking(stream):  # interrupted, since nobody reads: nor would they at exit
+        if not _is_taking(stream):  # interrupted because the reader is stuck: flushing at exit would block, too
             _discard(stream)
         raise
 
 
 def _is_taking(stream: IO[str]) -> bool:
-    """Can more be written without waiting?"""
+    """True if the stream accepts more data without blocking."""
     return bool(select.select([], [stream], [], 0)[1])
 
 
 def _discard(stream: IO[str]) -> None:
-    """Send what is still in the buffer of `stream` nowhere: Python flushes it at exit, and would complain again."""
+    """Discard the data still in the buffer of `stream`: Python flushes it at exit, and would report the error again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

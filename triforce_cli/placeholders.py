@@ -1,4 +1,4 @@
-"""Placeholders in texts, {NAME}, and what fills them: `--var`."""
+"""Placeholders in texts, {NAME}, and their values: `--var`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def fillings_of(texts: Sequence[str]) -> dict[str, str]:
-    """From NAME=TEXT or NAME=@FILE each. Raises UsageError."""
+    """The placeholders' values, each from NAME=TEXT or NAME=@FILE. Raises UsageError."""
     return dict(map(_variable, texts))
 
 
 def filled(text: str, variables: Mapping[str, str], what: str) -> str:
-    """`text` with its {placeholders} replaced; without variables as it is. Raises UsageError for one that is unknown.
-    {{ and }} are braces."""
+    """`text` with its {placeholders} replaced; without variables, unchanged. Raises UsageError for an unknown
+    placeholder. {{ and }} stand for braces."""
     if not variables:
         return text
     parts = re.split(r"(\{\{|\}\})", text)
@@ -39,7 +39,7 @@ def _value(variables: Mapping[str, str], what: str) -> Callable[[re.Match[str]],
 
 
 def _variable(text: str) -> tuple[str, str]:
-    """From NAME=TEXT or NAME=@FILE."""
+    """(name, value) from NAME=TEXT or NAME=@FILE."""
     name, equals, value = decode_argument("--var", text).partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"var is {text!r}, it must be NAME=TEXT or NAME=@FILE")

@@ -49,7 +49,7 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> None:
 
 
 def _draw_times(axes: Axes, comparisons: Sequence[Comparison]) -> None:
-    """Medians, with bars from the least to the most."""
+    """Draw medians, with bars from minimum to maximum."""
     for way in comparisons[0].ways:
         spreads = [comparison.milliseconds(way) for comparison in comparisons]
         medians = [spread.median for spread in spreads]
@@ -64,7 +64,7 @@ def _draw_acceptance(axes: Axes, comparisons: Sequence[Comparison]) -> None:
     """Draw TriForce's acceptance at each context; contexts at which nothing was drafted have a gap."""
     contexts = _contexts(comparisons)
     shares = [math.nan if (share := comparison.acceptance) is None else share for comparison in comparisons]
-    axes.plot(contexts, shares, marker="o", color="C1")  # as TriForce above
+    axes.plot(contexts, shares, marker="o", color="C1")  # TriForce's colour in the plot above
     axes.set(xlabel="context, tokens", ylabel="acceptance", ylim=(0, 1))
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])

@@ -1,4 +1,4 @@
-"""Display of a long stage's progress (load, prefill): a bar at a terminal, now and then a line elsewhere."""
+"""Display of a long stage's progress (load, prefill): a bar at a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from triforce_cli.render import text
 
-LINE_SECONDS = 5.0  # between two plain lines
+LINE_SECONDS = 5.0  # between two lines
 BAR_WIDTH = 16
 
 
@@ -55,7 +55,7 @@ class PlainDisplay:
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
         now = self._clock()
         if stage != self._stage:
-            seen_whole = done >= total  # it went on before anybody looked: how long it took is not known
+            seen_whole = done >= total  # finished before the first update: its duration is unknown
             self._stage, self._started, self._written = stage, now, math.inf if seen_whole else now
             self._first = done
             self._write_line(f"{stage}: {text.amount(total, unit)}")
@@ -77,10 +77,10 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """A progress bar for each stage, removed at its end; a spinner where nothing can be measured.
+    """A progress bar for each stage, removed at its end; a spinner for work of unknown length.
 
-    Both are Rich's Progress, whose first frame is drawn at once. Its Status leaves that to a thread, and a line that
-    another writes meanwhile would leave the frame on the screen.
+    Both are Rich's Progress, which draws its first frame at once. Rich's Status draws it on a thread, so a line printed
+    in the meantime would leave the frame on the screen.
     """
 
     def __init__(self, console: Console) -> None:

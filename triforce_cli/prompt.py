@@ -19,14 +19,15 @@ LIBRARY = "sources of Python's standard library"
 
 @dataclass(frozen=True)
 class PromptText:
-    """The text that a person sends, and the documents in it."""
+    """A prompt as text, and the documents in it."""
 
     text: str
     documents: tuple[Document, ...] = ()
 
 
 def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) -> PromptText:
-    """The documents that are named, then `text` on a new line. Without any, standard input unless it is a terminal."""
+    """The prompt: the named documents, or without any standard input unless it is a terminal; then `text` on a new
+    line."""
     sources = _sources(named, text)
     if not sources:
         raise UsageError(
@@ -48,7 +49,7 @@ def read_prompt(named: Named, text: str | None, *, note: Note, on_read: OnRead) 
 
 
 def _sources(named: Named, text: str | None) -> list[str]:
-    """The names of what makes up the prompt, in order."""
+    """The names of the prompt's parts, in order."""
     read = [str(named) if named else PIPED] if named or not stdin_is_terminal() else []
     return read + (["--prompt"] if text is not None else [])
 
@@ -59,8 +60,8 @@ def _join(before: str, after: str) -> str:
 
 
 def library_text() -> str:
-    """A long real text that every machine has: about 700,000 characters, the same for one version of Python. Raises
-    UsageError where Python has no sources."""
+    """A long real text available on every machine: about 700,000 characters of Python's standard library, the same for
+    one version of Python. Raises UsageError if Python has no sources."""
     return "\n\n".join(_source(name) for name in TEXT_MODULES)
 
 

@@ -1,4 +1,4 @@
-"""Texts that are scored: where they come from, their tokens, and where in a text each of these is."""
+"""Texts to score: their sources, their tokens, and each token's place in its text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Text:
 
     @classmethod
     def of(cls, name: str, content: str, tokenizer: Tokenizer) -> Text:
-        """Raises UsageError where the text has no token that another comes before."""
+        """The text with its tokens. Raises UsageError for fewer than two tokens: the first has no context and is not
+        scored."""
         tokens = tokenizer.encode(content)
         if len(tokens) < 2:
             raise UsageError(
@@ -41,7 +42,7 @@ class Text:
         return cls(name, content, tuple(tokens), tuple(tokenizer.places(content)))
 
     def position(self, index: int) -> tuple[int, int]:
-        """Line and column, from 1 on, where the token of that index begins; columns are characters."""
+        """Line and column, from 1, of the start of token `index`; columns are characters."""
         line = bisect_right(self._line_starts, self.places[index])
         return line, self.places[index] - self._line_starts[line - 1] + 1
 
@@ -51,7 +52,7 @@ class Text:
 
 
 def read_texts(files: Sequence[Path], *, note: Note, on_read: OnRead) -> dict[str, str]:
-    """The content of each file by its name, in order; "-" and no file at all are standard input. Raises UsageError."""
+    """The content of each file by its name, in order. "-", or an empty list, is standard input. Raises UsageError."""
     if not files and stdin_is_terminal():
         raise UsageError("there is no text; name a file (triforce score book.txt) or pipe one in")
     found: dict[str, str] = {}

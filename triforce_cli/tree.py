@@ -14,7 +14,8 @@ def commands(root: Any) -> dict[tuple[str, ...], Any]:
 
 
 def options(command: Any) -> dict[str, Any]:
-    """The options of a command by their long names without dashes: "max-tokens". Not those that only show help."""
+    """The options of a command by their long names without dashes, such as "max-tokens"; without those that only show
+    help."""
     listed = (found for found in command.params if found.param_type_name == OPTION and found.envvar)
     return {_long_name(parameter): parameter for parameter in listed}
 

@@ -1,6 +1,6 @@
-"""Texts in UTF-8: of files, of standard input, and of arguments.
+"""UTF-8 texts from files, standard input and arguments.
 
-A text is what its bytes say: a byte order mark at the start is dropped, line ends are kept as they are.
+A byte order mark at the start is dropped; line ends stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triforce_cli.output import Output
 STDIN = Path("-")
 PIPED = "standard input"
 UTF8_BOM = b"\xef\xbb\xbf"
-_OTHER_FILES = {  # by their first bytes, the longer ones before those that they begin with
+_OTHER_FILES = {  # by first bytes; a longer key comes before a key that is its prefix
     codecs.BOM_UTF32_LE: "it begins as UTF-32 text does; convert it with iconv -f UTF-32 -t UTF-8",
     codecs.BOM_UTF16_LE: "it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8",
     codecs.BOM_UTF16_BE: "it begins as UTF-16 text does; convert it with iconv -f UTF-16 -t UTF-8",
@@ -27,9 +27,9 @@ _OTHER_FILES = {  # by their first bytes, the longer ones before those that they
     b"\x1f\x8b": "it is compressed; gunzip it first",
     b"\xd0\xcf\x11\xe0": "it is an old Word, Excel or PowerPoint file; save it as .docx or PDF",
 }
-HEAD_BYTES = 4096  # that tell an encoding, or a kind
+HEAD_BYTES = 4096  # enough to recognise an encoding or a kind of file
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
-_UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's begins with one of them
+_UTF16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's little-endian mark begins with UTF-16's
 
 
 def read_input(file: Path, what: str, *, note: Note) -> str:
@@ -38,25 +38,24 @@ def read_input(file: Path, what: str, *, note: Note) -> str:
 
 
 def taken(piped: str, what: str) -> str:
-    """The note on standard input that is read as `what` beside what was typed: a shell's `while read` loop may want it
-    for itself."""
+    """The note that standard input was read as `what` beside the typed arguments: a shell's `while read` loop may need
+    that input itself."""
     characters = "1 character" if len(piped) == 1 else f"{len(piped):,} characters"
     return f"standard input: {characters}, read as {what}; </dev/null leaves it out"
 
 
 def without_line_end(text: str) -> str:
-    """Without the last line end, which belongs to a file or a pipe, and not to the message in it."""
+    """`text` without its last line end, which belongs to the file or the pipe and not to the message."""
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def read_text(file: Path, what: str) -> str:
-    """The UTF-8 text of `file`, on an option's behalf: of notes only the urgent ones are said. Raises UsageError, which
-    calls it `what`."""
+    """The UTF-8 text of a file named by an option, with urgent notes only. Raises UsageError, which calls it `what`."""
     return _decode_text(read_file(file, what, note=Output(quiet=True).note), file)
 
 
 def user_path(text: str) -> Path:
-    """The path that a person typed, "~" being their home."""
+    """The path typed by a person; "~" is their home folder."""
     if "\0" in text:
         raise UsageError(f"{text!r} is no path: it has a zero byte")
     return expanded(text)
@@ -73,7 +72,7 @@ def _decode_text(data: bytes, file: Path) -> str:
 
 
 def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
-    if _is_utf16(data):  # zero bytes are UTF-8, too
+    if _is_utf16(data):  # decoding would succeed: zero bytes are valid UTF-8
         raise UsageError(f"{name} is UTF-16 text: every other byte is zero; convert it with {_from_utf16(data)}")
     try:
         return data.decode("utf-8")
@@ -83,14 +82,14 @@ def _decode(data: bytes, name: str, *, offset: int = 0) -> str:
 
 
 def _remedy(data: bytes) -> str:
-    """What makes UTF-8 text of `data`, which is something else."""
+    """The way to convert `data`, which is not UTF-8, to UTF-8 text."""
     remedies = (remedy for start, remedy in _OTHER_FILES.items() if data.startswith(start))
     latin = "convert it, for example with iconv -f LATIN1 -t UTF-8"
     return next(remedies, "it is a binary file, of which no text is read" if is_binary(data[:HEAD_BYTES]) else latin)
 
 
 def is_binary(head: bytes) -> bool:
-    """Has the beginning of a file characters that no text has? UTF-16, which is told by its mark, is text."""
+    """True if the beginning of a file has characters that no text has. UTF-16 with a byte order mark counts as text."""
     return not head.startswith(_UTF16_BOMS) and len(head) != len(head.translate(None, _CONTROLS))
 
 

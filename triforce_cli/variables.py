@@ -1,4 +1,5 @@
-"""The program's environment variables: those of options, and those that are none. What is neither is refused."""
+"""The program's environment variables: those of options, and a few others. An unknown TRIFORCE_ variable is an
+error."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def known(root: Any) -> frozenset[str]:
 
 
 def check(root: Any) -> None:
-    """Raises UsageError for a variable that looks like the program's own and is none."""
+    """Raises UsageError for an unknown variable with the program's prefix."""
     names = known(root)
     for name, value in os.environ.items():
         if name.startswith(PREFIX) and value and name not in names:

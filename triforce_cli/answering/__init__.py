@@ -1,1 +1,1 @@
-"""An answer: from what is wanted of it and the prompt that the model reads to the parts of a text."""
+"""Answers: from the wanted settings and the prompt's tokens to the parts of the generated text."""

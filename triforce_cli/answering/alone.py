@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """Everything that is asked for but the prompt. session: the folder that keeps rows. file: in
-    place of standard output. compares: decode again without speculation, and compare."""
+    """One request without its prompt. session: the folder that keeps KV rows. file: the output in place of standard
+    output. compares: decode again without speculation, and compare."""
 
     wanted: Wanted
     setup: Setup
@@ -43,7 +43,7 @@ class Alone:
 
     @contextmanager
     def begun(self) -> Iterator[Run]:
-        """The run that reads the prompt and answers it. At its end, however it ends, the answer so far is written."""
+        """The run of this request. At its end, also after an error, the answer so far is written."""
         deadline, output = Deadline(self.wanted.timeout), Output(quiet=self.quiet)
         with self._file(output), Writer(output, self.written, self.setup.models) as writer, output:
             yield Run(self, output, deadline, writer)
@@ -57,7 +57,7 @@ class Alone:
 
 
 class Run:
-    """An answer under way. on_read: hears how much of documents is read."""
+    """An answer being generated. on_read: called with the progress of reading documents."""
 
     def __init__(self, alone: Alone, output: Output, deadline: Deadline, writer: Writer) -> None:
         self.output = output
@@ -66,11 +66,11 @@ class Run:
         self._on_progress = deadline.heard(output.progress)
 
     def prepare(self) -> Prepared:
-        """Tokenizer and machine; see triforce_cli.engine."""
+        """Load the tokenizer and inspect the machine; see triforce_cli.engine."""
         return self._alone.setup.prepare(self.output, sampling=self._alone.wanted.sampling)
 
     def answer(self, prepared: Prepared, prompt: Prompt, text: str) -> None:
-        """Plan, load, generate. The answer appears as it is accepted. text: that the prompt is made of."""
+        """Plan, load, generate. Text appears as it is accepted. text: the prompt's text."""
         wanted, session = self._alone.wanted, self._alone.session
         plan = prepared.request.plan(num_prompt_tokens=len(prompt.tokens), max_tokens=wanted.max_tokens)
         self.output.planned(plan)
@@ -98,7 +98,7 @@ class Run:
                     self.output.report("decode", answer.num_tokens, request.max_tokens, "tokens")
 
     def _compare(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
-        """Raises Differs where without speculation there is one text and it is another."""
+        """Decode again without speculation. Raises Differs if the decoding is greedy and the texts differ."""
         with closing(self._plainly(engine, request)) as steps:
             tokens = [token for step in self._deadline.within(steps) for token in step.tokens]
         if self._writer.stats is not None:
@@ -115,7 +115,7 @@ class Run:
             yield step
 
     def _remark(self, plan: Plan) -> str:
-        """What to say of an answer that was cut. Raises Unfinished where it has to follow a constraint."""
+        """The note on an answer that was cut. Raises Unfinished if the answer has to follow a constraint."""
         wanted, name = self._alone.wanted, f"the {self._alone.written.name}"
         full = plan.request.max_tokens < wanted.max_tokens
         limit = None if full else f"--max-tokens {wanted.max_tokens}"

@@ -1,4 +1,4 @@
-"""An answer as it comes: its steps, each split into thoughts and text, with scores and citations."""
+"""An answer being generated: its steps, each split into thoughts and text, with scores and citations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
     from offload.engine.engine import Step
 
-INTERRUPTED, TIMEOUT = "interrupted", "timeout"  # why an answer ended early, in place of how it ended
+INTERRUPTED, TIMEOUT = "interrupted", "timeout"  # finish reasons of an answer that ended early
 
 
 @dataclass(frozen=True)
 class Part:
-    """A step of an answer. text: of what is said, complete with it; thoughts: of those before. Either may be held back
-    for a later part, until it is certain which it is. written: the step's own text, with marks. scores, finish: see
-    Step."""
+    """A step of an answer. text: the text after the thoughts; thoughts: the thoughts before it. A step's last
+    characters may be held back for a later part, until it is certain which of the two they are. written: the step's own
+    text, with marks. scores, finish: see Step."""
 
     text: str
     thoughts: str
@@ -33,7 +33,7 @@ class Part:
 
 
 class Answer:
-    """The parts of an answer so far. citations: None until it ends, and where none are wanted."""
+    """The parts of an answer so far. citations: None until the answer ends, and if none are wanted."""
 
     def __init__(self, prompt: Prompt, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.prompt, self.wanted = prompt, wanted
@@ -44,7 +44,7 @@ class Answer:
         self._splitter = prompt.splitter()
 
     def add(self, step: Step) -> Part:
-        """The part that a step is."""
+        """Add a step, and return its part."""
         pieces = self._splitter.push(step.text, step.named)
         if step.finish is not None:
             pieces += self._splitter.flush()
@@ -57,24 +57,25 @@ class Answer:
         return self.parts[-1]
 
     def break_off(self) -> Part | None:
-        """The text that was held back, where an answer that has begun ends early."""
+        """The part with the text held back, for an answer that ends early; None if there is none."""
         if not self.parts or self.finish is not None or not (pieces := self._splitter.flush()):
             return None
         self.parts.append(Part(*_told_apart(pieces)))
         return self.parts[-1]
 
     def scores(self, part: Part) -> list[dict[str, Any]]:
-        """Of a part's tokens, as JSON: ids, texts and log-probabilities in nats, and those of the likeliest ones."""
+        """The scores of a part's tokens as JSON: ids, texts and log-probabilities in nats, also of the likeliest
+        tokens."""
         return [self._score(score) for score in part.scores]
 
     @property
     def text(self) -> str:
-        """All that is said."""
+        """The text so far, without thoughts."""
         return "".join(part.text for part in self.parts)
 
     @property
     def written(self) -> str:
-        """All that the model wrote, thoughts and their marks too."""
+        """Everything that the model wrote so far, with thoughts and their marks."""
         return "".join(part.written for part in self.parts)
 
     @property
@@ -83,11 +84,11 @@ class Answer:
 
     @property
     def finish(self) -> str | None:
-        """None where it has not ended, or ended early."""
+        """The finish reason; None before the end, and for an answer that ended early."""
         return self.parts[-1].finish if self.parts else None
 
     def as_dict(self, finish_reason: str, *, note: Callable[[str], None]) -> dict[str, Any]:
-        """The answer as JSON, without what was not wanted. note: hears of calls of tools that cannot be read."""
+        """The answer as JSON, without parts that were not wanted. note: called with a note on unreadable tool calls."""
         text, thoughts = self.text, "".join(part.thoughts for part in self.parts)
         found: dict[str, Any] = {"text": text, "tokens": self.tokens}
         if self.wanted.logprobs is not None:
@@ -110,6 +111,6 @@ class Answer:
 
 
 def _told_apart(pieces: Sequence[Piece]) -> tuple[str, str]:
-    """(what is said, thoughts)."""
+    """(text, thoughts) of the pieces."""
     said, thoughts = ("".join(each.text for each in pieces if each.is_thought is kind) for kind in (False, True))
     return said, thoughts

@@ -1,4 +1,4 @@
-"""Arguments of calls that stand between tags as texts: their values, by the schemas of the tools that were offered."""
+"""Values of tool-call arguments that are written as texts between tags, by the JSON schemas of the offered tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from offload import strict_json
 
-Tools = Sequence[Mapping[str, Any]]  # definitions, as `chat.tools.read_tools` has them
+Tools = Sequence[Mapping[str, Any]]  # definitions, from `chat.tools.read_tools`
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
@@ -17,7 +17,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def schema_of(tools: Tools, name: str, key: str) -> Any:
-    """Of the argument `key` of the tool `name`; None where nothing is said."""
+    """The schema of the argument `key` of the tool `name`; None if the tool has none for it."""
     for tool in tools:
         if tool["function"]["name"] == name:
             parameters = tool["function"].get("parameters")
@@ -27,8 +27,8 @@ def schema_of(tools: Tools, name: str, key: str) -> Any:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """The value of a text: JSON, or True and False as Python writes them, where the schema asks for such a type; else
-    the text."""
+    """The value of an argument's text. It is parsed as JSON (or Python's True, False, None) if the schema has a type
+    other than string, and stays text if it does not fit."""
     wanted = _types(schema)
     if not wanted:
         return text
@@ -43,7 +43,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> tuple[type, ...]:
-    """That a schema asks for, texts aside, itself or by its alternatives."""
+    """The Python types of the schema's JSON types, without strings, including those of its alternatives."""
     if not isinstance(schema, dict):
         return ()
     each = [
@@ -55,5 +55,5 @@ def _types(schema: Any) -> tuple[type, ...]:
 
 
 def listed(value: Any) -> list[Any]:
-    """The same, or a list of it alone."""
+    """`value` if it is a list, else a list with `value` alone."""
     return value if isinstance(value, list) else [value]

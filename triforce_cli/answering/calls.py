@@ -1,7 +1,7 @@
-"""Calls of tools in a reply: the forms in which models write them, each read by a function of its own.
+"""Tool calls in a reply: the forms in which models write them, each parsed by its own function.
 
-Which form a model writes its chat template says: by the marks that are in it. A template without any leaves them all
-open. A call is of a tool that was offered, with an object of arguments; everything else is text.
+The marks in the chat template determine the form. A template without any marks allows all forms. A call names an
+offered tool and has an object of arguments; everything else is text.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from offload import strict_json
 from triforce_cli.answering.arguments import Tools, listed, schema_of, typed
 
 Call = dict[str, Any]  # {"name", "arguments"}
-Read = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for one that cannot be read
+Read = Callable[[str, Tools], Iterator[Call]]  # parses the calls in a reply; {} for a call that cannot be parsed
 
-MAX_DEPTH = 64  # of arguments
+MAX_DEPTH = 64  # of nested arguments
 MOST_BROKEN = 64  # calls in a reply, before the rest is text
 _BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
 _KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
 _SEPARATORS = re.compile(r"[\s;,`]*")
-_LONGEST_EXPRESSION = 1 << 16  # characters, of calls as Python writes them
+_LONGEST_EXPRESSION = 1 << 16  # characters of calls in Python's syntax
 _JSON_LITERALS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
 class Form:
-    """marks: each asks for this form where a template has it; calls begin with the first."""
+    """A form of calls. marks: a template with one of them uses this form; calls begin with the first mark."""
 
     marks: tuple[str, ...]
     read: Read
@@ -43,18 +43,18 @@ class Form:
 
 @dataclass(frozen=True)
 class Calls:
-    """Reads the calls of `tools` in replies to a chat template."""
+    """Parser of calls of `tools` in replies to a chat template."""
 
     tools: Tools
     template: str
 
     @property
     def marks(self) -> frozenset[str]:
-        """What replies may have around calls."""
+        """The marks that may surround calls in a reply."""
         return frozenset(mark for form in self._forms for mark in form.marks)
 
     def read(self, reply: str) -> tuple[list[Call], str]:
-        """(the calls of a reply in order, none where it is an answer; what to tell the person, if anything)."""
+        """(the calls of a reply in order, empty for a plain answer; a note for the person, "" for none)."""
         for form in self._forms:
             calls, num_broken = self._found(form, reply)
             if calls:
@@ -63,19 +63,19 @@ class Calls:
         return [], f"the answer begins a tool call that {_BROKEN}" if begins else ""
 
     def _found(self, form: Form, reply: str) -> tuple[list[Call], int]:
-        """(calls, number of those that are broken)."""
+        """(calls, number of broken calls)."""
         calls, num_broken = list[Call](), 0
         for call in form.read(reply, self.tools):
             if self._is_call(call):
                 calls.append(call)
             else:
                 num_broken += 1
-            if num_broken == MOST_BROKEN:  # what is no JSON costs json a walk through all that is before it
+            if num_broken == MOST_BROKEN:  # each failure of json takes time in proportion to its offset
                 break
         return calls, num_broken
 
     def _is_call(self, call: Call) -> bool:
-        """Of a tool that was offered, and JSON that can be written."""
+        """True for a call of an offered tool whose arguments are a writable JSON object."""
         if all(tool["function"]["name"] != call.get("name") for tool in self.tools):
             return False
         with suppress(ValueError):
@@ -92,7 +92,8 @@ _BROKEN = "cannot be read as one of a tool that was offered"
 
 
 def _calls(found: Any) -> list[Call]:
-    """Of an object with a name and arguments, whatever the two are called; of each of a list."""
+    """The calls in a JSON object with a name and arguments under any of the known keys, or in a list of such
+    objects."""
     return [_call(each) for each in (found if isinstance(found, list) else [found])]
 
 
@@ -102,15 +103,15 @@ def _call(found: Any) -> Call:
     if not isinstance(found, dict):
         return {}
     name = found.get("name", found.get("tool_name"))
-    arguments = found.get("arguments", found.get("parameters")) or {}  # of a tool that takes none
+    arguments = found.get("arguments", found.get("parameters")) or {}  # a tool without parameters
     if isinstance(arguments, str):
         arguments = _json(arguments)[0]
     return {"name": name, "arguments": arguments} if isinstance(arguments, dict) else {}
 
 
 def _json(text: str, start: int = 0) -> tuple[Any, int]:
-    """(the JSON value that begins at `start`, white space and a fence aside; its end). (None, where it ought to begin)
-    where there is none."""
+    """(value, end) of the JSON value at `start`, after white space and a code fence; (None, start of the value) if
+    there is no JSON."""
     before = _BEFORE_JSON.match(text, start)
     start = before.end() if before else start
     with suppress(ValueError, RecursionError):
@@ -119,8 +120,8 @@ def _json(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def _behind(mark: str) -> Read:
-    """JSON behind each mark, one value or several. What ends it tells JSON itself, so the mark at the end may be
-    missing, or in a text."""
+    """The parser of JSON after each mark, one value or several. JSON itself shows where it ends, so the closing mark
+    may be missing, or occur in a string."""
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
         at = reply.find(mark)
@@ -136,7 +137,8 @@ def _behind(mark: str) -> Read:
 
 
 def _named(pattern: str) -> Read:
-    """A name and JSON of its arguments. pattern: up to the arguments, with the name as a group."""
+    """The parser of a name followed by its arguments as JSON. pattern: up to the arguments, with the name as a
+    group."""
     begin = re.compile(pattern)
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
@@ -149,7 +151,7 @@ def _named(pattern: str) -> Read:
 
 
 def _plain(reply: str, tools: Tools) -> Iterator[Call]:
-    """The whole reply is JSON with arguments: one call, a list of them, or several with something between."""
+    """The calls in a reply that is nothing but JSON: one call, a list of calls, or several with separators."""
     text = _behind_python_tag(reply)
     calls, at = list[Call](), 0
     while at < len(text):
@@ -162,12 +164,12 @@ def _plain(reply: str, tools: Tools) -> Iterator[Call]:
 
 
 def _has_arguments(found: Any) -> bool:
-    """An answer in JSON may have a name, too."""
+    """True if the object has arguments: a plain JSON answer may have a name, too."""
     return isinstance(found, dict) and bool({"arguments", "parameters", "function"} & found.keys())
 
 
 def _skipped(text: str, at: int) -> int:
-    """Behind what may stand between calls."""
+    """The index after separators between calls."""
     separator = _SEPARATORS.match(text, at)
     return separator.end() if separator else at
 
@@ -178,8 +180,8 @@ def _behind_python_tag(reply: str) -> str:
 
 
 def _pythonic(begin: str, end: str) -> Read:
-    """Calls as Python writes them, between two marks, or the whole reply: [get_weather(city="Paris")], or one a
-    line."""
+    """The parser of calls in Python's syntax, between two marks or as the whole reply: [get_weather(city="Paris")], or
+    one a line."""
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
         before, mark, after = _behind_python_tag(reply).partition(begin)
@@ -194,7 +196,7 @@ def _pythonic(begin: str, end: str) -> Read:
 
 def _expressions(text: str) -> Iterator[ast.expr]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        warnings.simplefilter("ignore")  # on escapes that Python does not know
         found = ast.parse(text).body
     for each in found:
         value = each.value if isinstance(each, ast.Expr) else None
@@ -202,7 +204,7 @@ def _expressions(text: str) -> Iterator[ast.expr]:
 
 
 def _expression(call: ast.expr) -> Call:
-    """Raises ValueError for what is no call with named arguments."""
+    """The call in an expression. Raises ValueError if it is no call with named arguments."""
     if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("no call")
     arguments = {str(keyword.arg): ast.literal_eval(_Literals().visit(keyword.value)) for keyword in call.keywords}
@@ -210,14 +212,15 @@ def _expression(call: ast.expr) -> Call:
 
 
 class _Literals(ast.NodeTransformer):
-    """What JSON calls true, false and null."""
+    """Replaces JSON's names true, false and null by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_LITERALS[node.id]) if node.id in _JSON_LITERALS else node
 
 
 def _braced(begin: str, quote: str) -> Read:
-    """call:get_weather{city:<quote>Paris<quote>,days:3}: JSON with bare keys and marks for its quotes."""
+    """The parser of call:get_weather{city:<quote>Paris<quote>,days:3}, which is JSON with bare keys and marks as
+    quotes."""
     call = re.compile(rf"{re.escape(begin)}\s*call:([\w.-]+)(?=\{{)")
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
@@ -231,8 +234,9 @@ def _braced(begin: str, quote: str) -> Read:
 
 
 def _tags(call: str, ends: Sequence[str], argument: str, close: str) -> Read:
-    """Arguments as texts between tags, or JSON in their place. call: the pattern of a call's beginning, with its name;
-    ends: of a call. argument: the pattern of an argument's beginning, with its name; close: its end."""
+    """The parser of arguments as texts between tags, or as JSON. call: the pattern of a call's beginning, with its
+    name; ends: closing marks of a call. argument: the pattern of an argument's beginning, with its name; close: its
+    closing mark."""
     call_begin, argument_begin = re.compile(call), re.compile(argument)
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
@@ -251,17 +255,17 @@ def _tags(call: str, ends: Sequence[str], argument: str, close: str) -> Read:
 
 
 def _is_closed(text: str, ends: Sequence[str]) -> bool:
-    """Else the reply was cut, and what it is the beginning of nobody knows."""
+    """True if the text has a closing mark; without one the reply was cut within a value."""
     return any(end in text for end in ends)
 
 
 def _before(text: str, ends: Sequence[str]) -> str:
-    """What stands before the last of the first of `ends` that is there, since a value may have such a mark in it."""
+    """`text` up to the last occurrence of the first of `ends` in it: a value may contain the mark itself."""
     return next((text.rpartition(end)[0] for end in ends if end in text), text)
 
 
 def _parts(begin: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
-    """(name, what stands behind its tag, up to the next one) of each tag."""
+    """Yield (name, text up to the next tag) of each tag."""
     begins = list(begin.finditer(text))
     ends = [*(each.start() for each in begins[1:]), len(text)]
     for match, following in zip(begins, ends, strict=False):
@@ -269,7 +273,7 @@ def _parts(begin: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
 
 
 def _unwrapped(text: str) -> str:
-    """Without the line end at either side that belongs to the tags."""
+    """`text` without one line end at either side, which belongs to the tags."""
     return text.removeprefix("\n").removesuffix("\n")
 
 

@@ -1,4 +1,4 @@
-"""Where an answer comes from: the passages of documents that it attended to most, by name and line."""
+"""Citations of an answer: the document passages with the most attention mass, by name and line."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from offload.engine.attended import Passage
     from triforce_cli.documents import Document
 
-ASKED = 12  # passages of a prompt that are looked at: some are of no document
+ASKED = 12  # passages of a prompt to look up; some are not in a document
 SHOWN = 3
-_CUT = 4  # characters at either end of a passage's text that may be parts of others
-_TELLING = 12  # characters of half a passage at least, else it may be anywhere
-_WIDTH = 160  # characters of a text that are shown
+_CUT = 4  # characters at either end, where tokens may be cut
+_TELLING = 12  # least characters of half a passage; shorter ones are ambiguous
+_WIDTH = 160  # shown characters of a text
 
 
 @dataclass(frozen=True)
 class Citation:
-    """Lines of a document, from 1. share: see `Passage`. text: of the passage."""
+    """Lines of a document, from 1. share: see `Passage`. text: the passage's text."""
 
     document: str
     first_line: int
@@ -47,8 +47,8 @@ class Citation:
 def citations(
     passages: Iterable[Passage], prompt: Sequence[int], documents: Sequence[Document], tokenizer: Tokenizer
 ) -> list[Citation]:
-    """The first SHOWN of `passages` of `prompt` that are in one of `documents`; a text that occurs more than once is
-    taken for the occurrence that lies as far into the document as the passage does into the prompt."""
+    """The first SHOWN of the prompt's `passages` that are in one of `documents`. Of several occurrences of a text, the
+    citation is the one whose relative position in the documents is closest to the passage's in the prompt."""
     found: list[Citation] = []
     for passage in passages:
         text = tokenizer.decode(prompt[passage.start : passage.end])
@@ -72,7 +72,8 @@ def _citation(text: str, place: float, share: float, documents: Sequence[Documen
 
 
 def _occurrences(text: str, wanted: str) -> list[slice]:
-    """Of a passage in a document; where it reaches over an end of it, of one of its halves, or all of the document."""
+    """The occurrences of a passage in a document. If the passage crosses the document's start or end: those of one of
+    its halves, or the whole document."""
     middle = len(wanted) // 2
     halves = [half for half in (wanted[middle:].strip(), wanted[:middle].strip()) if len(half) >= _TELLING]
     for part in filter(None, (wanted, *halves)):
@@ -82,7 +83,7 @@ def _occurrences(text: str, wanted: str) -> list[slice]:
 
 
 def _whole_words(text: str, start: int, end: int) -> slice:
-    """The same part with the words that it begins and ends in, whole."""
+    """The range extended to whole words at both ends."""
     while start and not text[start - 1].isspace():
         start -= 1
     while end < len(text) and not text[end].isspace():

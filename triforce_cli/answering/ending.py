@@ -1,5 +1,5 @@
-"""Texts that were cut, at --max-tokens or where the context ends: the line that says so, and the error of a text that
-had to follow a constraint."""
+"""The note on a text that was cut, at --max-tokens or at the end of the context, and the error if the text had to
+follow a constraint."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from offload.errors import TriforceError
 
 
 class Unfinished(TriforceError):
-    """A text that has to follow a schema, or another constraint, was cut. All that was generated is written."""
+    """A text that has to follow a schema or another constraint was cut. Everything generated is written."""
 
     exit_code = 6
     kind = "unfinished"
 
 
 def ends_here(text: str, max_tokens: str | None, remedy: str = "") -> str:
-    """text: what it is, as "the reply". max_tokens: the limit that cut it, as the user writes it; None: the context's
-    end did. remedy: what lets it go on."""
+    """The note on a cut text. text: its name, such as "the reply". max_tokens: the limit that cut it, as the user
+    writes it; None: the end of the context. remedy: a way to continue."""
     return f"{text} ends here, {_place(max_tokens)}{f'; {remedy}' if remedy else ''}"
 
 
 def may_not_match(text: str, max_tokens: str | None, constraint: str, remedy: str) -> str:
-    """The same of a text that has to follow a constraint of this name."""
+    """The error message for a cut text with a constraint. constraint: its name."""
     return f"{text} ends {_place(max_tokens)} and may not match the {constraint}; {remedy}"
 
 
 def some_may_not_match(name: str, constraint: str, num_others: int) -> str:
-    """The same of results of a batch: one by its name, and how many others."""
+    """The error message for cut results of a batch. name: one of them; num_others: the number of others."""
     remedy = "raise max_tokens or --timeout (see finish_reason)"
     if not num_others:
         return f"{name} was cut and may not match its {constraint}; {remedy}"

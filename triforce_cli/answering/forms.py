@@ -1,4 +1,4 @@
-"""Forms in which an answer is written, part by part: text, one JSON object, or JSON lines."""
+"""Output forms of an answer, written part by part: text, one JSON object, or JSON lines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FormName = Literal["text", "json", "jsonl"]
 
 
 class Form:
-    """A listener to the events of an answer, called in the order of its methods; each form writes some of them. After
-    `fail` nothing follows; `end` also follows an interrupt. Thoughts go to standard error in all forms."""
+    """A listener to the events of an answer; each form writes some of them. Its methods are called in their order here.
+    `fail` is the last call; `end` is also called after an interrupt. Thoughts go to standard error in all forms."""
 
     def __init__(self, output: Output, *, shows_thoughts: bool = True) -> None:
         self._output, self._shows_thoughts = output, shows_thoughts
@@ -27,7 +27,7 @@ class Form:
     def begin(self, plan: Plan) -> None: ...
 
     def prefilled(self, stats: Stats, echo: str) -> None:
-        """echo: the prompt, if the answer is to begin with it."""
+        """echo: the prompt's text, if the answer is to begin with it."""
 
     def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
         """scores: of the part's tokens; see `Answer.scores`."""
@@ -46,14 +46,14 @@ class Form:
 
 
 class TextForm(Form):
-    """The text alone. ends_line: and a line end behind it."""
+    """The text alone. ends_line: add a line end after it."""
 
     def __init__(self, output: Output, *, shows_thoughts: bool = True, ends_line: bool) -> None:
         super().__init__(output, shows_thoughts=shows_thoughts)
         self._ends_line = ends_line
 
     def prefilled(self, stats: Stats, echo: str) -> None:
-        """After prefill, not before: a progress bar on the echo's last line would erase that line."""
+        """Write the echo after prefill, not before: a progress bar on its last line would erase that line."""
         if echo:
             self._output.text(echo)
 
@@ -97,7 +97,7 @@ class EventForm(Form):
         self._event("token", text=part.text, tokens=list(part.tokens), **({"logprobs": scores} if scores else {}))
 
     def end(self, document: Mapping[str, Any]) -> None:
-        apart = ("text", "tokens", "logprobs", "plan")  # they have come
+        apart = ("text", "tokens", "logprobs", "plan")  # in earlier events
         self._event("done", **{name: value for name, value in document.items() if name not in apart})
 
     def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:
@@ -109,8 +109,8 @@ class EventForm(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """How an answer is written. name: what messages call it. ends_line: a text has a line end behind it. echo: it
-    begins with the prompt. shows_thoughts: to the person. stats: a table of them below it."""
+    """The output settings of an answer. name: its name in messages. ends_line: a text ends with a line end. echo: it
+    begins with the prompt. shows_thoughts: to the person. stats: a table of statistics below it."""
 
     form: FormName = "text"
     name: str = "answer"

@@ -1,4 +1,4 @@
-"""Rows that a session keeps from one prompt to the next."""
+"""KV rows that a session keeps from one prompt to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_for_text(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bool) -> Store:
-    """The session in `folder`, for the rows of a prompt and its text. Raises UsageError where a chat keeps it."""
+    """The session in `folder`, for a prompt and its text. Raises UsageError if a chat owns it."""
     store = open_session(prepared, plan, folder, read_only=read_only)
     if store.extra and not read_only and store.extra.get("kind") != "text":
         store.close()
@@ -29,7 +29,7 @@ def open_for_text(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bo
 @contextmanager
 def kept(store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
     """Restore the session's rows for this prompt. At the end, also after an interrupt, save the rows if there are more
-    of them."""
+    than were restored."""
     from offload.engine.prefix import num_common
 
     common, began = engine.restore(store, tokens, on_progress=output.progress), num_common(store.tokens, tokens)

@@ -1,4 +1,4 @@
-"""Options of commands that answer: what ends a text, how it is written, thoughts; and the checks of what was typed."""
+"""Options of commands that answer: stop conditions, output forms and thoughts, with the checks of the typed values."""
 
 from __future__ import annotations
 
@@ -118,20 +118,20 @@ TemplateArguments = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class EndFlags:
-    """What ends an answer before its own end."""
+    """Stop conditions of an answer besides the model's end tokens."""
 
     stop: Stop = None
     timeout: Timeout = None
 
     def stops(self) -> tuple[str, ...]:
-        """Raises UsageError."""
+        """The stop strings. Raises UsageError."""
         stops = tuple(decode_argument("--stop", text) for text in self.stop or ())
         if "" in stops:
             raise UsageError("stop is empty, it must be at least one character")
         return stops
 
     def seconds(self) -> float | None:
-        """Until the answer is broken off. Raises UsageError."""
+        """The timeout of the answer in seconds, or None. Raises UsageError."""
         if self.timeout is not None and not 0 < self.timeout < 1e9:
             raise UsageError(f"timeout is {self.timeout:g}, it must be above 0 and below 1000000000 seconds")
         return self.timeout
@@ -139,13 +139,13 @@ class EndFlags:
 
 @dataclass(frozen=True)
 class Layout:
-    """A chat template by its name, with variables for it."""
+    """A chat template by name, with its variables."""
 
     template: str
     variables: Mapping[str, Any]
 
     def format(self, tokenizer: Tokenizer, wanted: Wanted) -> ChatFormat:
-        """For replies that have what is wanted."""
+        """The chat format for replies with these wishes."""
         from triforce_cli.chat.formats import ChatFormat
 
         return ChatFormat(tokenizer, self.template, variables=self.variables, thinks=wanted.may_think)
@@ -161,7 +161,7 @@ class ChatFlags:
     template_arg: TemplateArguments = None
 
     def layout(self, **variables: Any) -> Layout:
-        """variables: of the template, besides those that are named. Raises UsageError."""
+        """The template with its variables. variables: in addition to those of --template-arg. Raises UsageError."""
         from triforce_cli.chat.formats import NAMES as TEMPLATES
 
         if self.template not in TEMPLATES:
@@ -169,7 +169,7 @@ class ChatFlags:
         return Layout(self.template, self._variables() | variables)
 
     def how(self) -> Thinking:
-        """Raises UsageError."""
+        """The treatment of thoughts. Raises UsageError."""
         if self.thinking_tokens is not None and self.thinking_tokens < 0:
             raise UsageError(f"thinking-tokens is {self.thinking_tokens}, it must be 0 or more")
         found = next((name for name in NAMES if name == self.thinking), None)
@@ -178,7 +178,7 @@ class ChatFlags:
         return found
 
     def _variables(self) -> dict[str, Any]:
-        """From NAME=VALUE each."""
+        """The template's variables, each from NAME=VALUE."""
         found: dict[str, Any] = {}
         for text in self.template_arg or ():
             name, equals, value = decode_argument("--template-arg", text).partition("=")
@@ -192,7 +192,7 @@ class ChatFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
-    """How an answer is written, and what beside it."""
+    """The output form of an answer, and additions such as statistics and citations."""
 
     output: Destination = None
     stats: ShowStats = False
@@ -204,7 +204,7 @@ class AnswerFlags:
     quiet: options.Quiet = False
 
     def written(self) -> Written:
-        """Raises UsageError."""
+        """The output settings. Raises UsageError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
         return Written(form="json" if self.json else "jsonl" if self.jsonl else "text", stats=self.stats)
@@ -219,7 +219,7 @@ def wanted(
     logprobs: int | None,
     chat: ChatFlags,
 ) -> Wanted:
-    """Raises UsageError."""
+    """The wishes for an answer. Raises UsageError."""
     options.check_max_tokens(max_tokens)
     options.check_min_tokens(sampling.min_tokens, max_tokens)
     check_logprobs(logprobs)
@@ -238,7 +238,7 @@ def wanted(
 def setup(
     models: ModelFlags, decoding: CacheFlags, placement: PlacementFlags, *, cites: bool, plan: Path | None = None
 ) -> Setup:
-    """plan: a file with a plan to use. Raises UsageError, ModelError."""
+    """The models and the options of their plan. plan: a file with a plan to use. Raises UsageError, ModelError."""
     chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cites))
     return Setup(models.chosen(), chosen, given)
 
@@ -257,7 +257,8 @@ def alone(
     written: Written,
     forms: str = "--json or --jsonl",
 ) -> Alone:
-    """One answer on an engine of its own, as options ask for it. forms: that have scores. Raises UsageError."""
+    """One answer on an engine of its own, from the options. forms: output forms that can show scores. Raises
+    UsageError."""
     if wanted.logprobs is not None and not written.as_json:
         raise UsageError(f"--logprobs go into JSON; add {forms}")
     return Alone(

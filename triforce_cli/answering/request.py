@@ -1,4 +1,4 @@
-"""A request for an answer: what is wanted of it, and the prompt that the model reads."""
+"""A request for an answer: the user's wishes, and the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Wishes for an answer. logprobs: so many of the likeliest tokens at each place, None: no scores. cites: the
-    passages that it attends to most are looked for. thinks: False where a model that writes thoughts is to write none.
-    thought_tokens: a limit on thoughts, None: there is none. timeout: seconds after which the answer is broken off."""
+    """Wishes for an answer. logprobs: the number of likeliest tokens to report at each position; None: no scores.
+    cites: find the passages with the most attention mass. thinks: False turns off a model's thoughts. thought_tokens: a
+    limit on thoughts, or None. timeout: seconds until the answer is stopped."""
 
     max_tokens: int
     sampling: SamplingParams
@@ -33,19 +33,19 @@ class Wanted:
 
     @property
     def may_think(self) -> bool:
-        """With a constraint a model writes no thoughts: they would have to follow it."""
+        """True if thoughts are allowed. With a constraint they are not: they would have to follow it."""
         return self.thinks and self.sampling.constraint is None
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that the model reads, and how the answer to them begins and ends.
+    """The tokens that the model reads, and the marks and ends of its answer.
 
-    documents: in it, where citations are looked for. is_chat: the answer is a reply in a conversation, without white
-    space before it. begin: text at the end of the prompt that is a part of the reply. marks: of thoughts that the reply
-    may have; None: none. begun: the chat template has opened thoughts. named: tokens that are marks by themselves,
-    special or not, by their names. calls: reads those of the tools that were offered; None: none were. end_tokens,
-    stops: of the chat template, besides the model's own end tokens.
+    documents: in the prompt, searched for citations. is_chat: the answer is a reply in a conversation; its leading
+    white space is removed. begin: text at the end of the prompt that belongs to the reply. marks: of thoughts in the
+    reply, or None. begun: the chat template has opened thoughts. named: tokens that are marks by themselves, special or
+    not, by their names. calls: the parser of tool calls; None if no tools are offered. end_tokens, stops: of the chat
+    template, besides the model's own end tokens.
     """
 
     tokens: Sequence[int]
@@ -64,7 +64,7 @@ class Prompt:
         return Splitter(self.marks, begun=self.begun, begin=self.begin, named=names, trims=self.is_chat)
 
     def budget(self, tokens: int | None) -> ThoughtBudget | None:
-        """So many tokens of thoughts; None where there is no limit, or no thoughts can come any more."""
+        """The limit of `tokens` on thoughts; None without a limit, or if thoughts are already closed."""
         splitter = self.splitter()
         splitter.push("")
         if tokens is None or self.marks is None or splitter.state == "said":
@@ -73,7 +73,8 @@ class Prompt:
         return ThoughtBudget(tokens, self.marks.end, "" if is_open else self.marks.open)
 
     def request(self, wanted: Wanted, *, max_tokens: int, reuse: bool = False) -> GenerationRequest:
-        """The request to an engine. max_tokens: as many as there is room for. reuse: see GenerationRequest."""
+        """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see
+        GenerationRequest."""
         budget = self.budget(wanted.thought_tokens)
         return GenerationRequest(
             list(self.tokens),

@@ -1,4 +1,4 @@
-"""Thoughts: what some models write before a reply, between marks of their template's."""
+"""Thoughts: a model's reasoning before its reply, between marks of its chat template."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 Thinking = Literal["show", "hide", "off"]
-State = Literal["start", "thought", "said"]  # of a reply: whether it has begun with thoughts, or is behind them
+State = Literal["start", "thought", "said"]  # of a reply: undecided, within its thoughts, or after them
 NAMES: tuple[Thinking, ...] = ("show", "hide", "off")
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What opens thoughts, and what closes them."""
+    """The marks that open and close thoughts."""
 
     open: str
     close: str
 
     @property
     def end(self) -> str:
-        """What ends thoughts that take too long."""
+        """The text that closes thoughts past their limit."""
         return f"\n{self.close}\n\n"
 
     @property
     def none(self) -> str:
-        """What a reply begins with that has no thoughts, as Qwen3's template writes it."""
+        """The beginning of a reply without thoughts, as Qwen3's template writes it."""
         return f"{self.open}\n\n{self.close}\n\n"
 
     def state(self, written: str) -> State:
-        """Of thoughts behind what a template has written before a reply: "start" where it has neither opened nor closed
+        """The state of thoughts after the template's text before a reply: "start" if it has neither opened nor closed
         them."""
         opened, closed = written.rfind(self.open), written.rfind(self.close)
         last, state = (self.open, "thought") if opened > closed else (self.close, "said")
@@ -39,7 +39,7 @@ class Marks:
         return cast(State, state) if max(opened, closed) >= 0 and not after.strip() else "start"
 
     def are_in(self, begin: str) -> bool:
-        """Whether what a reply is to begin with opens thoughts, or closes them."""
+        """True if the given beginning of a reply opens or closes thoughts."""
         return begin.lstrip().startswith(self.open) or self.close in begin
 
 
@@ -51,27 +51,27 @@ _KNOWN = (
 
 
 def marks_of(template: str) -> Marks | None:
-    """Those that a chat template knows."""
+    """The marks in a chat template; None if it has none of the known ones."""
     return next((marks for marks in _KNOWN if marks.close in template), None)
 
 
 def switched_off(render: Callable[..., str]) -> dict[str, bool]:
-    """The variables that ask a template for no thoughts: on, it writes something else than off. render: a conversation
-    with such variables."""
+    """The variables, all False, that turn off a template's thoughts: its text depends on them. render: a function that
+    renders a conversation with such variables."""
     return {name: False for name in _SWITCHES if render(**{name: True}) != render(**{name: False})}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a reply; is_thought: of its thoughts, else of what is said."""
+    """A stretch of a reply. is_thought: within its thoughts."""
 
     text: str
     is_thought: bool
 
 
 class Splitter:
-    """Tells the thoughts at the beginning of a reply from what is said, piece by piece; marks are left out, and the
-    white space beside them."""
+    """Splits a reply into the thoughts at its beginning and the text after them, piece by piece. Marks and the white
+    space around them are removed."""
 
     def __init__(
         self,
@@ -82,19 +82,19 @@ class Splitter:
         named: Collection[str] = (),
         trims: bool = True,
     ) -> None:
-        """begun: the prompt has opened thoughts; a reply that opens them once more does no harm. begin: what the reply
-        begins with, before the first piece. named: marks that are a token each, and nothing but that token. trims: the
-        white space that the reply begins with."""
+        """begun: the prompt has opened thoughts; a second opening mark in the reply is accepted. begin: the beginning
+        of the reply, before the first piece. named: marks that count only as a single token. trims: remove the reply's
+        leading white space."""
         self._marks, self._named = marks, named
-        self._before: State = "thought" if begun else "said"  # what a reply begins with that opens no thoughts
+        self._before: State = "thought" if begun else "said"  # the state if the reply opens no thoughts
         self.state: State = "said" if marks is None else "start"
-        self._held, self._num_past = begin, 0  # characters of the reply before those that are held
+        self._held, self._num_past = begin, 0  # characters of the reply before the held ones
         self._places = {found.start() for name in named for found in re.finditer(re.escape(name), begin)}
-        self._trims = trims and not begin  # the white space that comes next
+        self._trims = trims and not begin  # whether to remove the white space that follows
         self._tell()
 
     def push(self, text: str, named: Iterable[int] = ()) -> list[Piece]:
-        """What is certain with this text. named: where tokens stand in it that are marks."""
+        """The pieces that are certain after this text. named: indices in it of tokens that are marks."""
         self._places |= {self._num_past + len(self._held) + place for place in named}
         self._held += text
         self._tell()
@@ -106,12 +106,12 @@ class Splitter:
         return parts
 
     def flush(self) -> list[Piece]:
-        """What was held back, at the end."""
+        """The text held back, at the end of the reply."""
         state = self._before if self.state == "start" else self.state
         return self._out(self._taken(len(self._held)), is_thought=state == "thought")
 
     def _tell(self) -> None:
-        """Whether the reply begins with thoughts, as soon as that is certain."""
+        """Decide whether the reply begins with thoughts, as soon as that is certain."""
         if self._marks is None or self.state != "start":
             return
         mark, begin = self._marks.open, self._held.lstrip()
@@ -139,7 +139,7 @@ class Splitter:
         return mark not in self._named or self._num_past + at in self._places
 
     def _taken(self, count: int) -> str:
-        """The first characters of what is held, which is without them then."""
+        """Remove the first characters of the held text, and return them."""
         taken, self._held = self._held[:count], self._held[count:]
         self._num_past += count
         return taken
@@ -151,5 +151,5 @@ class Splitter:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `mark`."""
+    """The number of characters at the end of `text` that may begin `mark`."""
     return next((count for count in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-count:])), 0)

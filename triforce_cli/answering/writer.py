@@ -1,4 +1,4 @@
-"""What is written of one answer: its parts as they come, and its end, also where it ends early."""
+"""The writer of one answer: its parts as they are generated, and its end, also if it ends early."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
 
-FAILED = "error"  # why an answer is not complete
+FAILED = "error"  # the finish reason of an answer that failed
 
 
 class Writer:
-    """Writes an answer in a form. As a context manager it writes the end, also after an interrupt, a timeout, a limit
-    or an error.
+    """Writes an answer in an output form. As a context manager it writes the end, also after an interrupt, a timeout, a
+    limit or an error.
 
     Leave the output's context first, so that JSON and tables do not mix with a progress display. remark: a note on the
-    answer as a whole, below it. stats: of the tokens that have come.
+    whole answer, below it. stats: of the tokens so far.
     """
 
     def __init__(self, output: Output, written: Written, models: Models) -> None:
@@ -42,7 +42,7 @@ class Writer:
         self._echo = ""
 
     def begin(self, engine: Engine, answer: Answer, text: str) -> None:
-        """From here on there are statistics to write. text: that the prompt was made of."""
+        """Begin the answer; from now on there are statistics to write. text: the prompt's text."""
         self._engine, self.answer, self._echo = engine, answer, text if self._written.echo else ""
         self._form.begin(engine.plan)
 

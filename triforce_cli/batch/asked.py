@@ -1,4 +1,4 @@
-"""Records that are being answered, as many at a time as the engine's plan has room for."""
+"""Records being answered, as many at a time as the engine's plan has room for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """A record and its answer so far. A deadline that has passed ends it early."""
+    """A record and its answer so far. The answer ends early once the deadline has passed."""
 
     record: Record
     deadline: Deadline
@@ -45,10 +45,10 @@ def answered(
     *,
     on_progress: Callable[[Progress], None],
 ) -> Iterator[tuple[Asked, Stats]]:
-    """Each of `records`, with its statistics, as soon as it is over; another one takes its place then.
+    """Answer the records; yield each with its statistics as soon as it ends, and then start another one.
 
-    prompts: by the records' numbers. The time of each begins with its prefill. on_progress: of prefills. Raises
-    DoesNotFit where there is no memory for so many sequences as planned.
+    prompts: by the records' numbers. A record's deadline starts with its prefill. on_progress: called during prefills.
+    Raises DoesNotFit if there is no memory for as many sequences as planned.
     """
     from offload.engine.sequences import Sequences
 
@@ -61,7 +61,7 @@ def answered(
                 asked = Asked(record, Deadline(record.wanted.timeout), Answer(prompt, record.wanted, tokenizer))
                 under_way[record.number] = asked
                 room = engine.plan.request.capacity - len(prompt.tokens)
-                with suppress(TimedOut):  # within its prefill
+                with suppress(TimedOut):  # the deadline passed during prefill
                     on_prefill = asked.deadline.heard(on_progress)
                     request = prompt.request(record.wanted, max_tokens=room)
                     sequences.join(record.number, request, on_progress=on_prefill)

@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch format, as lines of our own: {"custom_id", "method", "url", "body"}."""
+"""Lines of OpenAI's batch format, converted to lines of our own: {"custom_id", "method", "url", "body"}."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from offload.fields import INTEGER
 
 URL = "/v1/chat/completions"
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
-# What may be said, as long as it is this. A call is the model's own choice: no template can be made to make one.
+# Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".
 _SAME = {
     "n": 1, "stream": False, "store": False, "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"],
 }  # fmt: skip
-# The command says which model; the others change no text.
+# The command chooses the model; the other fields do not affect the text.
 _IGNORED = (
     *("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "stream_options"),
@@ -29,7 +29,7 @@ def is_openai(line: Mapping[str, Any]) -> bool:
 
 
 def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The line with the names of our own. Raises UsageError for what it asks and is not to be had."""
+    """The line with our field names. Raises UsageError for requests that are not supported."""
     body = line["body"]
     if line.get("url", URL) != URL or not isinstance(body, dict):
         raise UsageError(f"{place}: only requests to {URL}, with a body, can be answered")

@@ -37,12 +37,12 @@ from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.messages import read as read_messages
 from triforce_cli.chat.tools import checked_tools, checked_variables
 
-OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # what a template gets besides messages
+OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # inputs of a template besides messages
 OF_ANSWERS = ("max_tokens", "stop", "timeout", "logprobs", "cite")
 FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, *OF_ANSWERS, "meta", *SAMPLING)
 MOST_TOKENS = 2**24
 _SECONDS = number(0, 1e9 - 1e-3, over=0, wanted="a number of seconds above 0 and below 1000000000")
-MAX_DEPTH = 64  # of a line
+MAX_DEPTH = 64  # of nested JSON in a line
 _PROMPT = Kind("a text of 1 or more characters", lambda value: TEXT.fits(value) and value != "")
 _ID = Kind("a text or a whole number", lambda value: TEXT.fits(value) or INTEGER.fits(value))
 _META = Kind("an object without halves of surrogate pairs", lambda value: isinstance(value, dict) and _encodes(value))
@@ -55,8 +55,8 @@ Id = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt, or messages. number: its line, from 1. id: from the line, else that number. variables: further ones
-    of the chat template, with tools that may be called. meta: copied to the result."""
+    """One prompt, or messages. number: its line, from 1. id: from the line, else the line number. variables: additional
+    ones of the chat template, including tools. meta: copied to the result."""
 
     number: int
     id: Id
@@ -73,7 +73,7 @@ class Record:
 
 def read_records(text: str, name: str, defaults: Wanted) -> list[Record]:
     """Parse all lines. defaults: for fields that a line leaves out; with a seed, line k has seed + k - 1, so that equal
-    prompts get other texts. Raises UsageError, which names `name` and the line, for the first invalid one."""
+    prompts get different texts. Raises UsageError for the first invalid line, naming `name` and the line."""
     lines = enumerate(text.split("\n"), start=1)  # not splitlines: JSON may hold other line separators
     records = [_read(line, number, f"{name}, line {number}", defaults) for number, line in lines if line.strip()]
     if not records:
@@ -134,12 +134,12 @@ def _wanted(fields: Fields, defaults: Wanted, number: int) -> Wanted:
 
 
 def _encodes(value: Any) -> bool:
-    """Whether UTF-8 can encode all texts in it."""
+    """True if UTF-8 can encode all texts in `value`."""
     return is_unicode(json.dumps(value, ensure_ascii=False))
 
 
 def _objects(wanted: str) -> Kind:
-    """One or more."""
+    """The kind of a list of one or more objects."""
     one = Kind("an object", lambda value: isinstance(value, dict))
     return Kind(wanted, lambda value: list_of(one).fits(value) and len(value) > 0 and _encodes(value))
 
@@ -169,7 +169,7 @@ def _template_args(fields: Fields) -> dict[str, Any]:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """A UsageError inside says where."""
+    """Prefix the message of a UsageError raised inside with `place`."""
     try:
         yield
     except UsageError as error:
@@ -198,7 +198,7 @@ def _stops(fields: Fields, default: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def after(records: Sequence[Record], done: Sequence[Id], place: str) -> Sequence[Record]:
-    """The records that are not `done` yet, in whatever order those were. Raises UsageError unless `done` are ids of
+    """The records that are not in `done`, which may be in any order. Raises UsageError unless `done` are ids of
     records, each once."""
     left = {record.id: record for record in records}
     for index, id_ in enumerate(done, start=1):

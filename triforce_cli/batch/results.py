@@ -1,4 +1,4 @@
-"""The output of a batch: a file that grows line by line and survives an interrupt at any point, or standard output."""
+"""The output of a batch: standard output, or a file that grows line by line and survives an interrupt at any point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _BEGINNING = b'{"id": '
 
 
 class Results(Protocol):
-    """A context manager. done: ids of the results in the file, in order. finish_reasons: of all results, by id."""
+    """The results of a batch, as a context manager. done: ids of the results in the file, in order. finish_reasons: of
+    all results, by id."""
 
     done: list[Id]
     finish_reasons: dict[Id, str]
@@ -63,7 +64,7 @@ class ResultFile:
 
     def __enter__(self) -> ResultFile:
         """Open and lock the file. Raises UsageError, with the file unchanged, if it holds anything but results."""
-        if os.path.exists(self._path) and not self._path.is_file():  # Path's own raises where a name is too long
+        if os.path.exists(self._path) and not self._path.is_file():  # Path.exists raises if the name is too long
             raise UsageError(f"{self._path} is no file; without --output-jsonl the results go to standard output")
         self._file = open_alone(self._path, self._path)
         try:
@@ -95,7 +96,7 @@ class ResultFile:
         self.finish_reasons[result["id"]] = result.get("finish_reason", "stop")
 
     def _find_end(self) -> int:
-        """The end of the last complete line, in bytes. UsageError if a line is not a batch's result."""
+        """The end of the last complete line, in bytes. Raises UsageError if a line is not a batch's result."""
         end = 0
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -107,7 +108,7 @@ class ResultFile:
         return end
 
     def _check_cut(self, line: bytes, number: int) -> None:
-        """Accept an incomplete last line if it begins like a result. Raises UsageError."""
+        """Accept an incomplete last line if it begins like a result. Raises UsageError otherwise."""
         if not line.startswith(_BEGINNING[: len(line)]):
             raise self._foreign(number)
         with contextlib.suppress(ValueError, RecursionError):

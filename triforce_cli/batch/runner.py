@@ -1,4 +1,4 @@
-"""`triforce generate --input-jsonl`: one plan, for the longest prompt, serves all."""
+"""The batch of `triforce generate --input-jsonl`: all records run on one plan, made for the longest."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _ORDER = ("text", "thoughts", "tool_calls", "tokens", "logprobs", "finish_reason
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One `triforce generate` of many prompts, parsed. wanted: where a line says nothing else. num_sequences: prompts
-    that run at a time; None: as many as are predicted to be the fastest."""
+    """One `triforce generate` of many prompts, parsed. wanted: defaults for fields that a line leaves out.
+    num_sequences: prompts that run at a time; None: the number that is predicted to be the fastest."""
 
     source: Path
     target: Path | None
@@ -68,7 +68,7 @@ class Batch:
 
     @contextmanager
     def _told_if_stopped(self, results: Results, total: int, output: Output) -> Iterator[None]:
-        """If the run does not finish, say how many results the file has."""
+        """If the run does not finish, note how many results the file has."""
         try:
             yield
         except BaseException:
@@ -102,8 +102,8 @@ class Batch:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
     def _setup(self, records: Sequence[Record]) -> Setup:
-        """With a plan that records attention masses, where a line wants citations. Raises UsageError where a plan is
-        given that does not."""
+        """The setup, with attention masses recorded if a line wants citations. Raises UsageError if a given plan does
+        not record them."""
         if not any(record.wanted.cites for record in records):
             return self.setup
         from offload.plan.given import options_beside
@@ -112,7 +112,7 @@ class Batch:
         return replace(self.setup, options=options if given is None else options_beside(given, options))
 
     def _prompts(self, prepared: Prepared, records: Sequence[Record], output: Output) -> dict[int, Prompt]:
-        """By the records' numbers. Raises UsageError where the chat template refuses messages."""
+        """The prompts by the records' numbers. Raises UsageError if the chat template refuses messages."""
         formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
         for record in records:
             if record.messages is not None and (thinks := record.wanted.may_think) not in formats:
@@ -135,7 +135,7 @@ class Batch:
 
 
 def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], output: Output) -> None:
-    """Say how many results were cut. Raises Unfinished where some of them have to follow a constraint."""
+    """Note how many results were cut. Raises Unfinished if some of them have to follow a constraint."""
     cut = [record for record in records if finish_reasons[record.id] == "length"]
     if cut:
         output.note(f"{len(cut)} of {len(records)} results were cut at max_tokens")
@@ -147,7 +147,8 @@ def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], outpu
 
 
 def _prompt(record: Record, prepared: Prepared, formats: Mapping[bool, ChatFormat]) -> Prompt:
-    """Raises UsageError where the template refuses messages, or has no place for what the record gives it."""
+    """The prompt of a record. Raises UsageError if the template refuses its messages, or has no variable for one of its
+    fields."""
     if record.messages is None:
         tokens = prepared.prompt_tokenizer.encode(record.prompt)
         return Prompt(array("i", tokens), (Document("prompt", record.prompt),))
@@ -178,8 +179,8 @@ def _check(prepared: Prepared, records: Sequence[Record]) -> None:
 
 
 def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Prompt]) -> Plan:
-    """The plan for the longest of all records, also of those that are done: a resumed run has the same plan and, with a
-    seed, the same texts. Raises DoesNotFit."""
+    """The plan for the longest of all records, including those already done: a resumed run has the same plan and, with
+    a seed, the same texts. Raises DoesNotFit."""
     sizes = [(len(prompts[record.number].tokens), record.wanted.max_tokens, record) for record in records]
     num_prompt_tokens, max_tokens, longest = max(sizes, key=lambda size: size[0] + size[1])
     try:
@@ -189,13 +190,13 @@ def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Pro
 
 
 def _progress(number: int, total: int, result: Mapping[str, Any], left: float | None) -> str:
-    """One line, such as: 3 of 120: id 'x', 812 prompt tokens, 256 new; 9 min 20 s left."""
+    """The note after a result, such as: 3 of 120: id 'x', 812 prompt tokens, 256 new; 9 min 20 s left."""
     sizes = f"{result['stats']['prompt_tokens']:,} prompt tokens, {len(result['tokens'])} new"
     line = f"{number} of {total}: id {result['id']!r}, {sizes}"
     return f"{line}; {duration(left)} left" if left and number < total else line
 
 
 def _in_all(num_results: int, num_tokens: int, seconds: float) -> str:
-    """One line, such as: 120 results, 30,720 new tokens in 12 min 5 s: 42.4 a second."""
+    """The note at the end, such as: 120 results, 30,720 new tokens in 12 min 5 s: 42.4 a second."""
     rate = f"{num_tokens / seconds:.1f} a second"
     return f"{num_results} results, {num_tokens:,} new tokens in {duration(seconds)}: {rate}"

@@ -1,4 +1,4 @@
-"""What a line of `--input-jsonl` says of its sampling: names as in options, with underscores."""
+"""Sampling fields of a line of `--input-jsonl`: names as in options, with underscores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.fields import INTEGER, NUMBER, TEXT, TRUTH, Fields, list_of
 from offload.fields import Kind as ValueKind
 from triforce_cli.control import NEVER
 
-# By the kinds of settings, what a value must be.
+# The checks of values, by the settings' types.
 _KINDS: dict[Any, ValueKind] = {float: NUMBER, int: INTEGER, int | None: INTEGER.or_null, bool: TRUTH}
 _TEXTS = list_of(TEXT, "a list of texts")
 _SCHEMA = ValueKind("an object, true or false", lambda value: isinstance(value, dict | bool))
@@ -31,7 +31,7 @@ SAMPLING = (*SETTINGS, "logit_bias", "dry_breakers", *_CONSTRAINTS)
 
 
 def changes(fields: Fields) -> dict[str, Any]:
-    """The fields of SamplingParams that the line has. Raises UsageError."""
+    """The fields of SamplingParams that the line sets. Raises UsageError."""
     found: dict[str, Any] = {}
     for name, row in SETTINGS.items():
         if name in fields.data:

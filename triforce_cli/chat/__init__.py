@@ -1,1 +1,1 @@
-"""A chat: the conversation, its tokens, and the engine that replies."""
+"""Chats: the conversation, its tokens, and the engine that replies."""

@@ -1,4 +1,4 @@
-"""Work on a thread of its own while the person types. It reports progress and can be cancelled."""
+"""Background work on a thread of its own while the person types. It reports progress and can be cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from offload.interrupts import poll
 from offload.progress import OnProgress, Progress, ignore
 
-Work = Callable[[OnProgress], None]  # tells how far it is, often; may be broken off wherever it does
+Work = Callable[[OnProgress], None]  # reports its progress often; may be cancelled at each report
 _POLL_SECONDS = 0.1
 
 
@@ -19,19 +19,20 @@ class _BrokenOff(Exception):
 
 
 class BackgroundWork:
-    """At most one piece of work at a time. Code that touches the same state must `wait` or `break_off` first."""
+    """The background work of a chat, at most one piece at a time. Code that touches the same state must `wait` or
+    `break_off` first."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "ahead")
         self._running: Future[None] | None = None
         self._purpose: object = None
         self._unwanted = threading.Event()
-        self._began = (0, 0.0)  # how much was done at which time, as the stage began
-        self.progress: Progress | None = None  # of what runs now
+        self._began = (0, 0.0)  # amount done, and the time, at the start of the stage
+        self.progress: Progress | None = None  # of the running work
 
     def start(self, work: Work, purpose: object, *, follows: bool = False) -> None:
-        """Start `work`, unless work for an equal `purpose` runs or is done. Running work is cancelled first; if the new
-        work `follows` from it, it is finished instead."""
+        """Start `work`, unless work for an equal `purpose` is running or done. Running work is cancelled first; if the
+        new work `follows` from it, it is finished instead."""
         if purpose == self._purpose:
             return
         if not follows:
@@ -55,7 +56,8 @@ class BackgroundWork:
         self._join(on_progress)
 
     def forget(self) -> None:
-        """Forget the last purpose, because its work is about to be undone: an equal one is then started again."""
+        """Forget the last purpose, because its work is about to be undone: work for an equal purpose can then start
+        again."""
         self._purpose = None
 
     @property

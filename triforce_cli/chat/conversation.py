@@ -18,9 +18,9 @@ Token = Annotated[int, Kind("a token id", whole(0, 2**31 - 1).fits)]
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and the reply. complete: False where the reply was stopped or reached its length.
+    """A question and its reply. complete: False if the reply was stopped or reached its length.
 
-    reply_tokens: as the model gave them, an end token too; without them the reply is encoded from its text.
+    reply_tokens: as the model generated them, with an end token; without them the reply is encoded from its text.
     """
 
     user: str
@@ -32,10 +32,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """pending_documents go before the next question, in this order. question: asked, and not answered yet.
+    """A conversation. pending_documents precede the next question, in this order. question: the open question, or None.
 
-    date: the day it began, "26 Jul 2024". Templates that write a date get this one, so that a conversation which is
-    taken up tomorrow begins with the same tokens. Operations raise UsageError for what cannot be done.
+    date: the day it began, "26 Jul 2024". Templates that write a date get this one, so that a conversation continued
+    the next day begins with the same tokens. Operations raise UsageError if they are not possible.
     """
 
     system: str = ""
@@ -50,24 +50,25 @@ class Conversation:
         return (*(document for turn in self.turns for document in turn.documents), *self.pending_documents)
 
     def asked(self, question: str) -> Conversation:
-        """The conversation with an open question, as it is. It replaces an open question."""
+        """The conversation with `question` as its open question, unchanged. It replaces an open question."""
         question = _text(question, "the message")
         if not question.strip():
             raise UsageError("the message is empty; it needs at least one character that is not white space")
         return replace(self, question=question)
 
     def answered(self, reply: str, tokens: Sequence[int], *, complete: bool) -> Conversation:
-        """The conversation in which open question, pending documents and `reply` are a turn. reply: as shown, without a
-        stop string."""
+        """The conversation in which the open question, the pending documents and `reply` become a turn. reply: as
+        shown, without a stop string."""
         if self.question is None:
             raise UsageError("there is no message to answer")
         turn = Turn(self.question, self.pending_documents, _text(reply, "the reply"), tuple(tokens), complete)
         return replace(self, turns=(*self.turns, turn), pending_documents=(), question=None)
 
     def undo(self) -> tuple[Conversation, str]:
-        """As it was before the last message was sent, and that message: its documents are pending again.
+        """The conversation before the last message was sent, and that message. The message's documents are pending
+        again.
 
-        An open question counts as the last message: it is taken back, and nothing else.
+        An open question counts as the last message: it alone is taken back.
         """
         reopened = self._reopened("undo")
         assert reopened.question is not None
@@ -78,11 +79,11 @@ class Conversation:
         return self._reopened("answer again")
 
     def edit(self, question: str) -> Conversation:
-        """The conversation with `text` in place of the last question, whose documents stay."""
+        """The conversation with `question` in place of the last question, whose documents stay."""
         return self._reopened("edit").asked(question)
 
     def with_system(self, system: str) -> Conversation:
-        """The conversation with another system message, as it is; nothing but white space for none."""
+        """The conversation with another system message, unchanged; white space alone removes it."""
         system = _text(system, "the system message")
         return replace(self, system=system if system.strip() else "")
 
@@ -94,8 +95,8 @@ class Conversation:
         return replace(self, pending_documents=(*others, document))
 
     def drop_document(self, name: str) -> Conversation:
-        """The conversation without the documents of this name, pending or in earlier turns. What was said about them
-        stays."""
+        """The conversation without the documents of this name, pending or in earlier turns. Messages about them
+        stay."""
         if all(document.name != name for document in self.documents):
             there = ", ".join(repr(document.name) for document in self.documents) or "none"
             raise UsageError(f"there is no document {name!r} in this conversation; there are: {there}")

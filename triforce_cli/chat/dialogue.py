@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from triforce_cli.chat.formats import ChatFormat
     from triforce_cli.output import Output
 
-_SHOWN_TOKENS = 256  # a shorter prefill is over before anybody reads about it
+_SHOWN_TOKENS = 256  # tokens; a shorter prefill shows no progress
 
 
 class Stopped(Exception):
-    """A signal broke off work that a conversation goes on after, or that leaves something to keep. ending: of a signal
-    that ends the program."""
+    """A signal stopped work, but the conversation goes on or has something to save. ending: of a signal that ends the
+    program."""
 
     def __init__(self, ending: Terminated | None) -> None:
         self.ending = ending
 
     def end(self) -> None:
-        """Raises Terminated where the program is to end."""
+        """Raises Terminated if the program is to end."""
         if self.ending is not None:
             raise self.ending
 
 
 class Dialogue:
-    """One conversation with one engine.
+    """A conversation and the engine that replies.
 
-    interactive: a person types; Ctrl-C stops a reply. After every change, background work computes what the next
-    message is certain to begin with, and saves the session.
+    interactive: a person types; Ctrl-C stops a reply. After every change, background work prefills the certain
+    beginning of the next prompt, and saves the session.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Dialogue:
         self.engine, self.format, self.wanted, self.output = engine, chat_format, wanted, output
         self.settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
         self.conversation, self.interactive = conversation, interactive
-        self.citations = list[Citation]()  # of the last reply
+        self.citations = list[Citation]()  # in the last reply
         self._form = (written or Written()).make(output)
-        self.draft = ""  # what the next message begins with, to be edited
-        self.edits_drafts = interactive  # is there an editor that shows it?
-        self._precomputed: list[int] = []  # what the work ahead runs, or ran
+        self.draft = ""  # text to edit as the next message
+        self.edits_drafts = interactive  # an editor can show the draft
+        self._precomputed: list[int] = []  # tokens of the background work
         self._background = BackgroundWork()
         self._num_replies = len(conversation.turns)
         self._closing: tuple[Conversation, list[int]] | None = None
@@ -80,16 +80,16 @@ class Dialogue:
     def taken_draft(self) -> str:
         """The draft of the next message; returned once."""
         draft, self.draft = self.draft, ""
-        return "/" + draft if draft.startswith("/") else draft  # not a command
+        return "/" + draft if draft.startswith("/") else draft  # escaped: not a command
 
     def say(self, text: str) -> None:
-        """Send a message, without the white space around what was typed, and show the reply. A message that cannot be
-        answered can be edited."""
+        """Send a message, without surrounding white space, and show the reply. A message that cannot be answered
+        becomes the draft."""
         self.answer(self.conversation.asked(text.strip()))
 
     def answer(self, asked: Conversation, *, again: bool = False) -> None:
         """Show the reply to the open question and add it, possibly incomplete, to the conversation. again: the question
-        has a reply, which stays if there is no new one."""
+        already has a reply, which stays if there is no new one."""
         question = "" if again else asked.question or ""
         try:
             prompt = self.format.prompt(asked)
@@ -123,8 +123,8 @@ class Dialogue:
         self.conversation = conversation
 
     def add_documents(self, named: Named) -> None:
-        """Add documents before the next message, all that are named or none; one that the conversation has, as a
-        session may, is not added again. Raises UsageError, DoesNotFit."""
+        """Add documents before the next message, all that are named or none. A document that is already in the
+        conversation, as after loading a session, is not added again. Raises UsageError, DoesNotFit."""
         if STDIN in named.paths:
             raise UsageError("standard input is where messages come from; name a file")
         with self.output:
@@ -134,7 +134,7 @@ class Dialogue:
         self.add({document: kind for document, kind in kinds.items() if document not in there})
 
     def add(self, kinds: Mapping[Document, str]) -> None:
-        """All or none. kinds: what each document was made of, "" for text."""
+        """Add the documents, all or none. kinds: the file type of each, "" for text."""
         if not kinds:
             return
         changed = self.conversation
@@ -169,18 +169,19 @@ class Dialogue:
         self._precomputed = tokens
 
     def _certain(self, conversation: Conversation) -> list[int]:
-        """What the next prompt begins with: nothing where the template takes no other message, as it will say then."""
+        """The tokens that the next prompt is certain to begin with; none if the template refuses another message, which
+        is reported when one is sent."""
         try:
             return self.format.closing_tokens(conversation)
         except TriforceError:
             return []
 
     def _follows(self, tokens: list[int]) -> bool:
-        """True if `tokens` begin with those that the background work computes."""
+        """True if `tokens` begin with the tokens of the background work."""
         return tokens[: len(self._precomputed)] == self._precomputed
 
     def finish_ahead(self) -> None:
-        """At the end of the chat: wait until the session is saved, if there is one."""
+        """Wait for the session to be saved at the end of the chat, if there is one."""
         if self.engine.store is None:
             return
         try:
@@ -191,14 +192,14 @@ class Dialogue:
             self.output.note("stopped; the session is as it was after the turn before")
 
     def keep(self) -> None:
-        """Save the conversation and the rows computed so far, without computing more: there may be no time for it."""
+        """Save the conversation and the rows computed so far. Nothing more is computed: there may be no time for it."""
         with self.output:
             self._background.break_off(self._show)
             self.engine.restore(self._certain(self.conversation), self._show)
             self.engine.keep(_session_data(self.conversation), self._show)
 
     def status(self) -> str:
-        """One line: context used, speed of the last reply, progress of the background work."""
+        """The status line: context used, speed of the last reply, progress of the background work."""
         return render_chat.status(
             self.num_used, self.engine.limit, self.engine.stats, self._background, self.output.width
         )
@@ -207,8 +208,8 @@ class Dialogue:
         self._background.close()
 
     def _show_reply(self, prompt: Prompt) -> tuple[Answer, Stopped | None]:
-        """Show the reply, as far as it came, and return it with what stopped it. Raises Stopped, and TimedOut, where it
-        was before the first word."""
+        """Show the reply and return it, possibly incomplete, with the signal that stopped it. Raises Stopped and
+        TimedOut before the first word."""
         settings, deadline, stopped = self.settings, Deadline(None), None
         wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
         answer = Answer(prompt, wanted, self.format.tokenizer)
@@ -237,7 +238,7 @@ class Dialogue:
         return answer, stopped
 
     def _show_steps(self, answer: Answer, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> None:
-        """Until the reply's end, or until its time is over."""
+        """Show steps until the reply ends or its deadline passes."""
         with closing(self.engine.answer(prompt, wanted, deadline.heard(self._show))) as steps:
             for step in steps:
                 self._form.add(answer.add(step), [])
@@ -255,7 +256,7 @@ class Dialogue:
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
-        """Ctrl-C of a person at the terminal, and what asks the program to end, raise Stopped from it."""
+        """Raise Stopped within the context for Ctrl-C at the terminal, and for signals that end the program."""
         try:
             yield
         except KeyboardInterrupt as error:
@@ -276,14 +277,14 @@ class Dialogue:
             raise DoesNotFit(render_chat.too_long(num_tokens, self.engine.limit, self._drops()))
 
     def _warn_of_the_end(self) -> None:
-        """Say what could be dropped, when the longest reply and a message as long might not fit."""
+        """Note what can be dropped if the longest reply and a message of that length might not fit."""
         left = self.engine.limit - self.num_used
         if left < min(max(2 * self.settings.max_tokens, self.engine.limit // 10), self.engine.limit // 4):
             self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._drops()))
 
     def _drops(self) -> list[Drop]:
-        """The largest documents and the oldest turns that /drop takes, with the tokens of context that are free then.
-        None where the template cannot be taken apart."""
+        """The largest documents and the oldest turns that /drop takes, with the tokens of context that dropping them
+        frees. Empty if the template's text cannot be split into parts."""
         conversation, sizes = self.conversation, Counter[str]()
         for part in self.format.parts(conversation):
             if part.kind == "document":
@@ -300,9 +301,9 @@ class Dialogue:
         return [drop for drop in drops if drop.num_tokens > 0]
 
     def _freed(self, less: Conversation) -> int:
-        """Tokens of context that are free with `less` in place of the conversation, and are not now."""
+        """The tokens of context that replacing the conversation by `less` would free."""
         limit, used = self.engine.limit, self.num_used
-        left = len(self._certain(less)) or used  # a template that refuses it frees nothing
+        left = len(self._certain(less)) or used  # if the template refuses it, nothing is freed
         return max(limit - left, 0) - max(limit - used, 0)
 
 

@@ -1,4 +1,4 @@
-"""The engine of a chat: its capacity grows with the conversation, and no row is computed twice."""
+"""The engine of a chat: its capacity grows with the conversation, and no KV row is computed twice."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ LEAST_CAPACITY = 4096  # tokens: room for the first turns; from there it doubles
 
 
 class ChatEngine:
-    """A context manager. The engine is loaded when it is first needed, with capacity for the tokens needed then.
+    """The engine of a chat, as a context manager. It is loaded at its first use, with capacity for the tokens needed
+    then.
 
     session: the folder of the session, locked while it is open. limit: tokens that a conversation may have: the model's
-    context, --context, or what fits in memory.
+    context, --context, or the number that fits in memory.
 
     The capacity grows by replanning if everything is on one device. If weights or cache are offloaded, the engine is
     planned for `limit` at once, since pinned memory and resident tiles are laid out for it.
@@ -43,7 +44,7 @@ class ChatEngine:
         self._prepared, self._request = prepared, prepared.request
         self.limit = self._request.largest_context()
         if not self.limit:
-            self._plan(2)  # says what is missing
+            self._plan(2)  # raises, naming the missing memory
         if self.limit < self._request.context:
             on_note(f"context: {self.limit:,} of {self._request.context:,} tokens, what fits in memory")
         self._engine: Engine | None = None
@@ -76,7 +77,8 @@ class ChatEngine:
         return self._engine
 
     def answer(self, prompt: Prompt, wanted: Wanted, on_progress: OnProgress) -> Generator[Step, None, None]:
-        """Generate a reply; see `Engine.generate`. Only new tokens are prefilled. One token of reply must fit."""
+        """Generate a reply; see `Engine.generate`. Only new tokens are prefilled. The context needs room for one token
+        of reply."""
         num_tokens = len(prompt.tokens)
         engine = self.ready(num_tokens + 1, on_progress)
         request = prompt.request(wanted, max_tokens=self.limit - num_tokens, reuse=True)
@@ -112,7 +114,8 @@ class ChatEngine:
             self._engine.restore(self.store, tokens, on_progress=on_progress)
 
     def _capacity(self, num_tokens: int) -> int:
-        """A power of two; `limit` if anything is offloaded then, or if RoPE frequencies depend on the capacity."""
+        """The capacity for `num_tokens`: a power of two; `limit` if anything would be offloaded, or if RoPE frequencies
+        depend on the capacity."""
         if self._request.target.rope.depends_on_capacity or self._plan(self.limit).placement.offload:
             return self.limit
         return min(max(self._least, 1 << (num_tokens - 1).bit_length()), self.limit)

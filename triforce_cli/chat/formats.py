@@ -1,7 +1,7 @@
-"""Conversations as tokens: what the model reads before it replies, such that little changes from turn to turn.
+"""Conversations as tokens: the prompt of the next reply, stable from turn to turn so that KV rows can be reused.
 
-A reply stays the tokens that the model gave, never encoded again, and what was encoded once is cut at the same places
-ever after: where a question or a reply begins. So the tokens of a conversation begin with those of the conversation
+A reply keeps the tokens that the model generated and is never encoded again. All other text is always split at the same
+places: where a question or a reply begins. So the tokens of a conversation begin with those of the conversation
 before it, as far as the template writes earlier turns as it did before.
 """
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 AUTO = "auto"
 NAMES = (AUTO, *OWN)
 _CACHED_PIECES = 512
-_MOST_SAID = 400  # characters of what a template says when it refuses
+_MOST_SAID = 400  # characters of a template's error message
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens that a part of a conversation takes. The parts of a conversation add up to its closing tokens.
+    """The number of tokens of one part of a conversation. The parts add up to its closing tokens.
 
-    kind "turn": a question, its reply and what the template writes around them, without documents; number: of the turn,
-    from 1, also of a document's turn; the turn after the last one holds what is pending. kind "template": the beginning
-    of the next message. kind "conversation": all of it, where a template cannot be taken apart.
+    kind "turn": a question, its reply and the template's text around them, without documents; number: of the turn, from
+    1, also for a document in it; the turn after the last one has the pending documents. kind "template": the beginning
+    of the next message. kind "conversation": all of it, if the template's text cannot be split into parts.
     """
 
     kind: Literal["system", "document", "turn", "template", "conversation"]
@@ -50,10 +50,10 @@ class Part:
 
 
 class ChatFormat:
-    """A chat template with the tokenizer that it writes for.
+    """A chat template and its tokenizer.
 
-    end_tokens, stops: what ends a reply besides the model's own end tokens; stops are looked for in its text.
-    notice: what to tell the person at the terminal, if anything.
+    end_tokens, stops: the ends of a reply besides the model's own end tokens; stops are searched for in its text.
+    notice: a note for the person at the terminal, or "".
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ChatFormat:
         variables: Mapping[str, Any] | None = None,
         thinks: bool = True,
     ) -> None:
-        """name: one of NAMES; "auto" takes the tokenizer's own template, and the plain format where it has none.
-        variables: of the template. thinks: False where a model that writes thoughts is to write none."""
+        """name: one of NAMES; "auto" is the tokenizer's own template, or the plain format if it has none. variables: of
+        the template. thinks: False turns off a model's thoughts."""
         if name not in NAMES:
             raise UsageError(f"there is no chat template {name!r}; choose one of {', '.join(NAMES)}")
         own = tokenizer.chat_template if name == AUTO else None
@@ -87,9 +87,11 @@ class ChatFormat:
         self.end_tokens, self.stops = self._ends()
 
     def prompt(self, conversation: Conversation, begin: str = "") -> Prompt:
-        """The prompt of the next reply: the whole conversation with its open question, and what the reply begins with.
-        That is of what the reply says, unless it has marks of thoughts: thoughts that the template has opened are
-        closed before it."""
+        """The prompt of the next reply: the whole conversation with its open question, and the beginning of the reply.
+
+        begin: text after the thoughts, unless it has marks of thoughts itself: thoughts that the template has opened
+        are closed before it.
+        """
         if conversation.question is None:
             raise UsageError("there is no message to answer")
         script = self._script(conversation)
@@ -98,8 +100,8 @@ class ChatFormat:
         return replace(prompt, documents=conversation.documents)
 
     def prompt_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Prompt:
-        """The same behind messages in any order that the template takes. variables: of the template, for them
-        alone."""
+        """The prompt of the reply to messages in any order that the template accepts. variables: of the template, for
+        this prompt alone."""
         given = variables or {}
         all_variables = self._variables | self._guarded(given)
         render = partial(self._rendered, variables=all_variables, refusal=_refusal_of_messages)
@@ -111,11 +113,12 @@ class ChatFormat:
         return replace(self._prompt(tokens, written, messages.begin, tools), documents=messages.documents)
 
     def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the template, as what a person wrote."""
+        """The template's variables, guarded like text that a person wrote."""
         return {name: self._guards.people.all_in(value) for name, value in variables.items()}
 
     def _prompt(self, tokens: list[int], written: str, begin: str, tools: Tools | None) -> Prompt:
-        """written: what the template has written behind the last message. tools: that it has offered."""
+        """The prompt with the reply's beginning. written: the template's text after the last message. tools: those
+        offered."""
         calls = None if tools is None else Calls(tools, self.template)
         state, closed = self._state(written, begin)
         return Prompt(
@@ -131,7 +134,7 @@ class ChatFormat:
         )
 
     def _state(self, written: str, begin: str) -> tuple[State, str]:
-        """Of a reply's thoughts, and what closes them, or says that there are none, before `begin`."""
+        """(state of the reply's thoughts, text before `begin` that closes them or says that there are none)."""
         if self.marks is None:
             return "said", ""
         state = self.marks.state(written)
@@ -142,15 +145,15 @@ class ChatFormat:
         return ("said", self.marks.none) if state == "start" and self._writes_none else (state, "")
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
-        """Everything up to the next question: what its `prompt` begins with, whatever will be asked, unless that
-        begins with white space."""
+        """The tokens up to the next question. Its `prompt` begins with them, whatever the question, unless that begins
+        with white space."""
         script = self._script(replace(conversation, question=None))
         return self._tokens(list(script.pieces(self._special))[:-1])
 
     def spoken(self, tokens: Sequence[int], reply: str) -> list[int]:
-        """The tokens of a reply that was shown, without those of a stop string or of text that was held back.
+        """The tokens of a reply as shown, without those of a stop string or of held-back text.
 
-        White space that comes before those goes with them: the template writes its own.
+        White space before them is dropped, too: the template writes its own.
         """
         kept, reply = list(tokens), reply.strip()
         if self._text(kept).strip() != reply:
@@ -159,7 +162,7 @@ class ChatFormat:
         return kept
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """Of a reply, as it is shown: with marks of thoughts that are special tokens."""
+        """The text of a reply as shown: with marks of thoughts that are special tokens."""
         if not set(self._marking) & set(tokens):
             return self.tokenizer.decode(tokens)
         from offload.decode.tokenizer import Detokenizer
@@ -168,7 +171,7 @@ class ChatFormat:
         return "".join(map(written.push, tokens)) + written.flush()
 
     def adopted(self, conversation: Conversation) -> Conversation:
-        """A conversation that was read from a file, without the tokens of replies that another model gave."""
+        """A conversation read from a file, without the tokens of replies by another model."""
         turns = (
             turn if self._spell(turn.reply_tokens, turn.reply) else replace(turn, reply_tokens=())
             for turn in conversation.turns
@@ -176,7 +179,8 @@ class ChatFormat:
         return replace(conversation, turns=tuple(turns))
 
     def parts(self, conversation: Conversation) -> tuple[Part, ...]:
-        """The parts of the conversation in order, each with the tokens that dropping it would free, but for a few."""
+        """The parts of the conversation in order, each with the approximate number of tokens that dropping it would
+        free."""
         script = self._script(replace(conversation, question=None))
         pieces = list(script.pieces(self._special))[:-1]
         if script.whole:
@@ -196,7 +200,7 @@ class ChatFormat:
         return tuple(parts)
 
     def _written(self, **variables: object) -> str:
-        """What the template writes around a question; "" where it refuses one."""
+        """The template's text around a question; "" if it refuses one."""
         with suppress(TriforceError):
             return "".join(self._script(Conversation(question="A"), variables).literals)
         return ""
@@ -213,13 +217,14 @@ class ChatFormat:
         variables: Mapping[str, object],
         refusal: Callable[[Exception], str],
     ) -> str:
-        """variables: all that the template has. refusal: what to say where it refuses. ModelError, UsageError."""
+        """The template's text. variables: all variables of the template. refusal: the message for an error of the
+        template. Raises ModelError, UsageError."""
         try:
             with limited_steps():
                 return self.tokenizer.render_chat(messages, self.template, **variables)
         except (TooManySteps, ModelError) as error:
             raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
-        except Exception as error:  # the template raises whatever it likes
+        except Exception as error:  # a template may raise any error
             raise UsageError(refusal(error)) from error
 
     def _tokens(self, pieces: Iterable[Piece]) -> list[int]:
@@ -242,26 +247,27 @@ class ChatFormat:
         return (*tokens, *self.tokenizer.encode_piece(last, first=first, until=until))
 
     def _own(self, text: str) -> tuple[int, ...]:
-        """Tokens of somebody's text by itself."""
+        """The tokens of a person's text by itself."""
         return self._encode(self._guards.people(text), False, "")
 
     def _spell(self, tokens: Sequence[int], reply: str) -> bool:
-        """Are they this tokenizer's tokens of the reply?"""
+        """True if `tokens` are this tokenizer's tokens of the reply."""
         return max(tokens, default=0) < len(self.tokenizer) and self._text(tokens).strip() == reply.strip()
 
     def _tokens_of_marks(self) -> dict[int, str]:
-        """Marks of thoughts that are a token each, by their ids."""
+        """The marks of thoughts that are a single token, by id."""
         return self._named(() if self.marks is None else (self.marks.open, self.marks.close))
 
     def _named(self, marks: Collection[str]) -> dict[int, str]:
-        """Those of `marks` that are a token each, special or not, by their ids."""
+        """The marks that are a single token, special or not, by id."""
         added = self.tokenizer.added_tokens(special=False)
         return {added[mark]: mark for mark in marks if mark in added}
 
     def _controls(self) -> set[str]:
-        """Strings that must not become one token if a person wrote them: special tokens, and those of the template.
+        """Strings that must not become one token if a person wrote them: special tokens, and added tokens in the
+        template.
 
-        Templates write white space too; it ends nobody's turn.
+        White space in the template is not among them: it ends no turn.
         """
         written = {string for string in self.tokenizer.added_tokens(special=False) if string in self.template}
         return {string for string in (*self._special, *written) if not string.isspace()}
@@ -302,6 +308,6 @@ def _refusal(conversation: Conversation, error: Exception) -> str:
 
 
 def _said(error: Exception) -> str:
-    """What a template says, as far as a line has room for it; an error without words says what it is."""
+    """The template's error message, cut to the length of a line; the error's type if it has no message."""
     said = str(error) or type(error).__name__
     return said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."

@@ -1,7 +1,7 @@
-"""Strings that mean something to a tokenizer or a template stay ordinary characters where somebody wrote them.
+"""Guards against injection: special strings of a tokenizer or a template stay ordinary text in people's messages.
 
-Text is cut behind the first character of each such string, and encoded up to the cut and from it on: what is never
-whole cannot become one token. Strings of one character cannot be cut and are let through.
+Text is cut after the first character of each such string, and the two sides are encoded separately, so that the string
+cannot become one token. Strings of one character cannot be cut and are not guarded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-CUT = "\ud801"  # half a surrogate pair is in no text: conversation.py refuses it
+CUT = "\ud801"  # half a surrogate pair, which no text contains: conversation.py refuses it
 
 
 class Guard:
-    """Puts the CUT into every occurrence of `strings`, also where they overlap."""
+    """Inserts CUT into every occurrence of `strings`, also where they overlap."""
 
     def __init__(self, strings: Collection[str]) -> None:
         rests: dict[str, list[str]] = {}
@@ -28,7 +28,7 @@ class Guard:
         return self._firsts.sub(rf"\g<0>{CUT}", text)
 
     def all_in(self, value: object) -> object:
-        """`value`, of JSON, with the CUT in all of its texts."""
+        """The JSON value `value` with CUT inserted in all of its texts."""
         if isinstance(value, str):
             return self(value)
         if isinstance(value, dict):
@@ -38,7 +38,8 @@ class Guard:
 
 @dataclass(frozen=True)
 class Guards:
-    """people: for messages and documents. model: for replies, in which a template may look for some of the strings."""
+    """The guards of a chat. people: for messages and documents. model: for replies, in which a template may look for
+    some of the strings."""
 
     people: Guard
     model: Guard

@@ -1,4 +1,4 @@
-"""What a person types while the program writes: not shown among its words, and kept for the next prompt."""
+"""Keys typed while the program writes: not echoed into its output, and kept as input for the next prompt."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 from offload.interrupts import handled
 
-_LOCAL = 3  # the place of local modes in what termios gives
+_LOCAL = 3  # the index of the local modes in termios' list
 _INPUT = 0
-_LEAVING = (signal.SIGTSTP, signal.SIGQUIT)  # Ctrl-Z and Ctrl-\, after which others have the terminal
+_LEAVING = (signal.SIGTSTP, signal.SIGQUIT)  # Ctrl-Z and Ctrl-\, after which other programs have the terminal
 
 
 class Keys:
-    """Standard input, where it is a terminal. edited: by a line editor, which gets every key as it was typed; otherwise
-    the terminal keeps lines for it."""
+    """The terminal's echo of standard input. edited: a line editor reads the keys as they are typed; otherwise the
+    terminal collects lines."""
 
     def __init__(self, *, edited: bool) -> None:
         self._edited = edited
         self._terminal = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        self._modes: list[Any] = []  # as they were found
+        self._modes: list[Any] = []  # as they were at the start
         self._hides = False
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Within it keys are not shown. At its end, however it ends, while the program is stopped (Ctrl-Z), and after
-        Ctrl-\\ the terminal is as it was. Only what no program hears leaves it so: SIGKILL."""
+        """Within this context keys are not echoed. The terminal's modes are restored at its end, also after an error,
+        while the program is stopped (Ctrl-Z), and after Ctrl-\\. Only SIGKILL leaves them changed."""
         if self._terminal is None:
             yield
             return
@@ -45,7 +45,7 @@ class Keys:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within it, and within `hidden`, they are: while a line is read."""
+        """Within this context, inside `hidden`, keys are echoed: while a line is read."""
         self._show()
         try:
             yield
@@ -70,17 +70,17 @@ class Keys:
     def _set(self, modes: list[Any]) -> None:
         assert self._terminal is not None
         with suppress(OSError, termios.error):  # the terminal has gone
-            if os.tcgetpgrp(self._terminal) == os.getpgrp():  # in the background it belongs to others
+            if os.tcgetpgrp(self._terminal) == os.getpgrp():  # a program in the background must not change it
                 termios.tcsetattr(self._terminal, termios.TCSANOW, modes)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
-        """Do what the signal does by default, the terminal being as it was."""
+        """Restore the terminal's modes, then do what the signal does by default."""
         self._set(self._modes)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def _return(self, number: int, frame: FrameType | None) -> None:
-        """The program was stopped and goes on, perhaps in the background at first."""
+        """Hide keys again after the program was stopped and continued, perhaps in the background at first."""
         if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
             signal.signal(signal.SIGTSTP, self._leave)
         if self._hides:

@@ -1,4 +1,5 @@
-"""Messages as the OpenAI API has them, for a chat template: which roles follow each other is the template's affair."""
+"""Messages in the form of the OpenAI API, for a chat template. The template decides which roles may follow each
+other."""
 
 from __future__ import annotations
 
@@ -11,36 +12,37 @@ from offload.errors import UsageError
 from triforce_cli.answering.calls import MAX_DEPTH
 from triforce_cli.documents import Document
 
-_REFUSED = ("audio", "function_call")  # fields that no template reads, so what they say would be lost
+_REFUSED = ("audio", "function_call")  # fields that no template reads: their content would be lost
 
 
 @dataclass(frozen=True)
 class Messages:
-    """said: role and content of each, and whatever else it has (tool_calls, tool_call_id, name). content: a text, or
-    None beside calls of tools. begin: what the reply begins with, where the last message is the assistant's."""
+    """Messages before a reply. said: role and content of each, and its other fields (tool_calls, tool_call_id, name).
+    content: a text, or None beside tool calls. begin: the beginning of the reply, if the last message is the
+    assistant's."""
 
     said: tuple[Mapping[str, Any], ...]
     begin: str = ""
 
     @property
     def have_calls(self) -> bool:
-        """Whether calls of tools are among them."""
+        """True if a message has tool calls."""
         return any("tool_calls" in message for message in self.said)
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """Their texts, for citations: "message 1", ..."""
+        """The messages' texts as documents, for citations: "message 1", ..."""
         texts = ((number, message["content"]) for number, message in enumerate(self.said, start=1))
         return tuple(Document(f"message {number}", text) for number, text in texts if text)
 
     def with_older_roles(self) -> Messages:
-        """The same with the system's older name, for templates that refuse the newer one or leave it out."""
+        """The messages with the role "developer" replaced by the older "system", for templates that do not know it."""
         said = ({**each, "role": "system"} if each["role"] == "developer" else each for each in self.said)
         return replace(self, said=tuple(said))
 
 
 def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Raises UsageError for what is no message, or where none is to be answered."""
+    """The messages, checked. Raises UsageError for an invalid message, and if there is none to answer."""
     said = [_message(message, number) for number, message in enumerate(messages, start=1)]
     begin = ""
     if said and said[-1]["role"] == "assistant" and "tool_calls" not in said[-1]:
@@ -51,8 +53,8 @@ def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Nulls are left out, as clients and servers write them for fields that they do not use, and so is an empty list of
-    calls."""
+    """The message, checked, without fields that are null and without an empty list of calls: clients and servers write
+    both for unused fields."""
     message = {
         name: value for name, value in given.items() if value is not None and (name, value) != ("tool_calls", [])
     }
@@ -68,7 +70,7 @@ def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _content(message: Mapping[str, Any], number: int) -> str:
-    """A text, or a list of parts that are texts."""
+    """The content of a message: a text, or the joined texts of a list of parts."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
@@ -78,14 +80,15 @@ def _content(message: Mapping[str, Any], number: int) -> str:
 
 
 def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
-    """With arguments as an object: clients write it as JSON in a text, and templates expect the object."""
+    """The tool calls of a message, with arguments as an object: clients write them as a JSON text, and templates expect
+    the object."""
     if not isinstance(calls, list) or not calls:
         raise UsageError(f"message {number} has tool_calls that are no list of calls")
     return [_call(call, number) for call in calls]
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Of a message."""
+    """A tool call of a message, with its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UsageError(f'message {number} has a call that is not {{"function": {{"name": ..., "arguments": ...}}}}')

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 from offload.errors import UsageError
 from offload.interrupts import waiting
 
-FENCE = '"""'  # around a message of several lines
+FENCE = '"""'  # before and after a message of several lines
 _REFRESH_SECONDS = 0.25
 
 
 class Reader(Protocol):
     def read(self, default: str = "") -> str | None:
-        """The next message or command; None: there will be no more. default: text to begin with, where it can be
-        edited. Raises KeyboardInterrupt where the person gave up what was typed."""
+        """The next message or command; None at the end of input. default: text to begin with, if the reader has an
+        editor. Raises KeyboardInterrupt if the person discards the typed text."""
         ...
 
 
 class LineReader:
-    """One message per line. A message between fences may have more. on_ask: before each, where somebody sees it. keys:
-    of a person who types them."""
+    """A reader of messages, one per line. A message between fences may have several lines. on_ask: called before each
+    message. keys: of the person who types."""
 
     def __init__(self, on_ask: Callable[[], None] = lambda: None, *, keys: Keys | None = None) -> None:
         self._on_ask, self._keys = on_ask, keys
@@ -56,9 +56,9 @@ class LineReader:
 
 
 class PromptReader:
-    """prompt_toolkit's editor. Enter sends; Alt-Enter, or Enter between fences, begins a new line.
+    """A reader with prompt_toolkit's editor. Enter sends; Alt-Enter, or Enter between fences, begins a new line.
 
-    toolbar: what stands below the prompt, asked for again and again. history: a file, or None for none.
+    toolbar: the text below the prompt, called at intervals. history: a file, or None.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PromptReader:
 
 
 def is_closed(text: str) -> bool:
-    """True for a complete message: every fence in it is closed."""
+    """True for a complete message, in which every fence is closed."""
     text = text.strip()
     return not text.startswith(FENCE) or (len(text) >= 2 * len(FENCE) and text.endswith(FENCE))
 
@@ -122,7 +122,7 @@ def _next_line() -> str | None:
 
 
 def _private(path: Path) -> Path:
-    """The file, created if needed, readable for its owner only: it holds what was typed."""
+    """The file, created if needed, readable for its owner only: it holds the typed messages."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
@@ -154,7 +154,7 @@ def _bindings() -> KeyBindings:
 
 
 def _completer(commands: Callable[[], Iterable[tuple[str, str]]], with_path: frozenset[str]) -> Completer:
-    """Complete names of commands after a slash, and paths after commands that take one."""
+    """The completer of command names after a slash, and of paths after commands that take one."""
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 

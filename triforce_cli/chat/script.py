@@ -1,10 +1,10 @@
 """A conversation as its chat template writes it, cut where questions and replies begin and end.
 
-The template is rendered with marks in place of what people and model said, and cut at the marks. A template may do with
-text what it likes, so the marks have to come through once each and in order, and putting the text in their place has
-to give what the template makes of the text itself. Where that fails for a reply (some templates leave earlier thoughts
-out), this reply is the template's text; where it fails for more, all up to the last question is one piece.
-A message that the template leaves out, or cuts, is an error.
+The template is rendered with marks in place of the messages' texts, and cut at the marks. A template may change texts,
+so two checks apply: the marks must appear once each and in order, and replacing them by the texts must give the
+template's rendering of the texts themselves. If that fails for a reply (some templates leave earlier thoughts out), the
+reply is the template's text; if it fails otherwise, everything up to the last question is one piece. A message that the
+template leaves out, or cuts, is an error.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from triforce_cli.chat.messages import Messages
 from triforce_cli.documents import Document
 from triforce_cli.render.text import line_text
 
-MARK = "\ud800"  # half a surrogate pair is in no text: conversation.py refuses it
-_ANY = "A"  # a question that is not known yet, for templates that leave empty messages out
+MARK = "\ud800"  # half a surrogate pair, which no text contains: conversation.py refuses it
+_ANY = "A"  # an unknown question; some templates leave empty messages out
 _MARKS = re.compile(f"{MARK}([0-9]+){MARK}")
-_EDITS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)  # of texts, by a template
+_EDITS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)  # templates' changes of texts
 
 Render = Callable[[Sequence[Mapping[str, object]]], str]
 
@@ -33,8 +33,8 @@ Render = Callable[[Sequence[Mapping[str, object]]], str]
 class Piece:
     """A stretch of text between two cuts, or a reply as its tokens.
 
-    turn: which turn it belongs to, counting from 0; what leads to the next question belongs to the next turn.
-    until: what follows the text, as far as it is certain or at least likely.
+    turn: the turn it belongs to, counting from 0; the text before a question belongs to the question's turn. until: the
+    text that follows, as far as it is certain or at least likely.
     """
 
     turn: int
@@ -45,8 +45,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Message:
-    """`lead` (documents) and `text`, guarded; a mark stands for `text` alone. given: all of its fields, guarded, where
-    the message came as such; content: None where it has none."""
+    """A message: `lead` (documents) and `text`, guarded; a mark replaces `text` alone. given: all fields, guarded, of a
+    message from the API; content: None if it has none."""
 
     role: str
     turn: int
@@ -57,7 +57,7 @@ class _Message:
 
     @property
     def is_text(self) -> bool:
-        """A reply whose tokens are not known."""
+        """True for a reply whose tokens are not known."""
         return self.role == "assistant" and not self.tokens and self.text != ""
 
 
@@ -65,7 +65,7 @@ class _Message:
 class Script:
     """Messages and the template's text around them: literals[0], said[0], literals[1], ..., literals[-1].
 
-    said: the messages that are cut out, the last of them the open question, if any is.
+    said: the messages that are cut out, the last of them the open question, if there is one.
     """
 
     said: tuple[_Message, ...]
@@ -73,15 +73,15 @@ class Script:
     whole: bool
 
     def pieces(self, special: Mapping[str, int]) -> Iterator[Piece]:
-        """In order; the last one is the open question and what follows it, up to the reply.
+        """Yield the pieces in order; the last one is the open question and the text after it, up to the reply.
 
-        special: strings and ids of special tokens. One of them at the end of a reply is the template's affair: kept
-        where the template goes on with it, otherwise left out.
+        special: strings and ids of special tokens. A special token at the end of a reply is kept if the template
+        continues with it, otherwise left out.
         """
         text, turn = self.literals[0], 0
         for message, literal in zip(self.said, self._literals_after(), strict=True):
             if message.role == "user":
-                # Most tokenizers join a space to the word that follows, and white space to more of it.
+                # Most tokenizers merge a space with the next word, and white space with more white space.
                 stem = text.rstrip(None if message.text[:1].isspace() else " ")
                 space = text[len(stem) :]
                 turn = message.turn
@@ -94,8 +94,8 @@ class Script:
         yield Piece(turn, text)
 
     def _literals_after(self) -> list[str]:
-        """The literal after each message. White space at the end of the one before a reply is as the model saw it:
-        some templates write a space there only when the reply is known."""
+        """The literal after each message. White space at the end of the literal before a reply is as in the reply's
+        prompt: some templates write a space there only if the reply is known."""
         ready = self.literals[-1]
         literals = list(self.literals[1:])
         for i, following in enumerate(self.said[1:]):
@@ -105,7 +105,8 @@ class Script:
 
 
 def _close(tokens: tuple[int, ...], literal: str, special: Mapping[str, int]) -> tuple[tuple[int, ...], str]:
-    """The tokens of a reply without an end token, and the text that ends it, which begins with that token if it can."""
+    """(the reply's tokens without an end token, the text after them, which begins with that token's string if the
+    template writes it)."""
     end = next((string for string, token in special.items() if tokens and token == tokens[-1]), None)
     if end is None:
         return tokens, literal
@@ -113,10 +114,10 @@ def _close(tokens: tuple[int, ...], literal: str, special: Mapping[str, int]) ->
 
 
 def write(conversation: Conversation, render: Render, guards: Guards) -> Script:
-    """The script of `conversation`, up to where the reply to its question begins. Without a question: to any question.
+    """The script of `conversation`, up to where the reply to its question begins; without a question, to any question.
 
-    Raises what `render` raises, and UsageError where a message is missing from it. Earlier turns may be missing where
-    there is no question: it depends on what will be asked whether that matters.
+    Raises the errors of `render`, and UsageError if the template leaves a message out. Without a question, earlier
+    turns may be left out: whether that matters depends on the next question.
     """
     writer, lost = _Writer(tuple(_messages(conversation, guards)), render).complete()
     script = writer.script()
@@ -126,9 +127,8 @@ def write(conversation: Conversation, render: Render, guards: Guards) -> Script:
 
 
 def write_messages(messages: Messages, render: Render, guards: Guards) -> tuple[str, str]:
-    """(what the template makes of `messages`, what of it is behind the last one). Nothing is cut: no reply of the
-    model's own is among them, whose tokens would be known. Raises what `render` raises, and UsageError where a message
-    is missing."""
+    """(the template's text of `messages`, the part of it after the last message). The text is one piece: messages of
+    the API have no known tokens. Raises the errors of `render`, and UsageError if the template leaves a message out."""
     writer, lost = _Writer(tuple(_plain(messages, guards)), render).complete()
     text = writer.written()
     if told := [message for message in lost if message.role != "assistant"]:
@@ -154,7 +154,7 @@ def _check_written(lost: _Message, conversation: Conversation) -> None:
 
 
 def block(document: Document) -> str:
-    """A document as it stands in a message, before the question."""
+    """The text of a document in a message, before the question."""
     end = "" if document.text.endswith("\n") else "\n"
     return f"[file: {line_text(document.name)}]\n{document.text}{end}[end of file]\n\n"
 
@@ -181,9 +181,9 @@ def _plain(messages: Messages, guards: Guards) -> Iterator[_Message]:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Renders the same messages with marks for some of them.
+    """Renders the same messages with marks in place of some of them.
 
-    in_parts: roles whose text the template gets as a list of parts, as those do that also take images.
+    in_parts: roles whose text the template gets as a list of parts, for templates that also take images.
     """
 
     messages: tuple[_Message, ...]
@@ -191,7 +191,8 @@ class _Writer:
     in_parts: frozenset[str] = frozenset()
 
     def complete(self) -> tuple[_Writer, tuple[_Message, ...]]:
-        """The same, with texts in parts where fewer messages are lost then, and those that are lost even so."""
+        """(this writer, or one with texts in parts if the template then loses fewer messages; the messages lost even
+        so)."""
         lost = self.lost()
         if not lost:
             return self, lost
@@ -199,20 +200,20 @@ class _Writer:
         return min((self, lost), (in_parts, in_parts.lost()), key=lambda found: len(found[1]))
 
     def written(self) -> str:
-        """What the template makes of the messages."""
+        """The template's text of the messages."""
         return self._render(())
 
     def behind_the_last(self) -> str:
-        """What the template writes behind the last message; "" where it cannot be told."""
+        """The template's text after the last message; "" if it cannot be located."""
         last = len(self.messages) - 1
         parts = self._render((last,)).rsplit(f"{MARK}{last}{MARK}", 1)
         return parts[1] if len(parts) == 2 else ""
 
     def lost(self) -> tuple[_Message, ...]:
-        """Messages that do not come through, all where the template refuses them.
+        """The messages that the template leaves out or cuts; all if it refuses them.
 
-        A template may change a text, and strip white space from it, but not drop its ends, which numbers stand for.
-        Only of a reply the beginning may go: thoughts are no part of the conversation.
+        A template may change a text and strip its white space, but must keep its ends, which are marked by numbers.
+        Only replies may lose their beginning: thoughts are not part of the conversation.
         """
         texts = [message.lead + message.text for message in self.messages]
         number = next(n for n in map(str, count(10**9)) if not any(n in text for text in texts))
@@ -237,8 +238,8 @@ class _Writer:
         return found or replace(self._cut(said[-1:], real) or Script((), (real,), True), whole=True)
 
     def _cut(self, marked: Sequence[int], real: str) -> Script | None:
-        """The script with `marked` messages cut out, their texts as the template writes them; None where no edit of
-        them gives `real`, what the template makes of them."""
+        """The script with `marked` messages cut out, with the template's edit of their texts; None if no known edit
+        gives `real`, the template's text of the messages."""
         parts = _MARKS.split(self._render(marked))
         literals = parts[::2]
         if [int(number) for number in parts[1::2]] != list(marked):
@@ -256,7 +257,7 @@ class _Writer:
         )
 
     def _write(self, texts: Iterable[str]) -> str:
-        """What the template makes of these texts in place of the messages'."""
+        """The template's text of the messages with these contents."""
         return self.render(
             [
                 {**message.given, "role": message.role, "content": self._content(message, text)}

@@ -11,13 +11,13 @@ from offload.seeds import seed_after
 from triforce_cli.control import BASIC
 
 MAX_TOKENS = "max-tokens"
-SHOWN = tuple(SETTINGS[name].label for name in BASIC)  # whatever they are; others where they are on
+SHOWN = tuple(SETTINGS[name].label for name in BASIC)  # always shown; others only if they are on
 _ROWS = {row.label: row for row in SETTINGS.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sampling parameters and the maximal length of replies. Names as in options: `top-p`."""
+    """The settings of replies: sampling parameters and the maximal length. Names as in options: `top-p`."""
 
     sampling: SamplingParams
     max_tokens: int
@@ -34,8 +34,8 @@ class Settings:
         return replace(self, max_tokens=value)
 
     def params(self, num_replies: int = 0) -> SamplingParams:
-        """Sampling parameters of the reply after `num_replies` others. With a seed each reply has its own, so that a
-        second try differs."""
+        """The sampling parameters of the reply after `num_replies` others. With a seed each reply has its own seed, so
+        that a second try differs."""
         return replace(self.sampling, seed=seed_after(self.sampling.seed, num_replies))
 
     def __str__(self) -> str:

@@ -17,12 +17,12 @@ from triforce_cli.render import chat as render_chat
 from triforce_cli.render.stats import stats_table
 from triforce_cli.utf8 import read_text, user_path
 
-ESCAPED = "//"  # a message that begins with one slash
+ESCAPED = "//"  # begins a message that starts with one slash
 
 
 @dataclass(frozen=True)
 class Slash:
-    """run(dialogue, argument) does it; usage and about are what /help shows."""
+    """A command of the chat. run(dialogue, argument) executes it; usage and about are shown by /help."""
 
     usage: str
     about: str
@@ -43,7 +43,7 @@ def is_command(text: str) -> bool:
 
 
 def run(dialogue: Dialogue, text: str) -> None:
-    """Run a command. Raises UsageError for an unknown one, what the command raises, and Over at /exit."""
+    """Run a command. Raises UsageError for an unknown command, the errors of the command itself, and Over at /exit."""
     name, _, argument = text.strip().partition(" ")
     if name not in COMMANDS:
         raise UsageError(f"there is no command {name}; /help lists them, and {ESCAPED} begins a message with a slash")
@@ -86,7 +86,7 @@ def _edit(dialogue: Dialogue, argument: str) -> None:
 def _system(dialogue: Dialogue, argument: str) -> None:
     if argument:
         changed = dialogue.conversation.with_system("" if argument == "none" else argument)
-        dialogue.format.closing_tokens(changed)  # a template without a place for it says so here
+        dialogue.format.closing_tokens(changed)  # raises if the template takes no system message
         dialogue.change(changed)
     dialogue.output.note(f"system message: {dialogue.conversation.system or 'none'}")
 
@@ -117,7 +117,7 @@ def _save(dialogue: Dialogue, argument: str) -> None:
 def _load(dialogue: Dialogue, argument: str) -> None:
     path = _path(argument, "/load")
     loaded = dialogue.format.adopted(Conversation.from_json(read_text(path, "the conversation"), str(path)))
-    dialogue.format.closing_tokens(loaded)  # what the template refuses is not taken over
+    dialogue.format.closing_tokens(loaded)  # raises if the template refuses it
     dialogue.change(loaded)
     dialogue.output.note(f"{len(loaded.turns)} turns; {render_chat.room(dialogue.num_used, dialogue.engine.limit)}")
 
@@ -184,7 +184,7 @@ def _path(argument: str, command: str) -> Path:
 
 def _check_replaceable(path: Path) -> None:
     """Raises UsageError if `path` exists and is not a saved conversation: /save must not overwrite another file."""
-    if not os.path.exists(path):  # Path's own raises where a name is too long
+    if not os.path.exists(path):  # Path.exists raises if the name is too long
         return
     try:
         Conversation.from_json(read_text(path, "the file"), str(path))
@@ -193,7 +193,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write `text` atomically: an older file stays until the new one is complete."""
+    """Write `text` atomically: an older file is replaced only by the complete new one."""
     try:
         write_whole(path, text)
     except OSError as error:

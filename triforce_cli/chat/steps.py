@@ -1,4 +1,4 @@
-"""A limit on the work of a chat template, which comes with a model and may loop without end."""
+"""A limit on the time of a chat template, which comes with a model and may loop forever."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 from typing import Any
 
 MAX_STEPS = 10_000_000  # a template for one turn takes some 20
-MAX_SECONDS = 60.0  # of CPU time: filters loop without steps
-_TEMPLATE = "<template>"  # what Jinja calls the code that it makes
-_STEPS_PER_LOOK = 256  # at the time
+MAX_SECONDS = 60.0  # of CPU time: a filter may loop without steps
+_TEMPLATE = "<template>"  # the file name of code that Jinja generates
+_STEPS_PER_LOOK = 256  # between two checks of the time
 
 
 class TooManySteps(Exception):
@@ -21,7 +21,7 @@ class TooManySteps(Exception):
 
 @contextmanager
 def limited_steps() -> Iterator[None]:
-    """Within it a line of a template and a call of a function are a step. Raises TooManySteps."""
+    """Within this context each line of a template and each function call counts as a step. Raises TooManySteps."""
     num_steps, end = 0, time.thread_time() + MAX_SECONDS
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Chat templates of our own, in Jinja like those of tokenizers, for models that come without one or with a wrong one.
+"""Built-in chat templates, in Jinja like those of tokenizers, for models that come without one or with a wrong one.
 
-They write no special token at the start: the tokenizer's own are put there. Replies end as their models were trained to
+They write no special token at the start: the tokenizer's own are added there. Replies end as the models were trained to
 end them; `eos_token` and `bos_token` are the tokenizer's.
 """
 
 from __future__ import annotations
 
-# What a base model can follow: a dialogue as it stands in many a text.
+# For base models: a dialogue as it is written in many texts.
 PLAIN = """
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{ 'User: ' + message.content + '\\n\\n' }}

@@ -1,4 +1,4 @@
-"""Tools that a model may call: their definitions, which go into its chat template."""
+"""Definitions of the tools that a model may call, for its chat template."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from offload import strict_json
 from offload.errors import UsageError
 from triforce_cli.answering.calls import MAX_DEPTH
 
-_OWN = ("messages", "tools", "add_generation_prompt")  # variables that templates get anyway
+_OWN = ("messages", "tools", "add_generation_prompt")  # variables that every template gets
 
 
 def read_tools(text: str) -> list[dict[str, Any]]:
-    """Definitions as the OpenAI API has them: {"type": "function", "function": {"name", ...}}, a list of them or one.
-    Raises UsageError."""
+    """The tool definitions in a JSON text, as in the OpenAI API: {"type": "function", "function": {"name", ...}}, a
+    list of them or one. Raises UsageError."""
     try:
         found = strict_json.parse(text)
     except (ValueError, RecursionError) as error:
@@ -24,7 +24,7 @@ def read_tools(text: str) -> list[dict[str, Any]]:
 
 
 def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
-    """The same. Raises UsageError for one that is no definition."""
+    """The tool definitions, checked. Raises UsageError for an invalid one."""
     for number, tool in enumerate(tools, start=1):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -37,7 +37,8 @@ def checked_tools(tools: list[Any]) -> list[dict[str, Any]]:
 
 
 def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Further variables of a chat template. Raises UsageError for one that it gets anyway, and for what is no text."""
+    """Additional variables of a chat template, checked. Raises UsageError for a variable that every template gets, and
+    for values that JSON cannot hold."""
     if own := [name for name in _OWN if name in given]:
         raise UsageError(f"{own[0]} is no variable to set: the chat template gets it anyway")
     try:
@@ -48,7 +49,7 @@ def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_variables(template: str, given: Collection[str]) -> None:
-    """Raises UsageError where a chat template has no place for a variable, such as tools."""
+    """Raises UsageError if the chat template does not use a variable, such as tools."""
     for name in given:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise UsageError(

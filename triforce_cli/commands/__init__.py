@@ -1,4 +1,4 @@
-"""One file per command. A command's function parses; what it returns does the work."""
+"""One module per command. A command's function parses; the object that it returns does the work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A command line, parsed and checked as far as that takes no model."""
+    """A command line, parsed, and checked as far as possible without a model."""
 
     def run(self) -> None: ...

@@ -98,9 +98,9 @@ Tools = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One `triforce ask`, parsed. question: where it does not stand in `question_file`; with neither it is what is
-    piped in, and with a question that is a document. documents: before it. fillings: of the placeholders in question,
-    system message and beginning of the reply."""
+    """One `triforce ask`, parsed. question: None if it is in `question_file` or, without one, in standard input; with a
+    question, standard input is a document. documents: before the question. fillings: of the placeholders in the
+    question, the system message and the beginning of the reply."""
 
     question: str | None
     question_file: Path | None
@@ -116,7 +116,7 @@ class Ask:
         return self.alone.written.as_json
 
     def run(self) -> None:
-        """Read the question, then documents, and answer."""
+        """Read the question, then the documents, and answer."""
         with self.alone.begun() as run:
             output = run.output
             question = filled(self._question(output), self.fillings, "the question")
@@ -140,7 +140,7 @@ class Ask:
         return without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
 
     def _piped(self, output: Output) -> list[Document]:
-        """Standard input as a document, beside a question of the command line."""
+        """Standard input as a document, if the question is on the command line."""
         if self.question is None or stdin_is_terminal() or STDIN in self.documents.paths:
             return []
         piped = read_input(STDIN, "a document", note=output.note)

@@ -112,7 +112,7 @@ class Findings:
             self._hand_over(self._about, interrupted=kind is not None)
 
     def begin(self, about: dict[str, object]) -> None:
-        """From here on there is something to write. about: the part of the JSON that all contexts share."""
+        """Begin; from now on there are results to write. about: the part of the JSON that all contexts share."""
         self._about = about
 
     def add(self, comparison: Comparison) -> None:
@@ -170,7 +170,7 @@ class Bench:
             output.note(render_bench.summary_line(comparison))
 
     def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
-        """A trial for each context, before anything is loaded. Raises UsageError, DoesNotFit."""
+        """A trial for each context, planned before anything is loaded. Raises UsageError, DoesNotFit."""
         from offload.bench.trial import Trial, check_other_fits
 
         trials = []
@@ -193,8 +193,8 @@ class Bench:
     def _compare(
         self, trial: Trial, prepared: Prepared, program: Program | None, left: TimeLeft, output: Output
     ) -> Comparison:
-        """Run one trial on an engine of its own, whose memory is freed afterwards. The other program's setting is found
-        before, while nothing else is loaded."""
+        """Run one trial on an engine of its own, whose memory is freed afterwards. The other program's fastest setting
+        is found first, while nothing else is loaded."""
 
         def show(step: Step) -> None:
             output.wait(render_bench.step_line(trial, step, left.next_step()))
@@ -219,7 +219,7 @@ class Bench:
         return at_its_best(program, trial.prompt, context=trial.plan.request.capacity, on_trial=show)
 
     def _context_lengths(self, num_tokens: int, limit: int) -> list[int]:
-        """The contexts asked for, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
+        """The requested contexts, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
         longest = min(num_tokens + self.max_tokens, limit)
         usual = [context for context in USUAL_CONTEXTS if self.max_tokens < context <= longest] or [longest]
         contexts = sorted(set(usual if self.contexts is None else self.contexts))
@@ -242,7 +242,7 @@ class Bench:
         return library_text()
 
     def _other_program(self, plan: Plan, output: Output) -> Program:
-        """The program to measure against: it runs when its settings are tried."""
+        """The program to measure against. It starts when its settings are tried."""
         output.wait(f"loading {TRANSFORMERS}")
         from offload.bench.reference import transformers_of
 
@@ -309,7 +309,7 @@ def bench(
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
-    """(4096, 8192) from "4096,8192". Raises UsageError, which calls it `name`."""
+    """Numbers from a list: (4096, 8192) from "4096,8192". Raises UsageError, which calls the list `name`."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]

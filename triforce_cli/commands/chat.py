@@ -97,7 +97,7 @@ class Chat:
                 written=self.written,
             )
             stack.enter_context(closing(dialogue))
-            chat_format.closing_tokens(dialogue.conversation.clear())  # is there a place for the system message?
+            chat_format.closing_tokens(dialogue.conversation.clear())  # raises if the template takes no system message
             self._greet(output, chat_format, interactive)
             if interactive and (last := render_chat.last_turn(dialogue.conversation)):
                 output.note(last)
@@ -155,7 +155,7 @@ def _converse(dialogue: Dialogue, reader: Reader) -> None:
 
 
 def _finish(dialogue: Dialogue, reader: Reader) -> None:
-    """Save the session. If that fails, a person can first save the conversation elsewhere, or make room."""
+    """Save the session. If that fails, a person can still save the conversation elsewhere, or make room."""
     try:
         dialogue.finish_ahead()
     except TriforceError as error:

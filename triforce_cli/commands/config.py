@@ -1,4 +1,4 @@
-"""`triforce config`: what options are where the command line does not say."""
+"""`triforce config`: the options' values without the command line."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Conversion:
     quiet: bool
 
     def run(self) -> None:
-        """Convert, and say where the new folder is and what it is called."""
+        """Convert, and print the new folder's path and name."""
         with Output(quiet=self.quiet) as output:
             output.wait("converting")
             from offload.hub.convert import convert, output_folder

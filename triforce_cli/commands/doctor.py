@@ -1,4 +1,4 @@
-"""`triforce doctor`: what this machine is, how fast it is, whether it computes right, and what to expect of it."""
+"""`triforce doctor`: this machine's hardware, rates and kernel checks, and the speed to expect of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Doctor:
     quiet: bool
 
     def run(self) -> None:
-        """Look, measure, keep the rates for the planner, check, report. Raises Differs after it if a check failed."""
+        """Inspect, measure, store the rates for the planner, check, report. Raises Differs after the report if a check
+        failed."""
         output = Output(quiet=self.quiet)
         with output, nullcontext() if self.file is None else OutputFile(self.file, note=output.note) as file:
             output.wait("starting")

@@ -79,7 +79,7 @@ Echo = Annotated[bool, switch("--echo", "Begin with the prompt; JSON has it too.
 
 @dataclass(frozen=True, kw_only=True)
 class MessageFlags(ChatFlags):
-    """Of lines with messages, which have a chat template."""
+    """Options for lines with messages, which use a chat template."""
 
     template: MessageTemplate = "auto"
     thinking: MessageThoughts = "show"
@@ -87,7 +87,7 @@ class MessageFlags(ChatFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """One `triforce generate` of one prompt, parsed: of documents, and of a text below them."""
+    """One `triforce generate` of one prompt, parsed: documents, and a text below them."""
 
     documents: Named
     prompt: str | None
@@ -178,7 +178,7 @@ def _check_batch(source: Path | None, others: Iterable[object]) -> None:
 
 
 def _number_at_a_time(text: str) -> int | None:
-    """None: auto."""
+    """The number of prompts at a time; None for "auto"."""
     if text == AUTO:
         return None
     found = options.count(text)

@@ -1,4 +1,4 @@
-"""`triforce models`: what there is to run, and what of it fits here."""
+"""`triforce models`: the models that can run, and how much of their context fits this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Listing:
     quiet: bool
 
     def run(self) -> None:
-        """List. A model that cannot be used is a line with the reason."""
+        """List the models. The line of an unusable model has the reason."""
         with Output(quiet=self.quiet) as output:
             if self.families:
                 self._list_families(output)
@@ -79,7 +79,7 @@ def models(
 
 
 def _embedded() -> Iterator[Entry]:
-    """The embedded pair."""
+    """The entries of the embedded pair."""
     from offload.hub.library import entry_of
 
     yield entry_of(embedded_model("demo-target"), "demo-target (embedded)", "demo-draft")

@@ -60,8 +60,7 @@ HostGbps = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine to plan for: the named GPUs, or, without `gpus` or with a device of its own, this machine. GB are
-    10^9 bytes."""
+    """The machine to plan for: the named GPUs, or this machine without `gpus` or with `device`. GB are 10^9 bytes."""
 
     gpus: int | None
     gpu_memory: float | None
@@ -71,7 +70,7 @@ class Machine:
     device: str
 
     def hardware(self) -> Hardware:
-        """Raises UsageError."""
+        """The machine's hardware. Raises UsageError."""
         from offload.plan.hardware import Hardware, probe
         from offload.plan.rates import typical
 
@@ -87,8 +86,8 @@ class Machine:
 
     @property
     def baseline(self) -> tuple[str, Machine] | None:
-        """The machine to compare with, and its name: one GPU for several GPUs, else the machine without the user's
-        changes. None if there are none."""
+        """(name, machine) to compare with: one GPU for several GPUs, else the machine without the user's changes; None
+        if there are none."""
         as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None, host_gbps=None)
         if self.gpus is not None and self.gpus > 1:
             return "one process" if self.device == "cpu" else "one such GPU", replace(self, gpus=1)
@@ -98,7 +97,7 @@ class Machine:
 
     @property
     def assumed(self) -> bool:
-        """The GPUs need not be there."""
+        """True for assumed GPUs, which need not exist here."""
         return self.gpus is not None and self.device == "auto"
 
     def _changed(self, hardware: Hardware) -> Hardware:
@@ -117,7 +116,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """One parsed `triforce plan`. documents: plan for a prompt of them. fit: plan the longest context that fits."""
+    """One `triforce plan`, parsed. documents: of the prompt to plan for. fit: plan the longest context that fits."""
 
     models: Models
     documents: Named
@@ -171,7 +170,7 @@ class Planning:
         )
 
     def _num_prompt_tokens(self, output: Output) -> int | None:
-        """Of the documents, by the model's tokenizer; None where none are named."""
+        """The number of tokens of the documents, by the model's tokenizer; None if no documents are named."""
         if not self.documents:
             return None
         prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report).text

@@ -53,7 +53,7 @@ class Pulling:
     quiet: bool
 
     def run(self) -> None:
-        """Fetch, convert where the weights are pickled, and say where the model is."""
+        """Fetch, convert pickled weights, and print the model's path."""
         with Output(quiet=self.quiet) as output:
             output.wait(f"asking the hub for {self.repository}")
             try:

@@ -1,4 +1,4 @@
-"""`triforce score`: how likely a model finds texts, and how far other models are from it."""
+"""`triforce score`: log-likelihoods of texts under a model, and how far other models' distributions are from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Against = Annotated[
         "repeated.",
         options.MODELS,
         metavar="MODEL",
-        readable=False,  # a model's own error says what to do
+        readable=False,  # the error of the model has the remedy
     ),
 ]
 Worst = Annotated[
@@ -68,12 +68,12 @@ class Score:
 
     @property
     def as_json(self) -> bool:
-        """Errors are JSON too."""
+        """True if results, and so errors, are JSON."""
         return self.form != "text"
 
     def run(self) -> None:
-        """Models are loaded one after the other. Where there are several, the first one's final norm and head stay on
-        the device, and its last hidden rows on the host: tokens of all texts x hidden size x 2 bytes (fp32: 4)."""
+        """Score the texts with one model after the other. With several models, the first one's final norm and head stay
+        on the device, and its last hidden rows on the host: tokens of all texts x hidden size x 2 bytes (fp32: 4)."""
         with Output(quiet=self.quiet) as output:
             contents = read_texts(self.files, note=output.note, on_read=output.report)
             prepared = prepare(next(iter(self.models.values())), self.options, output)
@@ -93,7 +93,7 @@ class Score:
         return len(self.models) > 1
 
     def _check(self, longest: Text) -> None:
-        """Raises DoesNotFit where a model's context ends before that text does."""
+        """Raises DoesNotFit if the text is longer than a model's context."""
         from offload.config.reading import read_config
 
         for name, models in self.models.items():
@@ -104,7 +104,7 @@ class Score:
                 )
 
     def _common_width(self, prepared: Prepared) -> int | None:
-        """Tokens that all models have; None where there is one model. Raises ModelError."""
+        """The number of tokens in all models' vocabularies; None with one model. Raises ModelError."""
         if not self._compares:
             return None
         from offload.engine.vocabulary import num_common_tokens
@@ -113,7 +113,7 @@ class Score:
         return min(num_common_tokens(target, tokenizer, each.target) for each in list(self.models.values())[1:])
 
     def _another(self, models: Models, output: Output) -> Prepared:
-        """After the one before was closed, whose memory is free then for the plan."""
+        """Prepare the next model. The one before must be closed; its memory is freed first for the plan."""
         from offload.engine.scores import give_memory_back
 
         give_memory_back()
@@ -127,8 +127,8 @@ class Score:
         width: int | None,
         output: Output,
     ) -> tuple[tuple[Scores, ...], Plan]:
-        """Of one model, planned once, for the longest text. references: of each text, what this model is compared with;
-        those that are not there yet are made."""
+        """The scores of one model and its plan, made for the longest text. references: for each text, the reference to
+        compare with; missing ones are set."""
         longest, total = max(map(_num_tokens, texts)), sum(map(_num_tokens, texts)) - len(texts)
         plan = prepared.request.plan(num_prompt_tokens=longest - 1, max_tokens=1)
         output.planned(plan)
@@ -157,7 +157,7 @@ class Score:
         if self.form == "json":
             output.document(render_score.document(texts, judged, piece, worst=self.worst, tokens=self.tokens))
         elif self.form == "jsonl":
-            if self._compares:  # else each was written as soon as it was there
+            if self._compares:  # otherwise each line was written after its text
                 for line in render_score.lines(texts, judged, piece, worst=self.worst, tokens=self.tokens):
                     output.document(line)
         else:
@@ -169,7 +169,7 @@ def _num_tokens(text: Text) -> int:
 
 
 def _part(on_progress: OnProgress, before: int, total: int) -> OnProgress:
-    """Of one text, as a part of all, of whose tokens so many are done."""
+    """Progress of one text as progress over all texts. before: tokens done before it."""
     return lambda part: on_progress(replace(part, done=before + part.done, total=total))
 
 

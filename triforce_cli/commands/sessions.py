@@ -87,14 +87,14 @@ class Info:
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """One `triforce sessions rm`, parsed. `paths`: no two the same."""
+    """One `triforce sessions rm`, parsed. `paths`: distinct."""
 
     paths: tuple[Path, ...]
     yes: bool
     quiet: bool
 
     def run(self) -> None:
-        """Remove all, or none where one of them is not there."""
+        """Remove all sessions, or none if one of them does not exist."""
         with Output(quiet=self.quiet) as output:
             for path in self.paths:
                 _check_there(path)
@@ -105,7 +105,7 @@ class Removal:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
-    """One `triforce sessions prune`, parsed. None: no such limit."""
+    """One `triforce sessions prune`, parsed. None: no limit."""
 
     older_than_seconds: float | None
     keep: int | None
@@ -213,7 +213,7 @@ def prune(
 
 
 def _located(name: str) -> Path:
-    """The folder that a session's name, or a path with a slash, stands for. Raises UsageError."""
+    """The folder of a session's name, or of a path with a slash. Raises UsageError."""
     return user_path(name) if "/" in name else session_folder(name)
 
 
@@ -223,7 +223,7 @@ def _label(path: Path) -> str:
 
 
 def _check_there(path: Path) -> None:
-    """Raises SessionError, which says what there is, where there is no such folder."""
+    """Raises SessionError if there is no such folder; the message lists existing sessions."""
     try:
         found = path.is_dir()
     except OSError as error:
@@ -234,7 +234,7 @@ def _check_there(path: Path) -> None:
 
 
 def _agreed(output: Output, question: str, table: str = "") -> bool:
-    """Show the table, ask, and return the answer. UsageError if there is no terminal to ask at."""
+    """Show the table, ask, and return the answer. Raises UsageError if there is no terminal to ask at."""
     if not output.has_person:
         raise UsageError("removal cannot be undone and there is no terminal to ask at; give --yes")
     if table:
@@ -259,7 +259,7 @@ def _remove(paths: Sequence[Path], output: Output) -> None:
 
 
 def _remove_one(path: Path, output: Output) -> SessionError | None:
-    """Remove one session. Returns the reason if it cannot be removed."""
+    """Remove one session. Returns the error if it cannot be removed."""
     try:
         freed = remove(path)
     except SessionError as error:

@@ -1,4 +1,5 @@
-"""`triforce tokens`: how long documents are, beside the model's context and what fits this machine."""
+"""`triforce tokens`: the lengths of documents in tokens, compared with the model's context and this machine's
+memory."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Tokens:
     quiet: bool
 
     def run(self) -> None:
-        """Reads the model's config.json and tokenizer, and no weights."""
+        """Count the tokens. Reads the model's config.json and tokenizer, and no weights."""
         with Output(quiet=self.quiet) as output:
             output.note(self.models.note)
             readings = read_documents(self.documents, "the text", note=output.note, on_read=output.report)

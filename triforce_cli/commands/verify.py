@@ -1,4 +1,4 @@
-"""`triforce verify`: check that the output is what the target alone would have written."""
+"""`triforce verify`: check that the output is exactly the target's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from offload.plan.planner import Plan
 
 CHECKS = "What is compared"
-MOST_RECOMPUTED = 4  # where nobody says how many
+MOST_RECOMPUTED = 4  # by default
 
 NumRecomputed = Annotated[
     int | None,
@@ -74,7 +74,7 @@ class Verify:
     quiet: bool
 
     def run(self) -> None:
-        """Raises Differs, after the report."""
+        """Generate, replay and report. Raises Differs after the report if a token differs."""
         output = Output(quiet=self.quiet)
         with output:
             prompt = read_prompt(self.documents, self.prompt, note=output.note, on_read=output.report).text

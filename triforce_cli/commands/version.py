@@ -1,4 +1,4 @@
-"""`triforce version`: what runs, for reports of faults."""
+"""`triforce version`: the installed versions, for bug reports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Documents: from the paths that a person names to texts."""
+"""Documents: files, folders and patterns that a person names, as texts."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Document:
-    """A named text that the model reads."""
+    """A text that the model reads, and its name."""
 
     name: str
     text: str

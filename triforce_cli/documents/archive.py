@@ -1,4 +1,4 @@
-"""A ZIP archive of which only so much is unpacked: sizes are counted while reading, whatever its directory says."""
+"""A ZIP archive with limits: unpacked sizes are counted while reading, whatever its directory says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 
 
 class Archive:
-    """Its methods raise UsageError."""
+    """A ZIP archive. Its methods raise UsageError."""
 
     def __init__(self, stream: IO[bytes], meter: Meter) -> None:
         self._meter = meter
@@ -42,11 +42,11 @@ class Archive:
                 yield piece
 
     def num_bytes(self, name: str) -> int:
-        """Of a member, as the directory says."""
+        """The size of a member in bytes, from the archive's directory."""
         return self._sizes.get(name, 0)
 
     def read(self, name: str) -> bytes:
-        """The content of a member that is a page at most."""
+        """The content of a member, at most the size of a page."""
         found = bytearray()
         for piece in self.pieces(name):
             found += piece
@@ -55,7 +55,7 @@ class Archive:
 
 
 class _Sparing(io.BufferedReader):
-    """Reads no huge piece at once: the only one that `zipfile` wants is the directory."""
+    """A reader that refuses huge reads: the only one of `zipfile` is the directory."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         super().__init__(stream)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class _Sparing(io.BufferedReader):
 
 @contextmanager
 def opened(path: Path) -> Iterator[Archive | None]:
-    """An archive, or None where the file is damaged, or is none. Raises UsageError past a limit."""
+    """The archive in a file, or None if the file is damaged or no archive. Raises UsageError past a limit."""
     with path.open("rb") as stream:
         yield Archive(stream, Meter(str(path))) if zipfile.is_zipfile(stream) else None
 

@@ -1,4 +1,4 @@
-"""Blocks of a text in reading order: paragraphs apart, items of a list and rows of a table right below each other."""
+"""Blocks of text in reading order: blank lines between paragraphs, none between items of a list or rows of a table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CELL_GAP = " | "
 
 @dataclass(frozen=True)
 class Block:
-    """group: neighbours of one group, "" apart, follow each other without a blank line. is_main: inside the element
-    that a page says is its main one. is_margin: navigation, comments and the like."""
+    """A block of text. group: neighbouring blocks of one group, other than "", have no blank line between them.
+    is_main: inside the page's main element. is_margin: navigation, comments and the like."""
 
     text: str
     group: str = ""
@@ -21,7 +21,7 @@ class Block:
 
 
 class Writer:
-    """A text of blocks, of which it keeps no more than the text."""
+    """Joins blocks into a text; only the text is kept in memory."""
 
     def __init__(self) -> None:
         self._text = io.StringIO()
@@ -35,12 +35,12 @@ class Writer:
 
     @property
     def text(self) -> str:
-        """Ends with a line end where there is any."""
+        """The text, with a line end unless it is empty."""
         return f"{self._text.getvalue()}\n" if self._text.tell() else ""
 
 
 def joined(blocks: Iterable[Block]) -> str:
-    """The text, which ends with a line end where there is any."""
+    """The text of the blocks, with a line end unless it is empty."""
     writer = Writer()
     for block in blocks:
         writer.add(block)
@@ -48,5 +48,5 @@ def joined(blocks: Iterable[Block]) -> str:
 
 
 def length(blocks: Iterable[Block]) -> int:
-    """Characters."""
+    """The number of characters."""
     return sum(len(block.text) for block in blocks)

@@ -1,7 +1,7 @@
-"""The encoding of a page, as browsers find it, and its text in that encoding.
+"""The encoding of a web page, detected as browsers do, and its text in that encoding.
 
 Names are the labels of the WHATWG Encoding Standard: gb2312 is gbk, shift_jis is windows-31j, iso-8859-1 is
-windows-1252. Python's codecs stand for them; the letters in which they differ from the standard's tables are here.
+windows-1252. Python's codecs decode; the characters in which they differ from the standard's tables are here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offload.errors import UsageError
 from triforce_cli.documents.limits import Meter, library
 from triforce_cli.documents.markup import Attributes, local, parse
 
-_HEAD_BYTES = 1 << 16  # in which a page names its encoding
+_HEAD_BYTES = 1 << 16  # searched for the encoding that a page declares
 _MARKS = {
     codecs.BOM_UTF8: "utf-8",
     codecs.BOM_UTF16_LE: "utf-16le",
@@ -26,7 +26,7 @@ _IN_XML = re.compile(rb"""<\?xml\s[^>]*?\bencoding\s*=\s*["']([^"'>]+)["']""")
 _IN_CONTENT = re.compile(r"""charset\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s;"']+))""", re.IGNORECASE)
 _READABLE_AS_ASCII = {"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "windows-1252"}
 
-_CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}  # where webencodings names a smaller one
+_CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}  # supersets of webencodings' codecs
 _JAPANESE = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
 _CHINESE = str.maketrans(
     "\ue5e5\ue78d\ue78e\ue78f\ue790\ue791\ue792\ue793\ue794\ue795\ue796"
@@ -48,9 +48,9 @@ _LETTERS = {
 
 
 def decoded(data: bytes, meter: Meter, what: str = "", *, is_xml: bool = False) -> str:
-    """The text of a page: by its byte order mark, by the encoding that it declares, as UTF-8, or else as windows-1252,
-    the default of HTML. is_xml: an XML declaration comes before a <meta>. what: the part of the document that it is.
-    Raises UsageError where bytes are not in that encoding."""
+    """The text of a page. Its encoding is that of its byte order mark, else the one it declares, else UTF-8 if that
+    fits, else windows-1252, the default of HTML. is_xml: an XML declaration takes precedence over <meta>. what: the
+    page's name in errors. Raises UsageError if bytes are invalid in that encoding."""
     name = what or meter.name
     encoding = _encoding(data, meter, name, is_xml=is_xml)
     codec = _CODECS.get(encoding) or library("webencodings", meter.name).lookup(encoding).codec_info.name
@@ -64,7 +64,7 @@ def decoded(data: bytes, meter: Meter, what: str = "", *, is_xml: bool = False) 
 
 
 def _encoding(data: bytes, meter: Meter, name: str, *, is_xml: bool) -> str:
-    """The standard's name of it."""
+    """The standard's name of the page's encoding."""
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):
             return encoding
@@ -84,14 +84,14 @@ def _encoding(data: bytes, meter: Meter, name: str, *, is_xml: bool) -> str:
 
 
 def _declared(data: bytes, meter: Meter) -> str:
-    """What the first <meta> says that says an encoding, or ""."""
+    """The encoding in the first <meta> that declares one, or ""."""
     heard = _Meta()
     parse([data[:_HEAD_BYTES].decode("latin-1").encode("utf-8")], "html", heard, meter)
     return heard.label
 
 
 class _Meta:
-    """Hears which encoding a page says that it is in. What is in a comment, a script or a description says none."""
+    """A listener for the encoding that a page declares. Comments, scripts and descriptions do not count."""
 
     def __init__(self) -> None:
         self.label = ""
@@ -111,7 +111,7 @@ class _Meta:
 
 
 def _handler(encoding: str) -> str:
-    """The error handler for bytes that the standard's table has and Python's codec has not."""
+    """The error handler for bytes that are in the standard's table and not in Python's codec."""
     if encoding.startswith("windows-"):
         return "triforce-control"
     if encoding in ("gbk", "gb18030"):
@@ -120,7 +120,7 @@ def _handler(encoding: str) -> str:
 
 
 def _control(error: UnicodeError) -> tuple[str, int]:
-    """Bytes 0x80 to 0x9f without a letter are control characters."""
+    """Decode bytes 0x80 to 0x9f without a character as control characters."""
     data, start = _fault(error)
     return (chr(data[start]), start + 1) if 0x80 <= data[start] <= 0x9F else _refuse(error)
 
@@ -131,7 +131,7 @@ def _euro(error: UnicodeError) -> tuple[str, int]:
 
 
 def _japanese(error: UnicodeError) -> tuple[str, int]:
-    """Rows 13 and 89 to 92 of JIS X 0208, NEC's and IBM's, by the same place in windows-31j."""
+    """Decode rows 13 and 89 to 92 of JIS X 0208, NEC's and IBM's, by the same position in windows-31j."""
     data, start = _fault(error)
     pair = [byte & 0x7F for byte in data[start : start + 2]]
     if data[start] == 0x8F or len(pair) < 2 or not all(0x21 <= byte <= 0x7E for byte in pair):

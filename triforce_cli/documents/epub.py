@@ -1,4 +1,4 @@
-"""EPUBs: their chapters in reading order, each a page of which all is read once."""
+"""EPUBs: the text of their chapters in reading order, each chapter once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ENCRYPTION = "META-INF/encryption.xml"
 _PACKAGE = "application/oebps-package+xml"
 _PAGES = (
     *("application/xhtml+xml", "text/html", "text/xml", "application/xml"),
-    *("application/x-dtbook+xml", "text/x-oeb1-document"),  # of EPUB 2 and of its forerunner
+    *("application/x-dtbook+xml", "text/x-oeb1-document"),  # of EPUB 2 and its predecessor
 )
-_PAGE_NAMES = (".xhtml", ".html", ".htm")  # whatever media type the package gives them
-_NUM_NAMED = 8  # parts, in a remark
+_PAGE_NAMES = (".xhtml", ".html", ".htm")  # pages, whatever their media type in the package
+_NUM_NAMED = 8  # parts listed in a remark
 
 
 def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tuple[str, ...]]:
@@ -55,7 +55,7 @@ def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tupl
 
 @dataclass(frozen=True)
 class _Part:
-    """What the package lists. fallback: the part for a reader that cannot show this one, "" for none."""
+    """An item of the package's manifest. fallback: the item for readers that cannot show this one, "" for none."""
 
     href: str
     media_type: str
@@ -67,11 +67,11 @@ class _Part:
 
 
 class _Package:
-    """Hears what the package says: its parts by their names, and which of them are read in which order."""
+    """A listener for the package file: its items by id, and their reading order."""
 
     def __init__(self) -> None:
         self.parts: dict[str, _Part] = {}
-        self.order: dict[str, bool] = {}  # by name: is it in the reading order, and not beside it
+        self.order: dict[str, bool] = {}  # by id: True if linear, so part of the reading order
 
     def start(self, tag: str, attributes: Attributes) -> None:
         name = local(tag)
@@ -88,7 +88,7 @@ class _Package:
     def text(self, text: str) -> None: ...
 
     def page(self, name: str) -> _Part | None:
-        """The part of this name, or the first of its fallbacks that is a page."""
+        """The item `name` if it is a page, else the first of its fallbacks that is one."""
         seen: set[str] = set()
         while name in self.parts and name not in seen:
             if self.parts[name].is_page:
@@ -99,7 +99,7 @@ class _Package:
 
 
 class _Container:
-    """Hears where the packages are: one for each rendition of the book, the default one first."""
+    """A listener for the container file: the paths of the packages, one for each rendition, the default one first."""
 
     def __init__(self) -> None:
         self.packages: list[str] = []
@@ -120,7 +120,7 @@ class _Container:
 
 
 class _Encrypted:
-    """Hears which parts are encrypted."""
+    """A listener for the names of encrypted parts."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -136,8 +136,8 @@ class _Encrypted:
 
 @dataclass
 class _Order:
-    """chapters: members of the archive that are read, each once. left_out: what else the spine names, and why it is not
-    read."""
+    """The chapters to read. chapters: members of the archive, each once. left_out: other parts in the spine, with the
+    reason."""
 
     chapters: dict[str, None] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -175,20 +175,20 @@ def _order(archive: Archive, meter: Meter) -> _Order:
         else:
             order.chapters[member] = None
     if missing and not order.chapters:
-        order.chapters[missing[0]] = None  # whose reading is refused
+        order.chapters[missing[0]] = None  # reading it raises the error
     order.left_out.extend(f"{name} (missing)" for name in missing)
     return order
 
 
 def _member(archive: Archive, folder: str, href: str, meter: Meter) -> str:
-    """The member that `href` names; some archives hold names as addresses write them."""
+    """The member that `href` names; some archives have percent-encoded names."""
     name = _inside(folder, href, meter)
     as_written = posixpath.normpath(posixpath.join(folder, urlsplit(href).path))
     return as_written if name not in archive.names and as_written in archive.names else name
 
 
 def _inside(folder: str, reference: str, meter: Meter) -> str:
-    """The member that `reference` names from `folder`."""
+    """The member that `reference` names, relative to `folder`."""
     address = urlsplit(reference)
     path = unquote(address.path)
     found = posixpath.normpath(posixpath.join(folder, path))
@@ -201,7 +201,7 @@ def _inside(folder: str, reference: str, meter: Meter) -> str:
 
 
 def _check_readable(archive: Archive, names: list[str], meter: Meter) -> None:
-    """Raises UsageError where chapters are protected. Fonts often are, and do not matter."""
+    """Raises UsageError if chapters are encrypted. Encrypted fonts are common and do not matter."""
     if _ENCRYPTION not in archive.names:
         return
     encrypted = _Encrypted()

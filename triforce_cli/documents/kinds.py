@@ -1,4 +1,4 @@
-"""What kind of document a file is: by its content, and by its name where that does not tell."""
+"""The kind of a document: from its content, and from its name if the content does not tell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
 
 _PDF = re.compile(rb"%PDF-\d")
 _ZIP = b"PK\x03\x04"
-_OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # a compound file, in which a document with a password is too
+_OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # a compound file; an encrypted .docx is one, too
 _WEB = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _BY_NAME: dict[str, Kind] = {
     ".pdf": "PDF",
@@ -32,13 +32,14 @@ _BY_NAME: dict[str, Kind] = {
 
 
 def kind_of(path: Path) -> Kind:
-    """Of a file that can be read twice. OSError, UsageError where its name says one kind and its content another."""
+    """The kind of a file that can be read twice. Raises OSError, and UsageError if name and content contradict each
+    other."""
     with path.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     named, found = _BY_NAME.get(path.suffix.lower()), _kind_of_content(path, head)
     if named == found or (named == "web page" and found == "text"):
         return named
-    if named == "PDF" and _PDF.search(head):  # behind what a mail or a printer put before it
+    if named == "PDF" and _PDF.search(head):  # after a header from a mail or a printer
         return named
     if not path.suffix and found == "text" and _WEB.match(head):
         return "web page"
@@ -48,7 +49,7 @@ def kind_of(path: Path) -> Kind:
             "without a password"
         )
     if named and found in ("text", "binary"):
-        if named != "PDF" and found == "binary" and head.startswith(_ZIP):  # damaged; its reader says how
+        if named != "PDF" and found == "binary" and head.startswith(_ZIP):  # damaged; its reader raises the error
             return named
         shown = "is empty" if not head else f"begins with {head[:16]!r}"
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What reading one document may take: seconds, unpacked bytes, depth. Past a limit it is refused, never cut."""
+"""Limits on reading one document: seconds, unpacked bytes, depth. A document past a limit is refused, never cut."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from offload.interrupts import poll
 from offload.units import size
 
 MOST_SECONDS = 300.0
-MOST_UNPACKED_BYTES = 256 << 20  # of all that is read of one archive
+MOST_UNPACKED_BYTES = 256 << 20  # of all members read from one archive
 MOST_MARKUP_BYTES = 32 << 20  # of one page or chapter
 MOST_MEMBERS = 10_000
 MOST_DIRECTORY_BYTES = 4 << 20
-MOST_DEPTH = 1_000  # elements that are open at a time
-PIECE_BYTES = 1 << 16  # between two looks at the clock
+MOST_DEPTH = 1_000  # of nested elements
+PIECE_BYTES = 1 << 16  # between two checks of the time
 
-OnPart = Callable[[float], None]  # hears which share of a document is read
+OnPart = Callable[[float], None]  # called with the share of a document that is read
 
 
 class Meter:
-    """Of one document that is being read. Its methods raise UsageError past a limit."""
+    """The meter of one document's reading. Its methods raise UsageError past a limit."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self._clock = name, clock
@@ -39,7 +39,7 @@ class Meter:
             )
 
     def unpacked(self, num_bytes: int) -> None:
-        """So many bytes more came out of an archive."""
+        """Count bytes that were unpacked from an archive."""
         self.check()
         self._num_unpacked += num_bytes
         if self._num_unpacked > MOST_UNPACKED_BYTES:
@@ -56,7 +56,7 @@ class Meter:
             )
 
     def markup(self, num_bytes: int, what: str = "") -> None:
-        """Checks the size of a page before it is parsed. what: the part of the document that it is."""
+        """Check the size of a page before parsing. what: the page's name in errors."""
         if num_bytes > MOST_MARKUP_BYTES:
             raise UsageError(
                 f"{what or self.name} has {size(num_bytes)}, a page may have {size(MOST_MARKUP_BYTES)}; split it, or "
@@ -64,14 +64,14 @@ class Meter:
             )
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """`data` in pieces, with a look at the clock before each."""
+        """`data` in pieces, with a check of the time before each."""
         for start in range(0, len(data), PIECE_BYTES):
             self.check()
             yield data[start : start + PIECE_BYTES]
 
 
 def library(name: str, document: str) -> Any:
-    """The module of a library that not every installation has. Raises UsageError."""
+    """The module of an optional library. Raises UsageError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:

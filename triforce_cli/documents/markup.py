@@ -1,4 +1,5 @@
-"""Markup as events: nothing is kept of a document but what a listener keeps, and nothing outside of it is fetched."""
+"""A parser of markup that reports events. Nothing of a document is kept in memory but what its listener keeps, and
+nothing outside it is fetched."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Attributes = Mapping[str, str]
 
 
 class Listener(Protocol):
-    """Hears elements in document order."""
+    """A receiver of elements and text in document order."""
 
     def start(self, tag: str, attributes: Attributes) -> None: ...
 
@@ -22,7 +23,7 @@ class Listener(Protocol):
 
 
 class _Events:
-    """What the parser calls: counts how deep elements are nested, and refuses definitions of entities."""
+    """The parser's target: counts the depth of nested elements, and refuses entity definitions."""
 
     def __init__(self, listener: Listener, meter: Meter, *, is_xml: bool) -> None:
         self._listener, self._meter, self._is_xml = listener, meter, is_xml
@@ -40,7 +41,7 @@ class _Events:
         self._listener.end(tag)
 
     def doctype(self, name: str, public: str | None, system: str | None) -> None:
-        if self._is_xml and public is None:  # one of a public type, as that of an old EPUB, is not fetched
+        if self._is_xml and public is None:  # a public one, as in an old EPUB, is not fetched
             raise UsageError(
                 f"{self._meter.name} has a document type (<!DOCTYPE {name}>) where no such document has one; is it a "
                 "real one? save it anew"
@@ -51,8 +52,8 @@ class _Events:
 
 
 def parse(pieces: Iterable[bytes], kind: Literal["html", "xml"], listener: Listener, meter: Meter) -> None:
-    """Tell `listener` of every element and text. HTML is UTF-8, whatever it says, and is mended as browsers do. Raises
-    UsageError."""
+    """Report every element and text to `listener`. HTML is decoded as UTF-8, whatever it declares, and repaired as
+    browsers do. Raises UsageError."""
     etree: Any = library("lxml.etree", meter.name)
     events = _Events(listener, meter, is_xml=kind == "xml")
     if kind == "html":

@@ -1,4 +1,4 @@
-"""The parts of an Office document, which its relationships name, whatever their files are called.
+"""The parts of an Office document, found by its relationships and not by their file names.
 
 Open Packaging Conventions (ECMA-376, part 2). The types of relationships end alike in transitional and strict files.
 """
@@ -20,12 +20,12 @@ _WORD = re.compile(
     rb"|ms-word\.(document|template)\.macroEnabled(Template)?)\.main\+xml",
     re.IGNORECASE,
 )
-_USUAL = {"officeDocument": "word/document.xml"}  # of a package without relationships, as programs write by hand
+_USUAL = {"officeDocument": "word/document.xml"}  # for a package without relationships, as simple programs write
 _USUAL_BESIDE = {"styles": "styles.xml", "footnotes": "footnotes.xml", "endnotes": "endnotes.xml"}
 
 
 def is_word(archive: Archive) -> bool:
-    """A document or a template of Word's, with macros or without."""
+    """True for a document or a template of Word, with macros or without."""
     if _USUAL["officeDocument"] in archive.names:
         return True
     return TYPES in archive.names and bool(_WORD.search(archive.read(TYPES)))
@@ -38,8 +38,8 @@ def main_part(archive: Archive, meter: Meter) -> str:
 
 
 def related(archive: Archive, part: str, meter: Meter) -> Mapping[str, tuple[str, ...]]:
-    """The parts that `part` names, by the last word of the type ("footnotes"); part: "" for the package itself. Only
-    the ones that are there."""
+    """The existing parts that `part` refers to, by the last word of the relationship's type ("footnotes"). part: "" for
+    the package itself."""
     folder, name = posixpath.split(part)
     relationships = posixpath.join(folder, "_rels", f"{name}.rels")
     if relationships in archive.names:
@@ -54,7 +54,7 @@ def related(archive: Archive, part: str, meter: Meter) -> Mapping[str, tuple[str
 
 
 class _Relationships:
-    """Hears which parts a part names."""
+    """A listener for the parts that a part refers to."""
 
     def __init__(self, folder: str) -> None:
         self.found: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""PDFs: the text of their pages, in the order in which it is drawn, a blank line between two pages.
+"""PDFs: the text of their pages, in drawing order, with a blank line between two pages.
 
-Values of form fields and the text of annotations come after the text of their page.
-Ligatures that a font draws as one character become the letters they stand for.
+Values of form fields and the text of annotations come after the text of their page. Ligatures that a font draws as one
+character become the letters they stand for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from triforce_cli.documents.pdf_marks import Marks
 _LIGATURES = str.maketrans(
     {"\ufb00": "ff", "\ufb01": "fi", "\ufb02": "fl", "\ufb03": "ffi", "\ufb04": "ffl", "\ufb05": "st", "\ufb06": "st"}
 )
-_NUM_NAMED = 8  # pages, in a remark
+_NUM_NAMED = 8  # pages listed in a remark
 _FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of a damaged object
-_SHORT = 80  # characters of what the library says
+_SHORT = 80  # characters of the library's message
 
 
 def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, list[str]]:
@@ -62,7 +62,7 @@ def _opened(pypdf: Any, stream: IO[bytes], meter: Meter) -> Any:
         raise UsageError(
             f"{meter.name} is encrypted, and what decrypts it is not installed: pip install cryptography"
         ) from error
-    except Exception as error:  # whatever a damaged file makes the library raise
+    except Exception as error:  # a damaged file can make the library raise any error
         raise _damaged(meter.name, error) from error
     return reader
 
@@ -83,12 +83,12 @@ def _page_text(reader: Any, number: int, meter: Meter) -> str:
         raise
     except Exception as error:
         raise _damaged(f"page {number + 1:,} of {meter.name}", error) from error
-    meter.check()  # the library goes on after errors in what a page draws by name
+    meter.check()  # the library ignores errors within the objects that a page draws
     return _cleaned(str(text))
 
 
 def _marks_text(reader: Any, number: int, marks: Marks, meter: Meter) -> str:
-    """Annotations that are damaged do not keep a page from being read."""
+    """The text of a page's form fields and annotations. Damaged annotations are skipped, and the page is still read."""
     pypdf = library("pypdf", meter.name)
     try:
         return _cleaned(marks.text(reader.pages[number]))
@@ -125,7 +125,7 @@ def _damaged(what: str, error: Exception) -> UsageError:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Hears what the library says of what it left out, in place of the log."""
+    """Collect the library's warnings about skipped content, in place of logging them."""
     heard = _Heard()
     logger = logging.getLogger("pypdf")
     propagates, level = logger.propagate, logger.level

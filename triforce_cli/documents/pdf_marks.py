@@ -1,6 +1,6 @@
-"""What lies on a PDF's page beside its own text: values of form fields, boxes to check, text of annotations.
+"""A PDF page's text outside its content stream: values of form fields, check boxes, text of annotations.
 
-A field's value follows its name; annotations are read where they show text, by their appearance (ISO 32000-2, 12.5).
+A field's value follows its name. An annotation's text is read from its appearance (ISO 32000-2, 12.5).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from triforce_cli.documents.limits import Meter
 
 _UNSEEN = 1 << 1 | 1 << 5  # flags of an annotation: hidden, no view
 _PASSWORD, _RADIO, _BUTTON = 1 << 13, 1 << 15, 1 << 16  # flags of a field
-_IN_A_WINDOW = ("/Text", "/Highlight", "/Underline", "/StrikeOut", "/Squiggly", "/Caret", "/Ink")  # a pop-up's
+_IN_A_WINDOW = ("/Text", "/Highlight", "/Underline", "/StrikeOut", "/Squiggly", "/Caret", "/Ink")  # text in a pop-up
 _NO_TEXT = ("/Link", "/Popup", "/FileAttachment", "/Sound", "/Movie", "/Screen")
-_MOST_PARENTS = 32  # of a field
+_MOST_PARENTS = 32  # of nested fields
 
 
 class Marks:
-    """Reads those of pages. remarks: what of them is not in the text."""
+    """The reader of pages' form fields and annotations. remarks: the kinds of content that were not read."""
 
     def __init__(self, reader: Any, meter: Meter) -> None:
         self._reader, self._meter = reader, meter
@@ -39,7 +39,7 @@ class Marks:
             yield f"layers that are not shown are read as well ({names[:80]})"
 
     def text(self, page: Any) -> str:
-        """Lines in the order of the annotations, "" for none."""
+        """The text as lines, in the order of the annotations; "" for none."""
         found = _found(page, "/Annots")
         lines: list[str] = []
         for each in found or ():
@@ -50,7 +50,7 @@ class Marks:
         return "\n".join(filter(None, lines))
 
     def damaged(self) -> None:
-        """Heard of a page whose annotations the library cannot read."""
+        """Count a page whose annotations cannot be read."""
         self._unread["page with damaged annotations"] += 1
 
     def _line(self, page: Any, annotation: Any) -> str:
@@ -66,9 +66,9 @@ class Marks:
         return self._shown(page, annotation) or (contents if kind == "/FreeText" else "")
 
     def _shown(self, page: Any, annotation: Any) -> str:
-        """The text that its appearance draws."""
+        """The text that the annotation's appearance draws."""
         drawn = _found(_found(annotation, "/AP"), "/N")
-        if drawn is not None and not hasattr(drawn, "get_data"):  # one for each state
+        if drawn is not None and not hasattr(drawn, "get_data"):  # one appearance for each state
             drawn = _found(drawn, str(_found(annotation, "/AS")))
         if drawn is None or not hasattr(drawn, "get_data"):
             return ""
@@ -76,7 +76,7 @@ class Marks:
 
 
 def _field(widget: Any) -> str:
-    """ "name: value" or "☒ name"; "" where its appearance has to say."""
+    """The field as "name: value" or "☒ name"; "" if its appearance has the text."""
     kind, flags, value = _of_field(widget, "/FT"), int(_of_field(widget, "/Ff") or 0), _of_field(widget, "/V")
     name = str(_of_field(widget, "/TU") or _full_name(widget))
     if kind == "/Btn":
@@ -97,7 +97,7 @@ def _box(widget: Any, name: str, value: Any, *, is_radio: bool) -> str:
 
 
 def _of_field(widget: Any, key: str) -> Any:
-    """What a field says itself, or its parent says."""
+    """The entry `key` of a field or of its nearest parent that has it."""
     for field in _with_parents(widget):
         if (found := _found(field, key)) is not None:
             return found
@@ -122,14 +122,14 @@ def _options(widget: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> str:
-    """A string, or a stream of many lines, as text."""
+    """A string, or a stream with a long text, as text."""
     value = value.get_object()
     text = value.get_data().decode("utf-8", "replace") if hasattr(value, "get_data") else str(value)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _found(dictionary: Any, key: str) -> Any:
-    """None where it is not there, or there is no dictionary."""
+    """The entry of a dictionary; None if it is missing or `dictionary` is none."""
     if not hasattr(dictionary, "get"):
         return None
     found = dictionary.get(key)

@@ -1,6 +1,6 @@
-"""Documents as texts: each by the reader of its kind, several below their names.
+"""Documents as texts: each from the reader of its kind, several joined below headings with their names.
 
-A single text file is what its bytes say in UTF-8, as it is. Where one of several cannot be read, none is.
+A single text file is its UTF-8 text, unchanged. If one of several documents cannot be read, none is.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from triforce_cli.inputs import Note
 from triforce_cli.render.text import line_text
 from triforce_cli.utf8 import read_input
 
-SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # with as many, progress is shown
-_PACKED, _UNPACKING = ("Word", "EPUB"), 64  # kinds of archives, and to how many times their size they may unpack
+SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # from these on, progress is shown
+_PACKED, _UNPACKING = ("Word", "EPUB"), 64  # archives; assumed ratio of unpacked to packed size
 _NUM_REMARKS = 8
 
-OnRead = Callable[[str, int, int], None]  # stage, bytes read, of all
+OnRead = Callable[[str, int, int], None]  # stage, bytes read, bytes in all
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A document as text. detail: "12 pages". remarks: what of it is not in the text, or doubtful."""
+    """A document as text. detail: "12 pages". remarks: content that is not in the text, or doubtful."""
 
     source: Source
     kind: str
@@ -48,12 +48,12 @@ class Reading:
 
     @property
     def shown_kind(self) -> str:
-        """ "PDF, 12 pages"."""
+        """The kind with its detail: "PDF, 12 pages"."""
         return f"{self.kind}, {self.detail}" if self.detail else self.kind
 
 
 def read_documents(named: Named, what: str, *, note: Note, on_read: OnRead) -> tuple[Reading, ...]:
-    """All that is named. what: what errors call it. Raises UsageError."""
+    """The named documents as texts. what: their name in errors. Raises UsageError."""
     sources = select(named, note=note)
     total, done = sum(source.num_bytes for source in sources), 0
     unpacked = sum(source.num_bytes * (_UNPACKING if source.kind in _PACKED else 1) for source in sources)
@@ -71,14 +71,14 @@ def read_documents(named: Named, what: str, *, note: Note, on_read: OnRead) -> t
 
 
 def joined(readings: Sequence[Reading]) -> str:
-    """One text as it is; several below headings, with a blank line between."""
+    """The text of one document, unchanged; several below headings, with a blank line between."""
     if len(readings) == 1:
         return readings[0].text
     return "\n".join(f"{heading(reading.name)}\n{_ended(reading.text)}" for reading in readings)
 
 
 def heading(name: str) -> str:
-    """The line above one of several documents."""
+    """The heading of one of several documents."""
     return f"===== {name.encode('unicode_escape').decode() if not name.isprintable() else name} ====="
 
 
@@ -86,7 +86,7 @@ def _read(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
     try:
         if (read := _READERS.get(source.kind or "text")) is not None:
             return read(source, on_part)
-        return Reading(source, "text", read_input(source.path, what, note=note))  # which refuses what is not UTF-8
+        return Reading(source, "text", read_input(source.path, what, note=note))  # raises for text that is not UTF-8
     except UsageError as error:
         if source.is_found:
             raise UsageError(f"{error}; {without(source.name)}") from error
@@ -125,7 +125,7 @@ _READERS: dict[str, Callable[[Source, OnPart], Reading]] = {
 
 
 def _no_part(share: float) -> None:
-    """Few and small documents are read before anybody looks."""
+    """Ignore progress: few and small documents are read at once."""
 
 
 def _part(source: Source, done: int, total: int, on_read: OnRead) -> OnPart:
@@ -133,7 +133,7 @@ def _part(source: Source, done: int, total: int, on_read: OnRead) -> OnPart:
 
 
 def _say(readings: Sequence[Reading], note: Note) -> None:
-    """What is not in the texts, of a few documents."""
+    """Note the readings' remarks, at most _NUM_REMARKS of them."""
     remarks = [
         f"{line_text(reading.name)} ({reading.shown_kind}): {line}" for reading in readings for line in reading.remarks
     ]

@@ -1,4 +1,4 @@
-"""Which files are read where a person names files, patterns and folders, and by which names."""
+"""The files to read among named files, patterns and folders, and the files' names in headings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from triforce_cli.utf8 import PIPED, STDIN, user_path
 
 MOST_FILES = 10_000
 MOST_BYTES = 1 << 30
-NOT = "!"  # begins a pattern of what is left out
+NOT = "!"  # begins a pattern of files to leave out
 
-_PLURAL = {  # of what follows "that"
+_PLURAL = {  # of the words after "that"
     "is no file": "are no files",
     "leads outside": "lead outside",
     "leads to what is left out": "lead to what is left out",
@@ -34,7 +34,7 @@ _WILD = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class Named:
-    """What a person names. include: patterns of the files that are read of a folder, or of what a pattern matches."""
+    """Paths that a person names. include: patterns that select files in folders and among matches of patterns."""
 
     paths: tuple[Path, ...] = ()
     include: tuple[str, ...] = ()
@@ -48,8 +48,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Source:
-    """A file that is read. name: what its heading says. kind: None for what can be read only once, a pipe, and for
-    what is not there. is_found: nobody named it; a folder or a pattern did."""
+    """A file to read. name: as in its heading. kind: None for a pipe, which can be read only once, and for a missing
+    file. is_found: found in a folder or by a pattern, not named itself."""
 
     path: Path
     name: str
@@ -59,8 +59,8 @@ class Source:
 
 
 def select(named: Named, *, note: Note) -> tuple[Source, ...]:
-    """The files in the order in which they are named, those of a folder or a pattern by their paths; each once. Says
-    how many a folder or a pattern has, how large they are and what is left out. Raises UsageError."""
+    """The files to read, each once: in the order of the named paths, and by path within a folder or pattern. Notes say
+    how many files a folder or pattern has, their size, and what is left out. Raises UsageError."""
     sources: dict[str, Source] = {}
     for path in named.paths:
         for source in _sources(path, named.include, note):
@@ -82,9 +82,9 @@ def _sources(path: Path, include: Sequence[str], note: Note) -> Sequence[Source]
 
 
 def _named_file(path: Path) -> Source:
-    """Links are followed: whoever names one means what it leads to."""
+    """The file at a named path; symbolic links are followed."""
     name = path_text(Path(path.name))
-    if not path.is_file():  # a pipe, or nothing: whoever reads it says so
+    if not path.is_file():  # a pipe, or missing: reading it raises the error
         return Source(path, name)
     try:
         _check_size(path_text(path), num_bytes := path.stat().st_size)
@@ -94,7 +94,7 @@ def _named_file(path: Path) -> Source:
 
 
 def _found(asked: Path, root: Path, pattern: Pattern, include: Sequence[str], note: Note) -> list[Source]:
-    """Of what a folder holds or a pattern matches, the files that are read, by their paths."""
+    """The files to read in a folder, or among a pattern's matches, by their paths."""
     left_out: Counter[str] = Counter()
     found: dict[Path, tuple[Path, Source]] = {}
     for entry in Walk(root, pattern, asked=asked).entries():
@@ -116,7 +116,8 @@ def _found(asked: Path, root: Path, pattern: Pattern, include: Sequence[str], no
 
 
 def _is_included(name: str, include: Sequence[str]) -> bool:
-    """Patterns with a slash are of the path from the folder on, others of the file's name alone."""
+    """True if the patterns include the file. Patterns with a slash match the path below the folder, others the file's
+    name."""
     wanted = [pattern for pattern in include if not pattern.startswith(NOT)]
     unwanted = [pattern.removeprefix(NOT) for pattern in include if pattern.startswith(NOT)]
 
@@ -136,7 +137,7 @@ def _source(path: Path, name: str) -> Source:
 
 
 def without(name: str) -> str:
-    """How one of several files is left out."""
+    """The remedy that leaves one of several files out."""
     return f"--include '{NOT}{name}' leaves it out"
 
 
@@ -165,7 +166,7 @@ def _summary(asked: Path, sources: Sequence[Source], left_out: Counter[str]) -> 
 
 
 def _counts(left_out: Counter[str]) -> str:
-    """ "2 binary files, 1 hidden folder"."""
+    """The numbers of entries left out: "2 binary files, 1 hidden folder"."""
     counts = ", ".join(
         f"{number:,} {what if number == 1 else _plural(what)}" for what, number in sorted(left_out.items())
     )
@@ -179,7 +180,7 @@ def _plural(what: str) -> str:
 
 
 def _told_apart(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    """Files of one name get their paths as names."""
+    """The sources, with paths as names for files that share a name."""
     times = Counter(source.name for source in sources)
     return tuple(
         source if times[source.name] == 1 else replace(source, name=path_text(source.path)) for source in sources

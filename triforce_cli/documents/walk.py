@@ -1,4 +1,5 @@
-"""What is below a folder and matches a pattern: each real folder once, and links only where they stay inside."""
+"""A walk through the files below a folder that match a pattern: each real folder once, and symbolic links only if they
+stay inside."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from offload.errors import UsageError
 from offload.interrupts import poll
 from triforce_cli.render.text import counted, path_text
 
-MOST_ENTRIES = 200_000  # of a folder and all below it, that are looked at
+MOST_ENTRIES = 200_000  # to examine below a folder
 PASSED_OVER = frozenset(("node_modules", "__pycache__"))
 OUTWARD = "link that leads outside"
 UNREADABLE = "folder that cannot be read"
@@ -24,8 +25,8 @@ Places = frozenset[int]
 
 @dataclass(frozen=True)
 class Entry:
-    """path: below the folder that was named. real: the same without links below that folder, which is what should be
-    opened. why: it is left out; "" where it is a file to read."""
+    """A file or folder in a walk. path: below the named folder. real: the same path without symbolic links below that
+    folder, the one to open. why: the reason to leave it out; "" for a file to read."""
 
     path: Path
     real: Path
@@ -33,10 +34,11 @@ class Entry:
 
 
 class Pattern:
-    """Of paths below a folder, part by part; `**` is any number of folders. Hidden names match only where a part begins
-    with a dot.
+    """A pattern of paths below a folder, part by part; `**` is any number of folders. Hidden names match only parts
+    that begin with a dot.
 
-    A path is matched name by name. In between the pattern is at some of its places: before these parts.
+    A path is matched name by name. The state of a partial match is a set of places: indices of the parts that may come
+    next.
     """
 
     def __init__(self, parts: Sequence[str] = ("**",)) -> None:
@@ -44,7 +46,7 @@ class Pattern:
         self.start = self._closed({0})
 
     def after(self, places: Places, name: str, *, hidden: bool = False) -> Places:
-        """The places behind `name`. hidden: hidden names match like others."""
+        """The places after `name`. hidden: hidden names match like others."""
         hides = name.startswith(".") and not hidden
         found = set[int]()
         for place in places - {len(self._parts)}:
@@ -56,15 +58,15 @@ class Pattern:
         return self._closed(found)
 
     def is_whole(self, places: Places) -> bool:
-        """Is what is matched so far all of the pattern?"""
+        """True if the names so far match the whole pattern."""
         return len(self._parts) in places
 
     def goes_on(self, places: Places) -> bool:
-        """Can something below match?"""
+        """True if an entry further below can match."""
         return bool(places - {len(self._parts)})
 
     def _closed(self, places: set[int]) -> Places:
-        """With those behind a `**`, which may be no folder at all."""
+        """The places, with the one after each `**`, which may match no folder at all."""
         for place, part in enumerate(self._parts):
             if place in places and part == "**":
                 places.add(place + 1)
@@ -72,18 +74,18 @@ class Pattern:
 
 
 class Walk:
-    """Through all below `root`. asked: what the person named, for errors."""
+    """A walk through the entries below `root`. asked: the path that the person named, for errors."""
 
     def __init__(self, root: Path, pattern: Pattern, *, asked: Path) -> None:
         self._pattern, self._real_root, self._asked = pattern, Path(os.path.realpath(root)), asked
         self._num_entries = 0
         self._visited = set[tuple[int, int, Places]]()
-        self._folders = [(root, root, pattern.start)]  # path, the same without links, places
+        self._folders = [(root, root, pattern.start)]  # path, the same without symbolic links, places
         self._links = deque[tuple[Path, Places]]()
 
     def entries(self) -> Iterator[Entry]:
-        """What matches, also where it is left out: first what no link leads to. Raises UsageError past the limit of
-        entries."""
+        """The matching entries, also those left out; entries behind symbolic links come last. Raises UsageError past
+        the limit of entries."""
         while self._folders or self._links:
             poll()
             if self._folders:
@@ -95,7 +97,7 @@ class Walk:
         try:
             listed = self._listed(real, places)
         except OSError as error:
-            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it was there a moment ago
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # those were removed during the walk
                 yield Entry(folder, real, UNREADABLE)
             return
         for found in listed:
@@ -112,7 +114,7 @@ class Walk:
                 yield _file(path, real / found.name, is_file=found.is_file(follow_symlinks=False))
 
     def _folder(self, path: Path, real: Path, places: Places) -> Iterator[Entry]:
-        """Remembers it, unless it is left out."""
+        """Add a folder to the walk, or yield it with the reason to leave it out."""
         why = ""
         if not self._pattern.goes_on(places):
             why = "folder"
@@ -124,7 +126,7 @@ class Walk:
             yield Entry(path, real, why)
 
     def _followed(self, link: Path, places: Places) -> Iterator[Entry]:
-        """What a link leads to, where that is inside."""
+        """The target of a symbolic link, if it is inside."""
         real = Path(os.path.realpath(link))
         try:
             found = link.stat()
@@ -146,11 +148,11 @@ class Walk:
             yield from self._folder(link, real, places)
 
     def _concerns(self, places: Places, is_folder: bool) -> bool:
-        """Does the pattern match it, or maybe what is in it?"""
+        """True if the pattern matches the entry, or may match an entry below it."""
         return self._pattern.is_whole(places) or (is_folder and self._pattern.goes_on(places))
 
     def _listed(self, folder: Path, places: Places) -> Sequence[os.DirEntry[str]]:
-        """What is in a folder, by name; nothing where that was visited. Raises OSError."""
+        """The entries of a folder, by name; none if it was visited with the same places. Raises OSError."""
         status = folder.stat()
         key = (status.st_dev, status.st_ino, places)
         if key in self._visited:

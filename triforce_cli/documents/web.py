@@ -1,6 +1,7 @@
-"""Web pages: their main text, without navigation, margins and comments, or all that is to be seen.
+"""Web pages: their main text, without navigation, margins and comments, or all visible text.
 
-Paragraphs, headings and code are blocks, items of lists begin with a dash, cells of a table's row are between bars.
+Paragraphs, headings and code are blocks, items of lists begin with a dash, cells of a table's row are separated by
+bars.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _UNSEEN = _words(
     "dialog"
 )
 _MARGINS = frozenset(("nav", "aside"))
-_ENDS = frozenset(("header", "footer"))  # margins of a page; an article's own belong to it
+_ENDS = frozenset(("header", "footer"))  # margins of a page; within an article they are content
 _MARGIN_ROLES = _words("navigation banner contentinfo complementary search dialog")
 _MARGIN_NAMES = _words(
     "comments comment-list disqus_thread sidebar breadcrumb breadcrumbs cookie-banner cookies related related-articles "
@@ -37,20 +38,20 @@ _BLOCKS = _words(
     "h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre section summary table tbody td tfoot th thead title "
     "tr ul"
 )
-_TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # by their tags
+_TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # they change the state
 _HIDDEN_STYLE = re.compile(
     r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)"
     r"|(?:font-size|opacity)\s*:\s*0(?:\.0*)?(?:px|pt|r?em|%)?\s*(?:[;!]|$)",
     re.IGNORECASE,
 )
-_LEAST_SHARE = 3  # the main text is at least 1/3 of what is to be seen
+_LEAST_SHARE = 3  # the main text is at least 1/3 of the visible text
 
 
 class _Place(NamedTuple):
-    """Where in the page something stands."""
+    """The state of an element: its visibility and its role in the page."""
 
     is_unseen: bool = False
-    is_hidden: bool = False  # by an attribute, where it would be seen without
+    is_hidden: bool = False  # by an attribute
     is_margin: bool = False
     is_main: bool = False
     is_inner: bool = False  # in an article, or in the main element
@@ -60,8 +61,8 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """Of all that is to be seen. chosen: what of it is its main text, or all of it. num_hidden: characters that the
-    page hides."""
+    """The visible blocks of a page. chosen: its main text, or all blocks. num_hidden: characters that the page
+    hides."""
 
     blocks: tuple[Block, ...]
     chosen: tuple[Block, ...]
@@ -76,7 +77,7 @@ class Page:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was left out, or why nothing was; none where the page has nothing else."""
+        """Remarks on text that was left out, or on why none was; empty if the page has no other text."""
         return tuple(filter(None, (self._margins, hidden(self.num_hidden))))
 
     @property
@@ -90,8 +91,8 @@ class Page:
 
 
 def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[str, ...]]:
-    """(text, remarks) of a web page. num_bytes: of the file, of which `data` may be a beginning that is too long.
-    Raises UsageError."""
+    """(text, remarks) of a web page. num_bytes: the file's size, which may exceed `data` past the limit. Raises
+    UsageError."""
     meter.markup(max(len(data), num_bytes))
     page = Page.of(*visible_blocks(decoded(data, meter), meter))
     if not page.chosen:
@@ -103,25 +104,25 @@ def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[
 
 
 def hidden(num_characters: int) -> str:
-    """The remark on text that the page hides, "" where there is none."""
+    """The remark on text that the page hides; "" if there is none."""
     return f"{num_characters:,} hidden characters are left out" if num_characters else ""
 
 
 def visible_blocks(text: str, meter: Meter) -> tuple[tuple[Block, ...], int]:
-    """(all that is to be seen, in document order; number of hidden characters). Raises UsageError."""
+    """(all visible blocks, in document order; number of hidden characters). Raises UsageError."""
     listener = _Listener()
     parse(meter.pieces(text.encode("utf-8")), "html", listener, meter)
     return listener.finished(), listener.num_hidden
 
 
 class _Listener:
-    """Makes blocks of elements."""
+    """A listener that makes blocks of elements."""
 
     def __init__(self) -> None:
         self._places = [_Place()]
         self._pieces: list[str] = []
         self._prefix = ""  # of the next block: a dash
-        self._rows: list[list[list[Block]]] = []  # of the tables that are open, the innermost last: blocks by cell
+        self._rows: list[list[list[Block]]] = []  # blocks by cell in the open rows, the innermost last
         self._blocks: list[Block] = []
         self.num_hidden = 0
 
@@ -172,7 +173,8 @@ class _Listener:
         self._prefix = ""
 
     def _end_row(self, cells: list[list[Block]]) -> None:
-        """A line, or where a cell holds more than one block, as in a table that lays out a page, these blocks."""
+        """Add the row as one line. If a cell has more than one block, as in a table for layout, add the blocks
+        instead."""
         blocks = [block for cell in cells for block in cell]
         if not blocks or max(map(len, cells)) > 1 or any("\n" in block.text for block in blocks):
             for block in blocks:
@@ -182,7 +184,7 @@ class _Listener:
         self._add(replace(blocks[0], text=line.rstrip(), group="table"))
 
     def _add(self, block: Block) -> None:
-        """To the cell that is open, if there is one."""
+        """Add a block to the open cell, or to the page if no cell is open."""
         if self._rows and self._rows[-1]:
             self._rows[-1][-1].append(block)
         else:
@@ -190,7 +192,7 @@ class _Listener:
 
 
 def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
-    """Of what is inside this element."""
+    """The state inside an element."""
     if not attributes and tag not in _TOLD:
         return place
     role = attributes.get("role", "").lower()

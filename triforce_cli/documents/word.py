@@ -1,6 +1,6 @@
 """Word documents (.docx): paragraphs, items of lists and rows of tables in reading order, then foot- and endnotes.
 
-Headers, footers, comments, charts and diagrams are not read; a remark says that they are there.
+Headers, footers, comments, charts and diagrams are not read; a remark names them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARGINS = ("header", "footer")
 
 
 def read_word(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[str, ...]]:
-    """(text, remarks). Raises UsageError. Memory: that of the text."""
+    """(text, remarks). Raises UsageError. Peak memory: the size of the text."""
     with path.open("rb") as stream:
         archive = Archive(stream, meter)
         main = main_part(archive, meter)

@@ -1,7 +1,7 @@
-"""The text of a Word document's part: what a reader of the page sees of it.
+"""The visible text of a Word document's part.
 
-Deleted and hidden text is left out, inserted text is read. A field is its result, a box to check is ☒ or ☐. Items of
-lists begin with a dash, cells of a table's row are between bars.
+Deleted and hidden text is left out, inserted text is read. A field is its result, a check box is ☒ or ☐. Items of lists
+begin with a dash, cells of a table's row are separated by bars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GONE = ("del", "moveFrom")  # tracked changes: deleted, and moved to another pl
 _LEFT_OUT = frozenset((*_GONE, "pPrChange", "rPrChange", "sectPrChange", "tblPrChange", "numberingChange"))
 _UNREAD = {"chart": "chart", "relIds": "diagram", "altChunk": "embedded document", "commentReference": "comment"}
 _BOXES = {True: "☒", False: "☐"}
-_SYMBOLS = {  # fonts of symbols: by their codes
+_SYMBOLS = {  # symbol fonts: characters by code
     "wingdings": dict(zip(b"\x6c\x6e\x6f\x71\x9f\xa7\xa8\xfb\xfc\xfd\xfe", "●■□❑•▪◻✗✔☒☑", strict=True)),
     "wingdings 2": dict(zip(b"\x4f\x50\x51\x52\x53\x54\xa3", "✗✓☒☑☒☒☐", strict=True)),
     "symbol": dict(
@@ -37,13 +37,13 @@ _DEEPEST_LIST = 8
 class _Paragraph:
     pieces: list[str] = field(default_factory=list)
     style: str = ""
-    level: int | None = None  # of a list
-    is_joined: bool = False  # with the next one: its mark is deleted, or hidden
+    level: int | None = None  # in a list
+    is_joined: bool = False  # joined with the next one: its paragraph mark is deleted or hidden
 
 
 @dataclass
 class _Run:
-    """is_hidden: None, as the styles say."""
+    """A run of text. is_hidden: None if its styles decide."""
 
     style: str = ""
     is_hidden: bool | None = None
@@ -66,22 +66,22 @@ _HEX = re.compile("[0-9A-Fa-f]{1,8}")
 
 
 class Body:
-    """Hears parts; paragraphs of a text box come before the one that holds it."""
+    """A listener that writes the text of parts. Paragraphs of a text box come before the paragraph that contains it."""
 
     def __init__(self, styles: Styles) -> None:
         self._writer, self._styles = Writer(), styles
-        self._path: list[str] = []  # names of the elements that are open
-        self._num_skipped = 0  # of them, inside one that is left out
-        self._branches: list[int] = []  # that were met, of alternatives that are open
+        self._path: list[str] = []  # names of the open elements
+        self._num_skipped = 0  # open elements inside one that is left out
+        self._branches: list[int] = []  # number of branches so far, for each open alternative
         self._paragraphs: list[_Paragraph] = []
         self._runs: list[_Run] = []
         self._tables: list[_Table] = []
-        self._carried: list[str] = []  # of a paragraph that is joined with the next one
-        self._fields: list[bool] = []  # that are open: is it the result that is being heard?
-        self._box: bool | None = None  # a form's
-        self._controls: list[bool | None] = []  # content controls that are open: is a box checked?
+        self._carried: list[str] = []  # pieces of a paragraph that is joined with the next one
+        self._fields: list[bool] = []  # for each open field: True in its result
+        self._box: bool | None = None  # check box of a form
+        self._controls: list[bool | None] = []  # for each open content control: True if its box is checked
         self._choice = _Choice()
-        self._mark = ""  # of a field: begin, separate or end
+        self._mark = ""  # last mark of a field: begin, separate or end
         self._unread: Counter[str] = Counter()
         self._num_hidden = self._num_unended = 0
 
@@ -100,7 +100,7 @@ class Body:
         return tuple(filter(None, lines))
 
     def end_part(self) -> None:
-        """What was left open by a part does not reach the next one."""
+        """Close what a part has left open, so that it does not affect the next part."""
         self._end_joined()
         if all(self._fields):
             self._num_unended = 0
@@ -162,13 +162,13 @@ class Body:
     def _is_left_out(self, name: str) -> bool:
         if name in ("Choice", "Fallback") and self._branches:
             self._branches[-1] += 1
-            return self._branches[-1] > 1  # the same once more, for another program
+            return self._branches[-1] > 1  # another version of the same content
         if name in _GONE and self._path[-2:] == ["pPr", "rPr"] and self._paragraphs:
             self._paragraphs[-1].is_joined = True
         return name in _LEFT_OUT
 
     def _part(self, name: str, attributes: Attributes) -> None:
-        """Of a paragraph, a run or a field."""
+        """Handle an element of a paragraph, a run or a field."""
         within = self._path[-1] if self._path else ""
         if name in _UNREAD:
             self._unread[_UNREAD[name]] += 1
@@ -190,7 +190,7 @@ class Body:
             self._mark = value(attributes, "fldCharType")
 
     def _property(self, name: str, attributes: Attributes) -> None:
-        """How a run looks, or the mark at a paragraph's end."""
+        """Handle a property of a run, or of the mark at a paragraph's end."""
         owner = self._path[-2] if len(self._path) > 1 else ""
         if owner == "r" and name == "rStyle":
             self._runs[-1].style = value(attributes, "val")
@@ -227,7 +227,7 @@ class Body:
         elif name == "ilvl":
             level = value(attributes, "val")
             paragraph.level = min(int(level), _DEEPEST_LIST) if level.isdecimal() and len(level) < 3 else 0
-        elif name == "numId" and value(attributes, "val") == "0":  # a style's list, taken off again
+        elif name == "numId" and value(attributes, "val") == "0":  # removes the list of the style
             paragraph.level = None
 
     def _end_field_mark(self) -> None:
@@ -240,7 +240,7 @@ class Body:
             self._num_unended = self._num_unended if self._fields else 0
 
     def _symbol(self, font: str, code: str) -> str:
-        """In a control that is a box to check, whatever its font has for it, the box."""
+        """The character of a symbol font; in a check box control, the box, whatever the font's character."""
         if self._controls and self._controls[-1] is not None:
             return _BOXES[self._controls[-1]]
         found = _SYMBOLS.get(font.lower(), {}).get(int(code, 16) & 0xFF, "") if _HEX.fullmatch(code) else ""
@@ -249,10 +249,10 @@ class Body:
         return found
 
     def _write(self, text: str) -> None:
-        """To the paragraph, where it is to be seen."""
+        """Add text to the paragraph if it is visible."""
         if not self._paragraphs:
             return
-        if not all(self._fields):  # a part of an instruction
+        if not all(self._fields):  # a field's instruction
             self._num_unended += len(text)
         elif self._is_hidden():
             self._num_hidden += len(text)
@@ -281,12 +281,12 @@ class Body:
             self._writer.add(Block(text, group))
 
     def _end_joined(self) -> None:
-        """A paragraph that has no next one."""
+        """End a joined paragraph that has no next one."""
         pieces, self._carried = self._carried, []
         self._end_paragraph(_Paragraph(pieces))
 
     def _end_table(self, table: _Table) -> None:
-        """Rows as lines; those of a table in a cell are that cell's."""
+        """Write the rows as lines; the lines of a nested table go to its cell."""
         lines = [CELL_GAP.join(" ".join(" ".join(cell).split()) for cell in row).rstrip() for row in table.rows]
         lines = [line for line in lines if line.strip(CELL_GAP)]
         if self._tables and self._tables[-1].rows and self._tables[-1].rows[-1]:

@@ -1,4 +1,4 @@
-"""Styles of a Word document: which make a paragraph an item of a list, and which hide text."""
+"""Styles of a Word document: the ones that make list items or hide text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 from triforce_cli.documents.markup import Attributes, local
 
-_NOT_ITS_OWN = ("tblStylePr", "pPrChange", "rPrChange")  # of parts of a table; as it was before a tracked change
+_NOT_ITS_OWN = ("tblStylePr", "pPrChange", "rPrChange")  # for parts of a table; from before a tracked change
 
 
 @dataclass
 class _Style:
-    """None: what the style that it is based on says."""
+    """A style. None: as in the style that it is based on."""
 
     based_on: str = ""
     is_list: bool | None = None
@@ -20,12 +20,12 @@ class _Style:
 
 
 class Styles:
-    """Hears the part with the styles."""
+    """A listener for the styles part."""
 
     def __init__(self) -> None:
         self._styles: dict[str, _Style] = {}
         self._open = _Style()
-        self._default = ""  # of paragraphs without one
+        self._default = ""  # style of paragraphs without one
         self._num_skipped = 0
 
     def start(self, tag: str, attributes: Attributes) -> None:
@@ -55,7 +55,8 @@ class Styles:
         return self._says(paragraph or self._default, "is_list")
 
     def is_hidden(self, paragraph: str, run: str) -> bool:
-        """Of text whose paragraph and run have the styles: one that hides undoes another (ECMA-376, 17.7.3)."""
+        """True for hidden text, from the styles of its paragraph and run: two that hide cancel out (ECMA-376,
+        17.7.3)."""
         return self._says(paragraph or self._default, "is_hidden") != self._says(run, "is_hidden")
 
     def _says(self, name: str, what: Literal["is_list", "is_hidden"]) -> bool:
@@ -71,10 +72,10 @@ class Styles:
 
 
 def value(attributes: Attributes, name: str) -> str:
-    """Of an attribute in whatever namespace, "" for none."""
+    """The value of an attribute in any namespace, "" for none."""
     return next((value for key, value in attributes.items() if local(key) == name), "")
 
 
 def is_on(attributes: Attributes) -> bool:
-    """Of a switch, which says yes where it has no value."""
+    """True if a switch is on; without a value it is."""
     return value(attributes, "val") not in ("0", "false", "off")

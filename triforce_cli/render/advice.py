@@ -1,4 +1,4 @@
-"""Advice from the results of `triforce doctor`. Each line: a finding, then the remedy."""
+"""Advice from the results of `triforce doctor`. Each line is a finding and its remedy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from offload.bench.diagnosis import Diagnosis, Gpu
     from offload.plan.machine import Pcie
 
-REAL_SHARE = 0.6  # of what a PCIe link carries on paper, good copies reach more than this
-TOGETHER_SHARE = 0.8  # of the sum of the GPUs alone; less than this, and they share something
-MEMORY_SHARE = 0.8  # of what the CPU reads; all links together reach more than this where memory is the limit
-FREE_SHARE = 0.85  # of a GPU's memory; less is free when others use it, too
+REAL_SHARE = 0.6  # of a PCIe link's nominal rate; good copies exceed it
+TOGETHER_SHARE = 0.8  # of the GPUs' rates alone, summed; below it, they share a bottleneck
+MEMORY_SHARE = 0.8  # of the CPU's read rate; if memory is the limit, all links together exceed it
+FREE_SHARE = 0.85  # of a GPU's memory; less is free if other programs use it
 
 
 def advice(diagnosis: Diagnosis) -> list[str]:
@@ -129,7 +129,7 @@ def _processor(diagnosis: Diagnosis) -> Iterator[str]:
         yield "bf16 is not fast on this CPU: on it, fp32 is used"
     elif cpu.bf16_flops < cpu.fp32_flops:
         yield "bf16 products are slower than fp32 ones on this CPU: on it, try --dtype fp32"
-    if cpu.num_threads < diagnosis.machine.num_cores // 2:  # cores may be counted twice, as hyper-threads
+    if cpu.num_threads < diagnosis.machine.num_cores // 2:  # hyper-threads may count each core twice
         yield (
             f"torch uses {cpu.num_threads} of {diagnosis.machine.num_cores} cores: unset OMP_NUM_THREADS, "
             "or set it to the number of physical cores"

@@ -1,4 +1,4 @@
-"""Results of `triforce bench` as text and as JSON: pure functions."""
+"""Results of `triforce bench` as text and as JSON. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Cell = Callable[["Comparison"], str]
 
 
 def report(comparisons: Sequence[Comparison], *, width: int) -> str:
-    """A table with a column for each context, in as many parts as `width` needs, and what to know about it."""
+    """A table with a column for each context, split into as many parts as `width` needs, and remarks on it."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     count = (width - LABEL_WIDTH) // COLUMN_WIDTH
     parts = [comparisons[first : first + count] for first in range(0, len(comparisons), count)]
@@ -33,9 +33,9 @@ def report(comparisons: Sequence[Comparison], *, width: int) -> str:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """The JSON of one context. ratios: the time of each way over that of TriForce.
-    first_difference_from_plain: the token, from 0, or null where all are the same; null for all of a sampled text.
-    other: the other program's setting, and all that were tried; null where there is none."""
+    """The JSON of one context. ratios: each way's time over TriForce's. first_difference_from_plain: the index of the
+    token, from 0, or null if all are the same or the text is sampled. other: the other program's setting and all those
+    tried, or null."""
     others = [way for way in comparison.ways if way != TRIFORCE]
     return {
         "context": comparison.plan.request.capacity,
@@ -84,7 +84,7 @@ def trial_line(trial: Trial, program: str, tried: Setting) -> str:
 
 
 def summary_line(comparison: Comparison) -> str:
-    """One context in a line, as soon as it is finished."""
+    """The line of one context, printed when it is finished."""
     found = ", ".join(f"{NAMES[way]} {significant(comparison.milliseconds(way).median)}" for way in comparison.ways)
     return f"{comparison.plan.request.capacity:,} tokens: {found} ms/token"
 
@@ -96,7 +96,7 @@ def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _rows(ways: Sequence[str]) -> Iterator[tuple[str, Cell]]:
-    """(label, cell of a context)"""
+    """Yield (label, function from a comparison to a cell) of each row."""
     yield "context", lambda found: f"{found.plan.request.capacity:,}"
     yield "prefill, tokens/s", lambda found: significant(found.prefill_rates.get(PLAIN))
     if TRANSFORMERS in ways:
@@ -124,7 +124,7 @@ def _ratio(way: str) -> Callable[[Comparison], Spread]:
 
 
 def _spread(label: str, of: Callable[[Comparison], Spread], unit: str = "") -> Iterator[tuple[str, Cell]]:
-    """Two lines: the median, and below it the least and the most."""
+    """Yield two lines: the median, and below it minimum and maximum."""
     yield label, lambda found: significant(of(found).median) + unit
     yield "", lambda found: f"{significant(of(found).least)}-{significant(of(found).most)}"
 
@@ -152,7 +152,8 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _settings(comparison: Comparison) -> Iterator[str]:
-    """The other program's setting, and beside it what the others would have taken: a reader can check the choice."""
+    """Yield the lines on the other program's setting, and the times of the settings not chosen, so that a reader can
+    check the choice."""
     if not comparison.tried:
         return
     best, name = fastest(comparison.tried), NAMES[TRANSFORMERS]
@@ -164,7 +165,7 @@ def _settings(comparison: Comparison) -> Iterator[str]:
 
 
 def _took(trial: Tried) -> str:
-    """Two columns."""
+    """Two columns: the times of a tried setting."""
     if trial.error is not None:
         return f"{'failed':>16}"
     return f"{significant(trial.milliseconds_per_token):>8}{significant(trial.first_token_seconds):>8}"

@@ -1,4 +1,4 @@
-"""The text that a chat shows besides the replies: pure functions."""
+"""The text that a chat shows besides the replies. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.formats import Part
 
-NUM_OFFERED = 4  # documents
+NUM_OFFERED = 4  # documents named in one note
 _SHOWN_REPLY = 600  # characters
 
 
 @dataclass(frozen=True)
 class Drop:
-    """What /drop takes: a document's name, or how many of the oldest turns; num_turns: 0 for a document. num_tokens: of
-    context that are free then."""
+    """A choice for /drop: a document's name, or a number of oldest turns; num_turns: 0 for a document. num_tokens: of
+    context that it frees."""
 
     argument: str
     num_turns: int
@@ -39,7 +39,7 @@ class Drop:
 
 
 def room(used: int, limit: int) -> str:
-    """ "1,234 of 8,192 tokens of context used, 6,958 left"."""
+    """The use of the context: "1,234 of 8,192 tokens of context used, 6,958 left"."""
     if used > limit:
         return f"all {limit:,} tokens of context used, {used - limit:,} more are needed"
     return f"{used:,} of {limit:,} tokens of context used, {limit - used:,} left"
@@ -80,7 +80,7 @@ def status(used: int, limit: int, stats: Stats | None, ahead: BackgroundWork, wi
 
 
 def documents_added(rows: Sequence[tuple[tuple[str, str], int]], used: int, limit: int) -> Iterator[str]:
-    """A line for each of a few documents: ((name, kind), tokens); in the last one the room that is left."""
+    """Yield a line for each of a few documents: ((name, kind), tokens). The last line has the room that is left."""
     names = [line_text(f"{name}, {kind}" if kind else name) for (name, kind), _ in rows]
     lines = [f"{name}: {count:,} tokens" for name, (_, count) in zip(names, rows, strict=True)]
     if len(lines) > NUM_OFFERED:
@@ -99,13 +99,14 @@ def nearly_full(used: int, limit: int, drops: Sequence[Drop]) -> str:
 
 
 def cited(citations: Sequence[Citation]) -> str:
-    """The passages of documents that an answer attended to most, a line each, or that there are none."""
+    """The passages of documents with the most attention mass, a line each, or a note that there are none."""
     lines = [f"[{number}] {citation}" for number, citation in enumerate(citations, start=1)]
     return "\n".join(lines) or "no passage of a document is among those that the answer attended to most"
 
 
 def cut_short(max_tokens: int | None, constraint: Constraint | None) -> str:
-    """The note on a reply that was cut short. None: the context is full. constraint: that it has to follow."""
+    """The note on a reply that was cut short. max_tokens: its limit; None: the context is full. constraint: one that
+    the reply has to follow."""
     limit = None if max_tokens is None else f"max-tokens {max_tokens}"
     remedy = "/drop makes room" if max_tokens is None else f"/set max-tokens {2 * max_tokens} and /regen"
     if constraint is not None:
@@ -114,7 +115,7 @@ def cut_short(max_tokens: int | None, constraint: Constraint | None) -> str:
 
 
 def parts_table(parts: Sequence[Part], used: int, limit: int) -> str:
-    """A table of the tokens of each part, and of those left."""
+    """A table of the tokens of each part, and of the tokens left."""
     rows = [(_name(part), f"{part.num_tokens:,}") for part in parts]
     rest = ("left", f"{limit - used:,}") if used <= limit else ("too many", f"{used - limit:,}")
     rows += [("", ""), ("all of it", f"{used:,}"), rest]
@@ -134,7 +135,7 @@ def commands(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _offer(drops: Sequence[Drop]) -> str:
-    """A line that says what can be dropped to make room."""
+    """The line on what can be dropped to make room."""
     if not drops:
         return "begin anew with /clear, or with a larger --context where the model has one"
     return f"{', '.join(map(str, drops))}; /tokens shows all of it, /clear begins anew"

@@ -1,4 +1,4 @@
-"""Settings and their origins as text: pure functions."""
+"""Settings and their origins as text. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triforce_cli.render.text import NOTHING
 
 @dataclass(frozen=True)
 class Setting:
-    """An option's value without the command line, its origin, and the commands for which it holds."""
+    """An option's value without the command line, its origin, and its commands."""
 
     name: str
     value: Any
@@ -31,7 +31,7 @@ def merged(settings: Sequence[Setting]) -> tuple[Setting, ...]:
 
 
 def table(settings: Sequence[Setting]) -> str:
-    """A line per setting; commands are named if an option differs between them."""
+    """A line per setting, with the commands if they differ in it."""
     names = [setting.name for setting in settings]
     widths = max(map(len, names)), max(len(_shown(setting.value)) for setting in settings)
     return "".join(f"{line}\n" for line in _lines(settings, widths, {name for name in names if names.count(name) > 1}))

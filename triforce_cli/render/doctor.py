@@ -1,4 +1,4 @@
-"""The report of `triforce doctor`: sections of short lines that fit any terminal, and the same as one JSON object."""
+"""The report of `triforce doctor`: sections of short lines that fit any terminal, and the report as one JSON object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = tuple[str, str]
 
 
 def report(diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Expectation], *, width: int) -> str:
-    """The whole text, no line of it longer than `width` columns (40 at least)."""
+    """The whole text, with no line longer than `width` columns (40 at least)."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     sections = [
         ("machine", _machine(diagnosis)),
@@ -55,13 +55,13 @@ def document(
 
 
 def failure(checks: Sequence[Check]) -> str:
-    """The line that says which checks failed; "" where none did."""
+    """The line that names the failed checks; "" if none failed."""
     failed = [f"{check.device}: {check.name}" for check in checks if not check.passed]
     return f"{len(failed)} of {len(checks)} checks failed: {'; '.join(failed)}" if failed else ""
 
 
 def kept(record: Record) -> str:
-    """The line that says where the measured rates went."""
+    """The line with the place of the stored rates."""
     if record.problem:
         return (
             f"rates not kept for the planner: {record.path} cannot be written ({record.problem}); "
@@ -135,7 +135,7 @@ def _together(diagnosis: Diagnosis) -> Iterator[Row]:
 
 
 def _checked(checks: Sequence[Check], device: str) -> list[Row]:
-    """What held, a row for each kind; and each check that failed."""
+    """The passed checks, a row for each kind, and each failed check."""
     kinds: dict[str, list[Check]] = {}
     for check in checks:
         if check.device == device:
@@ -151,7 +151,7 @@ def _held(checks: Sequence[Check]) -> str:
 
 
 def software_rows(software: Software, driver: Driver | None) -> list[Row]:
-    """Rows of the installed libraries, and of those that run."""
+    """Rows of the installed libraries and of those in use."""
     cuda = "no CUDA" if software.torch_cuda is None else f"CUDA {software.torch_cuda}"
     kernels = f"{software.kernels}, for the CPU" if software.kernels else f"none: {software.kernels_problem}"
     unused = software.flash_attn and "flash-attn" not in software.attention
@@ -169,7 +169,7 @@ def _expectation(expectation: Expectation) -> Row:
     label = f"{expectation.model} {expectation.context // 1024}K"
     if expectation.plan is not None:
         return label, _prediction(expectation.plan)
-    _, needs, amounts = expectation.problem.partition("needs ")  # before it, what the label says
+    _, needs, amounts = expectation.problem.partition("needs ")  # the text before it repeats the label
     return label, f"does not fit: {needs}{amounts}" if needs else expectation.problem
 
 

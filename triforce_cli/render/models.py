@@ -1,4 +1,4 @@
-"""Models as a table and as JSON objects, and what a pull says: pure functions."""
+"""Models as a table and as JSON objects, and the messages of a pull. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Line:
 
 
 def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
-    """One line per model, below it why it cannot be used, and its draft where there is no room beside; then the names
-    that can be pulled."""
+    """One line per model; below it the reason if it cannot be used, and its draft if there is no room beside it. Then
+    the names of models that can be pulled."""
     rows = [("name", "on disk", "params", "context", "KV/token", "fits here", "draft"), *map(_cells, lines)]
     columns = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     has_room = sum(columns) + 2 * (len(columns) - 1) <= width
@@ -49,7 +49,7 @@ def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
 
 
 def families(known: Sequence[Family | Wrapper]) -> str:
-    """One line a family: the model_type of its config.json, its models, and what of these is refused."""
+    """One line per family: the model_type of its config.json, its models, and which of them are refused."""
     longest = max(len(each.name) for each in known)
     return "".join(
         f"{each.name.ljust(longest)}  {each.about}{f'; not: {each.refuses}' if each.refuses else ''}\n"
@@ -58,7 +58,7 @@ def families(known: Sequence[Family | Wrapper]) -> str:
 
 
 def families_table(known: Sequence[Family | Wrapper]) -> str:
-    """The same as a table of docs/models.md."""
+    """The families as a table of docs/models.md."""
     rows = [f"| `{each.name}` | {each.about} | {each.refuses or '-'} |" for each in known]
     return "\n".join(["| model_type | models | refused |", "|---|---|---|", *rows]) + "\n"
 
@@ -110,7 +110,7 @@ def next_command(plan: PullPlan, *, config_only: bool) -> str:
 
 
 def pulled_document(plan: PullPlan) -> dict[str, Any]:
-    """The JSON of `pull --json`. bytes: of all files on the hub; fetched_bytes: of those that were missing here."""
+    """The JSON of `pull --json`. bytes: of all files on the hub; fetched_bytes: of the files that were missing here."""
     listing = plan.listing
     return {
         "repository": listing.repository,
@@ -160,7 +160,7 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def _parameters(count: int) -> str:
-    """13.0 B, 135 M, 960 k."""
+    """A number of parameters: 13.0 B, 135 M, 960 k."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{significant(count / unit)} {name}"

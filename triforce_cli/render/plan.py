@@ -1,4 +1,4 @@
-"""A plan as tables and as JSON: pure functions."""
+"""A plan as tables and as JSON. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from offload.plan.request import Request
     from offload.plan.what_if import Case, WhatIf
 
-_BAR, _BESIDE_BAR = 40, 21  # columns: of the bar, of what stands beside it
+_BAR, _BESIDE_BAR = 40, 21  # columns of the bar, and of the text beside it
 _LEAST_BAR = 10
-_PURPOSE = 17  # columns, the longest of sizing.py
+_PURPOSE = 17  # columns of the longest purpose in sizing.py
 _ALL = "all"  # the row of sums
-_LEAST_REMARK = 14  # columns: with fewer, remarks stand below their table
+_LEAST_REMARK = 14  # columns; with fewer, remarks go below their table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The findings of `triforce plan`. link_given, host_given: the user sets the link's rate, and that of host memory.
-    longest_context: with --fit. what_if: the comparison with another machine, if there is one. in_16_bits: what the
-    same request would take without fewer bits anywhere, where the plan has fewer."""
+    """The findings of `triforce plan`. link_given, host_given: the user set the rate of the link, and of host memory.
+    longest_context: with --fit. what_if: the comparison with another machine, or None. in_16_bits: the prediction for
+    the same request in 16 bits everywhere, if the plan uses fewer bits."""
 
     model: Path
     request: Request
@@ -67,7 +67,7 @@ class Planned:
 
     @property
     def devices(self) -> list[tuple[str, dict[str, int]]]:
-        """(title, bytes by purpose) of the first device, and of any other one."""
+        """(title, bytes by purpose) of the first rank's device, and with several ranks of each other one."""
         placement, number = self.plan.placement, self.plan.request.num_devices
         if number == 1:
             return [("device", placement.device_bytes)]
@@ -155,7 +155,7 @@ def _memory(planned: Planned, width: int) -> RenderableType:
 
 
 def _residency(planned: Planned) -> dict[str, str]:
-    """The shares of weights and cache that are on the device; the rest is streamed."""
+    """The shares of weights and cache that are resident on the device; the rest is streamed."""
     plan, target = planned.plan, planned.request.target
     tiles = len(target.growing) * -(-plan.request.capacity // plan.placement.tile_tokens)
     here, window = min(plan.placement.resident_tiles, tiles), min(target.window, plan.request.capacity)
@@ -170,7 +170,7 @@ def _residency(planned: Planned) -> dict[str, str]:
 
 
 def _bars(planned: Planned, width: int) -> RenderableType:
-    """A bar of the use of each memory. A CPU has one memory."""
+    """A bar for the use of each memory. A CPU has one memory."""
     hardware = planned.request.hardware
     host = planned.plan.placement.total_host_bytes
     if hardware.is_cpu:
@@ -207,7 +207,7 @@ def _speculates(plan: Plan) -> bool:
 
 
 def _predictions(plan: Plan, in_16_bits: Prediction | None) -> Iterator[tuple[str, ...]]:
-    """(quantity, as planned, without speculation, remark) of each row."""
+    """Yield (quantity, as planned, without speculation, remark) of each row."""
     predicted = plan.predicted
     yield "first token", duration(predicted.first_token_seconds)
     if not _speculates(plan):
@@ -249,7 +249,7 @@ def _streams(plan: Plan) -> str:
 
 
 def _packed(plan: Plan) -> Iterator[str]:
-    """What of the numbers crosses the link, if not all of it."""
+    """Yield the share of the numbers' bits that crosses the link, if it is not all."""
     bits = {"cache's": plan.placement.link_bits, "weights'": plan.placement.weight_link_bits}
     fewer = [(number, whose) for whose, number in bits.items() if number < 16]
     if fewer:
@@ -258,7 +258,7 @@ def _packed(plan: Plan) -> Iterator[str]:
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:
-    """A table of this machine beside another one."""
+    """A table comparing this machine with another one."""
     before, after = what_if.before, what_if.after
     at_limit = ", the model's limit" if after.longest_context == limit else ""
     contexts = (f"{case.longest_context:,}" for case in (before, after))
@@ -285,8 +285,8 @@ def _times(ratio: float | None, how: str) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> RenderableType:
-    """A table whose first column has the same width in all tables. Last cells are remarks: they wrap, or stand below
-    the table if `width` leaves too little room beside it. Rows may be short: missing cells are empty."""
+    """A table whose first column has the same width in all tables. Last cells are remarks: they wrap, or go below the
+    table if `width` leaves too little room. Rows may be short: missing cells are empty."""
     cells = [(*row, *[""] * (len(columns) - len(row))) for row in rows]
     taken = sum(max(map(len, column)) + 2 for column in list(zip(columns, *cells, strict=True))[:-1])
     beside = width - taken >= _LEAST_REMARK
@@ -303,7 +303,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) ->
 
 
 def _labelled(label: str, value: str) -> Table:
-    """A label, and beside it a value that wraps."""
+    """A label with a value beside it that wraps."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=_PURPOSE)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Results of `triforce score` as text and as JSON objects: pure functions."""
+"""Results of `triforce score` as text and as JSON objects. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from triforce_cli.texts import Text
 
 TOTAL = "total"
-NAME_WIDTH = 20  # columns that a name has at least
+NAME_WIDTH = 20  # least columns of a name
 
 Piece = Callable[[int], str]  # a token as text
 Row = tuple[str, ...]
@@ -24,7 +24,7 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Judged:
-    """What a model, as the user named it, makes of each text. plan: that it ran by."""
+    """A model's scores of each text. model: its name as the user typed it. plan: of its run."""
 
     model: str
     scores: tuple[Scores, ...]
@@ -32,8 +32,8 @@ class Judged:
 
 
 def report(texts: Sequence[Text], judged: Sequence[Judged], piece: Piece, *, worst: int, width: int) -> str:
-    """The first model is the reference of the others. No line but those of the worst tokens is over `width` columns,
-    where that is at least 80."""
+    """The report; the first model is the reference of the others. No line except those of the worst tokens exceeds
+    `width` columns, if that is at least 80."""
     blocks = [_likelihoods(texts, judged[0], width)]
     if len(judged) > 1:
         blocks.append(_models(judged, width))
@@ -45,7 +45,7 @@ def report(texts: Sequence[Text], judged: Sequence[Judged], piece: Piece, *, wor
 def document(
     texts: Sequence[Text], judged: Sequence[Judged], piece: Piece, *, worst: int, tokens: bool
 ) -> dict[str, Any]:
-    """All texts, and all together, as JSON. tokens: with the log-probability of each token."""
+    """All texts, and their total, as JSON. tokens: include the log-probability of each token."""
     return {
         "files": lines(texts, judged, piece, worst=worst, tokens=tokens),
         TOTAL: {
@@ -62,7 +62,7 @@ def document(
 def lines(
     texts: Sequence[Text], judged: Sequence[Judged], piece: Piece, *, worst: int, tokens: bool
 ) -> list[dict[str, Any]]:
-    """Each text as JSON."""
+    """Each text as a JSON object."""
     own, others = judged[0], judged[1:]
     return [
         line(
@@ -80,8 +80,8 @@ def lines(
 def line(
     text: Text, own: Scores, others: Mapping[str, Scores], piece: Piece, *, worst: int, tokens: bool
 ) -> dict[str, Any]:
-    """A text as JSON, in nats; null is a number that no float holds, or of a token that is not scored. others: by the
-    model's name."""
+    """A text as a JSON object, in nats; null is a number that no float holds, or belongs to a token that is not scored.
+    others: by the model's name."""
     found: dict[str, Any] = {
         "file": text.name,
         "num_tokens": len(text.tokens),
@@ -124,12 +124,12 @@ def _against(reference: Sequence[Scores], scores: Sequence[Scores], model: str) 
 
 
 def _least_likely(scores: Scores, count: int) -> list[int]:
-    """Places of so many tokens, the least likely one first, the earlier one of two alike."""
+    """The places of the `count` least likely tokens, the least likely first; of equal ones, the earlier first."""
     return [int(place) for place in scores.log_probabilities.argsort(stable=True)[:count]]
 
 
 def _token(text: Text, scores: Scores, place: int, piece: Piece) -> dict[str, Any]:
-    """The token after `place`."""
+    """The token after `place` as a JSON object."""
     token, likeliest, (row, column) = text.tokens[place + 1], int(scores.likeliest[place]), text.position(place + 1)
     return {
         "index": place + 1,
@@ -158,7 +158,7 @@ def _numbers(found: dict[str, Any]) -> Row:
 
 
 def _models(judged: Sequence[Judged], width: int) -> str:
-    """All texts together, by model."""
+    """The totals over all texts, by model."""
     rows: list[Row] = [("model", "nats/token", "perplexity", "mean KL", "99%", "largest", "same token")]
     rows.append((judged[0].model, *_numbers(_likelihood(judged[0].scores))[1:], *["-"] * 4))
     for other in judged[1:]:
@@ -169,7 +169,7 @@ def _models(judged: Sequence[Judged], width: int) -> str:
 
 
 def _worst(texts: Sequence[Text], judged: Judged, piece: Piece, count: int) -> Iterator[str]:
-    """One line each, as compilers name places."""
+    """Yield a line for each of the worst tokens, with its place as compilers write it."""
     yield "least likely tokens: log-probability; the likeliest there, and its own"
     for text, scores in zip(texts, judged.scores, strict=True):
         for place in _least_likely(scores, count):
@@ -180,7 +180,7 @@ def _worst(texts: Sequence[Text], judged: Judged, piece: Piece, count: int) -> I
 
 
 def _table(rows: Sequence[Row], width: int) -> str:
-    """The first column on the left, and of its names as much of the end as `width` leaves; the others on the right."""
+    """A table with its first column aligned left, cut at the left to `width`, and the others aligned right."""
     columns = [max(len(row[column]) for row in rows) for column in range(1, len(rows[0]))]
     room = max(width - sum(columns) - 2 * len(columns), NAME_WIDTH)
     names = [row[0] if len(row[0]) <= room else f"...{row[0][3 - room :]}" for row in rows]

@@ -1,4 +1,4 @@
-"""Saved sessions as tables and as JSON objects: pure functions."""
+"""Saved sessions as tables and as JSON objects. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from offload.session.catalogue import Summary
     from offload.session.manifest import Manifest
 
-NUM_NAMED = 8  # sessions that one line names
-_MIN_MODEL = 12  # columns of a model's name that are shown in any window
+NUM_NAMED = 8  # sessions named in one line
+_MIN_MODEL = 12  # least columns of a model's name
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A session's contents, as its writer described them. kind: "chat", "text", or "" if it is unknown; num_turns: of a
+    """A session's contents, as described by its writer. kind: "chat", "text", or "" if unknown; num_turns: of a
     chat."""
 
     kind: str
@@ -30,7 +30,7 @@ class Contents:
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> Contents:
-        """From a manifest's `extra`, in which anything can be."""
+        """The contents in a manifest's `extra`, which may hold anything."""
         kind, conversation = extra.get("kind"), extra.get("conversation")
         turns = conversation.get("turns") if isinstance(conversation, dict) else None
         if kind == "chat":
@@ -43,8 +43,8 @@ class Contents:
 
 
 def table(sessions: Sequence[Summary], *, width: int) -> str:
-    """One line per session, below it why it cannot be used. Of a long model's name as much is shown as `width` columns
-    leave, of all else everything."""
+    """One line per session; below it the reason if it cannot be used. Long names of models are cut to fit `width`
+    columns, nothing else."""
     column = max(len("name"), *(len(line_text(session.name)) for session in sessions))
     rows = [("name", "tokens", "size", "updated", "model", ""), *map(_cells, sessions)]
     lines = []
@@ -90,7 +90,8 @@ def description(path: Path, manifest: Manifest, nbytes: int) -> str:
 
 
 def description_document(path: Path, manifest: Manifest, nbytes: int) -> dict[str, Any]:
-    """The JSON of `sessions info`. digests: what the keys and values are bound to."""
+    """The JSON of `sessions info`. digests: of the model, the tokenizer and RoPE, which the keys and values depend
+    on."""
     identity, contents = manifest.identity, Contents.of(manifest.extra)
     return {
         "name": path_text(Path(path.name)),
@@ -113,12 +114,12 @@ def description_document(path: Path, manifest: Manifest, nbytes: int) -> dict[st
 
 
 def total(sessions: Sequence[Summary]) -> str:
-    """3 sessions, 1.24 GB."""
+    """The number and size of the sessions: 3 sessions, 1.24 GB."""
     return f"{counted(len(sessions), 'session')}, {size(sum(session.nbytes for session in sessions))}"
 
 
 def named(names: Sequence[str]) -> str:
-    """The first few of them: "a, b and 3 more"; "none"."""
+    """The first few names: "a, b and 3 more"; "none"."""
     more = len(names) - NUM_NAMED
     return (", ".join(names[:NUM_NAMED]) or "none") + (f" and {more:,} more" if more > 0 else "")
 
@@ -129,7 +130,7 @@ def moment(seconds: float) -> str:
 
 
 def timestamp(seconds: float) -> str:
-    """For programs: ISO 8601, UTC."""
+    """UTC as in ISO 8601, for programs."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 

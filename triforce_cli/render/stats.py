@@ -1,4 +1,4 @@
-"""Statistics of one request: the table of `--stats` and of `--compare`. Pure functions."""
+"""Statistics of one request: the table of `--stats` and the line of `--compare`. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def stats_table(stats: Stats, plan: Plan) -> str:
 
 
 def compared(stats: Stats, plain: Stats, *, greedy: bool) -> str:
-    """What `--compare` prints. plain: of the same request without speculation, whose text is the same where greedy."""
+    """The line of `--compare`. plain: statistics of the same request without speculation; greedy: both texts are the
+    same."""
     ours, theirs = stats.milliseconds_per_token, plain.milliseconds_per_token
     if ours is None or theirs is None:
         return "the text is too short to be compared"
@@ -110,8 +111,8 @@ def _wider(stats: Stats) -> Iterator[str]:
 
 
 def _ranks(stats: Stats) -> Iterator[str]:
-    """Several ranks while decoding: bytes over each one's link, and the time in sums, which is also waiting for each
-    other."""
+    """Yield the rows of several ranks while decoding: bytes over each one's link, and the time in sums, including the
+    waiting for each other."""
     if not stats.ranks:
         return
     yield f"{'ranks':<12}{'device':<10}{'to device':>10}{'link':>10}{'sums':>10}{'of decode':>11}{'memory':>11}"

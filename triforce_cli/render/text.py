@@ -1,4 +1,4 @@
-"""Numbers, sizes, paths and plans as short pieces of text, shared by several commands. Pure functions."""
+"""Numbers, sizes, paths and plans as short texts, shared by several commands. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from offload.units import size
 if TYPE_CHECKING:
     from offload.plan.composition import Composition
 
-# C0 but for tab and line ends, C1, separators of lines, what changes a text's direction, halves of surrogate pairs.
+# C0 without tab and line ends, C1, line separators, marks of a text's direction, halves of surrogate pairs.
 _CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINE_END = re.compile(r"[\t\r\n]")
 NOTHING = "-"  # a number that does not exist in this run
 
 
 def duration(seconds: float) -> str:
-    """0.05 s, 4.2 s, 41 s, 3 min 07 s, 1 h 02 min."""
+    """A duration: 0.05 s, 4.2 s, 41 s, 3 min 07 s, 1 h 02 min."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 9.95:
@@ -41,19 +41,19 @@ def amount(count: float, unit: str) -> str:
 
 
 def rate(count: float, unit: str, seconds: float) -> str:
-    """812 tokens/s, 0.31 tokens/s, 1.2 GB/s. `seconds` is above 0."""
+    """A rate: 812 tokens/s, 0.31 tokens/s, 1.2 GB/s. `seconds` is above 0."""
     if unit == "bytes":
         return f"{size(count / seconds)}/s"
     return f"{significant(count / seconds)} {unit}/s"
 
 
 def latency(seconds: float) -> str:
-    """Seconds of a pass or a token: 19.0 ms, 1.78 s."""
+    """The seconds of a pass or a token: 19.0 ms, 1.78 s."""
     return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
 
 
 def gigabytes(count: float) -> str:
-    """25.1 GB, of 10^9 bytes: what divided by a link's GB/s gives seconds."""
+    """A size of 10^9 bytes: 25.1 GB. Divided by a link's GB/s it gives seconds."""
     return f"{significant(count / 1e9)} GB"
 
 
@@ -85,13 +85,14 @@ def path_text(path: Path) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Control characters as JSON writes them (\u001b): what a file or a model says moves no cursor, renames no window.
-    Tabs and line ends stay, and so does the meaning of a JSON text."""
+    r"""`text` with control characters as in JSON (\u001b): text from a file or a model must not move the cursor or
+    rename the window. Tabs and line ends stay, and so does the meaning of a JSON text."""
     return _CONTROL.sub(_escaped, text)
 
 
 def line_text(text: str) -> str:
-    r"""The same on one line, as a name in a table or a message is: tabs and line ends are written, too (\n)."""
+    r"""`text` on one line, for a name in a table or a message: control characters, tabs and line ends are escaped
+    (\n)."""
     return _LINE_END.sub(_escaped, visible(text))
 
 
@@ -113,18 +114,18 @@ def indented(text: str, width: int) -> Iterator[str]:
 
 
 def stage_done(stage: str, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
-    """The line that a stage leaves which began after `first`: "prefill: 32,768 tokens in 40 s, 812 tokens/s"."""
+    """The last line of a stage that began after `first`: "prefill: 32,768 tokens in 40 s, 812 tokens/s"."""
     speed = f", {rate(total - first, unit, seconds)}" if seconds > 0 else ""
     return f"{stage}: {amount(total, unit)} in {duration(seconds)}{speed}"
 
 
 def levels_of(composition: Composition) -> str:
-    """ "draft -> retrieval -> target, and lookups"."""
+    """The levels in order: "draft -> retrieval -> target, and lookups"."""
     return " -> ".join(composition.levels) + (", and lookups" if composition.lookup else "")
 
 
 def lengths_of(composition: Composition) -> str:
-    """The draft lengths, and the budget and the bits of the target's own level."""
+    """The draft lengths, and the target's budget and bits."""
     if not composition.gamma:
         return "nothing drafted"
     parts = [f"gamma {_most(composition, 'target', composition.gamma)}"]

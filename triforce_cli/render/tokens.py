@@ -1,4 +1,4 @@
-"""Results of `triforce tokens` as text and as a JSON object: pure functions."""
+"""Results of `triforce tokens` as text and as a JSON object. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADINGS = ("document", "kind", "characters", "tokens")
 
 @dataclass(frozen=True)
 class Counted:
-    """A document and its tokens, by itself."""
+    """A document and its number of tokens, by itself."""
 
     reading: Reading
     num_tokens: int
@@ -27,8 +27,8 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """num_tokens: of all documents as one prompt, with their headings. context: of the model. fitting: the longest
-    context that this machine has memory for, at most the model's; 0: none."""
+    """The documents' token counts. num_tokens: of all documents as one prompt, with their headings. context: of the
+    model. fitting: the longest context that fits this machine's memory, at most the model's; 0: none."""
 
     model: str
     documents: tuple[Counted, ...]
@@ -38,12 +38,12 @@ class Counts:
 
     @property
     def fits(self) -> bool:
-        """With room for one new token."""
+        """True if the prompt fits with room for one new token."""
         return self.num_tokens < self.fitting
 
 
 def report(counts: Counts, *, width: int) -> str:
-    """A table of the documents, and what they have room in; sentences are wrapped at `width` columns."""
+    """A table of the documents, and the contexts that they fit; sentences are wrapped at `width` columns."""
     rows = [_HEADINGS, *map(_row, counts.documents)]
     if len(counts.documents) > 1:
         rows.append(("all in one prompt", "", "", f"{counts.num_tokens:,}"))
@@ -57,7 +57,7 @@ def report(counts: Counts, *, width: int) -> str:
 
 
 def document(counts: Counts) -> dict[str, Any]:
-    """The same as JSON."""
+    """The counts as JSON."""
     return {
         "documents": [
             {

@@ -1,4 +1,4 @@
-"""Results of `triforce verify` as text and as a JSON object: pure functions."""
+"""Results of `triforce verify` as text and as a JSON object. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WIDTH = 80
 
 
 def report(found: ExactnessReport, plan: Plan, sampling: SamplingParams, piece: Callable[[int], str]) -> str:
-    """At most 80 columns. piece: a token as text."""
+    """The report, at most 80 columns wide. piece: a token as text."""
     return "".join(f"{line}\n" for line in _lines(found, plan, sampling, piece))
 
 
 def document(found: ExactnessReport, plan: Plan, sampling: SamplingParams) -> dict[str, Any]:
-    """The results as JSON. holds: nothing differs; inexact and intolerable: the tokens that do."""
+    """The results as JSON. holds: nothing differs; inexact and intolerable: the tokens that differ."""
     return {
         "holds": found.holds,
         **asdict(found),
@@ -38,7 +38,7 @@ def document(found: ExactnessReport, plan: Plan, sampling: SamplingParams) -> di
 
 
 def failure(found: ExactnessReport) -> str:
-    """The error message of a text that is not exact."""
+    """The error message for a text that is not exact."""
     parts = []
     if found.inexact:
         parts.append(f"{len(found.inexact)} of {len(found.replayed)} tokens are not what plain decoding gives")

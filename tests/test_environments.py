@@ -39,13 +39,18 @@ COMMANDS = {
     "sessions": ["sessions", "ls"],
 }
 DEEP = ("no-term", "no-color", "narrow", "c-locale", "no-home")  # each has one that is like it, or more so
-ALL = pytest.mark.parametrize(
-    "variables",
-    [
-        pytest.param(variables, marks=[pytest.mark.deep] * (name in DEEP), id=name)
-        for name, variables in SURROUNDINGS.items()
-    ],
-)
+WITH_COMMANDS = ("dumb", "force-color", "one-column")  # tried by default with the first of the two tests
+
+
+def apart_from(*deep: str) -> pytest.MarkDecorator:
+    """Each of SURROUNDINGS, those that are named with --deep alone."""
+    return pytest.mark.parametrize(
+        "variables",
+        [
+            pytest.param(variables, marks=[pytest.mark.deep] * (name in deep), id=name)
+            for name, variables in SURROUNDINGS.items()
+        ],
+    )
 
 
 def surroundings(variables: dict[str, str], script: dict[str, Any] | None = None) -> dict[str, str]:
@@ -53,7 +58,7 @@ def surroundings(variables: dict[str, str], script: dict[str, Any] | None = None
 
 
 @pytest.mark.few(3)
-@ALL
+@apart_from(*DEEP)
 @pytest.mark.parametrize("args", COMMANDS.values(), ids=COMMANDS)
 def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:
     done = subprocess.run(
@@ -70,7 +75,7 @@ def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:
         assert b"\x1b" not in done.stdout + done.stderr
 
 
-@ALL
+@apart_from(*DEEP, *WITH_COMMANDS)
 def test_text_and_errors_come_as_they_are(tmp_path: Path, variables: dict[str, str]) -> None:
     def run(script: dict[str, Any]) -> tuple[int, bytes, bytes]:
         args = ("--model", str(tmp_path), "--prompt", "x")

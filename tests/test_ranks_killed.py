@@ -270,12 +270,13 @@ def test_a_terminals_signal_ends_all_ranks_and_the_session_is_saved(
 
 
 def test_runs_side_by_side_do_not_meet(given: Given, tmp_path: Path) -> None:
+    """The rank of one of them is started as users' are."""
     with ExitStack() as stack:
         runs = [
             stack.enter_context(
-                running(given, tmp_path / str(i), 2, "--max-tokens", "6", "--quiet", gbps=1.0, started=True)
+                running(given, tmp_path / str(started), 2, "--max-tokens", "6", "--quiet", gbps=1.0, started=started)
             )
-            for i in range(2)
+            for started in (True, False)
         ]
         for run in runs:
             run.go_on()

@@ -66,7 +66,7 @@ def list_repository(repository: str, revision: str) -> Listing:
     commit, name = str(info.sha), str(info.id)
     if not is_id(name) or not _COMMIT.fullmatch(commit):
         raise ModelError(f"the hub answers with {name!r} at {commit!r} for {repository}; is HF_ENDPOINT a hub?")
-    if name.lower() != repository.lower():  # renamed on the hub; store it under the name that was asked for
+    if name.lower() != repository.lower():  # renamed on the hub; store it under the requested name
         name = repository
     return Listing(name, revision, commit, _license(info), tuple(map(_file, info.siblings or ())))
 

@@ -135,18 +135,18 @@ class Fields:
     """Typed reading of one object's fields. Every refusal is an `error` that names `where` the object came from, the
     field, its value and the limit.
 
-    `integer`, `number`, `flag` and `choice` read null as absent, as models' configs mean it, and refuse what is absent
-    without a default; `get` takes null for a value.
+    `integer`, `number`, `flag` and `choice` read null as absent, as models' configs mean it, and refuse an absent field
+    without a default; `get` treats null as a value.
     """
 
     def __init__(
         self, data: Mapping[str, Any], where: str, error: type[Exception] = ModelError, *, between: str = ": "
     ) -> None:
-        """between: `where` and a field's name in messages."""
+        """between: the separator of `where` and a field's name in messages."""
         self.data, self.where, self._error, self._between = data, where, error, between
 
     def place(self, key: str) -> str:
-        """What messages call a field."""
+        """The name of a field in messages."""
         name = _short(key if key.isprintable() else json.dumps(key)[1:-1])
         return f"{self.where}{self._between}{name}" if self.where else name
 
@@ -229,7 +229,7 @@ def versioned(data: object, version: int, place: str) -> dict[str, object]:
 
 def record(kind: type[T], data: object, place: str) -> T:
     """An instance of the dataclass `kind` from an object of its fields and no others. Raises ValueError, which names
-    the key, `place` before it, and the value.
+    the key, prefixed with `place`, and the value.
 
     Types of fields: int (not negative), float, bool, str, Literal, Annotated[X, Kind], any of these or None,
     tuple[X, ...], dict[str, X] and dataclasses.

@@ -75,7 +75,7 @@ class LevelStats:
         self.count_pass(rows, time.perf_counter() - start)
 
     def count_pass(self, rows: int, seconds: float) -> None:
-        """Count one pass of `rows` rows. seconds: its own, or its part of those of a pass of several sequences."""
+        """Count one pass of `rows` rows. seconds: of the pass, or its share of a pass of several sequences."""
         self.passes += 1
         self.rows += rows
         self.seconds += seconds
@@ -153,7 +153,7 @@ class Stats:
     levels: list[LevelStats] = field(default_factory=list)
     prefill_link: LinkStats = field(default_factory=LinkStats)
     decode_link: LinkStats = field(default_factory=LinkStats)
-    ranks: list[RankStats] = field(default_factory=list)  # while decoding, where there are several
+    ranks: list[RankStats] = field(default_factory=list)  # while decoding, if there are several
     wider_layers: int = 0  # layers that cross the link in 12 bits, as fewer bits would lose some
 
     @property

@@ -43,7 +43,8 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, objec
 
 
 def check_depth(value: object, limit: int, name: str) -> None:
-    """Raises ValueError if `value`, which is called `name`, is nested too deep for recursive functions."""
+    """Raises ValueError if `value` is nested deeper than `limit`, too deep for recursive functions. name: of the value
+    in messages."""
     level = [value]
     for _ in range(limit):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]

@@ -49,7 +49,7 @@ OTHER_PATH = "TRIFORCE_KERNELS=off runs torch's operators in place of the kernel
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison on `device`. found: its numbers in words. problem: what to do; "" if the check passed."""
+    """One comparison on `device`. found: its numbers in words. problem: the remedy; "" if the check passed."""
 
     device: str
     name: str
@@ -230,7 +230,7 @@ class Trial:
 
     @cached_property
     def _exact(self) -> Tensor:
-        """The compared rows of the prefill and those decoded, in fp64: [n, H * D]."""
+        """The compared rows of the prefill and the decoded rows, in fp64: [n, H * D]."""
         scoring, first = scorings_of(self._plan(""), self.config)[0], NUM_TOKENS - COMPARED
         q, k = scoring.rope.to("cpu").rotated(self._rows.q[:LENGTH], self._rows.k[:LENGTH], 0)
         q = q[first:]

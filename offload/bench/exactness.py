@@ -1,6 +1,6 @@
 """The exactness check: the engine's output against the target alone, by replaying every token and recomputing some.
 
-Speculation must not change the output: the logits behind each token must be, bit for bit, those that plain decoding
+Speculation must not change the output: the logits of each token must be bit for bit the logits that plain decoding
 computes at its position. A prefill of the same tokens sums in another order, so its logits agree within rounding only.
 """
 
@@ -179,8 +179,8 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, adjusted: Tensor, warp: Warp) -> Replayed:
-    """The comparison of one replayed token. row [V]: the logits of plain decoding. adjusted [1, V]: the same with the
-    penalties of the text before."""
+    """The comparison of one replayed token. row [V]: the logits of plain decoding. adjusted [1, V]: the same after the
+    adjustments for the text before."""
     return Replayed(
         index=index,
         token=token,

@@ -1,8 +1,8 @@
 """The description of a model from the fields of its config.json.
 
 Only numbers are read. Remote code that a config names (`auto_map`) is never run. A field that changes the arithmetic
-and that the model's family does not implement is refused by name. Fields that change nothing here are ignored, among
-them `pretraining_tp`, which only says how the authors sliced their matrix products.
+and that the model's family does not implement is refused by name. Fields that change nothing here are ignored, such as
+`pretraining_tp`, the slicing of the authors' matrix products.
 """
 
 from __future__ import annotations

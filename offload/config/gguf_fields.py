@@ -65,7 +65,7 @@ class Metadata(Fields):
         return text
 
     def token(self, name: str) -> int | None:
-        """The id of a special token of the tokenizer, None where there is none."""
+        """The id of a special token of the tokenizer, None if there is none."""
         return token_id(self._tokens(), name, self._num_tokens())
 
     def ends(self) -> list[int]:

@@ -14,8 +14,8 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(\w+)")
 
 
 def renamed(stored: Iterable[str], names: TensorNames) -> dict[str, str]:
-    """The map from llama.cpp's tensor names to this program's, without those of IN_CONFIG. names: the model's tensor
-    names.
+    """The map from llama.cpp's tensor names to this program's, without the names in IN_CONFIG. names: the model's
+    tensor names.
 
     An unknown tensor of a layer is mapped to a name in that layer too, so that it is reported as unexpected.
     """

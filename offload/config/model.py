@@ -1,7 +1,7 @@
 """The model config: a frozen description of a model's layers, and the byte and FLOP formulas that follow from it.
 
-The decoder, the planner, the reader of checkpoints and the kernels read this and no family's name. A family
-(offload/config/families) says how it follows from the fields of a config.json.
+The decoder, the planner, the reader of checkpoints and the kernels depend on the config and never on a family's name. A
+family (offload/config/families) derives it from the fields of a config.json.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(KV heads, head_dim) of each layer."""
+        """The (KV heads, head_dim) of each layer."""
         return tuple((each.attention.num_kv_heads, each.attention.head_dim) for each in self.blocks)
 
     @cached_property
@@ -198,7 +198,7 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """(outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each."""
+        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each."""
         return self._products
 
     @cached_property
@@ -287,7 +287,7 @@ class ModelConfig:
         return self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights of `block` at `dtype_bytes` per element, or as they are stored."""
+        """Bytes of the weights of `block` at `dtype_bytes` per element, or in their encodings."""
         rest, norms = self._layer_numbers
         biases = rest - self.layer_matrix_elements()
         matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)

@@ -14,7 +14,7 @@ from offload.fields import Fields
 from offload.units import size as in_units
 
 TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
-KEYS = ("quantization_config", "compression_config")  # of config.json; the second is what compressed-tensors once wrote
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second is an old one
 
 
 def parted(data: Mapping[str, object], where: str) -> tuple[Mapping[str, object], Fields | None]:

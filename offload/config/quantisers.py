@@ -217,7 +217,7 @@ def _as_rules(source: Fields, key: str, value: object, way: Way, scheme: Scheme 
 
 
 def _expression(text: str, way: Way) -> str:
-    """The regular expression that names are compared with; "" if the text is not one."""
+    """The regular expression whose cost bounds that of matching `text`; "" if it needs no bound."""
     if text.startswith("re:"):
         return text.removeprefix("re:")
     if way == "glob":

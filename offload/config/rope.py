@@ -165,7 +165,7 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, r
     mscale, mscale_all_dim = (None if one_is_zero else rope.optional_number(key) for key in temperatures)
     return Rope(
         kind,
-        # "factor": null leaves it to the two lengths; transformers 5 does the same
+        # with "factor": null, the factor is the ratio of the lengths, as in transformers 5
         rope.number("factor", default=max_positions / original if "factor" in rope.data else None, least=1.0),
         original,
         attention_factor=rope.optional_number("attention_factor"),

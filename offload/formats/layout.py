@@ -70,7 +70,7 @@ class Packing:
     escapes.
 
     A packed block is stored in place of its numbers. Its parts, in bytes: signs and mantissas [numbers]; distances
-    [numbers / 2], [group / 2] for each group, with those of its first half in the low halves; heads, int32 [groups];
+    [numbers / 2], [group / 2] for each group, with the first half of a group in the low halves; heads, int32 [groups];
     escapes [room]; see native/packed.h.
     """
 
@@ -84,12 +84,12 @@ class Packing:
 
     @property
     def heads(self) -> int:
-        """Where they begin."""
+        """The offset of the group heads, in bytes."""
         return self.numbers + self.numbers // 2
 
     @property
     def escapes(self) -> int:
-        """Where they begin."""
+        """The offset of the escapes, in bytes."""
         return self.heads + _HEAD_BYTES * self.num_groups
 
     @property
@@ -143,7 +143,7 @@ class PageShape:
 
     @property
     def fours(self) -> int:
-        """Where they begin, in bytes."""
+        """The offset of the 4-bit parts, in bytes."""
         return self.numbers + RESIDUAL_HEAD_BYTES * (self.num_groups + 1)
 
 

@@ -2,8 +2,8 @@
 
 GGUF's blocks have the layout of its files (ggml's block_q4_K and so on). This program's own blocks, to which
 safetensors checkpoints are converted, begin with GROUP_HEAD bytes. INT4 and INT8: a 16-bit scale and a zero, int16;
-then the numbers q, unsigned, those of 4 bits with the first half of the block in the low halves of the bytes. A number
-is (q - zero) * scale, rounded to the scale's dtype. FP8: a scale of 16 bits and 2 bytes of padding, or of 32 bits; then
+then the numbers q, unsigned; with 4 bits, the low halves of the bytes hold the first half of the block. A number is (q
+- zero) * scale, rounded to the scale's dtype. FP8: a scale of 16 bits and 2 bytes of padding, or of 32 bits; then
 numbers in e4m3, each multiplied by the scale in the scale's dtype.
 
 A number is computed in fp32, step by step as the format's own library does (gguf 0.19: gguf.quants), and rounded to

@@ -2,7 +2,7 @@
 
 Codes are read in words of 4 bytes. The parts of a word are extracted one after the other: the lower halves of its
 bytes, then the upper ones. For codes of 6 bits, four parts share a word that has 2 bits of each. Words are grouped in
-runs: the numbers of a run are those of the first part of all its bytes, then those of the second.
+runs: the numbers of a run are the first parts of all its bytes, then the second parts.
 
 Codes are converted to numbers without a conversion or a shift. The masked bits, reinterpreted in place as fp32, are a
 subnormal number; times 2**127 it is the code times a power of two, which is compensated in the step. If a number is a

@@ -14,8 +14,8 @@ _MAX_REVISION_BYTES = 100
 
 
 def advice(given: Path) -> str:
-    """The message that says what to give instead of `given`; "" if `given` may be a model folder or GGUF file, or does
-    not exist. Reads file names, and the first bytes of a file. OSError."""
+    """The message that names the path to give instead of `given`; "" if `given` may be a model folder or GGUF file, or
+    does not exist. Reads file names, and the first bytes of a file. OSError."""
     if given.is_file():
         return _about_file(given)
     if not given.is_dir():

@@ -96,7 +96,7 @@ class PartialFile(io.FileIO):
         return length
 
     def check(self) -> None:
-        """Raises ModelError and removes the file unless length and hash match the hub's listing."""
+        """Check length and hash against the hub's listing. Removes the file and raises ModelError if they differ."""
         if self.tell() != self._file.num_bytes:
             self._wrong(f"{self.tell()} bytes came")
         if self._hash.hexdigest() != self._file.digest:

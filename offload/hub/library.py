@@ -42,7 +42,7 @@ State = Literal["absent", "broken off", "config only", "whole"]
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The source of a model's files. files: the names of those that `pull` or `convert` wrote."""
+    """The source of a model's files. files: the names of the files that `pull` or `convert` wrote."""
 
     source: str  # OWNER/NAME on the hub, or the folder that was converted
     commit: str = ""
@@ -107,7 +107,7 @@ def _state_of(folder: Path) -> State:
 def locate(name: str, *, weights: bool = True) -> Path:
     """The folder that `name` stands for: a folder or a GGUF file, or else an alias or OWNER/NAME of a stored model.
 
-    weights: config.json alone is not enough. Raises ModelError, which says what to run.
+    weights: config.json alone is not enough. Raises ModelError, which names the command to run.
     """
     if address := address_in(name):
         raise ModelError(
@@ -237,7 +237,7 @@ def _stored_ids() -> list[str]:
 
 
 def _missing(model_id: str) -> str:
-    """The reason why the model cannot be used, and what to run."""
+    """The reason why the model cannot be used, and the command to run."""
     owner, _, name = model_id.partition("/")
     if owner == LOCAL:
         converted = ", ".join(found for found in _stored_ids() if found.startswith(f"{LOCAL}/")) or "none"

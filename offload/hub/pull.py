@@ -229,7 +229,7 @@ class _Transfer:
         return min(partial.stat().st_size, file.num_bytes) if partial.is_file() else 0
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raises DoesNotFit. A pickled shard and its converted file exist side by side until that is verified."""
+        """Raises DoesNotFit. A pickled shard and its converted file exist side by side until the latter is verified."""
         shards = [file.num_bytes for file in self._missing if model_files.is_pickled(file.name)]
         remedy = f"name a folder on another disk with {FOLDER_VARIABLE}"
         check_room(self._folder, num_bytes + max(shards, default=0), remedy)

@@ -1,7 +1,7 @@
 """Plans for several sequences at a time: one sequence's plan with caches for more sequences, which share every pass.
 
-Levels, budgets and the predicted seconds of passes stay as they are for one sequence: the distribution of a text
-depends on the first two, and with a seed its tokens on the third. Only the placement changes.
+Levels, budgets and the predicted seconds of passes are the same as for one sequence: the distribution of a text depends
+on levels and budgets, and with a seed its tokens depend on the predicted seconds. Only the placement changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _WORTH = 1.02  # the factor on tokens a second that one more sequence has to pro
 
 @dataclass(frozen=True)
 class _Found:
-    """A plan with its predicted total tokens a second, or the reason why there is none, "" if there is one."""
+    """A plan for several sequences. rate: the predicted total tokens a second. problem: the reason why it does not fit,
+    or ""."""
 
     plan: Plan
     rate: float
@@ -37,7 +38,7 @@ def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int |
     """`plan` for `num_sequences` sequences at a time, `most` at most; None: the number, up to MOST, that is predicted
     to give the most tokens a second in all. sizing, times: the ones that `plan` was made with.
 
-    Raises DoesNotFit, which says how many sequences would fit.
+    Raises DoesNotFit, which names the number of sequences that would fit.
     """
     one = _found(plan, sizing, times, 1)
     if num_sequences is None:

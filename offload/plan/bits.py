@@ -86,7 +86,7 @@ def link_bits(sizing: Sizing, composition: Composition) -> int:
 
 def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
     """The bits of a weight that crosses the link: 16 or 12, or 9 or 8 if the target proposes with weights in 4 or 6
-    bits. 16 means as it is stored, which is fewer bits for quantised weights."""
+    bits. 16 means the stored encoding, which has fewer bits for quantised weights."""
     if sizing.target.stored_in:
         return 16
     few = BESIDE_CODES[composition.weight_bits] if composition.weight_bits < 16 and _restores(sizing) else 12

@@ -127,7 +127,7 @@ class Cost(Passes):
 
     @cached_property
     def refresh(self) -> float:
-        """Seconds of choosing chunks and fetching them; those on the host cross the link."""
+        """Seconds of choosing and fetching chunks; chunks on the host cross the link."""
         if not self.composition.budget:
             return 0.0
         changed = _CHANGED_CHUNKS * (1.0 - self._held_share)

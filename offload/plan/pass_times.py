@@ -33,7 +33,7 @@ _KINDS = {  # of the fields of a record
     _CODED: Kind("a list", lambda value: value == [] or _CURVE.fits(value)),
 }
 
-_PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
+_PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of drafted tokens
 _LAYER_SECONDS = 6e-5  # calls of one layer
 _CALL_SECONDS = 3e-5  # the part of that for attention, per sequence
 _WEIGHT_ROW = 0.05  # of the seconds of reading the weights, for each further row

@@ -38,7 +38,7 @@ class Placement:
     link_bytes_per_second: float | None  # set, or measured; None: not known
     link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: packed at home;
     # 9: a residual, whose code is on the device
-    raw_pages: int = 0  # room on each rank's host for raw (not packed) pages, per sequence
+    raw_pages: int = 0  # room on each rank's host for raw (not packed) pages of a layer, per sequence
     weight_link_bits: int = 16  # of a weight that crosses the link; 12: packed, 9 or 8: a residual of its code
     staging_tiles: int = NUM_STAGING  # staging slots of each sequence, through which tiles stream
     window_pages: int = 0  # per layer with a window, sequence and device
@@ -60,7 +60,7 @@ class Placement:
 def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
     """The placement that offloads least: the parts that the user named, else nothing, the KV cache, or weights too.
 
-    May be larger than the machine: `shortage` says so.
+    It may exceed the machine's memory, see `shortage`.
     """
     if sizing.options.offload is not None:
         return _fill(sizing, capacity, composition, sizing.options.offload)

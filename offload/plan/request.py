@@ -38,12 +38,12 @@ class Request:
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
-        """Raises ModelError, UsageError."""
+        """A request on this machine as it is now. Raises ModelError, UsageError."""
         return cls.of(model, draft, options, probe(options.device, options.gpus))
 
     @classmethod
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
-        """Raises ModelError, UsageError."""
+        """A request on `hardware`, with the stored pass times. Raises ModelError, UsageError."""
         used = draft if options.speculation else None
         configs = read_config(model), None if used is None else read_config(used)
         return cls(*configs, options, hardware).with_known_times()
@@ -79,7 +79,7 @@ class Request:
         return make_plan(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
 
     def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether there is memory for the request; faster than `plan`. Raises the same errors."""
+        """Whether there is memory for the request, as `plan` would decide, but faster. Raises the same errors."""
         return has_room(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:

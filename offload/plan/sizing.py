@@ -30,7 +30,7 @@ KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that
 KV_ROWS = 16  # rows that attend to the quantised cache at a time
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
-WINDOW_UNDO = 1024  # least number of tokens that a sequence with windows may be truncated by
+WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
 # Purposes that each sequence has of its own; models, staging of weights and workspaces are shared.
 OF_EACH_SEQUENCE = frozenset(
     (
@@ -63,7 +63,7 @@ def tail_tokens(composition: Composition) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The byte sizes of a request, as functions of the capacity of one sequence. Device bytes are those of each device.
+    """The byte sizes of a request, as functions of the capacity of one sequence. Device bytes are per device.
 
     Each of `num_devices` has a shard of every layer's weights and of the target's caches, embeddings and hidden rows.
     The head and the draft are on the first, so the others need less.
@@ -363,7 +363,7 @@ class Sizing:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
             if self.fused_prefill and not self.hardware.is_cpu:
                 # A tile's pages or, by flash-attn, all tiles, attended apart before they are merged, with their sums.
-                # Triton's kernel has less: what it gathered so far, in fp32 with its sums, and the result.
+                # Triton's kernel has less: its fp32 accumulator with its sums, and the result.
                 tiles = self.num_tiles(capacity) * PREFILL_BLOCK * (width * item + 2 * heads * 4)
                 scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32

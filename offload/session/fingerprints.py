@@ -67,7 +67,7 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
 
 
 def _own_name(folder: Path) -> str:
-    """The model's name: that of the given path, since a GGUF file may be a link to a file named by its digest."""
+    """The model's name. A GGUF file is not resolved, since it may be a link to a file named by its digest."""
     return folder.name if is_gguf(folder) else folder.resolve().name
 
 

@@ -11,7 +11,7 @@ _SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
 
 @dataclass(frozen=True)
 class Identity:
-    """The conditions under which saved keys and values equal those that this run would compute.
+    """The identity of a session: under equal identities, saved keys and values equal the ones that a run would compute.
 
     model, tokenizer, rope: digests (fingerprints.py). dtype: a key of ELEMENT_BYTES. `model_name` is shown to people
     and not compared: a renamed folder holds the same model.

@@ -61,8 +61,8 @@ class Store:
     def open(cls, path: Path, identity: Identity, *, read_only: bool = False, writer: str = "") -> Store:
         """Open the session in the folder `path`, or a new one. writer: the program's version, stored in the manifest.
 
-        Raises SessionError if it is damaged, another model's (the message says what differs), in use, or missing with
-        `read_only`, or if the system refuses.
+        Raises SessionError if it is damaged, another model's (the message lists the differences), in use, or missing
+        with `read_only`, or if the system refuses.
         """
         with ExitStack() as held, _translated_errors(path, read_only):
             folder = _open_to_read(path, held) if read_only else _open_to_write(path, held)

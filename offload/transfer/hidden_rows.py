@@ -77,7 +77,7 @@ class StreamedRows:
         self._slots = [
             memory.allocate((block, hidden_size), dtype, tier="device", purpose=_PURPOSE) for _ in range(num_slots)
         ]
-        self._ready: list[Event] = [link.record()] * num_slots  # by slot: its next content has arrived
+        self._ready: list[Event] = [link.record()] * num_slots  # by slot: it is ready for its next content, or has it
         self._left = link.record()  # the latest block copied home has arrived
         self._num_rows = 0
 

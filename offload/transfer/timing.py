@@ -21,8 +21,8 @@ class Timing:
 
     @contextmanager
     def measure(self, stats: LevelStats, rows: int) -> Iterator[None]:
-        """Count one pass of `rows` rows (without padding) and the seconds of the body. On a GPU these are the seconds
-        of the launched work, counted by `settle`."""
+        """Count one pass of `rows` rows (without padding) and the seconds of the body. On a GPU they are the seconds of
+        the launched work, counted by `settle`."""
         with measured_together([self], [(stats, rows)]):
             yield
 

@@ -2,8 +2,8 @@
 destination.
 
 Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache. Parsed
-headers and index take at most 32 bytes of memory for each byte of theirs, whose number is limited below. The format
-itself (offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library, and by
+headers and index take at most 32 bytes of memory per byte in the file; their sizes are limited below. The format itself
+(offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library, and by
 `config.gguf_header`.
 """
 
@@ -179,11 +179,12 @@ class Checkpoint:
         self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
 
     def gather(self, config: ModelConfig) -> None:
-        """Combine the tensors of each quantised matrix into one entry. Names are those after `rename`. ModelError."""
+        """Combine the tensors of each quantised matrix into one entry. Names are the ones after `rename`.
+        ModelError."""
         self._entries = gathered(self._entries, config, self.folder)
 
     def equal(self, first: str, second: str) -> bool:
-        """True where two tensors hold the same values in the same shape."""
+        """Whether two tensors hold the same values in the same shape."""
         same = self.shape(first) == self.shape(second)
         return same and torch.equal(self._mapped(first), self._mapped(second))
 

@@ -44,7 +44,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor of plain numbers as it is; otherwise its rows, uint8 [outputs, bytes]."""
+        """The tensor, if it has plain numbers; otherwise its rows, uint8 [outputs, bytes]."""
         assert self._bytes is not None, "closed"
         info = self._tensors[name]
         data = self._bytes[info.start : info.start + info.nbytes]

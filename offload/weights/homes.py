@@ -70,7 +70,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class BesideCodes:
-    """A home of residuals: those of the layer's matrices, one after the other, and then the raw rest of the buffer.
+    """A home of residuals of the layer's matrices, one after the other, followed by the raw rest of the buffer.
 
     residuals: for each of OPERATORS the position of its residual, and the offset of the escapes in it. coded: the
     layer's codes on the device.

@@ -72,7 +72,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _in_fp16(weights: Tensor | StoredMatrix) -> Iterator[Tensor]:
-    """The fp16 numbers of `weights`, those of a stored matrix some rows at a time."""
+    """The numbers of `weights` that are in fp16, and of a stored matrix the decoded numbers, some rows at a time."""
     if isinstance(weights, StoredMatrix):
         outputs, inputs = weights.shape
         step = max(1, _CHECKED_NUMBERS // inputs)

@@ -103,8 +103,8 @@ def _codes(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
 
 
 def _bodies(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice, size: int) -> Tensor:
-    """The numbers of blocks of `size`, uint8 [n, blocks, bytes]; those of 4 bits have the first half of a block in the
-    low halves."""
+    """The numbers of blocks of `size`, uint8 [n, blocks, bytes]; with 4 bits, the low halves of bytes hold the first
+    half of a block."""
     if scheme.bits == 8:
         codes = _codes(scheme, parts, rows)
         return codes.view(len(codes), -1, size)
@@ -121,8 +121,8 @@ def _bodies(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice, size: int)
 
 
 def _paired(words: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The even and the odd 4-bit numbers of words, int32: those of index 0 along `dim`, of size 2, in the low halves of
-    bytes, and those of index 1 in the high halves."""
+    """The even and the odd 4-bit numbers of pairs of words, int32, along `dim` of size 2: the first word's numbers in
+    the low halves of bytes, the second word's in the high halves."""
     low, high = words.unbind(dim)
     return low & _EVEN | (high & _EVEN) << 4, low >> 4 & _EVEN | high & ~_EVEN
 

@@ -174,7 +174,7 @@ def _read_dtype(source: Fields) -> str:
 
 
 def _read_heads(source: Fields, defaults: Defaults, hidden_size: int) -> tuple[int, int, int]:
-    """(heads, KV heads, head_dim). head_dim times heads need not be hidden_size (Mistral-Nemo, Qwen3)."""
+    """The (heads, KV heads, head_dim). head_dim times heads need not be hidden_size (Mistral-Nemo, Qwen3)."""
     num_heads = source.integer("num_attention_heads", 1 << 14)
     unnamed = num_heads if "num_key_value_heads" in source.data else defaults.kv_heads or num_heads
     num_kv_heads = source.integer("num_key_value_heads", num_heads, default=unnamed)

@@ -83,14 +83,14 @@ def _full(source: Fields, config: ModelConfig, layers: set[int]) -> Attention:
 
 
 def _heads(source: Fields, config: ModelConfig, *, same: bool) -> tuple[int, int]:
-    """(head_dim, KV heads) of layers without a window, from their own fields."""
+    """The (head_dim, KV heads) of layers without a window, from their own fields."""
     named = same and source.data.get("num_global_key_value_heads") is not None
     kv_heads = source.integer("num_global_key_value_heads", config.num_heads) if named else config.num_kv_heads
     return source.integer("global_head_dim", 1 << 12, default=_HEAD_DIM), kv_heads
 
 
 def _heads_by_layer(source: Fields, config: ModelConfig, layers: set[int]) -> tuple[int, int]:
-    """(head_dim, KV heads) of layers without a window, from the map that transformers writes: layer number, perhaps
+    """The (head_dim, KV heads) of layers without a window, from the map that transformers writes: layer number, perhaps
     with leading zeros, -> head_dim and KV heads."""
     found = source.data[_HEADS] or {}
     full = [layer for layer in range(config.num_layers) if layer not in layers]

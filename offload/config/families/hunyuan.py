@@ -35,7 +35,7 @@ def _unscaled(config: ModelConfig) -> ModelConfig:
 
 
 def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
-    """`source` with a stretched base: with an alpha, "dynamic" scaling does not depend on the length."""
+    """`config` with a stretched base: with an alpha, "dynamic" scaling does not depend on the length."""
     settings = source.data.get("rope_parameters") or source.data.get("rope_scaling") or {}
     named, dim = Fields(settings if isinstance(settings, dict) else {}, source.where), config.head_dim
     if config.rope.kind != "dynamic" or not named.data.get(_ALPHA):

@@ -11,7 +11,7 @@ from offload.config.rope import Rope
 from offload.fields import Fields
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-PERIOD = "sliding_window_pattern"  # a field: every so many-th layer has no window
+PERIOD = "sliding_window_pattern"  # a field: its value n means that every n-th layer has no window
 
 
 def layer_types(source: Fields, window: object) -> list[str] | None:

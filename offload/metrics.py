@@ -184,7 +184,7 @@ class Stats:
 
     @property
     def link_idle(self) -> float | None:
-        """The share of decode_seconds in which nothing crossed the link to the device; None where nothing ever did."""
+        """The share of decode_seconds in which nothing crossed the link to the device; None if nothing ever did."""
         if not self.decode_link.bytes_to_device or not self.decode_seconds:
             return None
         return max(1 - self.decode_link.busy_seconds / self.decode_seconds, 0.0)

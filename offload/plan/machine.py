@@ -217,14 +217,14 @@ def pcie(uuid: str, root: Path = ROOT) -> Pcie | None:
         if not width or not generation:
             return None
         node = number_in(folder / "numa_node")
-        # NVML's largest width is that of GPU and slot together; the kernel knows the GPU's own.
+        # NVML's largest width is that of GPU and slot together; the kernel reports the GPU's own.
         gpu_width = max(number(nvml.nvmlDeviceGetMaxPcieLinkWidth), number_in(folder / "max_link_width") or 0, width)
         return Pcie(
             address=address,
             generation=generation,
             width=width,
             max_generation=max(number(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration), generation),
-            max_width=gpu_width if gpu_width <= 32 else width,  # 255: the kernel does not know
+            max_width=gpu_width if gpu_width <= 32 else width,  # 255: unknown to the kernel
             numa_node=None if node is None or node < 0 else node,
             slot_generation=number(nvml.nvmlDeviceGetMaxPcieLinkGeneration) or None,
         )

@@ -1,8 +1,8 @@
-"""The engine: exact hierarchical speculative decoding with weights and KV cache off the device.
+"""The inference engine: exact hierarchical speculative decoding with weights and KV cache off the device.
 
-Import it before torch: torch's OpenMP reads once, when it is loaded, how long its threads spin. By default some 6 ms;
-where other programs run, too, a spinning thread takes the time of the one that it waits for, and passes take 6 to 40
-times as long. 1,000 rounds are some 20 us. What the user set is kept, and ranks inherit it.
+Import this package before torch: torch's OpenMP reads the spin time of its threads once, when it is loaded. The default
+is some 6 ms. Where other programs run too, a spinning thread takes CPU time from the thread that it waits for, and
+passes take 6 to 40 times as long. 1,000 rounds are some 20 us. A value that the user set is kept, and ranks inherit it.
 """
 
 import os

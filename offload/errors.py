@@ -34,8 +34,8 @@ class ModelError(TriforceError):
 
 
 def unreadable(path: Path, error: OSError) -> ModelError:
-    """The error of a model's file or folder that the system does not hand out. error: what it said, best with the file
-    it said it of."""
+    """The ModelError for a file or folder of a model that cannot be read. error: the system's error, best with the name
+    of the file."""
     foreign = "whoever owns it can let you read it: chmod -R a+rX, and a+x for the folders above it"
     remedy = foreign if isinstance(error, PermissionError) else "try again, and if that fails, download it again"
     return ModelError(f"{error.filename or path} cannot be read ({error.strerror or error}); {remedy}")

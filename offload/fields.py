@@ -1,4 +1,4 @@
-"""The strict reader of values from outside, whatever file or line they came from: their types, ranges and names.
+"""The strict reader of values from outside, from any file or line: it checks types, ranges and names.
 
 Every refusal names the value's place, the value, and what it must be.
 """
@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_ori
 
 from offload.errors import ModelError
 
-MOST = 2**63 - 1  # of a whole number without another limit
-MOST_SIZE = 1 << 30  # the same of a model's sizes
+MOST = 2**63 - 1  # the largest whole number where no other limit is given
+MOST_SIZE = 1 << 30  # the largest size in a model's config
 _MOST_SHOWN = 40  # characters of a text in messages
 _HALF = re.compile("[\ud800-\udfff]")
 _REQUIRED = object()
@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be. wanted: in words. fits: whether a value is; item: of a list, what each value in it is."""
+    """A type of value with its range. wanted: the type in words. fits: tells whether a value is of it. item: the kind
+    of a list's values."""
 
     wanted: str
     fits: Callable[[Any], bool]
@@ -39,7 +40,8 @@ class Kind:
         return Kind(f"{self.wanted} or null", lambda value: value is None or self.fits(value))
 
     def problem(self, value: object, place: str) -> str:
-        """What is wrong with the value at `place`: "" where it fits. In a list it is the first that does not."""
+        """The message for a value at `place` that does not fit, "" if it fits. In a list it names the first value that
+        does not."""
         if self.fits(value):
             return ""
         if self.item is not None and isinstance(value, (list, tuple)):
@@ -57,7 +59,7 @@ def whole(least: int = 0, most: int = MOST) -> Kind:
 
 
 def number(least: float, most: float, *, over: float = -math.inf, wanted: str = "") -> Kind:
-    """A finite number, whole ones too."""
+    """A finite number, whole or not."""
     limits = f" from {least:g} to {most:g}" if over == -math.inf else f" over {over:g}, from {least:g} to {most:g}"
     return Kind(
         wanted or f"a number{limits}",
@@ -74,7 +76,7 @@ def one_of(*allowed: object) -> Kind:
 
 
 def list_of(item: Kind, wanted: str = "a list", *, length: int | None = None) -> Kind:
-    """length: of the list; None: any."""
+    """A list of values of kind `item`. length: of the list; None: any."""
 
     def fits(value: object) -> bool:
         right = isinstance(value, (list, tuple)) and length in (None, len(value))
@@ -105,7 +107,7 @@ class _Shown(reprlib.Repr):
     def repr_int(self, value: int, level: int) -> str:
         try:
             return _short(str(value))
-        except ValueError:  # of too many digits
+        except ValueError:  # a number of too many digits
             return "a huge number"
 
     def repr_bool(self, value: bool, level: int) -> str:
@@ -133,18 +135,18 @@ class Fields:
     """Typed reading of one object's fields. Every refusal is an `error` that names `where` the object came from, the
     field, its value and the limit.
 
-    `integer`, `number`, `flag` and `choice` read null as absent, as models' configs mean it, and refuse what is absent
-    without a default; `get` takes null for a value.
+    `integer`, `number`, `flag` and `choice` read null as absent, as models' configs mean it, and refuse an absent field
+    without a default; `get` treats null as a value.
     """
 
     def __init__(
         self, data: Mapping[str, Any], where: str, error: type[Exception] = ModelError, *, between: str = ": "
     ) -> None:
-        """between: `where` and a field's name in messages."""
+        """between: the separator of `where` and a field's name in messages."""
         self.data, self.where, self._error, self._between = data, where, error, between
 
     def place(self, key: str) -> str:
-        """What messages call a field."""
+        """The name of a field in messages."""
         name = _short(key if key.isprintable() else json.dumps(key)[1:-1])
         return f"{self.where}{self._between}{name}" if self.where else name
 
@@ -153,7 +155,7 @@ class Fields:
         raise self._error(f"{self.place(key)} is {value}; it must be {limit}")
 
     def only(self, names: Iterable[str]) -> Fields:
-        """The same fields, which are all of `names` and no others."""
+        """This object, unless it lacks a field of `names` or has another one."""
         for name in (names := dict.fromkeys(names)):
             self.present(name)
         if unknown := self.data.keys() - names.keys():
@@ -161,7 +163,7 @@ class Fields:
         return self
 
     def present(self, key: str) -> Any:
-        """The value of a field that must be there, whatever it is."""
+        """The value of a required field, of any type."""
         if key not in self.data:
             raise self._error(f"{self.place(key)} is missing")
         return self.data[key]
@@ -211,13 +213,14 @@ _KINDS = {int: whole(), float: number(-MOST, MOST, wanted="a number"), bool: TRU
 
 
 def fields_of(data: object, place: str) -> Fields:
-    """Those of `data`, if it is an object. place: its name in messages, "" at the top. All raise ValueError."""
+    """The fields of the object `data`. place: its name in messages, "" at the top. Every method of the result raises
+    ValueError."""
     found: Any = checked(data, place or "it", OBJECT)
     return Fields(found, place, ValueError, between=".")
 
 
 def versioned(data: object, version: int, place: str) -> dict[str, object]:
-    """The object `data` without its `version`. Raises ValueError where that is another."""
+    """The object `data` without its field `version`. Raises ValueError if that is not `version`."""
     source = fields_of(data, place)
     if (said := source.present("version")) != version or type(said) is not int:
         raise ValueError(f"{source.place('version')} is {shown(said)}; this program reads version {version}")
@@ -226,7 +229,7 @@ def versioned(data: object, version: int, place: str) -> dict[str, object]:
 
 def record(kind: type[T], data: object, place: str) -> T:
     """An instance of the dataclass `kind` from an object of its fields and no others. Raises ValueError, which names
-    the key, `place` before it, and the value.
+    the key, prefixed with `place`, and the value.
 
     Types of fields: int (not negative), float, bool, str, Literal, Annotated[X, Kind], any of these or None,
     tuple[X, ...], dict[str, X] and dataclasses.
@@ -257,7 +260,7 @@ def _value(hint: Any, value: Any, place: str) -> Any:
 
 
 def _kind(hint: Any) -> Kind | None:
-    """Of a type without parts; None for another."""
+    """The kind of a type hint without parts; None for a hint with parts."""
     if get_origin(hint) is Literal:
         return one_of(*get_args(hint))
     if get_origin(hint) is Annotated:

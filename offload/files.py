@@ -1,4 +1,4 @@
-"""Paths that a person names, the program's folders among the user's, and small files that are written atomically."""
+"""File paths: paths that the user names, the program's folders, and small files that are written atomically."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "", *, variable: str = "") -> Path:
-    """The folder that the environment variable names, or else `name` in the user's folder of that kind. Raises
-    UsageError where the user has none."""
+    """The folder in the environment variable `variable`, or else `name` in the user's folder of that kind. Raises
+    UsageError if the user has no such folder."""
     if variable and (folder := os.environ.get(variable)):
         return expanded(folder)
     import platformdirs
 
     try:
         return Path(getattr(platformdirs, f"user_{kind}_dir")("triforce", appauthor=False)) / name
-    except RuntimeError as error:  # a container may run as a user that it does not know
+    except RuntimeError as error:  # a container may run as a user without an entry in its passwd
         raise UsageError(
             f"there is no home folder: HOME is not set, and this system knows no user {os.getuid()}; set HOME to a "
             "folder that you can write to"
@@ -34,15 +34,15 @@ def user_folder(kind: Literal["data", "cache", "config", "state"], name: str = "
 
 
 def address_in(text: str) -> str:
-    """The address on the network that a person gave for a path, "" where it is none, or there is such a path. A path
-    that was made of an address has one slash for two."""
+    """The network address (URL) that was given as a path; "" if it is not an address, or if such a path exists. A Path
+    that was made from an address has one slash instead of two."""
     found = None if os.path.lexists(text) else _ADDRESS.match(text)
     return f"{found['scheme']}://{text[found.end() :]}" if found else ""
 
 
 def expanded(text: str) -> Path:
-    """The path that a person wrote, "~" being their home. Raises UsageError where there is no such home, and for an
-    address."""
+    """The path that the user wrote, with "~" expanded to the home folder. Raises UsageError if there is no such home,
+    and for a network address."""
     if address := address_in(text):
         raise UsageError(
             f"{address} is an address and nothing is fetched from it; download it first (curl -LO {address}) and name "
@@ -56,8 +56,8 @@ def expanded(text: str) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the file `path`, which is made where it is not there and stays. Whoever else wants it waits. The
-    system releases it when the process ends. OSError."""
+    """Hold an exclusive lock on the file `path`, which is created if missing and stays. Other processes wait for the
+    lock. The system releases it when the process ends. OSError."""
     with path.open("ab") as file:
         with waiting():
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -2,8 +2,8 @@
 
 Ctrl-C (SIGINT), SIGTERM, and SIGHUP of a terminal that has gone. Python runs a handler between any two instructions,
 also inside a library's function. An exception raised there may be swallowed, turned into another one, or leave a lock
-taken. So a handler raises in two cases only: within `waiting`, where nothing else would end the wait, and where a
-signal comes again after the first has found no poll for GRACE_SECONDS. Whatever must be done whole does not poll.
+taken. So a handler raises in two cases only: within `waiting`, where nothing else would end the wait, and when a signal
+is repeated after GRACE_SECONDS without a poll. Work that must not be left half done does not poll.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-GRACE_SECONDS = 2.0  # for the next poll to come, and for an end that was begun to be kept
-_FIRST_SECONDS, _LISTENING_SECONDS = 0.02, 0.2  # from the begin of a wait, and from then on
+GRACE_SECONDS = 2.0  # time for the next poll, and for saving work while the program ends
+_FIRST_SECONDS, _LISTENING_SECONDS = 0.02, 0.2  # of the timer: to its first tick in a wait, and between ticks
 Handler = Callable[[int, "FrameType | None"], object] | int | None
 
 
 class Terminated(SystemExit):
-    """Another process asked this one to end, or nothing polled for a signal that was repeated. No interrupt, which a
-    conversation goes on after; no Exception, which libraries swallow. The exit code is what a shell reports of a
-    process that the signal killed. forced: raised wherever the program was; what it was changing may be half done."""
+    """The request to end the program: another process sent it, or a signal was repeated and nothing polled. It is not a
+    KeyboardInterrupt, after which a conversation goes on, and not an Exception, which libraries swallow. The exit code
+    is the one that a shell reports for a process killed by the signal. forced: raised at an arbitrary instruction, so a
+    change may be half done."""
 
     def __init__(self, number: int, *, forced: bool = False) -> None:
         self.number, self.exit_code, self.forced = number, 128 + number, forced
@@ -35,9 +36,10 @@ class Terminated(SystemExit):
 
 
 class _Listener:
-    """The signals that were noted and the exception that was raised last.
+    """The state of signal handling: the pending signals, and the exception that was raised last.
 
-    noted: those whose exceptions are still to be raised, each once. waits: the main thread is within `waiting`.
+    noted: pending signals, whose exceptions are still to be raised, each once. waits: the main thread is within
+    `waiting`.
     """
 
     def __init__(self) -> None:
@@ -49,12 +51,13 @@ class _Listener:
 
     @property
     def is_ending(self) -> bool:
-        """Was an exception raised a moment ago? Whatever keeps the work so far is not broken off then."""
+        """Whether a signal's exception was raised within the last GRACE_SECONDS. Saving the work so far is not
+        interrupted in that time."""
         return time.monotonic() - self._raised_at < GRACE_SECONDS
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_ending and (number == signal.SIGINT or self._raised != signal.SIGINT):
-            return  # the same wish again
+            return  # a repetition of the same request
         now, is_first = time.monotonic(), not self.noted
         if is_first:
             self._noted_at = now
@@ -77,7 +80,8 @@ class _Listener:
             raise self._taken()
 
     def error_of(self, error: Exception) -> BaseException:
-        """`error`, or the exception of the signal that was noted or raised by force before it came of that."""
+        """The exception to report for `error`: that of a signal which was pending or forced before, and so may have
+        caused it, or else `error`."""
         if self.noted and not self.is_ending:
             return self._taken()
         return Terminated(self._raised, forced=True) if self._forced and self._raised is not None else error
@@ -90,7 +94,7 @@ class _Listener:
         os._exit(128 + (self._raised or number))
 
     def wait(self) -> None:
-        """From now on a signal is raised at once, also one that came right before: a timer asks again and again."""
+        """Raise signals at once from now on, also one that came right before: a timer checks periodically."""
         self.waits = True
         signal.setitimer(signal.ITIMER_REAL, _FIRST_SECONDS, _LISTENING_SECONDS)
 
@@ -100,7 +104,7 @@ class _Listener:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _taken(self) -> BaseException:
-        """The exception of the first signal that is noted, which is noted no longer."""
+        """Take the first pending signal off the list, and make its exception."""
         number = self.noted.pop(0)
         _request(self if self.noted else None)
         self.end_wait()
@@ -115,20 +119,20 @@ _requested: _Listener | None = None  # while a signal is noted
 
 
 def poll() -> None:
-    """Stop here if a signal asked for it: raises KeyboardInterrupt or Terminated, in the main thread. For every turn of
-    a long loop, where nothing is half done."""
+    """Stop here if a signal asked for it: raises KeyboardInterrupt or Terminated, in the main thread. Call it in every
+    iteration of a long loop, at a point where nothing is half done."""
     if _requested is not None:
         _requested.deliver()
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Within it a signal raises at once. For a wait that nothing else ends: for a person, a pipe, the network, another
-    process.
+    """A context in which a signal raises at once. For waits that nothing else ends: for the user, a pipe, the network
+    or another process.
 
-    Python runs handlers between two instructions, and when the kernel breaks off a wait. A signal that comes after the
-    last instruction before a wait, or that another thread gets, breaks off none. So a timer breaks off the wait again
-    and again.
+    Python runs handlers between two instructions, and when the kernel interrupts a wait. A signal that arrives after
+    the last instruction before a wait, or in another thread, does not interrupt it. So a timer interrupts the wait
+    periodically.
     """
     listener = _listener
     if listener is None or listener.waits or not _is_main_thread():
@@ -142,18 +146,18 @@ def waiting() -> Iterator[None]:
 
 
 def resume() -> None:
-    """The program goes on after a KeyboardInterrupt: the next signal is heard at once."""
+    """Continue after a KeyboardInterrupt: the next signal is handled at once."""
     if _listener is not None:
         _listener.resume()
 
 
 @contextmanager
 def interruptible(*, last: bool = False) -> Iterator[None]:
-    """Within it signals are noted, and raised by the next `poll` or in `waiting`; one that is still noted at the end is
-    raised there. An exception of a signal is under way for GRACE_SECONDS: until then another Ctrl-C is the same wish,
-    and what asks to end waits.
+    """A context in which signals are noted, and raised by the next `poll` or in `waiting`; a signal that is still
+    pending at the end is raised there. For GRACE_SECONDS after a signal's exception, another Ctrl-C counts as a
+    repetition, and a request to end waits.
 
-    last: the process ends after it, and a signal that comes then ends it at once.
+    last: the process ends after the context, and a signal that arrives then ends it at once.
     """
     global _listener
     listener = _Listener()
@@ -173,14 +177,14 @@ def interruptible(*, last: bool = False) -> Iterator[None]:
     finally:
         _listener = None
         _request(None)
-        if not last:  # an alarm may be on its way
+        if not last:  # a timer signal may be pending
             signal.signal(signal.SIGALRM, alarm)
 
 
 @contextmanager
 def handled(handlers: Mapping[signal.Signals, Handler], *, then: Handler = None) -> Iterator[None]:
-    """Within it signals go to these handlers, unless whoever started the program had them ignored (nohup does);
-    afterwards to `then`, by default to whoever had them before."""
+    """A context in which signals go to `handlers`, except signals that were ignored when the program started (as under
+    nohup); afterwards they go to `then`, by default to their previous handlers."""
     before = {number: signal.getsignal(number) for number in handlers}
     heard = [number for number in handlers if before[number] not in (signal.SIG_IGN, None)]
     for number in heard:
@@ -202,6 +206,6 @@ def _is_main_thread() -> bool:
 
 
 def _ignore_all() -> None:
-    """For the rest of the process, in which Python no longer runs handlers."""
+    """Ignore the signals for the rest of the process, in which Python no longer runs handlers."""
     for number in (signal.SIGINT, *ENDING, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)

@@ -40,7 +40,7 @@ class LevelStats:
     drafted: int = 0
     accepted: int = 0
     link_bytes: int = 0  # copied to the device during its passes
-    first_passes: int = 0  # that compiled kernels or recorded a graph on a GPU: `seconds` has what that took
+    first_passes: int = 0  # passes that compiled kernels or recorded a graph on a GPU: `seconds` includes that time
     drafted_by: dict[str, int] = field(default_factory=dict)  # drafted, by proposer
     accepted_by: dict[str, int] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class LevelStats:
         self.count_pass(rows, time.perf_counter() - start)
 
     def count_pass(self, rows: int, seconds: float) -> None:
-        """Count one pass of `rows` rows. seconds: its own, or its part of those of a pass of several sequences."""
+        """Count one pass of `rows` rows. seconds: of the pass, or its share of a pass of several sequences."""
         self.passes += 1
         self.rows += rows
         self.seconds += seconds
@@ -106,8 +106,8 @@ class LinkStats:
 
 @dataclass(frozen=True)
 class RankStats:
-    """What one of several ranks did. sum_seconds: in sums over the ranks, with the wait for those that are slower.
-    device_bytes, host_bytes: allocated."""
+    """The statistics of one of several ranks. sum_seconds: time in sums over the ranks, including the wait for slower
+    ranks. device_bytes, host_bytes: allocated."""
 
     rank: int
     device: str
@@ -119,7 +119,7 @@ class RankStats:
     host_bytes: int
 
     def since(self, earlier: RankStats) -> RankStats:
-        """The same without what had been done `earlier`."""
+        """The statistics since `earlier`."""
         return replace(
             self,
             bytes_to_device=self.bytes_to_device - earlier.bytes_to_device,
@@ -140,10 +140,10 @@ _DERIVED = (
 
 @dataclass
 class Stats:
-    """The numbers of one request, as `--stats` and `--json` print them."""
+    """The statistics of one request, as `--stats` and `--json` print them."""
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of the prompt's tokens, those cached already
+    reused_tokens: int = 0  # tokens of the prompt that were already in the cache
     output_tokens: int = 0
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -153,8 +153,8 @@ class Stats:
     levels: list[LevelStats] = field(default_factory=list)
     prefill_link: LinkStats = field(default_factory=LinkStats)
     decode_link: LinkStats = field(default_factory=LinkStats)
-    ranks: list[RankStats] = field(default_factory=list)  # while decoding, where there are several
-    wider_layers: int = 0  # whose weights cross the link in 12 bits where fewer are planned: they would not come back
+    ranks: list[RankStats] = field(default_factory=list)  # while decoding, if there are several
+    wider_layers: int = 0  # layers that cross the link in 12 bits, as fewer bits would lose some
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
@@ -184,7 +184,7 @@ class Stats:
 
     @property
     def link_idle(self) -> float | None:
-        """The share of decode_seconds in which nothing crossed the link to the device; None where nothing ever did."""
+        """The share of decode_seconds in which nothing crossed the link to the device; None if nothing ever did."""
         if not self.decode_link.bytes_to_device or not self.decode_seconds:
             return None
         return max(1 - self.decode_link.busy_seconds / self.decode_seconds, 0.0)

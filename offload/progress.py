@@ -1,4 +1,4 @@
-"""Reports on the progress of a long stage."""
+"""Progress reports of a long stage."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def ignore(progress: Progress) -> None:
 
 
 class OnBytes(Protocol):
-    """Is called with numbers of new bytes, and with how many fewer will come than was thought."""
+    """A callback for the number of new bytes, and for the number of bytes by which the total shrinks."""
 
     def __call__(self, num_bytes: int, fewer: int = 0, /) -> None: ...
 
 
 def bytes_of(stage: Stage, total: int, on_progress: OnProgress) -> OnBytes:
-    """Reports the sum of the new bytes, of `total` or as many fewer as there will be, to `on_progress`."""
+    """An `OnBytes` that reports to `on_progress` the sum of the new bytes, out of a `total` that may shrink."""
     done = 0
 
     def count(num_bytes: int, fewer: int = 0, /) -> None:

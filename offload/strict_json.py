@@ -1,4 +1,4 @@
-"""JSON from outside, read strictly: whatever is accepted means the same to every program and can be written again."""
+"""The strict JSON parser for outside data: accepted JSON means the same to every program and can be written again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from offload.errors import ModelError, unreadable
 
 MAX_JSON_BYTES = 1 << 20
-MAX_DIGITS = 4300  # of a whole number: Python reads and writes no more
+MAX_DIGITS = 4300  # of a whole number, Python's limit for reading and writing one
 
 
 def parse(text: str) -> Any:
@@ -20,8 +20,8 @@ def parse(text: str) -> Any:
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
-    """The JSON object in `path`, a file of a model. Of a key that occurs twice the last value counts, as to other
-    programs. ModelError when it is missing, over `max_bytes`, not JSON or not an object."""
+    """The JSON object in `path`, a file of a model. The last value of a repeated key counts, as in other programs.
+    ModelError if the file is missing, over `max_bytes`, not JSON or not an object."""
     try:
         if path.parent.exists() and not path.parent.is_dir():
             raise ModelError(f"{path.parent} is a file; give the folder that holds {path.name}")
@@ -43,7 +43,8 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, objec
 
 
 def check_depth(value: object, limit: int, name: str) -> None:
-    """Raises ValueError if `value`, which is called `name`, is nested too deep for recursive functions."""
+    """Raises ValueError if `value` is nested deeper than `limit`, too deep for recursive functions. name: of the value
+    in messages."""
     level = [value]
     for _ in range(limit):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
@@ -89,4 +90,4 @@ def _no_number(text: str) -> NoReturn:
 
 DECODER = json.JSONDecoder(
     parse_int=_whole, parse_float=_float, parse_constant=_no_number, object_pairs_hook=_object
-)  # its raw_decode reads a value that has something behind it
+)  # its raw_decode reads a value that is followed by other text

@@ -1,4 +1,4 @@
-"""Checks that a device computes what it must: what only the machine itself can show, run by `triforce doctor`.
+"""Checks that a device computes correctly, which only the machine itself can show; run by `triforce doctor`.
 
 Attention and products run at the shapes of well-known models, in the way that the engine would choose, and are compared
 with fp64, with rows taken one at a time, and with a cache whose tiles cross the link. Inputs are random, with a fixed
@@ -38,9 +38,9 @@ from offload.weights.layout import LayerLayout
 from offload.worker.assemble import block_rows, full_cache, scorings_of
 
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
-NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled, and decoded after them
-COMPARED = 64  # rows of the prefill, the last ones
-NARROW = 1024  # feed-forward rows of a layer whose weights are packed: as many as are enough
+NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled tokens, and rows decoded after them
+COMPARED = 64  # last rows of the prefill
+NARROW = 1024  # feed-forward rows of a layer with packed weights: few, as that is enough
 COPY_BYTES = 64 * 2**20
 COPY_ROUNDS = 4
 PURPOSE = "checking"
@@ -49,7 +49,7 @@ OTHER_PATH = "TRIFORCE_KERNELS=off runs torch's operators in place of the kernel
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison on `device`. found: its numbers, in words; problem: what to do; "" where it holds."""
+    """One comparison on `device`. found: its numbers in words. problem: the remedy; "" if the check passed."""
 
     device: str
     name: str
@@ -63,8 +63,8 @@ class Check:
 
 
 def check_device(hardware: Hardware, target: Path, draft: Path | None, on_step: Callable[[str], None]) -> list[Check]:
-    """All checks of one device, some seconds long. One that cannot run at all fails with the error's text. target,
-    draft: small models, which write a text. `on_step` hears what comes next."""
+    """All checks of one device; they take some seconds. A check that cannot run fails with the error's text. target,
+    draft: small models that generate a text. on_step: called with the name of the next check."""
     found = []
     for name, run, remedy in [*_checks(hardware), *text_checks(hardware, target, draft)]:
         on_step(f"checking {hardware.device}: {name}")
@@ -94,14 +94,14 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
 
 
 def _dtypes(hardware: Hardware) -> list[str]:
-    """Those that the device is fast at, and fp32; a GPU is asked about fp16 too."""
+    """The dtypes to check: the device's fast ones and fp32, and fp16 on a GPU."""
     half = ["bf16"] if hardware.fast_bf16 else []
     return [*half, *([] if hardware.is_cpu else ["fp16"]), "fp32"]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """q [n, H, D], k and v [n, H_kv, D], not rotated, on the CPU."""
+    """Random attention inputs: q [n, H, D], k and v [n, H_kv, D], not rotated, on the CPU."""
 
     q: Tensor
     k: Tensor
@@ -115,14 +115,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Trial:
-    """One layer of a model on one device in one dtype. config: of one layer."""
+    """The trial of one layer of a model on one device in one dtype. config: of one layer."""
 
     config: ModelConfig
     hardware: Hardware
     dtype: str
 
     def attention(self) -> Shown:
-        """The last rows of a prefill, and rows of a pass, beside fp64."""
+        """Compare the last rows of a prefill, and rows of a pass, with fp64."""
         prefill, decode = self._run(self._plan(""))
         exact = self._exact
         errors = [error_of(prefill, exact[:COMPARED]), error_of(decode, exact[COMPARED:])]
@@ -130,14 +130,14 @@ class Trial:
         return max(errors) <= TOLERANCES[self.dtype], f"{shown}, at most {TOLERANCES[self.dtype]:.0e}"
 
     def rows(self) -> Shown:
-        """The same bits alone and among others."""
+        """Check that a row has the same bits alone and among others."""
         plan = self._plan("")
         _, together = self._run(plan)
         _, alone = self._run(plan, apart=True)
         return _same(together, alone, f"of {NUM_ROWS} rows together and one at a time")
 
     def streamed(self) -> Shown:
-        """The same bits whether tiles cross the link or not."""
+        """Check that results have the same bits whether tiles cross the link or not."""
         runs = [self._run(self._plan(offload)) for offload in ("", "kv")]
         here, away = (torch.cat(run) for run in runs)
         return _same(here, away, "of tiles on the device and streamed")
@@ -150,12 +150,13 @@ class Trial:
         return self.dtype == "bf16" and self.hardware.packs and unpacks
 
     def packed(self) -> Shown:
-        """The same bits where tiles cross the link packed."""
+        """Check that results have the same bits if tiles cross the link packed."""
         here, away = (torch.cat(self._run(plan)) for plan in (self._plan(""), self._plan("kv", link_bits=12)))
         return _same(here, away, "of tiles on the device and streamed in 12 bits")
 
     def packed_weights(self) -> Shown:
-        """The same bits of a layer's weights where they cross the link packed, or beside codes in 4 or 6 bits."""
+        """Check that a layer's weights have the same bits if they cross the link packed, or as residuals of codes in 4
+        or 6 bits."""
         config = self.config.changed(intermediate_size=NARROW)
         layout, same = LayerLayout.of(config, DTYPES[self.dtype]), True
         exact = torch.zeros(layout.num_bytes, dtype=torch.uint8)
@@ -170,7 +171,8 @@ class Trial:
         return same, f"{shown} of weights as they are, packed and beside codes"
 
     def products(self) -> Shown:
-        """Each of a layer's products beside fp64, and the same bits of a row alone and among others."""
+        """Compare each of a layer's products with fp64, and check that a row has the same bits alone and among
+        others."""
         errors, same = [], True
         for outputs, inputs, _ in self.config.layer_products():
             generator = torch.Generator().manual_seed(outputs + inputs)
@@ -184,8 +186,8 @@ class Trial:
         return same and max(errors) <= TOLERANCES[self.dtype], f"{shown}; {bits} of rows together and one at a time"
 
     def _run(self, plan: Plan, *, apart: bool = False) -> tuple[Tensor, Tensor]:
-        """(the last COMPARED rows of the prefill, the decoded rows), [n, H * D] on the CPU. apart: rows of a pass each
-        by itself."""
+        """Attention by the engine's cache -> (the last COMPARED rows of the prefill, the decoded rows), [n, H * D] on
+        the CPU. apart: each decoded row in a pass of its own."""
         device, block = self._device, block_rows(plan, self.config)
         link = make_link(device) if plan.placement.offload else None
         with closing(link) if link is not None else nullcontext():
@@ -208,7 +210,7 @@ class Trial:
         return torch.cat(prefilled)[-COMPARED:], torch.cat(decode)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [n, inputs] @ weight^T as a pass computes it, [n, outputs] on the CPU."""
+        """The product x [n, inputs] @ weight^T as a pass computes it, [n, outputs] on the CPU."""
         kernels = fitting(self._device, self.config.head_dim, self.config.layer_products())
         if isinstance(kernels, CpuKernels):
             out = torch.empty(len(x), len(weight), dtype=x.dtype)
@@ -220,7 +222,7 @@ class Trial:
 
     @cached_property
     def _rows(self) -> Rows:
-        """With as many behind the last as a block may be padded with."""
+        """The random inputs, with further rows at the end for the padding of a block."""
         generator, config = torch.Generator().manual_seed(0), self.config
         sizes = [(LENGTH + PADDING, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
         q, k, v = (torch.randn(size, generator=generator).to(DTYPES[self.dtype]) for size in sizes)
@@ -228,7 +230,7 @@ class Trial:
 
     @cached_property
     def _exact(self) -> Tensor:
-        """The compared rows of the prefill and those decoded, in fp64: [n, H * D]."""
+        """The compared rows of the prefill and the decoded rows, in fp64: [n, H * D]."""
         scoring, first = scorings_of(self._plan(""), self.config)[0], NUM_TOKENS - COMPARED
         q, k = scoring.rope.to("cpu").rotated(self._rows.q[:LENGTH], self._rows.k[:LENGTH], 0)
         q = q[first:]
@@ -244,7 +246,7 @@ class Trial:
         return torch.device(self.hardware.device)
 
     def _plan(self, offload: str, *, link_bits: int = 16) -> Plan:
-        """Of one layer whose cache has several tiles: none of them on the device where it is offloaded."""
+        """The plan of one layer whose cache has several tiles, none of them on the device if it is offloaded."""
         options = Options(device=self.hardware.device, dtype=self.dtype, speculation=False)
         plan = make_plan(self.config, None, options, self.hardware, num_prompt_tokens=NUM_TOKENS, max_tokens=NUM_ROWS)
         offloaded = tuple(filter(None, [offload]))
@@ -260,7 +262,8 @@ PADDING = 64  # rows of a block, at most
 
 
 def _copies(hardware: Hardware) -> Shown:
-    """Random bytes go to the device and come back, twice at a time, so that both directions are busy at once."""
+    """Check that random bytes are unchanged after a copy to the device and back; two copies at a time keep both
+    directions busy."""
     device = torch.device(hardware.device)
     allocate = partial(Memory(device).allocate, (COPY_BYTES,), torch.uint8, purpose=PURPOSE)
     sent, generator = allocate(tier="host"), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Measured times of different ways of decoding one prompt, and of another program's settings. Numbers only: nothing
+"""Comparison of measured times: of different ways of decoding one prompt, and of another program's settings. Nothing
 runs here."""
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from offload.metrics import LevelStats, Spread, Stats
 if TYPE_CHECKING:
     from offload.plan.planner import Plan
 
-WAYS = PLAIN, TRIFORCE, TRANSFORMERS = "plain", "triforce", "transformers"  # the last is no part of this program
-TIE = 0.02  # shares of a time that count as the same: the reading of the prompt decides then
+WAYS = PLAIN, TRIFORCE, TRANSFORMERS = "plain", "triforce", "transformers"  # the last one is another program
+TIE = 0.02  # relative difference of times that counts as equal; then the time to read the prompt decides
 
 Setting = Mapping[str, str | int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A short trial of another program's setting after `num_prompt_tokens`: seconds to the first token, with the whole
-    prompt to read, and milliseconds a token after it; or the error that it ended with."""
+    """A short trial of another program's setting after `num_prompt_tokens`: seconds to the first token, including the
+    whole prompt, and milliseconds per token after it; or the error that ended the trial."""
 
     setting: Setting
     num_prompt_tokens: int
@@ -33,14 +33,14 @@ class Tried:
 
     @property
     def milliseconds(self) -> float:
-        """A token; infinitely many where it did not run."""
+        """Milliseconds per token; infinite if the setting did not run."""
         return math.inf if self.milliseconds_per_token is None else self.milliseconds_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One text, once. turn: runs of the same turn followed each other, and had the same seed. milliseconds_per_token:
-    of the tokens after the first. stats: what our own engine counted."""
+    """One run of one way. turn: a turn is one run of every way, back to back, with the same seed.
+    milliseconds_per_token: of the tokens after the first. stats: of this program's engine."""
 
     way: str
     turn: int
@@ -56,9 +56,9 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of one prompt. prefill_rates: prompt tokens per second by way, each measured once; plain decoding and TriForce
-    share theirs. runs: every way in every turn. greedy: all are to write the same text. tried: settings of the other
-    program, of which it ran in the fastest."""
+    """The comparison of ways on one prompt. prefill_rates: prompt tokens per second by way, measured once; plain
+    decoding and TriForce share one. runs: every way in every turn. greedy: all ways have to write the same text. tried:
+    settings of the other program; the fastest was used."""
 
     plan: Plan
     greedy: bool
@@ -68,22 +68,22 @@ class Comparison:
 
     @property
     def predicted_milliseconds(self) -> dict[str, float]:
-        """Per token, of our own ways."""
+        """The predicted milliseconds per token of this program's ways."""
         predicted = self.plan.predicted
         return {PLAIN: 1000 * predicted.plain_seconds_per_token, TRIFORCE: 1000 * predicted.seconds_per_token}
 
     @property
     def ways(self) -> list[str]:
-        """Those that ran."""
+        """The ways that ran."""
         ran = {run.way for run in self.runs}
         return [way for way in WAYS if way in ran]
 
     def of(self, way: str) -> list[Run]:
-        """By turn."""
+        """The runs of a way, ordered by turn."""
         return sorted((run for run in self.runs if run.way == way), key=lambda run: run.turn)
 
     def milliseconds(self, way: str) -> Spread:
-        """Per token."""
+        """The milliseconds per token of a way."""
         return Spread.of([run.milliseconds_per_token for run in self.of(way)])
 
     def ratio(self, slow: str, fast: str) -> Spread:
@@ -93,19 +93,19 @@ class Comparison:
 
     @property
     def acceptance(self) -> float | None:
-        """Of what is drafted for the target in all of TriForce's runs; None where nothing is."""
+        """The acceptance at the target over all of TriForce's runs; None if nothing was drafted."""
         drafted = sum(level.drafted for level in self._targets())
         return sum(level.accepted for level in self._targets()) / drafted if drafted else None
 
     @property
     def tokens_per_pass(self) -> float:
-        """That a full pass buys, over all of TriForce's runs."""
+        """Tokens per full pass over all of TriForce's runs."""
         rounds = sum(level.rounds for level in self._targets())
         return sum(level.accepted + level.rounds for level in self._targets()) / rounds
 
     def first_difference(self, way: str) -> int | None:
-        """The first token, from 0, at which some text of `way` is not plain decoding's of the same turn; None: all are
-        the same."""
+        """The first token, from 0, at which a text of `way` differs from plain decoding's in the same turn; None if all
+        are the same."""
         pairs = zip(self.of(PLAIN), self.of(way), strict=True)
         found = [place for one, other in pairs if (place := first_difference(one.tokens, other.tokens)) is not None]
         return min(found, default=None)
@@ -115,14 +115,14 @@ class Comparison:
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """The first place, from 0, at which two texts are not the same; None where they are."""
+    """The first position, from 0, at which two texts differ; None if they are the same."""
     pairs = zip(first, second, strict=False)
     end = min(len(first), len(second)) if len(first) != len(second) else None
     return next((place for place, (a, b) in enumerate(pairs) if a != b), end)
 
 
 def fastest(tried: Sequence[Tried]) -> Tried:
-    """Of those after the longest prompt. Raises TriforceError where none ran."""
+    """The fastest setting among trials with the longest prompt. Raises TriforceError if none ran."""
     ran = [trial for trial in tried if trial.error is None]
     if not ran:
         raise TriforceError(f"no setting ran; the first ended with: {tried[0].error}")
@@ -134,6 +134,7 @@ def fastest(tried: Sequence[Tried]) -> Tried:
 
 
 def name_of(setting: Setting, beside: Setting | None = None) -> str:
-    """ "flash attention off, cache f16"; of what differs from `beside`, if that is given."""
+    """The text of a setting, such as "flash attention off, cache f16"; only the differences from `beside` if that is
+    given."""
     parts = {key: value for key, value in setting.items() if beside is None or beside.get(key) != value}
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())

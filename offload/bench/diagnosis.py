@@ -1,4 +1,4 @@
-"""`triforce doctor`: this machine as it is, and as fast as it is."""
+"""The diagnosis of `triforce doctor`: the machine's hardware, software and measured speed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from offload.plan.machine import Driver, Machine, Pcie
 from offload.plan.rates import rates_file, save_rates
 from offload.transfer.link import make_link
 
-READ_BYTES = 1 << 30  # far more than caches hold
+READ_BYTES = 1 << 30  # far more than the CPU's caches
 COPY_BYTES = 256 << 20
-LEAST_BYTES = 256 << 20  # of a GPU's free memory; with less, there is nothing to measure with
-LOOK_SECONDS = 0.3  # to see what else runs
-SHARE = 8  # at most one part in so many of the free memory is taken for measuring
+LEAST_BYTES = 256 << 20  # free memory of a GPU that measuring needs
+LOOK_SECONDS = 0.3  # for the load of other programs
+SHARE = 8  # measuring takes at most 1 / SHARE of the free memory
 
 OnStep = Callable[[str], None]
 
@@ -47,10 +47,11 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Processor:
-    """Bytes and operations per second, with all `num_threads`; a copy of the link uses one thread each way."""
+    """A CPU's bytes and operations per second, with all `num_threads`; a copy over its link uses one thread each
+    way."""
 
     num_threads: int
-    busy_share: float  # of all cores, by others while nothing was measured
+    busy_share: float  # of all cores, used by other programs before measuring
     fast_bf16: bool
     read: float
     weights_read: float  # through products of one row
@@ -69,7 +70,7 @@ class GpuRates:
 
 @dataclass(frozen=True)
 class Gpu:
-    """`rates` is None where measuring failed, and `problem` says why."""
+    """A GPU. rates: None if measuring failed, with the reason in `problem`."""
 
     device: str
     name: str
@@ -77,7 +78,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     pcie: Pcie | None
-    peers: tuple[str, ...]  # devices whose memory it can reach by itself
+    peers: tuple[str, ...]  # devices whose memory it can access directly
     rates: GpuRates | None
     problem: str = ""
 
@@ -88,9 +89,9 @@ class Software:
     torch: str
     torch_cuda: str | None  # None: built without CUDA
     transformers: str
-    attention: str  # what runs
-    flash_attn: str | None  # its version, where it is installed
-    kernels: str | None  # the CPU's, by their instruction set; None: torch's operators run
+    attention: str  # the implementation in use
+    flash_attn: str | None  # its version if it is installed
+    kernels: str | None  # the CPU kernels' instruction set; None: torch's operators run
     kernels_problem: str = ""  # why
 
 
@@ -99,13 +100,13 @@ class Diagnosis:
     machine: Machine
     processor: Processor
     gpus: tuple[Gpu, ...]
-    together: LinkRates | None  # of all GPUs at once, where there are several
+    together: LinkRates | None  # all GPUs at once, if there are several
     driver: Driver | None
     software: Software
 
     @property
     def devices(self) -> list[str]:
-        """Those that work."""
+        """The devices that work."""
         return ["cpu", *(gpu.device for gpu in self.gpus if gpu.rates is not None)]
 
     @property
@@ -141,7 +142,7 @@ class Record:
 
 
 def diagnose(on_step: OnStep) -> Diagnosis:
-    """Look and measure, a few seconds long. `on_step` hears what comes next."""
+    """Inspect and measure the machine, for a few seconds. on_step: called with the name of the next step."""
     on_step("looking at the machine")
     host, driver = machine.look(), machine.driver()
     copy_bytes = min(COPY_BYTES, host.host_free_bytes // SHARE // max(torch.cuda.device_count(), 4))
@@ -154,7 +155,7 @@ def diagnose(on_step: OnStep) -> Diagnosis:
     if len(working) > 1:
         on_step("measuring the GPUs together")
     together = _together(working, copy_bytes)
-    torch.cuda.empty_cache()  # what measuring used is free again, also for a plan
+    torch.cuda.empty_cache()  # free the memory used for measuring, also for a plan
     return Diagnosis(host, processor, tuple(gpus), together, driver, software())
 
 
@@ -164,7 +165,7 @@ def usable_hardware(diagnosis: Diagnosis) -> Hardware:
 
 
 def remember(diagnosis: Diagnosis) -> Record:
-    """Keep the rates for the planner. That it cannot be written is told, and no failure."""
+    """Store the rates for the planner. A file that cannot be written is reported in the record, not raised."""
     try:
         measured = {rates_key(device): rates for device, rates in diagnosis.rates.items()}
         return Record(str(save_rates(machine.machine_name(), measured)))
@@ -196,13 +197,13 @@ def _processor(read_bytes: int, copy_bytes: int, on_step: OnStep) -> Processor:
 
 @contextmanager
 def _copies(device: torch.device, num_bytes: int) -> Iterator[Copies]:
-    """Over what the engine would use: on a CPU an unpaced link, a thread each way."""
+    """Copies over the engine's kind of link: on a CPU an unpaced one, with a thread each way."""
     with closing(make_link(device)) as link:
         yield measure.link_copies(link, device, num_bytes)
 
 
 def _link_rates(ends: Sequence[Copies]) -> LinkRates:
-    """Of all the devices at the `ends` of their links, together."""
+    """The rates of several links together, whose copies are `ends`."""
     inwards, outwards = [end.to_device for end in ends], [end.to_host for end in ends]
     return LinkRates(
         *(measure.copy_rate(copies, ends[0].num_bytes) for copies in (inwards, outwards, inwards + outwards))
@@ -210,7 +211,7 @@ def _link_rates(ends: Sequence[Copies]) -> LinkRates:
 
 
 def _gpu(index: int, copy_bytes: int) -> Gpu:
-    """A GPU that does not work (others have its memory, its driver is another) is part of the diagnosis."""
+    """The diagnosis of one GPU, also if it does not work (its memory is taken, or the driver does not match)."""
     gpu = Gpu(f"cuda:{index}", "unknown GPU", "", 0, 0, None, (), None)
     try:
         properties = torch.cuda.get_device_properties(index)
@@ -239,7 +240,7 @@ def _device(index: int) -> torch.device:
 
 
 def _busy_link(copies: Copies, uuid: str) -> Pcie | None:
-    """The link while bytes cross it: an idle GPU slows it down."""
+    """The PCIe link under load, since an idle GPU slows it down."""
     waits = [copies.to_device() for _ in range(2 * measure.COPIES_PER_RUN)]
     link = machine.pcie(uuid)
     waits[-1]()
@@ -252,7 +253,7 @@ def _gpu_rates(device: torch.device, link: LinkRates, free_bytes: int, *, half: 
 
 
 def _half(major: int) -> torch.dtype:
-    """The 16-bit type that GPUs of this compute capability are fast at."""
+    """The fast 16-bit dtype of GPUs with this compute capability."""
     return torch.bfloat16 if major >= 8 else torch.float16
 
 
@@ -262,7 +263,7 @@ def _peers(index: int) -> tuple[str, ...]:
 
 
 def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
-    """All working GPUs at once."""
+    """The link rates of all working GPUs at once."""
     if len(gpus) < 2:
         return None
     num_bytes = min(copy_bytes, *(gpu.free_bytes // SHARE for gpu in gpus))
@@ -270,12 +271,12 @@ def _together(gpus: list[Gpu], copy_bytes: int) -> LinkRates | None:
     try:
         with ExitStack() as stack:
             return _link_rates([stack.enter_context(_copies(device, num_bytes)) for device in devices])
-    except (RuntimeError, TriforceError):  # one of them has no memory left: each has been measured alone
+    except (RuntimeError, TriforceError):  # a GPU is out of memory: only rates of single GPUs
         return None
 
 
 def software() -> Software:
-    """Versions of the installed libraries, and which of them run. Errors: see cpu.kernels."""
+    """The versions of installed libraries, and the kernels in use. Errors: see cpu.kernels."""
     compiled = cpu.kernels()
     return Software(
         python=platform.python_version(),
@@ -290,7 +291,7 @@ def software() -> Software:
 
 
 def _attention() -> str:
-    """What attends on this machine: of few rows, on a GPU of many too."""
+    """The attention implementations on this machine: for few rows, and on a GPU also for many."""
     if not torch.cuda.is_available():
         return "torch products"
     device = torch.device("cuda")

@@ -1,4 +1,4 @@
-"""The machine and the versions of a measurement, for records that are compared with later ones."""
+"""The environment of a measurement, machine and versions, for records that are compared with later ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Check that the engine writes what the target alone would write: replay every token by itself, recompute some.
+"""The exactness check: the engine's output against the target alone, by replaying every token and recomputing some.
 
-Speculation must not change the output: the logits behind each token must be, bit for bit, those that plain decoding
+Speculation must not change the output: the logits of each token must be bit for bit the logits that plain decoding
 computes at its position. A prefill of the same tokens sums in another order, so its logits agree within rounding only.
 """
 
@@ -31,8 +31,8 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.25}
 class Replayed:
     """A generated token (`index` from 0) and the row that plain decoding draws it from.
 
-    difference: the largest of a logit from the row that the engine drew from, 0.0 with same_bits. margin: of the
-    likeliest logit over the next one. possible: `token` has a probability above 0; at temperature 0, it is `best`.
+    difference: the largest difference of a logit from the row that the engine drew from, 0.0 with same_bits. margin: of
+    the largest logit over the next one. possible: `token` has a probability above 0; at temperature 0, it is `best`.
     """
 
     index: int
@@ -50,7 +50,8 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The same of a prefill from the start; difference and margin in standard deviations of the row's logits."""
+    """A generated token and its row of logits from a fresh prefill. difference, margin: in standard deviations of the
+    row's logits."""
 
     index: int
     token: int
@@ -92,10 +93,10 @@ def check_exactness(
     tolerance: float | None = None,
     on_progress: OnProgress = ignore,
 ) -> ExactnessReport:
-    """Generate, then replay every token and recompute `num_recomputed` of them, spread evenly, the last among them.
+    """Generate, then replay every token and recompute `num_recomputed` of them, spread evenly and including the last.
 
-    Takes 4 bytes for each new token and entry of the vocabulary, and for what is recomputed another prefill. The engine
-    holds nothing of use afterwards. tolerance: None for that of the plan's dtype.
+    Memory: 4 bytes for each new token and entry of the vocabulary. Recomputing takes another prefill. The engine's
+    caches are of no use afterwards. tolerance: None for that of the plan's dtype.
     """
     recorder = Recorder()
     tokens = _written(engine, GenerationRequest(prompt, sampling, max_tokens=max_tokens), recorder, on_progress)
@@ -115,24 +116,25 @@ def check_exactness(
 
 
 class Recorder:
-    """Hears the target's logits, and keeps those whose tokens stayed: a row [V] on the CPU for each place."""
+    """A recorder of the target's logits. It keeps the rows of tokens that stayed: a row [V] on the CPU for each
+    position."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Tensor] = {}
 
     def hear(self, num_before: int, num_after: int, logits: Tensor) -> None:
-        """Rows that had been there after the first `num_before` were rejected."""
+        """Record the logits of a pass. Earlier rows after the first `num_before` were rejected and are dropped."""
         self._rows = {place: row for place, row in self._rows.items() if place < num_before}
         for place, row in enumerate(logits.detach().float().cpu(), start=num_after - len(logits)):
             self._rows[place] = row.clone()
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """Of the places from `first` until `last`."""
+        """The rows of positions from `first` until `last`."""
         return [self._rows[place] for place in range(first, last)]
 
 
 def _written(engine: Engine, request: GenerationRequest, recorder: Recorder, on_progress: OnProgress) -> list[int]:
-    """The text's tokens. The recorder hears every pass of the target."""
+    """The tokens of the generated text. The recorder receives the logits of every target pass."""
     target, tokens = engine.levels["target"], list[int]()
     with closing(engine.in_passes(request, on_progress=on_progress)) as work:
         for item in work:
@@ -148,7 +150,7 @@ def _written(engine: Engine, request: GenerationRequest, recorder: Recorder, on_
 
 
 def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_progress: OnProgress) -> Iterator[Tensor]:
-    """The target's logits [V] for each of `tokens`, one row a pass, after the prefill that is held."""
+    """The target's logits [V] for each of `tokens`, one row per pass, after the cached prefill."""
     prefix, target = engine.prefix, engine.levels["target"]
     prefix.begin(prompt, reuse=False)
     engine.worker.record_mass(False)
@@ -161,7 +163,7 @@ def _replay(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], on_pro
 def _recompute(
     engine: Engine, prompt: Sequence[int], tokens: Sequence[int], chosen: Sequence[int], on_progress: OnProgress
 ) -> Iterator[Tensor]:
-    """The target's logits [V] for the tokens at `chosen`, after a prefill of all that comes before, from the start."""
+    """The target's logits [V] for the tokens at `chosen`, after a fresh prefill of all earlier tokens."""
     prefix, target, sequence = engine.prefix, engine.levels["target"], [*prompt, *tokens]
     prefix.truncate(0)
     for index in chosen:
@@ -172,12 +174,13 @@ def _recompute(
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of the numbers below `count`, evenly, the last among them."""
+    """At most `wanted` of the numbers below `count`, spread evenly and including the last."""
     return sorted({(count * place // wanted) - 1 for place in range(1, wanted + 1)} - {-1}) if wanted else []
 
 
 def _replayed(index: int, token: int, drawn_from: Tensor, row: Tensor, adjusted: Tensor, warp: Warp) -> Replayed:
-    """row [V]: the logits of plain decoding; adjusted [1, V]: as they are behind the text."""
+    """The comparison of one replayed token. row [V]: the logits of plain decoding. adjusted [1, V]: the same after the
+    adjustments for the text before."""
     return Replayed(
         index=index,
         token=token,
@@ -195,7 +198,7 @@ def _recomputed(index: int, token: int, best: int, drawn_from: Tensor, row: Tens
 
 
 def _difference(first: Tensor, second: Tensor) -> float:
-    """The largest, where both are finite: models mask entries of a vocabulary with -inf."""
+    """The largest difference between finite logits: models mask entries of a vocabulary with -inf."""
     same = first == second
     return float(torch.where(same, 0.0, (first - second).abs()).max())
 

@@ -1,4 +1,4 @@
-"""The findings of checks: what each of them gives, and how far computed values may be from exact ones."""
+"""The results of checks, and the tolerances of computed values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Largest error, as a share of the largest value: several times of what rounding gives.
+# Largest error, as a share of the largest value: several times the rounding error.
 TOLERANCES = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 2e-5}
 REPORT = "please report it, with the file that triforce doctor --report writes"
 
-Shown = tuple[bool, str]  # whether it holds, and its numbers in words
+Shown = tuple[bool, str]  # whether the check passed, and its numbers in words
 Named = tuple[str, Callable[[], Shown], str]  # name, comparison, remedy
 
 

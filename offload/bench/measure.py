@@ -1,6 +1,7 @@
-"""Speed of reading, copying and products on this machine: the best of a few runs, since other load only slows them.
+"""Measured speed of reading, copying and products on this machine: the best of a few runs, since other load only slows
+them.
 
-Works on any device; nothing is known of models.
+Works on any device, and is independent of models.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 
 MIN_RUNS = 3
-READ_SECONDS = COPY_SECONDS = 0.5  # to see the machine undisturbed
-PRODUCT_SECONDS = 0.1  # of each size
-COPIES_PER_RUN = 4  # one after the other, so that starting them does not count
-ENOUGH_SECONDS = 0.05  # of one product, to be timed well
+READ_SECONDS = COPY_SECONDS = 0.5  # long enough for an undisturbed moment
+PRODUCT_SECONDS = 0.1  # per size
+COPIES_PER_RUN = 4  # back to back, so that the cost of starting them does not count
+ENOUGH_SECONDS = 0.05  # of one product, for an accurate time
 MAX_PRODUCT_SIZE = 8192
 MATRIX_WIDTH = 4096
 PURPOSE = "measuring"
 
-Copy = Callable[[], Callable[[], object]]  # starts a copy, returns what waits for it
+Copy = Callable[[], Callable[[], object]]  # starts a copy, returns a function that waits for it
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Copies:
 
 
 def read_rates(device: torch.device, dtype: torch.dtype, num_bytes: int) -> tuple[float, float]:
-    """(plain, weights) in bytes per second: a sum over `num_bytes` of memory; a product of one row with as many."""
+    """The read rates (plain, weights) in bytes per second: a sum over `num_bytes` of memory; a product of one row with
+    that many bytes."""
     block = torch.ones(num_bytes // 4, device=device)
     plain = block.nbytes / _best_seconds(block.sum, device, seconds=READ_SECONDS)
     weights = block.view(dtype)
@@ -65,7 +67,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def copy_rate(copies: Sequence[Copy], num_bytes: int) -> float:
-    """Bytes per second of all `copies`, of `num_bytes` each, under way together."""
+    """Bytes per second of all `copies`, of `num_bytes` each, in flight together."""
 
     def run() -> None:
         for wait in [copy() for _ in range(COPIES_PER_RUN) for copy in copies]:
@@ -75,7 +77,7 @@ def copy_rate(copies: Sequence[Copy], num_bytes: int) -> float:
 
 
 def link_copies(link: Link, device: torch.device, num_bytes: int) -> Copies:
-    """Over a link as the engine uses it, both directions independent of each other."""
+    """Copies over a link as the engine uses it, with independent directions."""
     send, receive = (_blocks(device, num_bytes) for _ in range(2))
     synchronize(device)
     return Copies(
@@ -86,13 +88,14 @@ def link_copies(link: Link, device: torch.device, num_bytes: int) -> Copies:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done all it was given; a CPU has when the call returns."""
+    """Wait until `device` has finished all its work; a CPU has when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _blocks(device: torch.device, num_bytes: int) -> tuple[Tensor, Tensor]:
-    """(on the device, on the host), which is pinned for a GPU. Written once, so that all their pages exist."""
+    """Two buffers (on the device, on the host); the host's is pinned for a GPU. They are written once, so that all
+    memory pages exist."""
     memory = Memory(device)
     return (
         memory.allocate((num_bytes,), torch.uint8, tier="device", purpose=PURPOSE).fill_(1),
@@ -101,7 +104,7 @@ def _blocks(device: torch.device, num_bytes: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device | None = None, *, seconds: float) -> float:
-    """The shortest of at least three runs, that together take `seconds`, each until `device` has done it."""
+    """The shortest of at least three runs that take `seconds` together; a run ends when `device` has finished it."""
     best, spent, count = math.inf, 0.0, 0
     while count < MIN_RUNS or spent < seconds:
         poll()

@@ -1,4 +1,4 @@
-"""Another program to measure against, and the search for its fastest setting: no comparison is with less than that."""
+"""Another program to measure against, and the search for its fastest setting, which every comparison uses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from offload.errors import TriforceError
 
 GREEDY = SamplingParams(temperature=0.0)
 TRIAL_TOKENS = 24
-TRIALS = 2  # of each setting after one reading of the prompt; the faster one counts
-SHORT_PROMPT = 2048  # tokens of the prompt over which every setting is tried
-FINALIST = 1.25  # times the fastest over the short prompt: tried over the whole one, too
+TRIALS = 2  # per setting, after one prefill of the prompt; the faster one counts
+SHORT_PROMPT = 2048  # tokens of the prompt with which every setting is tried
+FINALIST = 1.25  # times the fastest with the short prompt: settings within it are tried with the whole prompt, too
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """choices: values of each part of a setting; the first one is tried first. by_length: parts whose price grows with
-    the prompt. start: run it with a setting and room for so many tokens."""
+    """A program to compare with. choices: values of each part of a setting; the first one is tried first. by_length:
+    parts whose cost grows with the prompt. start: starts it with a setting and a context size in tokens."""
 
     name: str
     choices: Mapping[str, Sequence[str | int]]
@@ -30,9 +30,9 @@ class Program:
 
 
 def find_setting(program: Program, prompt: Sequence[int], *, on_trial: Callable[[Setting], None]) -> list[Tried]:
-    """All trials, of which `fastest` is the setting to use. Part by part each value is tried beside the best so far,
-    over a short beginning of the prompt. Where that is not the whole prompt, those that were not far behind are tried
-    over all of it. Raises TriforceError where the program does not run."""
+    """All trials of a search; `fastest` picks the setting to use. Part by part each value is tried with the best other
+    parts so far, on a short beginning of the prompt. If that is not the whole prompt, settings that were not far behind
+    are tried on all of it. Raises TriforceError if the program does not run."""
 
     def attempt(setting: Setting, num_tokens: int) -> Tried:
         on_trial(setting)
@@ -52,7 +52,7 @@ def find_setting(program: Program, prompt: Sequence[int], *, on_trial: Callable[
 def at_its_best(
     program: Program, prompt: Sequence[int], *, context: int, on_trial: Callable[[Setting], None]
 ) -> Iterator[tuple[Other, list[Tried]]]:
-    """The program in its fastest setting for `prompt`, which it has yet to read, and all trials. context: tokens of
+    """The program in its fastest setting for `prompt`, which it has not read yet, and all trials. context: tokens of
     prompt and output. Raises TriforceError."""
     tried = find_setting(program, prompt, on_trial=on_trial)
     with program.start(fastest(tried).setting, context) as other:
@@ -79,7 +79,8 @@ def _try(program: Program, setting: Setting, prompt: Sequence[int]) -> Tried:
 
 
 def _finalists(program: Program, tried: Sequence[Tried]) -> list[Setting]:
-    """The best, and with the parts that depend on the length as in each trial that was not far behind."""
+    """The settings to try with the whole prompt: the best one, and its variants with the length-dependent parts of each
+    trial that was not far behind."""
     best = fastest(tried)
     found = [dict(best.setting)]
     for trial in tried:

@@ -1,4 +1,4 @@
-"""transformers' own `generate` on the same weights: what to measure against, and no part of the engine."""
+"""The reference to measure against: transformers' own `generate` on the same weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHOICES = {"attention": (SDPA, EAGER)}
 
 
 class Reference:
-    """A model folder. Its cache is transformers' usual one, all of it on the device, as are the weights."""
+    """A model in transformers, with its usual cache; cache and weights are on the device."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Reference:
         draft: Path | None = None,
         lookup: int | None = None,
     ) -> None:
-        """dtype: bf16, fp16 or fp32. attention: "sdpa" or "eager", of decoding; prompts are read with sdpa, since eager
-        attention makes a matrix of the prompt with itself. draft, lookup: speculate with this model, or with so many
-        tokens that followed the last ones in the prompt; with sdpa alone. Raises DoesNotFit, TriforceError."""
+        """Load the model. dtype: bf16, fp16 or fp32. attention: "sdpa" or "eager", for decoding; prefill uses sdpa,
+        since eager attention materialises the score matrix of the prompt. draft, lookup: speculate with this model, or
+        with prompt lookup of that many tokens; only with sdpa. Raises DoesNotFit, TriforceError."""
         assert attention == SDPA or (draft is None and lookup is None)
         logging.disable_progress_bar()  # the command line shows its own
         logging.set_verbosity_error()
@@ -53,7 +53,7 @@ class Reference:
         except torch.OutOfMemoryError as error:
             raise _too_large(device) from error
         except (OSError, ValueError, ImportError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]  # further lines list all that it could load
+            said = (str(error).splitlines() or [type(error).__name__])[0]  # further lines list the known models
             raise TriforceError(f"transformers cannot load {model}: {said}; leave out --against") from error
         self._device, self._attention = device, attention
         self._prompt: list[int] = []
@@ -62,11 +62,11 @@ class Reference:
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
     ) -> tuple[list[int], list[float]]:
-        """(tokens, seconds from the start at which each was known). The prompt's rows are kept for the next time that
-        the same is asked, but for the last row, which gives the first token; with speculation they are not: it writes
-        another text then."""
+        """Generate a text -> (tokens, seconds from the start at which each was known). The prompt's rows except the
+        last, which gives the first token, stay cached for the next call with the same prompt. With speculation they do
+        not: transformers would write another text."""
         if self._prompt == list(prompt) and not self._speculation:
-            self._cache.crop(len(prompt) - 1 - self._cache.get_seq_length())  # from the end: less than 0
+            self._cache.crop(len(prompt) - 1 - self._cache.get_seq_length())  # negative: counted from the end
         else:
             self._prompt, self._cache = list(prompt), DynamicCache()
         clock, ids = _Clock(), torch.tensor([list(prompt)], device=self._device)
@@ -81,7 +81,7 @@ class Reference:
                 past_key_values=self._cache,
                 max_new_tokens=max_tokens,
                 eos_token_id=sorted(end_tokens) or None,
-                pad_token_id=0,  # of a batch of one nothing is padded
+                pad_token_id=0,  # a batch of one is not padded
                 streamer=clock,
                 **self._speculation,
                 **_sampling_arguments(sampling),
@@ -91,7 +91,8 @@ class Reference:
         return output[0, len(prompt) :].tolist(), [moment - start for moment in clock.moments[len(prompt) :]]
 
     def _read(self, ids: torch.Tensor) -> None:
-        """All of a new prompt but its last token, of one that is held nothing. Then switch to the attention asked."""
+        """Prefill a new prompt without its last token; nothing if the prompt is cached. Then switch to the requested
+        attention."""
         if ids.shape[1] > 0:
             self._model.set_attn_implementation(SDPA)
             with torch.inference_mode():
@@ -101,8 +102,8 @@ class Reference:
     def generate_all(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, end_tokens: Collection[int]
     ) -> tuple[list[list[int]], float]:
-        """(tokens of each after its first, seconds from the first ones on) of greedy texts side by side. The prompts
-        are equally long, so that none is padded; a text that has ended is, until the last one has."""
+        """Generate greedy texts in a batch -> (tokens of each after its first, seconds from the first tokens on). The
+        prompts have equal lengths, so none is padded; a text that has ended is padded until the last one ends."""
         read, ids = _FirstPass(), torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         output = self._model.generate(
             ids,
@@ -117,7 +118,7 @@ class Reference:
 
 
 def transformers_of(folder: Path, *, dtype: str, device: str) -> Program:
-    """transformers with the model in `folder`, in this process."""
+    """The `Program` of transformers with the model in `folder`, in this process."""
 
     @contextmanager
     def start(setting: Setting, context: int) -> Iterator[Reference]:
@@ -128,7 +129,7 @@ def transformers_of(folder: Path, *, dtype: str, device: str) -> Program:
 
 
 class _FirstPass(LogitsProcessor):
-    """end: when it was over, a `time.perf_counter`."""
+    """A processor that notes the end of the first pass. end: a `time.perf_counter`."""
 
     end = 0.0
 
@@ -138,7 +139,7 @@ class _FirstPass(LogitsProcessor):
 
 
 class _Clock(BaseStreamer):
-    """Hears of the tokens, on the host; the first call brings the prompt."""
+    """A streamer that notes the time of each token on the host; the first call passes the prompt."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -154,7 +155,7 @@ def _load(model: Path, dtype: str, device: str) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         str(model), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
-    loaded.to(device).eval().generation_config = GenerationConfig()  # sampling is the caller's, not the folder's
+    loaded.to(device).eval().generation_config = GenerationConfig()  # the caller's sampling, not the folder's
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""Checks that a device writes the text that it must, by small models: part of `triforce doctor`."""
+"""Checks that a device generates the correct text with small models: part of `triforce doctor`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from offload.model.passes import forward
 from offload.plan.hardware import Hardware
 from offload.plan.planner import Options
 
-PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough that there is something to retrieve
+PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough for retrieval
 NUM_TOKENS = 16  # generated
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterator[Named]:
-    """Of one device, with small models."""
+    """The text checks of one device, with small models."""
     for offload in ("", "kv", "kv,weights"):
         where = f"with {offload} offloaded" if offload else "with nothing offloaded"
         yield f"text, {where}", partial(_text, hardware, target, draft, offload), REPORT
@@ -43,7 +43,7 @@ def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterato
 
 
 def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Shown:
-    """A text by speculation, replayed token by token by the target alone."""
+    """Check a speculative text against a replay by the target alone, token by token."""
     with _engine(hardware, target, draft, offload) as engine:
         found = check_exactness(engine, PROMPT, GREEDY, max_tokens=NUM_TOKENS, num_recomputed=1)
     if found.holds:
@@ -52,8 +52,8 @@ def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) ->
 
 
 def _quantised(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
-    """Texts by quantised copies of weights and cache, beside which both cross the link, and that of the target alone
-    with nothing offloaded."""
+    """Check texts proposed by quantised copies of weights and cache, with both crossing the link, against the target
+    alone with nothing offloaded."""
 
     def text(offload: str, **options: Any) -> list[int]:
         with _engine(hardware, target, draft, offload, dtype="bf16", **options) as engine:
@@ -68,10 +68,10 @@ def _quantised(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
 
 
 def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
-    """Logits of passes that run as graphs beside those of the same passes launched one by one."""
+    """Compare logits of passes that run as graphs with the same passes launched kernel by kernel."""
     errors, same = [0.0], True
     with _engine(hardware, target, draft, "") as engine:
-        for sampling in (SamplingParams(seed=0), GREEDY):  # draws are a part of graphs
+        for sampling in (SamplingParams(seed=0), GREEDY):  # draws are part of the graphs
             for _ in engine.generate(GenerationRequest(PROMPT, sampling, max_tokens=NUM_TOKENS)):
                 pass
         for level in (level for name, level in engine.levels.items() if name != "target"):
@@ -85,7 +85,7 @@ def _graphs(hardware: Hardware, target: Path, draft: Path | None) -> Shown:
 
 
 def _passes(level: Level, num_rows: int, graphs: bool) -> Tensor:
-    """Logits of three passes, one after the other. With graphs the first one is launched one by one still."""
+    """Logits of three successive passes. With graphs the first one is still launched kernel by kernel."""
     length, logits = level.length, []
     for number in range(3):
         if not graphs:

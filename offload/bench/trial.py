@@ -1,4 +1,5 @@
-"""Ways of decoding one prompt, run in turns: a slow moment of the machine does not hit one of them alone."""
+"""The trial of several ways of decoding one prompt, run in turns, so that a slow moment of the machine does not hit
+only one of them."""
 
 from __future__ import annotations
 
@@ -20,23 +21,24 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.progress import OnProgress
 
-WARM_UP = 0  # the turn that does not count; the prompt is prefilled in it
+WARM_UP = 0  # the turn that is not counted; it prefills the prompt
 WARM_UP_TOKENS = 16
 
 
 class Other(Protocol):
-    """A program that is measured against, as transformers is (`Reference`)."""
+    """A program to measure against, such as transformers (`Reference`)."""
 
     def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
     ) -> tuple[list[int], list[float]]:
-        """(tokens, seconds from the start at which each was known). A prompt is read once, when it is new."""
+        """Generate a text -> (tokens, seconds from the start at which each was known). A prompt is prefilled once, when
+        it is new."""
         ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """One run to come."""
+    """One run of the schedule."""
 
     way: str
     turn: int
@@ -44,8 +46,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One prompt, which every way continues. sampling.seed: of the first turn, each turn has the next; None: every run
-    draws afresh. repeats: turns that count. against: whether transformers continues it, too."""
+    """A trial: one prompt, which every way continues. sampling.seed: of the first turn; each turn has the next seed;
+    None: every run draws afresh. repeats: counted turns. against: whether transformers takes part."""
 
     prompt: tuple[int, ...]
     plan: Plan
@@ -60,7 +62,8 @@ class Trial:
 
     @property
     def steps(self) -> list[Step]:
-        """The warm-up, then turns, every other one backwards: a machine that gets slower and slower hits all alike."""
+        """The warm-up, then the turns. Every other turn is in reverse order, so that a machine that gets slower affects
+        all ways equally."""
         turns = range(WARM_UP, self.repeats + 1)
         return [Step(way, turn) for turn in turns for way in (self.ways if turn % 2 == 0 else self.ways[::-1])]
 
@@ -68,7 +71,7 @@ class Trial:
         return min(WARM_UP_TOKENS, self.max_tokens) if step.turn == WARM_UP else self.max_tokens
 
     def predicted_seconds(self, step: Step) -> float:
-        """Of one run, as the plan sees it; another program is taken to be as fast as plain decoding."""
+        """The predicted seconds of one run, by the plan; another program is assumed to be as fast as plain decoding."""
         predicted = self.plan.predicted
         per_token = predicted.seconds_per_token if step.way == TRIFORCE else predicted.plain_seconds_per_token
         prefills = step.turn == WARM_UP and step.way != TRIFORCE
@@ -77,8 +80,8 @@ class Trial:
     def run(
         self, engine: Engine, other: Other | None, *, on_step: Callable[[Step], None], on_progress: OnProgress
     ) -> Comparison:
-        """Of all its steps. Engine and `other` hold the prompt once it is prefilled. Raises TriforceError where the
-        model ends its text too early to be timed."""
+        """Run all steps -> their comparison. Engine and `other` cache the prompt once it is prefilled. Raises
+        TriforceError if the model ends its text too early to be timed."""
         runs: list[Run] = []
         prefill_rates: dict[str, float] = {}
         for step in self.steps:
@@ -95,7 +98,7 @@ class Trial:
         return Comparison(plan=self.plan, greedy=greedy, prefill_rates=prefill_rates, runs=tuple(runs))
 
     def _by_engine(self, step: Step, engine: Engine, on_progress: OnProgress) -> tuple[Run, float | None]:
-        """(what was measured, prompt tokens per second if any were prefilled)"""
+        """One run by the engine -> (its measurements, prompt tokens per second if any were prefilled)."""
         said = engine.generate(
             GenerationRequest(
                 self.prompt, self._sampling(step), max_tokens=self.num_tokens(step), speculation=step.way == TRIFORCE
@@ -127,13 +130,15 @@ class Trial:
 
 
 def milliseconds_after_first(moments: Sequence[float]) -> float | None:
-    """Per token that came after the first; tokens of one round come together. None: all came with the first."""
+    """Milliseconds per token after the first round's tokens; tokens of one round arrive together. None if all arrived
+    with the first."""
     later = [moment for moment in moments if moment > moments[0]]
     return 1000 * (moments[-1] - moments[0]) / len(later) if later else None
 
 
 def check_other_fits(request: Request, plan: Plan) -> None:
-    """transformers keeps all weights and its cache on the device, beside what the engine has. Raises DoesNotFit."""
+    """Check that transformers fits beside the engine: it keeps all weights and its cache on the device. Raises
+    DoesNotFit."""
     hardware, itemsize = request.hardware, DTYPE_BYTES[plan.request.dtype]
     used = plan.placement.total_device_bytes + (plan.placement.total_host_bytes if hardware.is_cpu else 0)
     free = (hardware.host_free_bytes if hardware.is_cpu else hardware.device_free_bytes) - used

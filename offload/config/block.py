@@ -1,4 +1,4 @@
-"""What a layer of a model is made of, and what its tensors are called: descriptions that follow from a config."""
+"""Descriptions of a transformer layer, its parts and its tensor names, as they follow from a config."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Literal
 
 from offload.config.rope import Rope
 
-FACTOR_BYTES = 64  # that the factor on a layer's rows takes
+FACTOR_BYTES = 64  # of memory for the factor on a layer's rows
 BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
 Activation = Literal["silu", "gelu_tanh", "relu_squared"]  # gelu_tanh: GELU by its approximation with tanh
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Of rows. centred: LayerNorm, which takes the mean away, else RMS norm. plus_one: multiplies by 1 + its weight.
-    bias: and adds one. fp32: its vectors are fp32 in any dtype of the model, so that this 1 loses no bit of them.
-    weightless: a checkpoint has no weight of it, which is 1; not of a model's last norm."""
+    """A normalisation of rows. centred: LayerNorm, which subtracts the mean, else RMS norm. plus_one: it multiplies by
+    1 + its weight. bias: it adds a bias. fp32: its vectors are fp32 in any dtype of the model, so that the added 1
+    loses no bit of them. weightless: its weight is 1 and not in the checkpoint; never so for a model's last norm."""
 
     eps: float = 1e-6
     centred: bool = False
@@ -26,21 +26,21 @@ class Norm:
     weightless: bool = False
 
     def itemsize(self, dtype_bytes: int) -> int:
-        """Bytes of a number of its vectors in a model of `dtype_bytes` per element."""
+        """Bytes per element of the norm's vectors in a model of `dtype_bytes` per element."""
         return 4 if self.fp32 else dtype_bytes
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: of queries and keys before they are
-    rotated, of each head by itself or, if `norms_whole`, of all heads together; if `weighs_heads`, each head by itself
-    has a weight of its own; if `weighs_rotated`, the weight multiplies them after that.
+    """The attention of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: the norm of queries and
+    keys before they are rotated, over each head or, if `norms_whole`, over all heads together. weighs_heads: each head
+    has a weight of its own. weighs_rotated: the weight multiplies queries and keys after the rotation.
 
-    v_norm: of each head's values. values_are_keys: values are the keys as they are before they are normed, and have no
-    product of their own. rope: None, queries and keys know no positions. scale: on products of queries and keys, None:
-    head_dim^-0.5. window: tokens that a row sees, itself and the last ones before it; None: all. A layer without one is
-    called growing. cap: c; c tanh(score / c) in place of a score. gate: what comes of the heads is multiplied by the
-    sigmoid of another product of the rows.
+    v_norm: the norm of each head's values. values_are_keys: values are the keys before their norm, without a projection
+    of their own. rope: None if queries and keys have no positions. scale: of the scores; None: head_dim^-0.5. window:
+    tokens that a row sees, itself and the last ones before it; None: all. A layer without a window is called growing.
+    cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the sigmoid of
+    another projection of the rows.
     """
 
     num_heads: int
@@ -70,12 +70,12 @@ class Attention:
 
     @property
     def has_long_weights(self) -> bool:
-        """Whether norms of queries and keys have as many as all heads have numbers."""
+        """Whether the norm weights of queries and keys are as long as all heads together."""
         return self.norms_whole or self.weighs_heads
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Outputs of the product that gives q, k, v, unless it is k, and the gate, if there is one."""
+        """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one."""
         values = [] if self.values_are_keys else [self.kv_size]
         return (self.q_size, self.kv_size, *values, *([self.q_size] if self.gate else []))
 
@@ -86,7 +86,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """size: of its inner rows. gated: down(activation(gate) * up), else down(activation(up))."""
+    """The feed-forward network of one layer. size: of its inner rows. gated: down(activation(gate) * up), else
+    down(activation(up))."""
 
     size: int
     activation: Activation = "silu"
@@ -96,9 +97,8 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Encodings:
-    """How a quantised checkpoint stores a layer's matrices, by name (`formats.layout.encoding`); "" are plain numbers.
-    qkv: of queries, keys, values and gate, as `Attention.parts` has them; gate_up: of both, or of up alone. () are all
-    plain."""
+    """The encodings of a layer's matrices in a quantised checkpoint, by name (`formats.layout.encoding`); "" for plain
+    numbers. qkv: one per part of `Attention.parts`; gate_up: of both, or of up alone. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
@@ -108,9 +108,9 @@ class Encodings:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: x += scale * after(attention(before(x))), and the same with the feed-forward network. A norm that is
-    None is not there. side_by_side: both read one norm of the same x, `before_attention`. multiplied: then x is
-    multiplied by a number of the checkpoint. encodings: of its matrices."""
+    """One layer: x += scale * after(attention(before(x))), and the same with the feed-forward network. A norm of None
+    is left out. side_by_side: both parts read the same norm of the same x, `before_attention`. multiplied: x is
+    multiplied by a factor from the checkpoint at the end. encodings: of its matrices."""
 
     attention: Attention
     feed_forward: FeedForward
@@ -126,8 +126,8 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Of a checkpoint: `body` stands before every name but the head's; the others are parts of a layer. Where
-    `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three."""
+    """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
+    a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices."""
 
     body: str = "model."
     head: str = "lm_head.weight"

@@ -1,8 +1,8 @@
 """The description of a model from the fields of its config.json.
 
 Only numbers are read. Remote code that a config names (`auto_map`) is never run. A field that changes the arithmetic
-and that the model's family does not implement is refused by name. Fields that change nothing here are ignored, among
-them `pretraining_tp`, which only says how the authors sliced their matrix products.
+and that the model's family does not implement is refused by name. Fields that change nothing here are ignored, such as
+`pretraining_tp`, the slicing of the authors' matrix products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.config.quantisation import TEXT_CONFIG, parted, quantised
 from offload.config.rope import is_neutral
 from offload.fields import Fields
 
-# Fields that change the arithmetic, with the values that leave it alone. Absent and null always do.
+# Fields that change the arithmetic, with their neutral values. Absent and null are always neutral.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0,),
@@ -42,20 +42,20 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "dual_chunk_attention_config": (),
     "pruned_heads": ({}, []),
 }
-# The same for fields that nobody has listed yet: a name like this with a value that says anything is refused.
+# Names of unlisted fields that may change the arithmetic: such a field with any but a neutral value is refused.
 _SUSPECT = re.compile(r"softcap|multiplier|expert|moe|quant|alibi|rotary|sliding|sparse|qk_|(^|_)(m?rope|scal)")
-_IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may leave the arithmetic alone, 0 does not
+_IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may be neutral, 0 is not
 _SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
-# Judged where they are read, in every family.
+# Checked where they are read, in every family.
 _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
 
 
 def config_of(data: Mapping[str, object], *, name: str = "", scales: str = "") -> ModelConfig:
     """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
-    Fields mean what they mean to transformers, and those that it does not read in this family mean nothing; absent,
-    they mean its defaults, also those of the family. Token ids that are absent stay unknown. Sizes must be there.
-    scales: the dtype of those of quantised matrices, as far as it is known.
+    Fields are read as transformers reads them, with its defaults for the family; fields that it does not read are
+    ignored. Absent token ids stay unknown. Sizes are required. scales: the dtype of the scales of quantised matrices,
+    as far as it is known.
     """
     plain, stored = parted(data, name or "config")
     config = _described(Fields(plain, name or "config"))
@@ -70,7 +70,7 @@ def _described(source: Fields) -> ModelConfig:
     _refuse_unsupported(source, wrapper.reads)
     _refuse_architectures(source, "ForConditionalGeneration")
     inner = source.inner(TEXT_CONFIG).data
-    # A null inside means something in some families: no window, say. It stays, but where the outside fills it.
+    # A null in the inner config has a meaning in some families, such as no window. The outer config may replace it.
     outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
     filled = {key: value for key, value in outer.items() if inner.get(key) is None}
     text = source.inner(TEXT_CONFIG, {**inner, **filled})

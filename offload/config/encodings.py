@@ -1,4 +1,4 @@
-"""A model whose checkpoint stores matrices in blocks: which ones, and in which."""
+"""The encodings of a model's matrices where its checkpoint stores some in blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from offload.config.model import ModelConfig
 
 
 def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConfig:
-    """The same model, stored so. encoding_of: the encoding of the matrix with that name, as
-    `weights.tensors.expected_tensors` has it, "" for plain numbers."""
+    """`config` with the encodings of its matrices. encoding_of: maps a matrix name, as in
+    `weights.tensors.expected_tensors`, to its encoding, "" for plain numbers."""
     names = config.names
 
     def of_layer(index: int, block: Block) -> Block:
@@ -36,7 +36,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
         for operator, own in of_operators.items():
             for name, part in zip(own, parts[operator], strict=True):
-                before = found.get(layer + name)  # parts with one name are one matrix
+                before = found.get(layer + name)  # parts with the same name are one matrix
                 outputs = part.outputs + (before.outputs if before else 0)
                 found[layer + name] = replace(part, outputs=outputs)
     return found
@@ -44,7 +44,8 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
 
 @dataclass(frozen=True)
 class _MatrixNames:
-    """Of a layer's matrices, within it; as `Encodings` has them. A fused one occurs for each of its parts."""
+    """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
+    of its parts."""
 
     qkv: tuple[str, ...]
     o: str
@@ -64,7 +65,7 @@ class _MatrixNames:
 
 
 def _of_layer(block: Block, names: TensorNames, encoding_of: Callable[[str], str]) -> Encodings:
-    """encoding_of: of the names within the layer."""
+    """The encodings of one layer. encoding_of: takes names within the layer."""
     stored = _MatrixNames.of(block, names)
     found = Encodings(
         tuple(map(encoding_of, stored.qkv)),

@@ -1,8 +1,8 @@
-"""From the metadata of a GGUF file to its model's `ModelConfig`.
+"""The `ModelConfig` of a GGUF file, from its metadata.
 
-A file's metadata say what a config.json says, in other words: they are put into those of Hugging Face, and the family
-reads them (offload/config/families). What llama.cpp's converter changes in the weights is told here, architecture by
-architecture (its conversion/*.py): rows of q and k that are rotated as neighbours, norms that have their 1.
+The metadata are translated to the fields of a Hugging Face config.json, which the family reads
+(offload/config/families). The changes that llama.cpp's converter makes to weights are described here for each
+architecture (its conversion/*.py): rows of q and k that are rotated as neighbours, norm weights with 1 added.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from offload.config.model import ModelConfig
 from offload.errors import ModelError
 from offload.formats.layout import GGUF_BLOCKS
 
-PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of numbers, with their bytes
+PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of plain numbers, with their bytes
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def gguf_config(header: Header) -> ModelConfig:
-    """Of the model that a file holds. Raises ModelError."""
+    """The config of the model in a GGUF file. Raises ModelError."""
     architecture = architecture_of(header)
     config = config_of(_fields(header, architecture), name=str(header.path))
     config = with_factors(Metadata(header), config)
@@ -42,12 +42,12 @@ def gguf_config(header: Header) -> ModelConfig:
 
 
 def kinds_of(header: Header, config: ModelConfig) -> dict[str, str]:
-    """Types of the tensors, by the names that they have here."""
+    """The type of each tensor, by the tensor's name in this program."""
     return {name: header.tensors[stored].kind for stored, name in renamed(header.tensors, config.names).items()}
 
 
 def architecture_of(header: Header) -> Architecture:
-    """Raises ModelError for one that is not known."""
+    """The architecture that the header names. Raises ModelError for an unknown one."""
     name = header.values.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -58,13 +58,13 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def notes(header: Header, dtype_bytes: int) -> list[str]:
-    """What to say of a model before it runs. ModelError."""
+    """Notes for the user about a model before it runs. ModelError."""
     told = [f"{header.path.name}: {note}" for note in Metadata(header).token_notes()]
     return [*told, *filter(None, [unpacked_note(header, dtype_bytes)])]
 
 
 def unpacked_note(header: Header, dtype_bytes: int) -> str:
-    """What to say of matrices in types that are unpacked as they are read, "" where there are none."""
+    """The note on matrices in types that are unpacked while they are read, "" if there are none."""
     sizes = Counter[str]()
     for tensor in header.tensors.values():
         if tensor.kind not in GGUF_BLOCKS and tensor.kind not in PLAIN:
@@ -76,7 +76,7 @@ def unpacked_note(header: Header, dtype_bytes: int) -> str:
 
 
 def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
-    """Of a config.json that says the same."""
+    """The fields of an equivalent config.json."""
     values = Metadata(header)
     values.refuse_unknown(architecture.reads)
     if TABLE not in header.tensors or len(header.tensors[TABLE].shape) != 2:
@@ -109,7 +109,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
 
 
 def _dtype(header: Header) -> str:
-    """What most numbers of matrices are stored as; bfloat16 where they are in blocks."""
+    """The dtype in which most matrix elements are stored; bfloat16 stands for elements in blocks."""
     sizes = Counter[str]()
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
@@ -118,8 +118,8 @@ def _dtype(header: Header) -> str:
 
 
 def _with_one(config: ModelConfig) -> ModelConfig:
-    """The same, where norms that multiply by 1 + their weight have it in the file's weights: in fp32, so no bit of
-    these is lost."""
+    """`config` for weights to which the converter added the 1 of norms that multiply by 1 + weight. Their norms are
+    fp32, so no bit of the sum is lost."""
 
     def changed(norm: Norm | None) -> Norm | None:
         return norm and replace(norm, plus_one=False, fp32=norm.fp32 or norm.plus_one)

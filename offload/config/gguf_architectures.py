@@ -1,4 +1,4 @@
-"""The architectures of llama.cpp that are families here, and what the metadata of each say in a config.json's words."""
+"""The supported architectures of llama.cpp, and the translation of each one's metadata to fields of a config.json."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WINDOWS = frozenset((_WINDOW, _PATTERN))
 
 @dataclass(frozen=True)
 class Architecture:
-    """family: a name of FAMILIES. own: fields besides the common ones, from the metadata and those. norm_key,
-    norm_field: of the norms' epsilon, there and in a config.json. neighbours: the converter has put rows of q and k
-    that are rotated together beside each other. has_one: it has added 1 to the weights of norms. reads: keys that
-    change the arithmetic, and that `own` reads."""
+    """An architecture of llama.cpp. family: a name of FAMILIES. own: makes fields besides the common ones, from the
+    metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json.
+    neighbours: the converter put rows of q and k that are rotated together beside each other. has_one: it added 1 to
+    the weights of norms. reads: keys that change the arithmetic and that `own` reads."""
 
     family: str
     own: Own
@@ -47,7 +47,7 @@ def _attention_bias(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 
 def _mistral3(values: Metadata, common: Mapping[str, object]) -> Fields:
-    """Ministral 3 where queries grow with their position, else Mistral Small."""
+    """Fields of Ministral 3 if queries grow with their position, else of Mistral Small."""
     beta, settings = values.optional("attention.temperature_scale"), common["rope_parameters"]
     if beta is None or not isinstance(settings, Mapping):
         return {"sliding_window": None}
@@ -71,7 +71,7 @@ def _cohere(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 
 def _cohere2(values: Metadata, common: Mapping[str, object]) -> Fields:
-    """Every fourth layer has no window, which llama.cpp knows and the file does not say."""
+    """Fields of Cohere2. Every fourth layer has no window: llama.cpp hardcodes that, and the file does not say it."""
     windows = {"sliding_window": values.integer(_WINDOW), "layer_types": _layer_types(values, common, 4)}
     return {"logit_scale": values.number("logit_scale"), **_attention_bias(values, common), **windows}
 
@@ -87,7 +87,8 @@ def _gemma(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 
 def _gemma2(values: Metadata, common: Mapping[str, object]) -> Fields:
-    """The 27B model alone scores by hidden_size / heads, which llama.cpp knows and the file does not say."""
+    """Fields of Gemma 2. Only the 27B model scales scores by hidden_size / heads: llama.cpp hardcodes that, and the
+    file does not say it."""
     return {
         **_attention_bias(values, common),
         "query_pre_attn_scalar": _scalar(common, largest=46),
@@ -108,7 +109,7 @@ def _gemma3(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 
 def _olmo2(values: Metadata, common: Mapping[str, object]) -> Fields:
-    """OLMo 3 where layers have a window: scaled positions are of those that have none."""
+    """Fields of OLMo 3 if layers have a window, else of OLMo 2. Scaled positions apply to layers without a window."""
     if values.optional(_WINDOW) is None:
         return _attention_bias(values, common)
     full = common["rope_parameters"]
@@ -145,14 +146,16 @@ def _arcee(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 
 def _scalar(common: Mapping[str, object], *, largest: int) -> float:
-    """largest: layers of the one model that scores by hidden_size / heads."""
+    """The square of the divisor of scores: head_dim, or hidden_size / heads. largest: number of layers of the only
+    model that uses the latter."""
     if common["num_hidden_layers"] == largest:
         return _number(common, "hidden_size") / _number(common, "num_attention_heads")
     return _number(common, "head_dim")
 
 
 def _layer_types(values: Metadata, common: Mapping[str, object], period: int) -> list[str]:
-    """As the file names the layers that have the window, or else all but every `period`-th; none without a window."""
+    """The types of all layers: windowed as the file lists them, or else all but every `period`-th; none without a
+    window."""
     count, named = int(_number(common, "num_hidden_layers")), values.data.get(_PATTERN)
     if values.optional(_WINDOW) is None:
         return [FULL] * count

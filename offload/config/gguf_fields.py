@@ -1,4 +1,4 @@
-"""The metadata of a model in a GGUF file: its fields, and what the file says of its tokens."""
+"""The metadata of a model in a GGUF file: its fields and its special tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.config.gguf_tokens import end_ids, notes, token_id
 from offload.errors import ModelError, unreadable
 from offload.fields import MOST_SIZE, TEXT, Fields, whole
 
-# Keys like these change the arithmetic where their value says anything, and some architecture reads each of them.
+# Keys that may change the arithmetic unless their value is 0, false or empty. An architecture may read some of them.
 _SUSPECT = re.compile(
     r"softcap|scale$|expert|clamp|sliding|sections|nextn|ssm|pooling|alibi|temperature|deepstack|leading_dense|"
     r"parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
@@ -22,7 +22,7 @@ _TOKENS = "tokenizer.ggml."
 
 
 class Metadata(Fields):
-    """Values of a model, by their keys without the architecture before them."""
+    """The metadata of a model, by key without the prefix of the architecture."""
 
     def __init__(self, header: Header) -> None:
         name = header.values["general.architecture"]
@@ -32,7 +32,7 @@ class Metadata(Fields):
         super().__init__(own, f"{header.path}: {name}", between=".")
 
     def refuse_unknown(self, known: Set[str]) -> None:
-        """ModelError where a value changes the arithmetic that is not among `known`."""
+        """Raises ModelError if a key outside `known` changes the arithmetic."""
         for key in self.data:
             if key not in known and _SUSPECT.search(key) and self._says(key):
                 self.refuse(key, "absent or 0: it changes the arithmetic, and this program does not implement it")
@@ -42,7 +42,7 @@ class Metadata(Fields):
         return any(self.header.items(self._prefix + key) or ()) if isinstance(value, Items) else bool(value)
 
     def alike(self, key: str, default: int | None = None) -> int:
-        """An integer, or the one of a list that has one for each layer."""
+        """An integer that is the same in all layers, stored once or as a list over layers."""
         if not isinstance(self.data.get(key), Items):
             return self.integer(key, default=default)
         values = set(self.values(key))
@@ -52,7 +52,7 @@ class Metadata(Fields):
         return value if isinstance(value, int) and wanted.fits(value) else self.refuse(key, f"of {wanted.wanted}")
 
     def optional(self, key: str) -> float | None:
-        """A number over 0; None where there is none, or 0."""
+        """A number over 0; None if it is absent or 0."""
         value = self.data.get(key)
         return None if type(value) in (int, float) and value == 0 else self.optional_number(key)
 
@@ -60,12 +60,12 @@ class Metadata(Fields):
         return self.header.items(self._prefix + key) or self.refuse(key, "a list")
 
     def text(self, key: str) -> str:
-        """ "" where there is none."""
+        """A text, "" if it is absent."""
         text: str = self.get(key, TEXT, "")
         return text
 
     def token(self, name: str) -> int | None:
-        """The id of a special token of the tokenizer, None where there is none."""
+        """The id of a special token of the tokenizer, None if there is none."""
         return token_id(self._tokens(), name, self._num_tokens())
 
     def ends(self) -> list[int]:
@@ -73,25 +73,25 @@ class Metadata(Fields):
         return end_ids(self._tokens(), self.header.items(f"{_TOKENS}tokens") or (), self._num_tokens())
 
     def token_notes(self) -> list[str]:
-        """What to say of special tokens that are named and not there."""
+        """Notes for the user on special tokens that are named but not in the vocabulary."""
         return notes(self._tokens(), self._num_tokens())
 
     def _tokens(self) -> dict[str, Value]:
-        """Of the tokenizer."""
+        """The metadata of the tokenizer."""
         values = self.header.values.items()
         return {key.removeprefix(_TOKENS): value for key, value in values if key.startswith(_TOKENS)}
 
     def _num_tokens(self) -> int:
-        """That have a name and a row in the table."""
+        """The number of tokens that have both a text and a row in the embedding's table."""
         rows, named = self.header.tensors[TABLE].shape[0], self.header.values.get(f"{_TOKENS}tokens")
         return min(rows, named.count) if isinstance(named, Items) else rows
 
     def has(self, tensor: str) -> bool:
-        """Whether the first layer has it, such as attn_q.bias."""
+        """Whether the first layer has this tensor, such as attn_q.bias."""
         return f"blk.0.{tensor}" in self.header.tensors
 
     def factors(self, tensor: str) -> list[float] | None:
-        """The numbers of a short vector in fp32, None where there is none."""
+        """The numbers of a short fp32 vector, None if there is no such tensor."""
         info = self.header.tensors.get(tensor)
         if info is None:
             return None

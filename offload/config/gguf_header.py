@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and where its tensors lie. Format: ggml's docs/gguf.md, versions 2 and 3.
+"""The header of a GGUF file: metadata and tensor offsets. Format: ggml's docs/gguf.md, versions 2 and 3.
 
-Nothing that the file claims is believed: a header has at most MAX_HEADER_BYTES, what is counted must lie in it, and
-tensors lie in the file, beside each other. Lists stay in the file until they are asked for: a plan reads the texts of
-the tokens and no other. Memory: the tensors' descriptions, at most 32 bytes for each of theirs.
+The file is not trusted: a header has at most MAX_HEADER_BYTES, all counted items must be inside it, and tensors must be
+inside the file without overlap. Lists are read from the file on demand: a plan reads only the texts of the tokens.
+Memory: the tensors' descriptions, at most 32 bytes for each byte of theirs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from offload.errors import ModelError, unreadable
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
-MAX_HEADER_BYTES = 1 << 26  # of one file; the largest published ones are a fourth
+MAX_HEADER_BYTES = 1 << 26  # of one file; the largest published ones are a fourth of this
 _VERSIONS = (2, 3)
-_ALIGNMENT, _MOST_ALIGNMENT = 32, 1 << 16  # bytes: where the file names none, and what it may name at most
+_ALIGNMENT, _MOST_ALIGNMENT = 32, 1 << 16  # bytes: default and maximum
 _MOST_DIMENSIONS, _MOST_NESTED = 4, 4
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_SMALLEST = {_STRING: 8, _ARRAY: 12}  # bytes of one of them
-# Numbers and bytes of a block of each type of tensors, by ggml's number of it.
+_SMALLEST = {_STRING: 8, _ARRAY: 12}  # bytes of one value
+# Name, elements and bytes of a block of each tensor type, by ggml's type number.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
@@ -55,7 +55,7 @@ class Items:
     stop: int
 
     def __repr__(self) -> str:
-        """As messages have it."""
+        """The list as shown in messages."""
         return f"a list of {self.count}"
 
     def read(self) -> list[Value]:
@@ -68,7 +68,7 @@ class Items:
         return [reader.value(self.kind, self.key) for _ in range(self.count)]
 
     def content(self) -> bytes:
-        """As they are in the file. ModelError."""
+        """The raw bytes of the list. ModelError."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
@@ -85,8 +85,8 @@ Value = bool | int | float | str | Items
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Of a tensor of the file `path`. shape: of its numbers, a matrix' outputs first. kind: its type, such as Q4_K.
-    start: of its bytes in the file."""
+    """The description of a tensor in the file `path`. shape: a matrix' outputs come first. kind: its type, such as
+    Q4_K. start: offset of its bytes in the file."""
 
     name: str
     path: Path
@@ -98,7 +98,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Of a model in the file `path`, or in several of which that is the first. values: its metadata."""
+    """The header of a model in the file `path`, or in several files of which `path` is the first. values: its
+    metadata."""
 
     path: Path
     values: Mapping[str, Value]
@@ -106,18 +107,18 @@ class Header:
     files: tuple[Path, ...]
 
     def items(self, key: str) -> list[Value] | None:
-        """The list under `key`, None where there is none. ModelError."""
+        """The list under `key`, None if there is none. ModelError."""
         value = self.values.get(key)
         return value.read() if isinstance(value, Items) else None
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path stands for a GGUF file, by its name: a file that ends in SUFFIX."""
+    """Whether a path is a GGUF file, by name: a file that ends in SUFFIX."""
     return path.suffix == SUFFIX and not path.is_dir()
 
 
 def read_header(path: Path) -> Header:
-    """Of the model in a file, or in several, of which `path` is any. Raises ModelError."""
+    """The header of the model in one file or several, of which `path` is any. Raises ModelError."""
     first, *others = parts(path)
     header = read_file(first)
     count = header.values.get("split.count", 1)
@@ -141,14 +142,14 @@ def read_header(path: Path) -> Header:
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of the model of which `path` is one, first to last. Raises ModelError where one is missing."""
+    """The files of the model that `path` belongs to, first to last. Raises ModelError if one is missing."""
     if not path.is_file():
         raise ModelError(f"there is no file {path}; give the path of a GGUF file or of a model's folder")
     names = part_names(path.name)
     if path.name not in names:
         _refuse(path, f"its name says it is no part of {len(names)}", "give it its name back")
     found = []
-    for name in names:  # the first that is missing ends it
+    for name in names:  # stops at the first that is missing
         part = path.with_name(name)
         if not part.is_file():
             raise ModelError(f"{path}: part {name} is missing; fetch it into the same folder")
@@ -157,7 +158,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def part_names(name: str) -> list[str]:
-    """Of the files of the model of which one is called so, first to last."""
+    """The file names of the model that has a file `name`, first to last."""
     named = _PART.fullmatch(name)
     if not named:
         return [name]
@@ -165,12 +166,12 @@ def part_names(name: str) -> list[str]:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The GGUF files of a folder, sorted; of a model in several the first. OSError."""
+    """The GGUF files of a folder, sorted; only the first file of a model in several. OSError."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if part_names(path.name)[:1] == [path.name])
 
 
 def read_file(path: Path) -> Header:
-    """Of one file alone. Raises ModelError."""
+    """The header of one file alone. Raises ModelError."""
     try:
         with path.open("rb") as file:
             num_bytes = file.seek(0, 2)
@@ -207,7 +208,7 @@ def _parse(path: Path, data: mmap.mmap, num_bytes: int) -> Header:
 
 
 def _read_counts(reader: _Reader) -> tuple[int, int]:
-    """(tensors, values)"""
+    """The numbers of tensors and of metadata values."""
     if reader.take(4, "its first bytes") != MAGIC:
         _refuse(reader.path, f"it does not begin with {MAGIC.decode()}", "give a GGUF file, or download it again")
     version = reader.integer("I", "the version")
@@ -219,7 +220,7 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
 
 
 def _read_tensor(reader: _Reader) -> TensorInfo:
-    """Its start is counted from that of all tensors."""
+    """The next tensor's description. Its start is relative to the tensor data."""
     name = reader.string("the name of a tensor")
     num_dimensions = reader.integer("I", f"the dimensions of {name}")
     if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
@@ -237,7 +238,7 @@ def _read_tensor(reader: _Reader) -> TensorInfo:
 
 
 def _placed(path: Path, tensors: Mapping[str, TensorInfo], first: int, num_bytes: int) -> dict[str, TensorInfo]:
-    """With their starts in the file. ModelError unless they lie in it, beside each other."""
+    """The tensors with absolute offsets. Raises ModelError unless they are inside the file and do not overlap."""
     placed = {
         name: TensorInfo(name, path, each.shape, each.kind, first + each.start, each.nbytes)
         for name, each in tensors.items()
@@ -253,7 +254,7 @@ def _placed(path: Path, tensors: Mapping[str, TensorInfo], first: int, num_bytes
 
 
 class _Reader:
-    """Goes through the bytes of a header; whatever ends past them is a ModelError. offset: of these in the file."""
+    """A cursor over the bytes of a header; reading past their end is a ModelError. offset: of the bytes in the file."""
 
     def __init__(self, path: Path, data: bytes | mmap.mmap, offset: int = 0, stop: int | None = None) -> None:
         self.path, self.at = path, 0
@@ -264,7 +265,7 @@ class _Reader:
         return self._data[start : self.at]
 
     def integer(self, kind: str, what: str) -> int:
-        """kind: one of `struct`'s."""
+        """The next integer. kind: its `struct` format."""
         (value,) = struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))
         return int(value)
 
@@ -276,7 +277,7 @@ class _Reader:
             _refuse(self.path, f"{what} is not UTF-8: {data[:40]!r}")
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Of vocabularies, so without a call for each."""
+        """The next `count` strings. Vocabularies are long, so there is no call per string."""
         start, ends = self.at, self._ends(count, what)
         data, found = self._data, []
         try:
@@ -319,7 +320,7 @@ class _Reader:
         return Items(self.path, key, kind, count, self._offset + start, self._offset + self.at)
 
     def _ends(self, count: int, key: str) -> Iterator[int]:
-        """Where each of so many strings ends; goes past them."""
+        """The end offsets of the next `count` strings, which are skipped."""
         data, at, last, length_at, ends = (
             self._data,
             self.at,
@@ -340,7 +341,7 @@ class _Reader:
         return iter(ends)
 
     def _end(self, num_bytes: int, what: str) -> int:
-        """Where so many bytes end."""
+        """The end offset of the next `num_bytes` bytes."""
         end = self.at + num_bytes
         if end > self._stop:
             limit = f"over the limit of {MAX_HEADER_BYTES}" if self._stop == MAX_HEADER_BYTES else "past its end"

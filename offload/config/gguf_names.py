@@ -1,4 +1,4 @@
-"""What llama.cpp calls the tensors of a model, and what Hugging Face does. Both call them by the same parts."""
+"""Tensor names of llama.cpp, and their translation to the names of Hugging Face. Both name the same parts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from offload.config.block import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that a config tells of, not a checkpoint
+IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(\w+)")
 
 
 def renamed(stored: Iterable[str], names: TensorNames) -> dict[str, str]:
-    """llama.cpp's name -> the name that the tensor has here, without those of IN_CONFIG. names: of the model's.
+    """The map from llama.cpp's tensor names to this program's, without the names in IN_CONFIG. names: the model's
+    tensor names.
 
-    Whatever else is in a layer has a name in a layer here too, so that it is seen not to belong there.
+    An unknown tensor of a layer is mapped to a name in that layer too, so that it is reported as unexpected.
     """
     parts, whole = _parts(names), {TABLE: names.embeddings, HEAD: names.head}
     found: dict[str, str] = {}
@@ -32,7 +33,7 @@ def renamed(stored: Iterable[str], names: TensorNames) -> dict[str, str]:
 
 
 def _parts(names: TensorNames) -> dict[str, str]:
-    """Of a layer. A part that a model has under no name keeps the one it has."""
+    """The map of part names within a layer. A part without a name in the model keeps llama.cpp's."""
     return {
         "attn_norm": names.before_attention,
         "post_attention_norm": names.after_attention or names.before_feed_forward,  # the latter in seed_oss

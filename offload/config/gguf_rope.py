@@ -1,4 +1,4 @@
-"""Rotary positions as a GGUF file has them: in its metadata, and factors of frequencies in tensors of their own."""
+"""Rotary position settings of a GGUF file, from its metadata and from tensors with frequency factors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from offload.config.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
 
-_THETA = 10000.0  # llama.cpp's, where a file says nothing
+_THETA = 10000.0  # llama.cpp's default
 _KINDS = ("none", "linear", "yarn", "longrope")
 _ORIGINALS = (8192, 4096, 16384, 32768, 65536, 131072)  # llama3's pretrained lengths that are tried
-_LOW, _HIGH = 1.0, 4.0  # its other numbers, the same in all models
+_LOW, _HIGH = 1.0, 4.0  # llama3's other numbers, the same in all models
 _NEAR = 1e-5  # two numbers that differ by fp32's rounding alone
 
 
 def rope_settings(values: Metadata, head_dim: int) -> dict[str, object]:
-    """`rope_parameters` of a config.json, and what stands beside them. Raises ModelError."""
+    """The field `rope_parameters` of a config.json, and the fields beside it. Raises ModelError."""
     settings: dict[str, object] = {
         "rope_theta": values.number("rope.freq_base", _THETA),
         "partial_rotary_factor": _share(values.integer("rope.dimension_count", default=head_dim), head_dim),
@@ -27,14 +27,14 @@ def rope_settings(values: Metadata, head_dim: int) -> dict[str, object]:
 
 
 def _share(rotated: int, head_dim: int) -> float:
-    """Of a head, such that transformers' int(head_dim * share) is `rotated`."""
+    """The share of a head for which transformers' int(head_dim * share) is `rotated`."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else (rotated + 0.5) / head_dim
 
 
 def _scaling(values: Metadata) -> dict[str, object]:
     kind, factor = values.text("rope.scaling.type"), values.optional("rope.scaling.factor")
-    old = values.optional("rope.scale_linear")  # before there were kinds
+    old = values.optional("rope.scale_linear")  # the key of files from before scaling types
     if kind and kind not in _KINDS:
         values.refuse("rope.scaling.type", f"one of {', '.join(_KINDS)}")
     if not kind and values.header.tensors.keys() & {LONG_FACTORS}:
@@ -63,7 +63,7 @@ def _yarn(values: Metadata) -> dict[str, object]:
             settings[field] = int(value) if field.startswith("original") else value
     if "mscale_all_dim" in settings:
         settings["mscale"] = 1.0
-    elif attention is not None and attention != 1:  # a factor on the one that follows from the scaling
+    elif attention is not None and attention != 1:  # a factor on the attention factor that follows from the scaling
         settings["attention_factor"] = attention * (1 + 0.1 * math.log(factor))
     return settings
 
@@ -82,8 +82,8 @@ def _longrope(values: Metadata) -> dict[str, object]:
 
 
 def with_factors(values: Metadata, config: ModelConfig) -> ModelConfig:
-    """`config`, whose frequencies are divided by the file's ROPE_FACTORS, if it has some: as llama3's scaling where
-    they are its own, else one by one. Raises ModelError."""
+    """`config` with frequencies divided by the file's ROPE_FACTORS, if it has some: as llama3's scaling if they match
+    it, else one by one. Raises ModelError."""
     factors = values.factors(ROPE_FACTORS)
     if factors is None or set(factors) == {1.0}:
         return config
@@ -103,10 +103,10 @@ def with_factors(values: Metadata, config: ModelConfig) -> ModelConfig:
 
 
 def _llama3(theta: float, rotated: int, factor: float, original: int) -> list[float]:
-    """What llama3's scaling divides each pair's frequency by."""
+    """The divisors of each pair's frequency in llama3's scaling."""
     found = []
     for pair in range(0, rotated, 2):
-        turns = original * theta ** (-pair / rotated) / (2 * math.pi)  # within the pretrained length
+        turns = original * theta ** (-pair / rotated) / (2 * math.pi)  # full rotations within the pretrained length
         kept = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
         found.append(1 / ((1 - kept) / factor + kept))
     return found

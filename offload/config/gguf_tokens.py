@@ -1,6 +1,6 @@
-"""The special tokens of a GGUF file: which its metadata name by their ids, and which end a reply by their texts.
+"""The special tokens of a GGUF file: the tokens that its metadata name by id, and the end tokens known by text.
 
-Source: llama.cpp's llama-vocab.cpp, which knows more ends than the one that a file names.
+Source: llama.cpp's llama-vocab.cpp, which knows more end tokens than the one that a file names.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 PIECES = "llama"  # the `tokenizer.ggml.model` of SentencePiece's tokens
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _NONE = (-1, 0xFFFFFFFF)  # ids of no token
-_OF_PIECES = {"bos": 1, "eos": 2, "unknown": 0}  # where a file with pieces names no token that is there
-_NAMED_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message
+_OF_PIECES = {"bos": 1, "eos": 2, "unknown": 0}  # defaults of a file with pieces that names no valid token
+_NAMED_ENDS = ("eos", "eot", "eom")  # end of a text, of a turn, of a message
 _ENDS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 ))  # fmt: skip
-# Of models that fill in code: what ends a file, by the key that names it, or else by its texts.
+# End-of-file tokens of code-infilling models: the metadata key that names each, and its texts if no key does.
 _CODE_ENDS: Mapping[str, frozenset[str]] = {
     "fim_pad": frozenset(("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
     "fim_rep": frozenset(("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
@@ -27,7 +27,7 @@ _CODE_ENDS: Mapping[str, frozenset[str]] = {
 
 
 def token_id(named: Mapping[str, object], name: str, count: int) -> int | None:
-    """The id of a special token, below `count`, or None. named: metadata by their keys without tokenizer.ggml."""
+    """The id of a special token, below `count`, or None. named: metadata by key without the prefix tokenizer.ggml."""
     told = named.get(f"{name}_token_id")
     if told in _NONE or (type(told) is int and 0 <= told < count):
         return None if told in _NONE else int(told)
@@ -36,12 +36,12 @@ def token_id(named: Mapping[str, object], name: str, count: int) -> int | None:
 
 
 def end_texts(named: Mapping[str, object], count: int) -> frozenset[str]:
-    """Of the tokens that end a reply whatever the file says of them."""
+    """The texts of the tokens that end a reply in any file."""
     return _ENDS.union(*(texts for name, texts in _CODE_ENDS.items() if token_id(named, name, count) is None))
 
 
 def end_ids(named: Mapping[str, object], tokens: Iterable[object], count: int) -> list[int]:
-    """Of all tokens that end a reply, that of a text first. tokens: all texts, by their ids."""
+    """The ids of all tokens that end a reply, with the end of a text first. tokens: texts by id."""
     texts = end_texts(named, count)
     found = [token_id(named, name, count) for name in (*_NAMED_ENDS, *_CODE_ENDS)]
     found += [i for i, text in enumerate(tokens) if text in texts and i < count]
@@ -49,7 +49,7 @@ def end_ids(named: Mapping[str, object], tokens: Iterable[object], count: int) -
 
 
 def notes(named: Mapping[str, object], count: int) -> list[str]:
-    """What to say of special tokens that are named and not there."""
+    """Notes for the user on special tokens that are named but not in the vocabulary."""
     found = []
     for name in (*_OF_PIECES, *_NAMED_ENDS[1:]):
         told = named.get(f"{name}_token_id")

@@ -1,4 +1,4 @@
-"""The matrices of a layer, as they are multiplied with and as a checkpoint stores them."""
+"""The weight matrices of a layer, as products use them and as a checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from offload.config.block import Block
 from offload.formats.layout import encoding
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
-ALIGNMENT = 64  # bytes, of each tensor among a layer's
+ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """[outputs, inputs], in blocks of `encoding` or, where that is "", as plain numbers."""
+    """A weight matrix [outputs, inputs], in blocks of `encoding`, or as plain numbers if that is ""."""
 
     outputs: int
     inputs: int
     encoding: str = ""
 
     def nbytes(self, dtype_bytes: int) -> int:
-        """With plain numbers of `dtype_bytes`; in blocks whole units of ALIGNMENT."""
+        """Bytes of the matrix: plain numbers take `dtype_bytes` each, blocks are padded to whole units of ALIGNMENT."""
         if not self.encoding:
             return self.outputs * self.inputs * dtype_bytes
         return -(-self.outputs * encoding(self.encoding).row_bytes(self.inputs) // ALIGNMENT) * ALIGNMENT
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """Of each of OPERATORS, its parts from top to bottom, as `Encodings` has them."""
+    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
     attention, inner, stored = block.attention, block.feed_forward, block.encodings
     shapes = {
         "qkv": (attention.parts, hidden_size, stored.qkv),
@@ -45,7 +45,7 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
 
 
 def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The same, where neighbours that are stored alike are one."""
+    """The matrices of each of OPERATORS: its parts, with neighbours of one encoding joined."""
     return {name: _joined(parts) for name, parts in layer_parts(block, hidden_size).items()}
 
 

@@ -1,7 +1,7 @@
-"""What a model is: a frozen description of its layers, and the byte and FLOP formulas that follow from it.
+"""The model config: a frozen description of a model's layers, and the byte and FLOP formulas that follow from it.
 
-The decoder, the planner, the reader of checkpoints and the kernels read this and no family's name. A family
-(offload/config/families) says how it follows from the fields of a config.json.
+The decoder, the planner, the reader of checkpoints and the kernels depend on the config and never on a family's name. A
+family (offload/config/families) derives it from the fields of a config.json.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from offload.config.schemes import Quantisation
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder. `offload.config.reading` makes it of a config.json and validates; the constructor does not.
+    """The config of a decoder model. `offload.config.reading` builds it from a config.json and validates; the
+    constructor does not.
 
-    blocks: its layers, first to last. Growing ones have heads of one shape, and so do those with a window. norm: of the
-    last rows. embedding_scale, logits_scale: factors on what comes in and out; rounds_embedding_scale: to the dtype
-    first. logits_cap: of logits, times their scale, as of scores. embedding_norm: of rows as they come in. dtype: what
-    the weights are meant to be computed in. wrapper: the model_type of the model whose text this is. table_encoding,
-    head_encoding: of the embedding's table and of the head, see `Encodings`; of the head that is the table both.
-    quantisation: the rules that they follow from, where config.json has some.
+    blocks: the layers, first to last. Growing layers have heads of one shape, and so do layers with a window. norm: the
+    final norm. embedding_scale, logits_scale: factors on embeddings and logits. rounds_embedding_scale: the factor is
+    rounded to the dtype first. logits_cap: the cap of scaled logits, as `Attention.cap` of scores. embedding_norm: the
+    norm of embeddings. dtype: the dtype that the weights are meant to be computed in. wrapper: the model_type of the
+    model that contains this language model. table_encoding, head_encoding: of the embedding's table and of the head,
+    see `Encodings`; both are the same if the head is the table. quantisation: the rules from which the encodings
+    follow, if config.json has some.
     """
 
     family: str
@@ -57,7 +59,7 @@ class ModelConfig:
 
     @property
     def block(self) -> Block:
-        """One of the growing layers, if there are some, for what they have in common."""
+        """One of the growing layers, or else the first layer, for properties that they share."""
         return self.blocks[self.growing[0] if self.growing else 0]
 
     @cached_property
@@ -66,12 +68,12 @@ class ModelConfig:
         return tuple(made[block] for block in self.blocks)
 
     def layer(self, index: int) -> ModelConfig:
-        """A model of that layer alone, for what depends on its shape."""
+        """A model of that layer alone, for values that depend on its shape."""
         return self._alone[index]
 
     @cached_property
     def kinds(self) -> tuple[tuple[ModelConfig, int], ...]:
-        """A layer of each kind, as `layer` gives it, and how many there are."""
+        """One layer of each kind, as from `layer`, and the number of such layers."""
         first = {block: at for at, block in reversed([*enumerate(self.blocks)])}
         return tuple((self._alone[first[block]], number) for block, number in Counter(self.blocks).items())
 
@@ -82,12 +84,12 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(KV heads, head_dim) of each layer."""
+        """The (KV heads, head_dim) of each layer."""
         return tuple((each.attention.num_kv_heads, each.attention.head_dim) for each in self.blocks)
 
     @cached_property
     def head_dims(self) -> tuple[int, ...]:
-        """Of all layers, without repetition."""
+        """The distinct head_dims of all layers."""
         return tuple(dict.fromkeys(dim for _, dim in self.kv_shapes))
 
     @property
@@ -113,7 +115,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> Rope:
-        """Of the layers that know positions: of growing ones, where these do."""
+        """The rotary positions of the layers that have them: of the growing layers if they do."""
         growing = (self.blocks[layer].attention.rope for layer in self.growing)
         every = (each.attention.rope for each in self.blocks)
         return next((rope for rope in (*growing, *every) if rope is not None), Rope())
@@ -130,17 +132,17 @@ class ModelConfig:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Tokens of theirs."""
+        """The window of each windowed layer in tokens."""
         return tuple(block.attention.window for block in self.blocks if block.attention.window is not None)
 
     @property
     def window(self) -> int:
-        """Tokens of the longest window; 0 without one."""
+        """Tokens of the longest window; 0 if there is none."""
         return max(self.windows, default=0)
 
     @property
     def is_llama_shaped(self) -> bool:
-        """Whether layers are Llama's but for sizes, biases, q/k norms of heads, positions, and how they are stored."""
+        """Whether the layers are Llama's except for sizes, biases, q/k norms of heads, positions and encodings."""
         norm, block = self.norm, replace(self.block, encodings=Encodings())
         plain = replace(
             Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
@@ -168,19 +170,20 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """Positions that the model is good for. Configs often keep `max_position_embeddings` at the unscaled length."""
+        """The longest supported context in positions. Configs often keep `max_position_embeddings` at the unscaled
+        length."""
         return self.rope.context_limit(self.max_positions)
 
     def mapped(self, change: Callable[[Block], Block]) -> ModelConfig:
-        """The same with every layer changed."""
+        """The config with `change` applied to every layer."""
         changed = {block: change(block) for block in set(self.blocks)}
         return replace(self, blocks=tuple(changed[block] for block in self.blocks))
 
     def changed(
         self, *, num_layers: int | None = None, intermediate_size: int | None = None, **fields: Any
     ) -> ModelConfig:
-        """The same with other sizes in every layer, or other positions. fields: num_heads, num_kv_heads, head_dim and
-        rope of its attention, or those of `ModelConfig`."""
+        """The config with other sizes or positions in every layer. fields: num_heads, num_kv_heads, head_dim and rope
+        of the attention, or fields of `ModelConfig`."""
         own = {name: fields.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope") if name in fields}
 
         def change(block: Block) -> Block:
@@ -195,12 +198,12 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """(outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each."""
+        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each."""
         return self._products
 
     @cached_property
     def all_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """Those of all layers, without repetition."""
+        """The distinct products of all layers, as `layer_products` gives them."""
         return tuple(dict.fromkeys(each for kind, _ in self.kinds for each in kind.layer_products()))
 
     @cached_property  # plans ask for these thousands of times
@@ -214,7 +217,7 @@ class ModelConfig:
         )
 
     def layer_matrices(self) -> dict[str, tuple[Matrix, ...]]:
-        """What the products of `block` multiply with, see `layer_matrices`."""
+        """The weight matrices of the products of `block`, see `matrices.layer_matrices`."""
         return self._matrices
 
     @cached_property
@@ -223,7 +226,7 @@ class ModelConfig:
 
     @cached_property
     def stored_in(self) -> tuple[str, ...]:
-        """The encodings in whose blocks the checkpoint stores matrices of the layers, each once; () if none."""
+        """The distinct encodings of the layers' matrices in the checkpoint; () if all are plain."""
         matrices = (parts for kind, _ in self.kinds for parts in kind.layer_matrices().values())
         return tuple(dict.fromkeys(part.encoding for parts in matrices for part in parts if part.encoding))
 
@@ -235,12 +238,12 @@ class ModelConfig:
 
     @property
     def table(self) -> Matrix:
-        """Of the embedding."""
+        """The embedding's table."""
         return Matrix(self.vocab_size, self.hidden_size, self.table_encoding)
 
     @property
     def head(self) -> Matrix:
-        """Of the logits; the embedding's table itself where it is tied."""
+        """The matrix of the logits: the embedding's table itself if it is tied."""
         return Matrix(self.vocab_size, self.hidden_size, self.head_encoding)
 
     def layer_matrix_elements(self) -> int:
@@ -253,18 +256,18 @@ class ModelConfig:
         return rest + sum(size for size, _ in norms) + self.block.multiplied
 
     def all_layers(self, of_one: Callable[[ModelConfig], int]) -> int:
-        """The sum over all layers."""
+        """The sum of `of_one` over all layers."""
         return sum(number * of_one(kind) for kind, number in self.kinds)
 
     @cached_property
     def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
-        """Of matrices and biases, and of each vector of a norm."""
+        """The number of elements of matrices and biases, and the size of each norm's vectors."""
         biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
         return self.layer_matrix_elements() + biases, tuple(layer_norms(self).values())
 
     @cached_property
     def tables(self) -> frozenset[tuple[Rope | None, int]]:
-        """Rotary positions and heads of each kind of layers: each has a table of its own."""
+        """The distinct pairs of rotary positions and head_dim: each pair has a table of its own."""
         return frozenset((block.attention.rope, block.attention.head_dim) for block in self.blocks)
 
     def num_parameters(self) -> int:
@@ -280,11 +283,11 @@ class ModelConfig:
         return self.layers_weight_bytes(dtype_bytes) + tables + vectors * self.norm.itemsize(dtype_bytes)
 
     def layers_weight_bytes(self, dtype_bytes: int) -> int:
-        """Of all layers."""
+        """Bytes of the weights of all layers."""
         return self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights of `block` at `dtype_bytes` per element, or as they are stored."""
+        """Bytes of the weights of `block` at `dtype_bytes` per element, or in their encodings."""
         rest, norms = self._layer_numbers
         biases = rest - self.layer_matrix_elements()
         matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)
@@ -300,12 +303,12 @@ class ModelConfig:
         return 2 * self.block.attention.kv_size * dtype_bytes
 
     def window_kv_bytes(self, dtype_bytes: int) -> int:
-        """The same in a layer with a window; 0 where there is none."""
+        """Bytes of the keys and values of a token in a layer with a window; 0 if there is none."""
         return 0 if self.windowed_block is None else 2 * self.windowed_block.attention.kv_size * dtype_bytes
 
     def seen_pairs(self, num_tokens: int) -> int:
-        """Pairs of a row and a token that it sees, of `num_tokens` rows in all layers; in layers with other queries
-        than those of `block` as many of these as cost the same."""
+        """The number of (row, attended token) pairs of `num_tokens` rows over all layers. Pairs in layers with other
+        query sizes count as the number of pairs of `block` that cost the same."""
         seen = 0
         for kind, number in self.kinds:
             attention = kind.block.attention
@@ -324,12 +327,12 @@ class ModelConfig:
 
 
 def _pairs(num_tokens: int, window: int) -> int:
-    """Row t, counted from 1, sees t tokens, `window` at most."""
+    """The number of (row, attended token) pairs in one layer: row t, counted from 1, sees min(t, window) tokens."""
     return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
-    """The vectors of the norms of `block`, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
+    """The norm vectors of `block`, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
     block, attention = config.block, config.block.attention
     sizes = {
         **{name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS},
@@ -362,9 +365,9 @@ def llama_shaped(
     mlp_bias: bool = False,
     **others: Any,
 ) -> ModelConfig:
-    """A model whose layers are all alike, with RMS norms of `eps` before attention and feed-forward network.
+    """A config with identical layers, with RMS norms of `eps` before attention and feed-forward network.
 
-    attention: further fields of `Attention`; others: of `ModelConfig`.
+    attention: further fields of `Attention`. others: fields of `ModelConfig`.
     """
     norm = Norm(eps)
     block = Block(

@@ -1,4 +1,4 @@
-"""From config.json's quantization_config to how each matrix is stored."""
+"""The encodings of a model's matrices from config.json's quantization_config."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from offload.fields import Fields
 from offload.units import size as in_units
 
 TEXT_CONFIG = "text_config"  # of a wrapper: the language model's own
-KEYS = ("quantization_config", "compression_config")  # of config.json; the second is what compressed-tensors once wrote
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second is an old one
 
 
 def parted(data: Mapping[str, object], where: str) -> tuple[Mapping[str, object], Fields | None]:
-    """A config without what says how its weights are stored, and that; a wrapper's text may say it."""
+    """A config without its quantization_config, and that field; in a wrapper, the inner config may have it."""
     text = data.get(TEXT_CONFIG)
     inner = text if isinstance(text, Mapping) else {}
     whole = Fields(data, where)
@@ -35,8 +35,8 @@ def parted(data: Mapping[str, object], where: str) -> tuple[Mapping[str, object]
 
 
 def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelConfig:
-    """The same model, stored as source, its quantization_config, says. scales: their dtype where that is known.
-    ModelError."""
+    """`config` with the encodings that `source`, its quantization_config, describes. scales: their dtype if it is
+    known. ModelError."""
     found = _with_scales(read_quantisation(source, config.dtype), scales)
     stored = matrices(config)
     schemes = {name: scheme_of(name, found, config) for name in stored}
@@ -57,7 +57,7 @@ def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelCon
 
 
 def _with_scales(found: Quantisation, scales: str) -> Quantisation:
-    """The same with scales of that dtype, but where any is read as fp32."""
+    """`found` with scales of that dtype, except for schemes that are read as fp32."""
 
     def change(rule: Rule) -> Rule:
         if rule.scheme is None or rule.scheme.widens or not scales:
@@ -68,13 +68,13 @@ def _with_scales(found: Quantisation, scales: str) -> Quantisation:
 
 
 def scheme_of(name: str, quantisation: Quantisation, config: ModelConfig) -> Scheme | None:
-    """Of the matrix `name`, as `expected_tensors` has it."""
+    """The scheme of the matrix `name`, as named in `expected_tensors`; None for plain numbers."""
     kind = "Embedding" if name == config.names.embeddings else "Linear"
     return quantisation.scheme(_aliases(name.removesuffix(".weight"), config.names.body), kind)
 
 
 def _aliases(module: str, body: str) -> Iterator[str]:
-    """What checkpoints of several ages call a module."""
+    """The names of a module in checkpoints of several ages."""
     yield module
     wrapped = body.removeprefix("model.").removesuffix(".")
     if wrapped and module.startswith(body):

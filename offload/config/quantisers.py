@@ -1,7 +1,7 @@
-"""What the methods of quantisation say in a quantization_config, each by a reader of its own.
+"""Readers of quantization_config, one for each quantisation method.
 
-What a reader does not know is refused by name. Activations are never quantised here: where a config asks for that, a
-remark says so. Fields that say how the weights were found are read past.
+A reader refuses unknown fields by name. Activations are never quantised here: if a config asks for that, a remark says
+so. Fields about how the weights were computed are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload.fields import TEXT, Fields, list_of, one_of, whole
 _MAX_GROUP = 1 << 22
 _MAX_RULES = 1 << 12
 _SCALES = {"float16": "F16", "half": "F16", "bfloat16": "BF16", "float32": "F32", "float": "F32"}
-# A field with such a name that says anything changes more than how a matrix is stored.
+# A field with such a name and any value but a neutral one changes more than a matrix' encoding.
 _SUSPECT = re.compile(r"rotat|transform|hadamard|lora|adapter|sparsity|outlier|codebook|residual|svd")
 _ACTIVATIONS = (
     "the checkpoint also asks for quantised activations; here they are not: the target is the model with these weights "
@@ -25,7 +25,8 @@ _KV_CACHE = "the checkpoint's scales for a quantised KV cache are not used: keys
 
 
 def read_quantisation(source: Fields, dtype: str) -> Quantisation:
-    """source: quantization_config. dtype: of the model, by config.json. ModelError for what is not known."""
+    """The quantisation that a config describes. source: quantization_config. dtype: of the model, by config.json.
+    ModelError for anything unknown."""
     method = source.choice("quant_method", tuple(_METHODS))
     for key, value in source.data.items():
         if _SUSPECT.search(key) and value not in (None, False, "", [], {}) and key not in _JUDGED:
@@ -77,7 +78,7 @@ def _gptq_scheme(source: Fields) -> Scheme:
 
 
 def _fp8(source: Fields, dtype: str) -> Quantisation:
-    """transformers' own, DeepSeek's and AutoFP8's."""
+    """The reader of FP8 as written by transformers, DeepSeek and AutoFP8."""
     source.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
     source.choice("fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     source.choice("scale_fmt", ("float", "ue8m0"), default="float")
@@ -93,7 +94,7 @@ def _fbgemm_fp8(source: Fields, dtype: str) -> Quantisation:
 
 
 def _modelopt(source: Fields, dtype: str) -> Quantisation:
-    """NVIDIA's, with one scale a tensor."""
+    """The reader of NVIDIA's ModelOpt, with one scale per tensor."""
     source.choice("quant_algo", ("FP8",))
     key = "exclude_modules" if source.data.get("ignore") is None else "ignore"
     remarks = (_ACTIVATIONS, *([_KV_CACHE] if source.data.get("kv_cache_scheme") else []))
@@ -111,7 +112,8 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 
 
 def _compressed(source: Fields, dtype: str) -> Quantisation:
-    """compressed-tensors: groups of targets, which name modules, match them or are classes, in that order."""
+    """The reader of compressed-tensors: groups of targets, which are module names, patterns or classes, in that
+    order."""
     sparse = source.data.get("sparsity_config") or {}
     if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
         source.refuse("sparsity_config", "absent or of format dense")
@@ -163,7 +165,7 @@ def _group_scheme(source: Fields, dtype: str) -> Scheme | None:
 
 
 def _shared(own: Fields) -> tuple[int, int]:
-    """Outputs and inputs that share a scale, 0 for all."""
+    """Numbers of outputs and inputs that share a scale; 0 means all."""
     group = own.data.get("group_size")
     inferred = "tensor" if group is None else "channel" if group == -1 else "group"
     strategy = own.choice("strategy", ("tensor", "channel", "group", "block"), default=inferred)
@@ -183,7 +185,7 @@ def _given(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def _sizes(source: Fields, key: str) -> tuple[int, int]:
-    """Outputs and inputs of a block; 128 each where nothing is said."""
+    """Outputs and inputs of a block; 128 each by default."""
     outputs, inputs = source.get(key, list_of(whole(1, _MAX_GROUP), "two whole numbers", length=2), [128, 128])
     return outputs, inputs
 
@@ -194,12 +196,12 @@ def _bits(source: Fields, allowed: tuple[int, ...], key: str = "bits") -> int:
 
 
 def _group(source: Fields) -> int:
-    """Inputs that share a scale; 0 for -1, all."""
+    """The number of inputs that share a scale; -1 (all) is read as 0."""
     return 0 if source.data.get("group_size") == -1 else source.integer("group_size", _MAX_GROUP, default=128)
 
 
 def _rules(source: Fields, key: str, way: Way) -> list[Rule]:
-    """Of the modules that a list leaves as plain numbers."""
+    """The rules for modules that a list leaves as plain numbers."""
     value = source.data.get(key)
     return [] if value is None else _as_rules(source, key, value, way, None)
 
@@ -215,7 +217,7 @@ def _as_rules(source: Fields, key: str, value: object, way: Way, scheme: Scheme 
 
 
 def _expression(text: str, way: Way) -> str:
-    """What a name is compared with; "" where that is no expression."""
+    """The regular expression whose cost bounds that of matching `text`; "" if it needs no bound."""
     if text.startswith("re:"):
         return text.removeprefix("re:")
     if way == "glob":

@@ -19,8 +19,9 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Read `config.json`, and the further eos ids of `generation_config.json` where there is one; of a GGUF file its
-    metadata. ModelError, also where the folder is an adapter's or holds one: its weights would change every token."""
+    """The config of the model in `path`: from `config.json` and the further eos ids of `generation_config.json`, or
+    from a GGUF file's metadata. ModelError, also if the folder is or holds an adapter: its weights would change every
+    token."""
     folder = Path(path)
     if is_gguf(folder):
         return gguf_config(read_header(folder))

@@ -1,4 +1,4 @@
-"""Rotary positions as a config names them: base, scaling, which numbers of a head. kernels/rope has the frequencies."""
+"""Rotary position settings of a config: base, scaling, rotated part of a head. kernels/rope has the frequencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from offload.fields import Fields, list_of, number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
-PROPORTIONAL = "proportional"  # only some pairs rotate, by the frequencies that they have where all do
+PROPORTIONAL = "proportional"  # only some pairs rotate, with the frequencies of a fully rotated head
 _KNOWN_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "truncate", "partial_rotary_factor",
@@ -20,16 +20,16 @@ _KNOWN_KEYS = {
 class Rope:
     """Rotary positions, scaled as its `kind` says. Only the fields that the kind uses are set; the rest keep defaults.
 
-    rotated: numbers of a head, the first ones, that know positions; None: all. neighbours: numbers 2i and 2i + 1 are
+    rotated: number of leading elements of a head that are rotated; None: all. neighbours: elements 2i and 2i + 1 are
     rotated together, else i and i + rotated / 2; if `kind` is PROPORTIONAL, i and i + D / 2 for the first rotated / 2
-    numbers i. growth: beta; queries are multiplied by
-    1 + beta ln(1 + floor(position / original_max_positions)) (Llama 4).
+    elements i. growth: beta; queries are multiplied by 1 + beta ln(1 + floor(position / original_max_positions)) (Llama
+    4).
     """
 
     kind: str = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None  # yarn, llama3, longrope, and linear if known: of the pretraining
-    attention_factor: float | None = None  # yarn, longrope: None means what the paper derives from the factor
+    original_max_positions: int | None = None  # the pretraining length: of yarn, llama3, longrope, and linear if known
+    attention_factor: float | None = None  # yarn, longrope: None means the value that the paper derives from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -46,11 +46,11 @@ class Rope:
 
     @property
     def depends_on_capacity(self) -> bool:
-        """Whether its frequencies differ with the length that a request may reach."""
+        """Whether the frequencies depend on the length that a request may reach."""
         return self.kind in ("dynamic", "longrope")
 
     def context_limit(self, max_positions: int) -> int:
-        """Positions that a model with `max_position_embeddings` of so many is good for."""
+        """The longest supported context of a model whose `max_position_embeddings` is `max_positions`."""
         base = self.original_max_positions if self.kind in ("yarn", "linear") else max_positions
         factor = self.factor if self.kind in ("yarn", "linear", "dynamic") else 1.0
         return max(max_positions, int((base or max_positions) * factor))
@@ -58,10 +58,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeDefaults:
-    """What a family takes where its config says nothing, and what its rope settings may name besides the usual.
+    """A family's defaults for rope settings, and the further kinds that they may name.
 
     partial: the share of a head that is rotated; None: the family does not read one. neighbours: see `Rope`. kinds:
-    besides ROPE_KINDS.
+    kinds besides ROPE_KINDS.
     """
 
     theta: float = 10000.0
@@ -79,10 +79,10 @@ def is_neutral(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def read_rope(source: Fields, *, max_positions: int, head_dim: int, defaults: RopeDefaults = RopeDefaults()) -> Rope:
-    """From `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+    """The rotary positions from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
 
-    Where two places name one thing they must mean the same. What transformers computes is taken, also where it is
-    written in another way, except for numbers of which it warns.
+    A setting that is given in two places must agree. Settings are read as transformers computes them, in any spelling
+    that it accepts, except for numbers of which it warns.
     """
     forms = [source.inner(key) for key in ("rope_parameters", "rope_scaling") if source.data.get(key) not in (None, {})]
     owners = [owner for owner in (*forms, source) if owner.data.get("rope_theta") is not None]
@@ -119,7 +119,7 @@ def _read_form(
 
 
 def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, *, pairs: bool) -> int:
-    """Numbers of a head that are rotated. pairs: the share is of whole pairs, in its own kind of positions alone."""
+    """The number of rotated elements of a head. pairs: the share counts whole pairs, which only PROPORTIONAL does."""
     key = "partial_rotary_factor"
     if pairs:
         rotated = 2 * int(rope.number(key, default=1.0, most=1.0) * head_dim / 2)
@@ -165,7 +165,7 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, r
     mscale, mscale_all_dim = (None if one_is_zero else rope.optional_number(key) for key in temperatures)
     return Rope(
         kind,
-        # "factor": null leaves it to the two lengths; transformers 5 does the same
+        # with "factor": null, the factor is the ratio of the lengths, as in transformers 5
         rope.number("factor", default=max_positions / original if "factor" in rope.data else None, least=1.0),
         original,
         attention_factor=rope.optional_number("attention_factor"),
@@ -173,23 +173,23 @@ def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, r
         beta_slow=1.0 if _is_zero(rope, "beta_slow") else rope.number("beta_slow", default=1.0, most=beta_fast),
         mscale=mscale,
         mscale_all_dim=mscale_all_dim,
-        truncate=rope.flag("truncate", "truncate" not in rope.data),  # null is false to transformers
+        truncate=rope.flag("truncate", "truncate" not in rope.data),  # transformers reads null as false
     )
 
 
 def _read_factors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
-    """LongRoPE's, one for each rotated pair."""
+    """LongRoPE's factors, one for each rotated pair."""
     wanted = f"a list of {count} numbers over 0"
     return tuple(map(float, rope.get(key, list_of(number(0, 1e6, over=0.0), wanted, length=count))))
 
 
 def _is_zero(rope: Fields, key: str) -> bool:
-    """Is the field there, and 0? Where a formula has `value or default` that reads as absent."""
+    """Whether the field is present and 0. A formula with `value or default` treats that as absent."""
     return rope.data.get(key) is not None and is_neutral(rope.data[key], (0,))
 
 
 def _read_original(source: Fields, rope: Fields, max_positions: int) -> int:
-    """The pretrained length: `max_position_embeddings` where none is named, as in transformers."""
+    """The pretrained length; `max_position_embeddings` by default, as in transformers."""
     key = "original_max_position_embeddings"
     original = (source if rope.data.get(key) is None else rope).integer(key, 1 << 30, default=max_positions)
     if source.data.get(key) not in (None, original):

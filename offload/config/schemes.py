@@ -1,4 +1,4 @@
-"""How a quantised checkpoint stores the matrices of its modules: schemes, and rules over names that choose one."""
+"""Quantisation schemes of a checkpoint's matrices, and the rules over module names that choose a scheme."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Packing = Literal["awq", "gptq", "packed", "bytes"]
 Way = Literal["is", "matches", "names", "holds", "ends", "glob", "class"]
 
 MAX_PATTERN = 200  # characters
-_REPEATS = 6  # of a pattern, at most: a name is compared with it in steps that grow as its length to this power
+_REPEATS = 6  # at most, of a pattern: the steps of a match grow as the name's length to this power
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Of one matrix. packing: the tensors that it lies in, see weights/unpacking.py. bits: of a number. outputs,
-    inputs: how many share a scale; 0 are all. scales: their dtype, F16, BF16 or F32. widens: a narrower one is read as
-    that. is_float: numbers are e4m3. any_order: which inputs share one is told by the checkpoint. less_one: zeros are
-    stored less 1. has_zeros: they must be there."""
+    """The quantisation scheme of one matrix. packing: the tensors that hold it, see weights/unpacking.py. bits: per
+    number. outputs, inputs: the numbers of them that share a scale; 0 means all. scales: their dtype, F16, BF16 or F32.
+    widens: scales of a narrower dtype are widened to it. is_float: numbers are e4m3. any_order: the checkpoint says
+    which inputs share a scale. less_one: zero points are stored less 1. has_zeros: zero points are required."""
 
     packing: Packing
     bits: int
@@ -38,7 +38,7 @@ class Scheme:
     has_zeros: bool = False
 
     def encoding(self, inputs: int) -> str:
-        """The name of the encoding of a matrix with so many inputs; "" where our blocks cannot hold it."""
+        """The name of the encoding of a matrix with `inputs` inputs; "" if no encoding of this program holds it."""
         kind = f"FP8_{self.scales}" if self.is_float else f"INT{self.bits}_{self.scales}"
         shared = self.inputs or inputs
         fitting = [size for size in GROUPS if shared % size == inputs % size == 0]
@@ -47,11 +47,12 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds of the modules that a pattern means: scheme, or None for plain numbers. way: how it means them.
+    """A rule that gives the modules matched by a pattern their scheme, or None for plain numbers. way: the kind of
+    match.
 
-    is: by their whole name. matches: as a regular expression from the start of the name. names: as transformers'
-    modules_to_not_convert does. holds, ends: a part of the name, the last parts of it. glob: by it with * for anything.
-    class: Linear, Embedding.
+    Kinds of match: is, the whole name; matches, a regular expression from the start of the name; names, as
+    transformers' modules_to_not_convert; holds, a part of the name; ends, its last parts; glob, the name with * for
+    anything; class, Linear or Embedding.
     """
 
     way: Way
@@ -64,14 +65,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Of a checkpoint. rules: the first that means a module holds; without one its numbers are plain. remarks: what a
-    user should know."""
+    """The quantisation of a checkpoint. rules: the first rule that matches a module applies; without one its numbers
+    are plain. remarks: notes for the user."""
 
     rules: tuple[Rule, ...]
     remarks: tuple[str, ...] = field(default=())
 
     def scheme(self, names: Iterable[str], kind: str) -> Scheme | None:
-        """Of a module with those names, of which any may be meant."""
+        """The scheme of a module with several names, any of which may match."""
         names = tuple(names)
         for rule in self.rules:
             for name in names:
@@ -81,7 +82,7 @@ class Quantisation:
 
 
 def is_pattern(text: object) -> bool:
-    """Whether `text` is a regular expression that a name is compared with in a bounded time."""
+    """Whether `text` is a regular expression whose matching time is bounded."""
     if not isinstance(text, str) or len(text) > MAX_PATTERN or re.search(r"\)[*+{]", text):
         return False
     try:
@@ -101,7 +102,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """As transformers 5 has it: `should_convert_module` in quantizers/quantizers_utils.py."""
+    """Whether a pattern matches a name as in transformers 5: `should_convert_module` in
+    quantizers/quantizers_utils.py."""
     return name.endswith(pattern) or _up_to_a_module(pattern).match(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""In what dtype a folder stores the scales of its quantised matrices, by a look at one header."""
+"""The dtype of the scales of a folder's quantised matrices, read from one header."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16
 
 
 def stored_scales(folder: Path) -> str:
-    """F16, BF16 or F32; "" where the folder has no weights yet, or none with scales. Reading the weights checks all of
-    them, and whatever is wrong with the files."""
+    """The dtype of the scales: F16, BF16 or F32; "" if the folder has no weights yet, or none with scales. Reading the
+    weights checks all scales and reports faults of the files."""
     path = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     try:

@@ -1,1 +1,2 @@
-"""Encodings of a block of numbers: how they lie, and who makes and reads them, on a CPU and on a GPU."""
+"""Encodings of blocks of numbers: their layout, and the functions that encode and decode them, on a CPU and on a
+GPU."""

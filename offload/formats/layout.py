@@ -1,4 +1,4 @@
-"""How blocks of numbers lie in memory, encoding by encoding: sizes and places in bytes. Arithmetic without torch."""
+"""The memory layout of blocks of numbers in each encoding: sizes and offsets in bytes. Arithmetic without torch."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-ALL_TOKENS = range(2**31 - 1)  # of a copy that leaves none out
-RAW, PACKED, RESIDUAL = range(3)  # how a page lies: as it is, packed, or as what it has beside its codes in 4 bits
+ALL_TOKENS = range(2**31 - 1)  # the range of a copy without limits
+RAW, PACKED, RESIDUAL = range(3)  # encodings of a page; RESIDUAL goes with codes in 4 bits
 
-CODE_GROUP = 64  # inputs of a quantised weight that share a step and a least value, of 2 bytes each
-CODE_TILE = 16  # outputs of it that lie beside each other
+CODE_GROUP = 64  # inputs of quantised weights that share a step and a least value, 2 bytes each
+CODE_TILE = 16  # outputs of quantised weights that are stored together
 CODE_BITS = (4, 6)  # of a quantised weight
-BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight that crosses the link beside its code, by those of the code
+BESIDE_CODES = {4: 9, 6: 8}  # bits of a weight's residual, by the bits of its code
 
 KV_CODE_GROUP = 32  # tokens whose quantised keys share a step and a least value by channel
-KV_VALUE_GROUP = 64  # channels of a token's quantised values that do
-KV_CODE_LANES = 16  # channels of values are filled up to so many
-WIDEST_GPU_HEAD = 256  # numbers of a head that a GPU's kernels know at most
+KV_VALUE_GROUP = 64  # channels of a token's quantised values that share them
+KV_CODE_LANES = 16  # channels of values are padded to a multiple of it
+WIDEST_GPU_HEAD = 256  # largest head_dim of the GPU kernels
 
-PACKED_TOKENS = 16  # of a head, that are packed as one group
-PACKED_ESCAPES = 1 / 64  # of the numbers of a page's keys or values, that have room where it is packed
-PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # of the bytes of a page, that it has packed
+PACKED_TOKENS = 16  # tokens of a head that are packed as one group
+PACKED_ESCAPES = 1 / 64  # room for escapes in a packed page, as a share of its numbers
+PACKED_SHARE = 0.75 + PACKED_ESCAPES / 2 + 0.001  # packed bytes of a page, as a share of its bytes
 
-RESIDUAL_HEAD_BYTES = 8  # of a group: where its 4 bits begin, and its escapes
+RESIDUAL_HEAD_BYTES = 8  # per group: the offsets of its 4-bit parts and of its escapes
 
-CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # of a page's bytes, by the bits of a number
-WEIGHT_BYTES = {  # of a number of a layer's matrices, at home and over the link, by its bits; see weights/homes.py
+CACHED_SHARE = {16: 1.0, 12: PACKED_SHARE, 9: 0.5 + 1 / 1024 + 0.2 / 4}  # share of a page's bytes
+WEIGHT_BYTES = {  # per number of a layer's matrices, at home and over the link, by bits; see weights/homes.py
     16: 2.0,
-    12: 1.5 + 4 / 1024 + 1 / 64,  # with the heads of groups of 1024, and escapes
-    9: 1.0 + 8 / 1024 + 0.24 / 2 + 1 / 256,  # with 4 bits more for a quarter, which are near zero
-    8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # there are fewer in shorter intervals
+    12: 1.5 + 4 / 1024 + 1 / 64,  # with group heads (groups of 1024) and escapes
+    9: 1.0 + 8 / 1024 + 0.24 / 2 + 1 / 256,  # with 4 more bits for the quarter of numbers near zero
+    8: 1.0 + 8 / 1024 + 0.08 / 2 + 1 / 256,  # fewer are near zero, as intervals are shorter
 }
 
-_HEAD_BYTES = 4  # of a packed group: its largest exponent and, above 8 bits, the number of escapes before its own
+_HEAD_BYTES = 4  # per packed group: its largest exponent (8 bits) and the number of escapes before its own
 
 
 def home_bytes(layer_bytes: int, numbers: int, bits: int) -> int:
-    """Of a layer at home, with `numbers` numbers in its matrices: whole units of 64."""
+    """Bytes of a layer at home, with `numbers` numbers in its matrices, padded to a multiple of 64."""
     saved = int(numbers * (WEIGHT_BYTES[16] - WEIGHT_BYTES[bits]))
     return layer_bytes - saved // 64 * 64
 
 
 def takes_codes(products: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether the matrices of those (outputs, inputs, has a bias) can be had quantised (formats/quantised.py)."""
+    """Whether matrices of these (outputs, inputs, has a bias) can be quantised (formats/quantised.py)."""
     return all(outputs % CODE_TILE == inputs % CODE_GROUP == 0 for outputs, inputs, _ in products)
 
 
 def takes_kv_codes(head_dim: int, on_cpu: bool = True) -> bool:
-    """Whether keys and values of such heads can be had in 4 bits (formats/quantised_kv.py)."""
+    """Whether keys and values of heads of `head_dim` can be quantised to 4 bits (formats/quantised_kv.py)."""
     return head_dim % 8 == 0 if on_cpu else head_dim % 16 == 0 and head_dim <= WIDEST_GPU_HEAD
 
 
@@ -66,11 +66,12 @@ def kv_code_bytes(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """How blocks of `numbers` numbers are packed, in groups of `group`, a multiple of 64, with room for `room` escapes.
+    """The layout of packed blocks of `numbers` numbers, in groups of `group`, a multiple of 64, with room for `room`
+    escapes.
 
-    A packed block lies where its numbers were. Its parts, in bytes: signs and mantissas [numbers]; distances
-    [numbers / 2], of each group [group / 2], those of its first half in the low halves; heads, int32 [groups]; escapes
-    [room]; see native/packed.h.
+    A packed block is stored in place of its numbers. Its parts, in bytes: signs and mantissas [numbers]; distances
+    [numbers / 2], [group / 2] for each group, with the first half of a group in the low halves; heads, int32 [groups];
+    escapes [room]; see native/packed.h.
     """
 
     numbers: int
@@ -83,27 +84,27 @@ class Packing:
 
     @property
     def heads(self) -> int:
-        """Where they begin."""
+        """The offset of the group heads, in bytes."""
         return self.numbers + self.numbers // 2
 
     @property
     def escapes(self) -> int:
-        """Where they begin."""
+        """The offset of the escapes, in bytes."""
         return self.heads + _HEAD_BYTES * self.num_groups
 
     @property
     def nbytes(self) -> int:
-        """Of a packed block, a multiple of 16."""
+        """Bytes of a packed block, a multiple of 16."""
         return self.escapes + self.room
 
     @classmethod
     def of_page(cls, num_kv_heads: int, page_tokens: int, head_dim: int) -> Packing:
-        """Of a page's keys, or of its values: [num_kv_heads, page_tokens, head_dim]."""
+        """The packing of a page's keys or values: [num_kv_heads, page_tokens, head_dim]."""
         return cls.of(num_kv_heads * page_tokens * head_dim, PACKED_TOKENS * head_dim, PACKED_ESCAPES)
 
     @classmethod
     def of(cls, numbers: int, group: int, escapes: float) -> Packing:
-        """With room for that share of escapes, and so much more that the size is a multiple of 16 bytes."""
+        """The packing with room for that share of escapes, rounded up so that the size is a multiple of 16 bytes."""
         found = cls(numbers, group, 0)
         found = cls(numbers, group, int(numbers * escapes) // 16 * 16 + -found.escapes % 16)
         if numbers % group or group % 64 or found.nbytes > 2 * numbers:
@@ -112,18 +113,19 @@ class Packing:
 
     @classmethod
     def roomiest(cls, numbers: int, group: int) -> Packing:
-        """With as much room for escapes as leaves a packed block shorter than its numbers."""
+        """The packing with the most room for escapes for which a packed block is still smaller than its numbers."""
         found = cls(numbers, group, 0)
         return cls(numbers, group, 2 * numbers - 16 - found.escapes)
 
 
 @dataclass(frozen=True)
 class PageShape:
-    """Of a block, the keys or the values of a page: [num_kv_heads, page_tokens, head_dim].
+    """The shape of a block, the keys or the values of a page, [num_kv_heads, page_tokens, head_dim], and the layout of
+    its residual.
 
-    Groups are `KV_CODE_GROUP` tokens of a head, those of the codes; they count through a head's tokens, then through
-    the heads. A residual has the numbers' low bytes [numbers], heads [num_groups + 1, 2] int32, the last of which says
-    where all ends, 4 bits each of those near zero, and escapes.
+    Groups are `KV_CODE_GROUP` tokens of a head, as for the codes; they are numbered through a head's tokens, then
+    through the heads. A residual has the numbers' low bytes [numbers], heads [num_groups + 1, 2] int32, of which the
+    last gives the ends, 4 bits for each number near zero, and escapes.
     """
 
     num_kv_heads: int
@@ -136,20 +138,20 @@ class PageShape:
 
     @property
     def numbers(self) -> int:
-        """Of a block; and where the heads begin, in bytes."""
+        """The number of numbers in a block, which is also the offset of the heads in bytes."""
         return self.num_kv_heads * self.page_tokens * self.head_dim
 
     @property
     def fours(self) -> int:
-        """Where they begin, in bytes."""
+        """The offset of the 4-bit parts, in bytes."""
         return self.numbers + RESIDUAL_HEAD_BYTES * (self.num_groups + 1)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a quantised checkpoint stores the rows of a matrix: blocks of `numbers` numbers, of `nbytes` bytes each.
+    """The encoding of a matrix' rows in a quantised checkpoint: blocks of `numbers` numbers, of `nbytes` bytes each.
 
-    kind: what is in a block, in the order of KINDS; see formats/stored.py.
+    kind: the format of a block, numbered as in KINDS; see formats/stored.py.
     """
 
     name: str
@@ -159,28 +161,28 @@ class Encoding:
 
     @property
     def bits(self) -> float:
-        """Of a number."""
+        """Bits per number."""
         return 8 * self.nbytes / self.numbers
 
     def row_bytes(self, inputs: int) -> int:
-        """Of a row of so many numbers, a multiple of `numbers`."""
+        """Bytes of a row of `inputs` numbers, a multiple of `numbers`."""
         return inputs // self.numbers * self.nbytes
 
 
-GGUF_BLOCKS = {  # numbers and bytes of a block, by llama.cpp's name
+GGUF_BLOCKS = {  # (numbers, bytes) of a block, by llama.cpp's name
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
-GROUPS = (32, 64, 128)  # numbers that share a scale in our own blocks, which checkpoints in safetensors are put into
-GROUP_KINDS = {  # bits of a number in them, by kind: what it is times a scale of that dtype
+GROUPS = (32, 64, 128)  # numbers per scale in this program's blocks, for safetensors checkpoints
+GROUP_KINDS = {  # bits per number in them, by kind (number format and scale's dtype)
     "INT4_F16": 4, "INT4_BF16": 4, "INT8_F16": 8, "INT8_BF16": 8, "FP8_F32": 8, "FP8_F16": 8, "FP8_BF16": 8,
 }  # fmt: skip
-GROUP_HEAD = 4  # bytes of such a block before its numbers: scale and zero, 2 each, or a scale of 4
-KINDS = (*GGUF_BLOCKS, *GROUP_KINDS)  # native/stored.h numbers them so, from 1 on
+GROUP_HEAD = 4  # bytes before a block's numbers: scale and zero, 2 each, or a scale of 4
+KINDS = (*GGUF_BLOCKS, *GROUP_KINDS)  # numbered from 1 in native/stored.h
 
 
 def is_encoding(name: str) -> bool:
-    """Whether `encoding` knows that name."""
+    """Whether `name` is the name of an encoding."""
     try:
         return bool(encoding(name))
     except KeyError:
@@ -189,7 +191,7 @@ def is_encoding(name: str) -> bool:
 
 @cache
 def encoding(name: str) -> Encoding:
-    """By its name: Q4_K, or INT4_F16/128 for groups of 128 numbers. Raises KeyError."""
+    """The encoding with that name: Q4_K, or INT4_F16/128 for groups of 128 numbers. Raises KeyError."""
     if name in GGUF_BLOCKS:
         return Encoding(name, name, *GGUF_BLOCKS[name])
     kind, _, group = name.partition("/")

@@ -1,7 +1,7 @@
-"""Packed numbers on a GPU, in Triton: pages and weights are unpacked where they came, chunks read from packed homes.
-What a packed block is, is in `offload.formats.packed`.
+"""Unpacking on a GPU, in Triton: of pages and weights that crossed the link, and of chunks read from packed homes. The
+format is described in `offload.formats.packed`.
 
-A program takes one group of a block, HALF numbers and as many more.
+A program unpacks one group of a block, two halves of HALF numbers.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -13,11 +13,11 @@ from torch import Tensor
 from offload.formats.layout import ALL_TOKENS, PACKED_TOKENS, Packing
 from offload.native.launch import launch
 
-_WARP_BYTES = 512  # of a half's signs and mantissas: one 16-byte load of each thread
+_WARP_BYTES = 512  # of a half's signs and mantissas: one 16-byte load per thread
 
 
 def unpack_tile(tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing) -> None:
-    """See `offload.formats.packed.unpack_tile`: one launch."""
+    """The GPU's `offload.formats.packed.unpack_tile`, in one launch."""
     assert starts.stride(1) == 1
     launch(
         unpack_pages,
@@ -28,7 +28,7 @@ def unpack_tile(tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packi
 
 
 def unpack_numbers(content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
-    """See `offload.formats.packed.unpack_numbers`: one launch."""
+    """The GPU's `offload.formats.packed.unpack_numbers`, in one launch."""
     launch(
         unpack_blocks,
         (packing.num_groups, len(starts) - 1),
@@ -49,9 +49,10 @@ def packed_chunks(
     slot: int = 0,
     tokens: range = ALL_TOKENS,
 ) -> None:
-    """`kernels.gpu.copies.chunks` from pages of `page` tokens of which some are packed, by one launch. chunk: a
-    multiple of PACKED_TOKENS. blocks: int64 [L, 2, pages of the sequence], the addresses of each page's keys and values
-    as the GPU reads them, multiples of 16. flags: uint8 [L, pages], how each lies: no chunk of a residual is wanted."""
+    """`kernels.gpu.copies.chunks` from pages of `page` tokens of which some are packed, in one launch. chunk: a
+    multiple of PACKED_TOKENS. blocks: int64 [L, 2, pages of the sequence], the device addresses of each page's keys and
+    values, multiples of 16. flags: uint8 [L, pages], the encoding of each page; chunks of RESIDUAL pages must not be
+    requested."""
     assert blocks.is_contiguous()
     assert flags.is_contiguous()
     num_layers, _, num_heads, num_rows, dim = held.shape
@@ -82,18 +83,18 @@ def _constants(packing: Packing) -> dict[str, int]:
 
 
 def warps(packing: Packing) -> int:
-    """Of a program that takes a group."""
+    """The number of warps of a program that unpacks a group."""
     return min(max(packing.group // 2 // _WARP_BYTES, 1), 4)
 
 
 @triton.jit
 def _numbers(
-    block,  # uint8, its address
+    block,  # uint8, the address of the block
     group,
     is_packed,
     number,  # [HALF_PADDED]: 0, 1, 2, ...
-    NUMBERS: tl.constexpr,  # of a block
-    HEADS: tl.constexpr,  # bytes of it before the heads, and before the escapes
+    NUMBERS: tl.constexpr,  # per block
+    HEADS: tl.constexpr,  # offsets in bytes of the heads, and of the escapes
     ESCAPES: tl.constexpr,
     HALF: tl.constexpr,
 ):
@@ -129,7 +130,7 @@ def unpack_pages(
     slot,  # uint8
     tile,  # int16 [2, num_pages, NUMBERS]
     flags,  # uint8, of pages
-    starts,  # int64: in the slot, of pages' keys, and starts_stride further of their values
+    starts,  # int64: offsets in the slot of pages' keys; those of values are starts_stride further
     starts_stride,
     num_pages,
     NUMBERS: tl.constexpr,
@@ -156,8 +157,8 @@ def unpack_pages(
 
 @triton.jit
 def unpack_blocks(
-    content,  # uint8: block after block, each packed or, where it is not smaller, as it is
-    starts,  # int64 [blocks + 1]: where each begins, a multiple of 16
+    content,  # uint8: block after block, each packed, or raw if packing does not shrink it
+    starts,  # int64 [blocks + 1]: offset of each block, a multiple of 16
     out,  # int16 [blocks, NUMBERS]
     NUMBERS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -181,7 +182,7 @@ def unpack_blocks(
 def copy_packed_chunks(
     blocks,  # int64 [L, 2, num_pages]: addresses of keys and of values
     flags,  # uint8 [L, num_pages]
-    wanted,  # as of copies.copy_chunks
+    wanted,  # as in copies.copy_chunks
     held,  # int16 [L, 2, H_kv, num_rows, DIM], contiguous
     num_pages,  # of the sequence
     wanted_stride,

@@ -1,4 +1,4 @@
-"""The making of keys and values in 4 bits on a GPU, in Triton. See `offload.formats.quantised_kv`, "matrices"."""
+"""Encoding of keys and values in 4 bits on a GPU, in Triton. See `offload.formats.quantised_kv`, order "matrices"."""
 
 # Triton reads the annotations of programs: they are not postponed.
 import torch
@@ -13,8 +13,8 @@ _WARPS = 4
 
 
 def encode(rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
-    """See `offload.formats.quantised_kv.encode`: one launch. wanted: int64 [L, H_kv, groups] contiguous, the groups
-    that are negative stay as they are."""
+    """The GPU's `offload.formats.quantised_kv.encode`, in one launch. wanted: int64 [L, H_kv, groups] contiguous;
+    groups with a negative entry are left unchanged."""
     dim, blocks = check_rows(rows, into, "matrices")[4], into.blocks
     num_layers, num_heads, num_groups, _ = blocks.shape
     assert wanted is None or (wanted.shape == blocks.shape[:3] and wanted.is_contiguous())
@@ -34,8 +34,8 @@ def encode(rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
 
 @triton.jit
 def _units(least, most):
-    """Halves of the least and the largest number of groups, fp32 -> their steps and lows, bf16 as fp32, and twice what
-    a step goes into 1; see `formats.quantised.group_codes`."""
+    """Steps and lows of groups: halves of the least and the largest number, fp32 -> steps and lows, bf16 as fp32, and 2
+    / step; see `formats.quantised.group_codes`."""
     low = 2 * least + 0.0  # no negative zero
     below = low.to(tl.int32, bitcast=True) + tl.where(low < 0, 65535, 0)
     low = tl.maximum((below & -65536).to(tl.float32, bitcast=True), -3.3895313892515355e38)  # the least finite one
@@ -48,15 +48,15 @@ def _units(least, most):
 
 @triton.jit
 def _joined(step, low):
-    """As a block has them: int32, the step in the low half."""
+    """Step and low as in a block: int32, with the step in the low half."""
     return (step.to(tl.int32, bitcast=True) >> 16) & 65535 | low.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _codes(halves, low, inverse):
-    """Halves of numbers -> int32."""
+    """The codes of numbers, given as halves -> int32."""
     units = tl.minimum(tl.maximum((halves - 0.5 * low) * inverse, 0.0), 15.0)
-    return (units + 12582912.0).to(tl.int32, bitcast=True) & 15  # so large a sum has whole numbers in its last bits
+    return (units + 12582912.0).to(tl.int32, bitcast=True) & 15  # the last bits of so large a sum are whole numbers
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def encode_groups(
     rows,  # [L, 2, H_kv, tokens, D] by the strides, in elements; a head's [tokens, D] contiguous
     blocks,  # [L, H_kv, groups, BYTES] uint8 by the strides, in bytes
     units,  # the same memory as int32
-    wanted,  # int64 [L, H_kv, groups]: negative where a group is left as it is
+    wanted,  # int64 [L, H_kv, groups]: negative for groups to leave unchanged
     layer_stride,
     kind_stride,
     head_stride,
@@ -84,7 +84,7 @@ def encode_groups(
     VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + CHANNELS - 1) // CHANNELS)
     BYTES: tl.constexpr = VALUES + HALF * DIM
     group, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if CHOSEN:  # noqa: SIM102 (in one condition Triton would load what is not there)
+    if CHOSEN:  # noqa: SIM102 (in a single condition Triton would load from a missing tensor)
         if tl.load(wanted + (layer * tl.num_programs(1) + head).to(tl.int64) * tl.num_programs(0) + group) < 0:
             return
     keys = rows + layer.to(tl.int64) * layer_stride + head.to(tl.int64) * head_stride
@@ -124,6 +124,6 @@ def encode_groups(
 
 @triton.jit
 def _of_rows(halves, real):
-    """[tokens, WIDTH, LANES] -> what `_units` makes of each token's channels, [tokens, WIDTH]."""
+    """`_units` of each token's channels: [tokens, WIDTH, LANES] -> [tokens, WIDTH]."""
     least = tl.min(tl.where(real, halves, float("inf")), 2)
     return _units(least, tl.max(tl.where(real, halves, float("-inf")), 2))

@@ -1,11 +1,11 @@
-"""Lossless residuals: what numbers of bf16 have beside their codes in 4 or 6 bits, about 9 or 8 of 16 bits. Together
-they are the numbers.
+"""Lossless residuals of bf16 numbers: the information beyond their codes in 4 or 6 bits, about 9 or 8 of 16 bits. Code
+and residual together give the exact number.
 
-Where the codes are on the device, the residual alone has to cross the link. A code says in which interval its number
-lies, and the low byte of the number, which has one bit of its exponent, tells which number of the interval it is,
-unless zero is near: then 4 more bits do. The rule is in native/intervals.h. There are two layouts of it: of a weight
-matrix (native/residuals.h), and of the keys or the values of a page (native/kv_residuals.h). The CPU splits residuals
-off; it or, by residuals_gpu.py, a GPU gives the numbers back.
+If the codes are on the device, only the residual has to cross the link. A code gives an interval that contains its
+number. The low byte of the number, with one bit of its exponent, identifies the number within the interval; near zero,
+4 more bits are needed. The rule is in native/intervals.h. There are two layouts: for a weight matrix
+(native/residuals.h), and for the keys or the values of a page (native/kv_residuals.h). The CPU splits residuals off;
+the CPU restores the numbers, or a GPU by residuals_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _ORDERS: dict[Order, int] = {"lanes": 0, "matrices": 1}
 
 @dataclass(frozen=True)
 class Residual:
-    """Of a matrix [outputs, inputs]. content: uint8 [bytes], low bytes, heads, 4 bits each, and from `escapes` on the
-    escapes."""
+    """The residual of a matrix [outputs, inputs]. content: uint8 [bytes]: low bytes, heads, 4-bit parts, and from
+    offset `escapes` on the escapes."""
 
     content: Tensor
     escapes: int
 
 
 def split_off(weight: Tensor, codes: Codes, kernels: Library) -> Residual | None:
-    """Of weight, bf16 [outputs, inputs] contiguous on the host, and its codes, on all threads. None where not every
-    weight would come back, as of numbers that are not finite."""
+    """The residual of weight, bf16 [outputs, inputs] contiguous on the host, given its codes, on all threads. None if
+    some weight could not be restored, such as a non-finite one."""
     threads, num_groups = torch.get_num_threads(), _num_groups(codes)
     heads = torch.empty(num_groups, 2, dtype=torch.int32)
     struct = _struct(weight, codes, heads=heads.data_ptr())
@@ -46,7 +46,7 @@ def split_off(weight: Tensor, codes: Codes, kernels: Library) -> Residual | None
         return None
     heads, escapes, size = _places(heads)
     content = torch.empty(size, dtype=torch.uint8)
-    content[-16:] = 0  # what is behind the escapes
+    content[-16:] = 0  # padding after the escapes
     content[weight.numel() : weight.numel() + heads.nbytes] = heads.view(torch.uint8).flatten()
     struct = _struct_over(content, escapes, weight, codes)
     kernels.library.split_residual(ctypes.byref(struct), threads)
@@ -62,10 +62,10 @@ def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor, kernels: L
 
 
 def split_off_pages(parts: Tensor, shape: PageShape, order: Order, kernels: Library, *, most: int) -> Tensor:
-    """The residuals of blocks, on the host and on all threads. parts int64 [n, 5], each: address of a block; where its
-    residual goes, which is elsewhere; address of the page's codes, in this order; bytes from a head's codes to the
-    next one's; KEYS or VALUES. -> int64 [n]: the bytes that each fills, a multiple of 16. Of those of 0 nothing is
-    written: not every number would come back, as of those that are not finite, or they would fill more than `most`."""
+    """Write the residuals of blocks, on the host and on all threads. parts: int64 [n, 5], each: address of a block;
+    destination, which does not overlap it; address of the page's codes, in `order`; stride in bytes between the heads'
+    codes; KEYS or VALUES. -> int64 [n]: the bytes of each residual, a multiple of 16; 0 if nothing was written, since
+    some number could not be restored (such as a non-finite one), or the residual would exceed `most` bytes."""
     parts, sizes = parts.contiguous(), torch.empty(len(parts), dtype=torch.long)
     kernels.library.split_off_kv(
         parts.data_ptr(), len(parts), sizes.data_ptr(), ctypes.byref(_page_struct(shape)), _ORDERS[order], most,
@@ -75,9 +75,9 @@ def split_off_pages(parts: Tensor, shape: PageShape, order: Order, kernels: Libr
 
 
 def restore_pages(parts: Tensor, shape: PageShape, order: Order, kernels: Library) -> None:
-    """Parts int64 [n, 7], each: from, to, codes, bytes from head to head of these, KEYS or VALUES, first, count. Of the
-    block whose residual is at address `from`, `count` groups from number `first` on are written to address `to` one
-    after the other, on all threads."""
+    """Restore groups of blocks on all threads. parts: int64 [n, 7], each: from, to, codes, stride in bytes between the
+    heads' codes, KEYS or VALUES, first, count. `count` groups from group `first` on, of the block whose residual is at
+    address `from`, are written to address `to` one after the other."""
     parts = parts.contiguous()
     kernels.library.restore_kv(
         parts.data_ptr(), len(parts), ctypes.byref(_page_struct(shape)), _ORDERS[order], torch.get_num_threads()
@@ -94,9 +94,9 @@ def restore_tile(
     shape: PageShape,
     kernels: Library,
 ) -> None:
-    """Those pages of `tile`, bf16 [2, P, H_kv, S, D], whose residuals are in `slot`; of the others nothing is touched.
-    flags, starts: as of `unpack_tile`. codes: uint8 [H_kv, groups, bytes] of that layer, in the kernels' order; page 0
-    begins with a head's group number `first_group`, less than 0 where its first tokens have none."""
+    """Restore the pages of `tile`, bf16 [2, P, H_kv, S, D], whose residuals are in `slot`; other pages are not touched.
+    flags, starts: as in `unpack_tile`. codes: uint8 [H_kv, groups, bytes] of the layer, in the kernels' order.
+    first_group: the group of a head's codes with which page 0 begins, less than 0 if its first tokens have no codes."""
     kinds, pages = torch.where((flags == RESIDUAL).expand(2, -1))
     to = tile.data_ptr() + 2 * shape.numbers * (kinds * tile.shape[1] + pages)
     per_page, same = shape.page_tokens // KV_CODE_GROUP, torch.ones_like(pages)
@@ -110,8 +110,8 @@ def _num_groups(codes: Codes) -> int:
 
 
 def _places(counts: Tensor) -> tuple[Tensor, int, int]:
-    """counts: bytes of 4 bits and escapes of each group, int32 [groups, 2] -> (heads, where escapes begin, all bytes: a
-    multiple of 16)."""
+    """The layout of a residual. counts: bytes of 4-bit parts and escapes of each group, int32 [groups, 2] -> (heads,
+    offset of the escapes, total bytes: a multiple of 16)."""
     heads = (counts.cumsum(0) - counts).int()
     fours, escapes = (int(total) for total in counts.sum(0))
     begin = (TILE * GROUP + RESIDUAL_HEAD_BYTES) * len(counts) + fours

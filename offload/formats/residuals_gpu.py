@@ -1,8 +1,8 @@
-"""Weights, and pages of keys and values, on a GPU from their codes and their residuals, in Triton. See
+"""Restoring of weights, and of pages of keys and values, from codes and residuals on a GPU, in Triton. See
 `offload.formats.residuals`.
 
-The rule is in native/intervals.h, the order of the parts in native/residuals.h and native/kv_residuals.h; that of codes
-in native/codes.h and, "matrices", in `offload.formats.quantised_kv`.
+The rule is in native/intervals.h, the layout of residuals in native/residuals.h and native/kv_residuals.h. The layout
+of codes is in native/codes.h and, as order "matrices", in `offload.formats.quantised_kv`.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -16,12 +16,12 @@ from offload.formats.quantised import Codes
 from offload.native.launch import launch
 
 WEIGHT_WARPS = 4  # of a program that restores weights
-_AT_A_TIME = 2048  # numbers of a page, of a program
-_ELEMENTS_PER_THREAD = 8  # of these: 16 bytes of them are stored at once
+_AT_A_TIME = 2048  # numbers of a page that a program restores at a time
+_ELEMENTS_PER_THREAD = 8  # numbers per thread: 16 bytes are stored at once
 
 
 def restore(content: Tensor, escapes: int, codes: Codes, out: Tensor) -> None:
-    """Fill out, bf16 [outputs, inputs], by one launch; all are on the GPU."""
+    """Fill out, bf16 [outputs, inputs], in one launch; all tensors are on the GPU."""
     num_tiles, num_groups, _ = codes.blocks.shape
     arguments = content, codes.blocks, out.view(torch.int16), num_groups, escapes
     launch(restore_weights, (num_groups, num_tiles), arguments, BITS=codes.bits, num_warps=WEIGHT_WARPS)
@@ -36,7 +36,7 @@ def restore_tile(
     first_group: int,
     shape: PageShape,
 ) -> None:
-    """See `offload.formats.residuals.restore_tile`: one launch. codes: in order "matrices"."""
+    """The GPU's `offload.formats.residuals.restore_tile`, in one launch. codes: in order "matrices"."""
     assert tile.is_contiguous()
     assert slot.is_contiguous()
     assert tile.shape == slot.shape == (2, tile.shape[1], shape.num_kv_heads, shape.page_tokens, shape.head_dim)
@@ -55,7 +55,7 @@ def restore_tile(
 
 
 def constants(head_dim: int) -> dict[str, int]:
-    """Of programs that take a group each."""
+    """The constants of programs that restore one group each."""
     padded = 1 << (head_dim - 1).bit_length()
     step = min(_AT_A_TIME // padded, KV_CODE_GROUP)
     warps = step * padded // (32 * _ELEMENTS_PER_THREAD)
@@ -66,20 +66,21 @@ def constants(head_dim: int) -> dict[str, int]:
 def restored(
     low,  # int32 [M, N]: low bytes of a group's numbers
     step,  # fp32 [M, N]
-    middle,  # fp32 [M, N]: what their codes stand for
-    real,  # bool [M, N]: the others are no numbers
-    fours,  # uint8, where the group's begin
-    before,  # of these, those of numbers before these ones
-    escapes,  # uint8, where those of these numbers begin
+    middle,  # fp32 [M, N]: the decoded numbers
+    real,  # bool [M, N]: False for padding
+    fours,  # uint8 pointer to the group's 4-bit parts
+    before,  # number of 4-bit parts of the group before these numbers
+    escapes,  # uint8 pointer to the escapes of these numbers
 ):
-    """(bf16 as int32 [M, N], of which 16 bits count; how many are near zero; how many escape)."""
+    """Restore numbers -> (bf16 as int32 [M, N], of which the low 16 bits are valid; the number near zero; the number of
+    escapes)."""
     sign = (middle.to(tl.int32, bitcast=True) >> 16) & 0x8000
     size, half = tl.abs(middle), 0.5 * step
     least = ((size - half).to(tl.int32, bitcast=True) >> 16) - 2
     most = ((size + half).to(tl.int32, bitcast=True) >> 16) + 2
     near = real & ((size <= half) | (most - least >= 256) | (step == 0.0))
     bits = (least + ((low - least) & 255)) | sign
-    # Those near zero: what is theirs alone comes in their order.
+    # Numbers near zero: their 4-bit parts are stored in order.
     numbers: tl.constexpr = low.shape[0] * low.shape[1]
     flags = tl.reshape(near, [numbers]).to(tl.int32)
     num_near = tl.sum(flags, 0)
@@ -97,11 +98,11 @@ def restored(
 
 @triton.jit(do_not_specialize=["num_groups", "escapes_at"])
 def restore_weights(
-    content,  # uint8: low bytes [groups, 16 outputs, 64 inputs], heads, 4 bits each, escapes
+    content,  # uint8: low bytes [groups, 16 outputs, 64 inputs], heads, 4-bit parts, escapes
     blocks,  # uint8 [num_tiles, num_groups, bytes]: the codes
     out,  # int16 [16 * num_tiles, 64 * num_groups]
     num_groups,  # of 64 inputs
-    escapes_at,  # where the escapes begin
+    escapes_at,  # offset of the escapes
     BITS: tl.constexpr,  # of a code, 4 or 6
 ):
     """Program (g, t): the block of tile t and group g."""
@@ -133,12 +134,12 @@ def restore_pages(
     slot,  # uint8
     tile,  # int16 [2, num_pages, H_kv, PAGE, DIM]
     flags,  # uint8, of pages
-    starts,  # int64: in the slot, of pages' keys, and starts_stride further of their values
-    codes,  # uint8 [H_kv, groups, bytes] by the stride: a layer's
+    starts,  # int64: offsets in the slot of pages' keys; those of values are starts_stride further
+    codes,  # uint8 [H_kv, groups, bytes] by the stride: of one layer
     starts_stride,
     num_pages,
     head_stride,  # bytes of codes, a multiple of 16
-    first_group,  # of a head's codes, page 0 begins with; less than 0 where its first tokens have none
+    first_group,  # with which page 0 begins; less than 0 if its first tokens have no codes
     PAGE: tl.constexpr,  # tokens, a multiple of 32
     DIM: tl.constexpr,  # a multiple of 16
     DIM_PADDED: tl.constexpr,

@@ -1,10 +1,10 @@
-"""Matrices as quantised checkpoints store them, and the numbers that these mean.
+"""Stored matrices of quantised checkpoints, and their decoding to numbers.
 
-GGUF's blocks lie as in its files (ggml's block_q4_K and so on). A block of our own, which checkpoints in safetensors
-are put into, begins with GROUP_HEAD bytes. INT4 and INT8: scale, of 16 bits, and zero, int16; then the numbers q,
-unsigned, those of 4 bits with the first half of the block in the low halves of the bytes. A number is (q - zero) *
-scale, rounded to the scale's dtype. FP8: the scale, of 16 bits and 2 more bytes, or of 32; then numbers in e4m3, each
-times the scale in the scale's dtype.
+GGUF's blocks have the layout of its files (ggml's block_q4_K and so on). This program's own blocks, to which
+safetensors checkpoints are converted, begin with GROUP_HEAD bytes. INT4 and INT8: a 16-bit scale and a zero, int16;
+then the numbers q, unsigned; with 4 bits, the low halves of the bytes hold the first half of the block. A number is (q
+- zero) * scale, rounded to the scale's dtype. FP8: a scale of 16 bits and 2 bytes of padding, or of 32 bits; then
+numbers in e4m3, each multiplied by the scale in the scale's dtype.
 
 A number is computed in fp32, step by step as the format's own library does (gguf 0.19: gguf.quants), and rounded to
 the compute dtype.
@@ -26,28 +26,29 @@ _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """[outputs, inputs]. rows: uint8 [outputs, bytes], contiguous, each of whole blocks of `encoding`."""
+    """A stored matrix [outputs, inputs]. rows: uint8 [outputs, bytes], contiguous, each of whole blocks of
+    `encoding`."""
 
     rows: Tensor
     encoding: Encoding
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs, inputs."""
+        """The shape (outputs, inputs)."""
         return len(self.rows), self.rows.shape[1] // self.encoding.nbytes * self.encoding.numbers
 
     def __getitem__(self, rows: slice) -> StoredMatrix:
         return StoredMatrix(self.rows[rows], self.encoding)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The numbers, [outputs, inputs] of `dtype`, by torch's operators on any device. Temporary memory: about 16
-        bytes a number."""
+        """The decoded numbers, [outputs, inputs] of `dtype`, by torch's operators on any device. Temporary memory:
+        about 16 bytes a number."""
         blocks = self.rows.view(-1, self.encoding.nbytes)
         return _decoder(self.encoding)(blocks).to(dtype).view(self.shape)
 
 
 def decode(stored: StoredMatrix, out: Tensor, kernels: Library) -> None:
-    """The same to out, [outputs, inputs] contiguous on the CPU, by its kernels, on all threads."""
+    """Decode to out, [outputs, inputs] contiguous on the CPU, by the CPU's kernels, on all threads."""
     assert out.is_contiguous()
     assert tuple(out.shape) == stored.shape
     matrix = described(stored)
@@ -55,14 +56,14 @@ def decode(stored: StoredMatrix, out: Tensor, kernels: Library) -> None:
 
 
 def described(stored: StoredMatrix) -> Matrix:
-    """For the CPU's kernels, as long as the matrix is there."""
+    """The description of a matrix for the CPU's kernels, valid as long as the matrix exists."""
     assert stored.rows.is_contiguous()
     own = stored.encoding
     return Matrix(stored.rows.data_ptr(), KINDS.index(own.kind) + 1, own.numbers, own.nbytes)
 
 
 def _decoder(encoding: Encoding) -> Callable[[Tensor], Tensor]:
-    """Of blocks, uint8 [n, nbytes] -> fp32 [n, numbers]."""
+    """The function that decodes blocks, uint8 [n, nbytes] -> fp32 [n, numbers]."""
     if encoding.kind in GROUP_KINDS:
         scales = _SCALES[encoding.kind.partition("_")[2]]
         return lambda blocks: _grouped(blocks, GROUP_KINDS[encoding.kind], scales, encoding.kind.startswith("FP8"))
@@ -85,12 +86,12 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _low_high(nibbles: Tensor) -> Tensor:
-    """[n, bytes] -> [n, 2 * bytes]: the low halves, then the high ones."""
+    """Split bytes: [n, bytes] -> [n, 2 * bytes], the low halves, then the high ones."""
     return torch.cat([nibbles & 15, nibbles >> 4], 1)
 
 
 def _fifth(blocks: Tensor, at: int) -> Tensor:
-    """The fifth bits of 32 numbers, 16 or 0 each, from 4 bytes on."""
+    """The fifth bits of 32 numbers, 16 or 0 each, from the 4 bytes at byte `at`."""
     bits = blocks[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return (bits & 1).flatten(1) << 4
 
@@ -116,8 +117,8 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a block's 8 groups of 32 numbers, steps and what is taken away, fp32 [n, 8, 1] both: 6 bits each, times the
-    block's own."""
+    """The steps and offsets (to subtract) of a block's 8 groups of 32 numbers, fp32 [n, 8, 1] both: 6 bits each, times
+    the block's own."""
     low, middle, high = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     steps = torch.cat([low & 63, (high & 15) | (low >> 6) << 4], 1)
     least = torch.cat([middle & 63, high >> 4 | (middle >> 6) << 4], 1)
@@ -125,7 +126,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_64(nibbles: Tensor) -> Tensor:
-    """[n, 128] -> [n, 8, 32]: of each 32 bytes the low halves, then the high ones."""
+    """Split bytes by 32: [n, 128] -> [n, 8, 32], for each 32 bytes the low halves, then the high ones."""
     parts = nibbles.view(-1, 4, 1, 32)
     return torch.cat([parts & 15, parts >> 4], 2).view(-1, 8, 32)
 

@@ -1,14 +1,13 @@
-"""Matrices as quantised checkpoints store them, on a GPU, in Triton: their numbers from their blocks, bit for bit those
-of `StoredMatrix.matrix`.
+"""Decoding of stored matrices on a GPU, in Triton, bit for bit as `StoredMatrix.matrix`.
 
-Codes come in words of 4 bytes. What a word holds is taken from it one part after the other: the lower halves of its
-bytes, then the upper ones; of codes of 6 bits a word that is shared by four parts has 2 of each. Words lie in runs: the
-numbers of a run are those of the first part of all its bytes, then those of the second.
+Codes are read in words of 4 bytes. The parts of a word are extracted one after the other: the lower halves of its
+bytes, then the upper ones. For codes of 6 bits, four parts share a word that has 2 bits of each. Words are grouped in
+runs: the numbers of a run are the first parts of all its bytes, then the second parts.
 
-Codes become numbers without an instruction that converts or shifts them down. Bits that are cut out where they lie,
-read as fp32, are a number below the least normal one; times 2**127 it is the code times a power of two, which the step
-takes back. Where a number is a product and a sum, the product is exact in fp32, as steps and codes have 24 bits
-together at most: it does not matter whether a compiler makes one operation of both.
+Codes are converted to numbers without a conversion or a shift. The masked bits, reinterpreted in place as fp32, are a
+subnormal number; times 2**127 it is the code times a power of two, which is compensated in the step. If a number is a
+product plus a sum, the product is exact in fp32, as steps and codes have 24 bits together at most: so it does not
+matter whether the compiler fuses both operations.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -24,14 +23,14 @@ from offload.formats.stored import StoredMatrix
 from offload.native.launch import launch
 
 WARPS = 4  # of a program that decodes
-_WORDS = 4096  # of codes times parts of their bytes, of such a program, but of one part no more than of two
-_BIASED = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32}  # what is taken from a code
+_WORDS = 4096  # words times parts per program, but one part counts as two
+_BIASED = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32}  # subtracted from a code
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a kind's blocks are read. words: of codes in a block, and `run` of them in a run. parts: of a byte. units: of
-    a block, that have scales of their own. codes_at: bytes before the first word."""
+    """The form in which a kind's blocks are read. words: of codes in a block; run: of them in a run. parts: per byte.
+    units: the parts of a block with scales of their own. codes_at: bytes before the first word."""
 
     words: int
     run: int
@@ -56,13 +55,13 @@ def form(encoding: Encoding) -> Form:
 
 
 def blocks_at_once(encoding: Encoding) -> int:
-    """Of a program that decodes."""
+    """The number of blocks per decoding program."""
     return _WORDS // max(form(encoding).parts, 2) // form(encoding).words
 
 
 @cache
 def constants(encoding: Encoding) -> dict[str, object]:
-    """Of programs that read such blocks."""
+    """The constants of programs that read blocks of `encoding`."""
     own, (kind, _, scale) = form(encoding), encoding.kind.partition("_")
     if encoding.kind not in GROUP_KINDS:
         kind, scale = encoding.kind, "F16"
@@ -73,8 +72,8 @@ def constants(encoding: Encoding) -> dict[str, object]:
 
 
 def decode(stored: StoredMatrix, out: Tensor) -> None:
-    """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, by one launch; all are on the GPU. Rows begin at a
-    multiple of 4 bytes; up to 2 bytes behind them are read."""
+    """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, in one launch; all tensors are on the GPU. Rows begin
+    at a multiple of 4 bytes; up to 2 bytes after them are read."""
     assert out.is_contiguous()
     assert tuple(out.shape) == stored.shape
     assert stored.rows.is_contiguous()
@@ -94,13 +93,14 @@ def half_of(word, at):
 
 @triton.jit
 def tiny(bits):
-    """Bits below 2**23 -> fp32 times 2**-22: bit AT on counts 2**(AT - 22). Exact."""
+    """Reinterpret bits below 2**23 as a number: int32 -> fp32 times 2**-22, so bit AT has the value 2**(AT - 22).
+    Exact."""
     return bits.to(tl.float32, bitcast=True) * 2.0**127
 
 
 @triton.jit
 def rounded(x, SCALE: tl.constexpr):
-    """fp32 to the dtype of a scale and back."""
+    """Round fp32 to the dtype of a scale, and convert back."""
     if SCALE == "F16":
         x = x.to(tl.float16).to(tl.float32)
     if SCALE == "BF16":
@@ -110,7 +110,7 @@ def rounded(x, SCALE: tl.constexpr):
 
 @triton.jit
 def spread(x, SIZE: tl.constexpr):
-    """[M, N] -> [SIZE, N]: each row as often as makes that many."""
+    """Repeat rows: [M, N] -> [SIZE, N], each row SIZE / M times."""
     often: tl.constexpr = SIZE // x.shape[0]
     wide = tl.broadcast_to(x[:, None, :], (x.shape[0], often, x.shape[1]))
     return tl.reshape(wide, (SIZE, x.shape[1]))
@@ -118,9 +118,9 @@ def spread(x, SIZE: tl.constexpr):
 
 @triton.jit
 def words_at(home, odd, at, held, BLOCK: tl.constexpr, TURNED: tl.constexpr):
-    """int32 [M, N] from bytes `at` [M, 1] on, even ones. home: pointers [1, N] to whole words; odd: what they begin
-    before the first block, 0 or 2 bytes. held: what is not counts as zeros. TURNED: a word that lies in one piece has
-    its halves the other way round, as one that lies in two has them right."""
+    """Load words: int32 [M, N] from the even byte offsets `at` [M, 1]. home: pointers [1, N] to whole words. odd: the
+    bytes, 0 or 2, from `home` to the first block. held: other words are 0. TURNED: the halves of an aligned word are
+    swapped, and those of an unaligned word are in order."""
     if BLOCK % 4 == 0:
         words = tl.load(home + at // 4, mask=held, other=0)
     else:
@@ -137,13 +137,13 @@ def words_at(home, odd, at, held, BLOCK: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def in_two(odd, at):
-    """Whether four bytes from `at` on lie in two words."""
+    """Whether the four bytes from `at` on span two words."""
     return (at + odd) & 2 != 0
 
 
 @triton.jit
 def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
-    """The same, of which only the lower halves count."""
+    """Load words of which only the lower halves are valid, as `words_at`."""
     if BLOCK % 4:
         words = tl.load(home + (at + odd) // 4, mask=held, other=0) >> (((at + odd) & 2) * 8)
     else:
@@ -162,7 +162,7 @@ def codes_of(
     CODES: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Words of codes, of the rest of them and of their upper bits, [M, N] each, of which a kind uses the first ones."""
+    """Words of codes, of their remaining bits and of their upper bits, [M, N] each; a kind uses the first ones."""
     at, within = (word // WORDS * BLOCK)[:, None], (word % WORDS)[:, None]
     if KIND == "Q6_K":
         lower = at + within // 8 * 64 + within % 8 * 4
@@ -187,7 +187,7 @@ def heads_of(
     UNITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Words that scales are made of, [U, N] each, of which a kind uses the first ones."""
+    """Words that contain the scales, [U, N] each; a kind uses the first ones."""
     at, within = (unit // UNITS * BLOCK)[:, None], (unit % UNITS)[:, None]
     first = halves_at(home, odd, at + (208 if KIND == "Q6_K" else 0), held, BLOCK)
     second = first
@@ -214,10 +214,10 @@ def scales_of(
     UNITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Steps, and what is added to codes, or to products with steps: fp32 [U, N] both."""
+    """Steps, and offsets that are added to codes or to products with steps: fp32 [U, N] both."""
     within = (unit % UNITS)[:, None]
     if (KIND == "Q4_K") or (KIND == "Q5_K"):
-        # Of the units 0 and 1 six bits each lie together, those of 2 and 3 are in two places.
+        # The six bits of units 0 and 1 are together, those of units 2 and 3 are split in two places.
         AT: tl.constexpr = 8 * PART
         step = tl.where(within >= 2, fourth & 0x0F0F0F0F | (second >> 2) & 0x30303030, second)
         least = tl.where(within >= 2, (fourth >> 4) & 0x0F0F0F0F | (third >> 2) & 0x30303030, third)
@@ -256,14 +256,14 @@ def numbers_of(
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a byte of each word, a part's number, fp32 [M, N]. A scale of INT4 and INT8 is below 2**105."""
-    UP: tl.constexpr = BYTE // 2 * 12  # so far down, bits of the upper half of a word are below 2**23
+    """The number of one part of a byte of each word, fp32 [M, N]. A scale of INT4 and INT8 is below 2**105."""
+    UP: tl.constexpr = BYTE // 2 * 12  # the shift that brings bits of a word's upper half below 2**23
     AT: tl.constexpr = 8 * BYTE - UP + (0 if PARTS == 1 else PART // (PARTS // 2) * 4)
-    ONE: tl.constexpr = 2.0 ** (AT - 22)  # what a code's last bit counts
+    ONE: tl.constexpr = 2.0 ** (AT - 22)  # the value of a code's last bit
     if KIND == "FP8":
         bits = (codes << (24 - 8 * BYTE)) >> 4 & (0x87F00000 - 2**32)
         number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-        number += number * 7.333671700882288e35 * 0.0  # 480 is none: there this is infinite
+        number += number * 7.333671700882288e35 * 0.0  # 480 is NaN: this becomes infinite there
         number = rounded(number * step, SCALE)
     else:
         if KIND == "INT8":
@@ -306,7 +306,7 @@ def decode_blocks(
     UNITS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Program p: the numbers of `BLOCKS` blocks. Those behind the last are it again, and not stored."""
+    """Program p: the numbers of `BLOCKS` blocks. Blocks after the last one repeat it and are not stored."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     word, unit, column = tl.arange(0, WORDS), tl.arange(0, UNITS), tl.arange(0, WORDS * 4)
     at = tl.minimum(block, num_blocks - 1) * BLOCK

@@ -1,4 +1,4 @@
-"""What to give instead of a path that holds no model as this program reads it."""
+"""Advice for a path that holds no model: the path to give instead."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from offload.config.gguf_header import MAGIC, SUFFIX, is_gguf
 from offload.hub.names import MAIN
 
-_IN_A_MODEL = (".safetensors", ".bin", "config.json")  # ends of names of files, one of which any folder of a model has
+_IN_A_MODEL = (".safetensors", ".bin", "config.json")  # suffixes of file names; every model folder has such a file
 _VERSIONS = "snapshots"  # in the folder models--OWNER--NAME of the hub's cache
 _MAX_REVISION_BYTES = 100
 
 
 def advice(given: Path) -> str:
-    """ "" where `given` may be a model's folder or its GGUF file, or is nothing that exists. Reads names, and the first
-    bytes of a file. OSError."""
+    """The message that names the path to give instead of `given`; "" if `given` may be a model folder or GGUF file, or
+    does not exist. Reads file names, and the first bytes of a file. OSError."""
     if given.is_file():
         return _about_file(given)
     if not given.is_dir():
@@ -44,7 +44,7 @@ def _about_file(file: Path) -> str:
 
 
 def _version(cached: Path) -> Path | None:
-    """The folder of the version that the branch main is at, or else of the newest."""
+    """The folder of the version that the branch main points to, or else of the newest version."""
     versions = [path for path in (cached / _VERSIONS).iterdir() if path.is_dir()]
     main = cached / "refs" / MAIN
     if main.is_file():

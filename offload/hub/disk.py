@@ -25,7 +25,7 @@ def check_room(folder: Path, num_bytes: int, remedy: str) -> None:
 
 
 def disk_error(error: OSError, folder: Path, then: str) -> TriforceError:
-    """The error to raise when writing to `folder` failed with `error`. then: what to do after the remedy."""
+    """The error to raise when writing to `folder` failed with `error`. then: the step after the remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DoesNotFit(f"the disk of {folder} is full; make room, then {then}")
     return TriforceError(f"{error}; correct that, then {then}")

@@ -34,7 +34,7 @@ def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported when asked for
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported lazily
 
     headers = {**build_hf_headers(library_name="triforce"), "Accept-Encoding": "identity"}
     partial = partial_path(file, folder)
@@ -48,7 +48,7 @@ def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
             except HfHubHTTPError:
                 raise
             except transport_error():
-                if received.tell() <= start:  # a connection that brought something is followed by another one
+                if received.tell() <= start:  # retry only after a connection that delivered bytes
                     raise
         received.check()
         os.fsync(received.fileno())
@@ -96,7 +96,7 @@ class PartialFile(io.FileIO):
         return length
 
     def check(self) -> None:
-        """Raises ModelError and removes the file unless length and hash are those that the hub lists."""
+        """Check length and hash against the hub's listing. Removes the file and raises ModelError if they differ."""
         if self.tell() != self._file.num_bytes:
             self._wrong(f"{self.tell()} bytes came")
         if self._hash.hexdigest() != self._file.digest:

@@ -26,8 +26,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 
 
 def gguf_parts(listing: Listing, name: str) -> list[RemoteFile]:
-    """The GGUF file `name` and, of a model in several, the others. Raises ModelError where there is none in the
-    repository's own folder."""
+    """The GGUF file `name` and, of a model in several, the others. Raises ModelError if it is not in the repository's
+    top folder."""
     found = [file for file in listing.files if file.name in part_names(name)]
     if len(found) == len(part_names(name)) and name.endswith(SUFFIX) and _PLAIN_NAME.fullmatch(name):
         return found

@@ -43,7 +43,8 @@ def _named(file: Path) -> dict[str, Any]:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Raises ModelError if the file lacks a weight: transformers would initialise it at random."""
+    """Unpack by transformers. Raises ModelError if the file lacks a weight: transformers would initialise it at
+    random."""
     import torch
     import transformers
 

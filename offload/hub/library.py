@@ -1,4 +1,4 @@
-"""The stored models: how complete each is, what it needs to run, and the folder that a name stands for."""
+"""The library of stored models: how complete each is, what it needs to run, and the folder of a name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ State = Literal["absent", "broken off", "config only", "whole"]
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The source of a model's files. files: the names of those that `pull` or `convert` wrote."""
+    """The source of a model's files. files: the names of the files that `pull` or `convert` wrote."""
 
     source: str  # OWNER/NAME on the hub, or the folder that was converted
     commit: str = ""
@@ -51,7 +51,7 @@ class Origin:
 
     @classmethod
     def read(cls, folder: Path) -> Origin | None:
-        """Read what `write` wrote; None if there is no such file. ModelError."""
+        """Read the file that `write` wrote; None if there is no such file. ModelError."""
         path = folder / ORIGIN_FILE
         if not path.is_file():
             return None
@@ -61,13 +61,13 @@ class Origin:
         return cls(**texts, files=tuple(found.get("files", list_of(text, "a list of names; remove the file"))))
 
     def write(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Write the origin into `folder`. Raises OSError."""
         write_whole(folder / ORIGIN_FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One stored model. num_bytes: of all its files. problem: why it cannot be used; config may then be None."""
+    """A stored model. num_bytes: of all its files. problem: why it cannot be used; config may then be None."""
 
     name: str
     folder: Path
@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def kv_bytes_per_token(self) -> int | None:
-        """Over all layers, in the dtype that config.json names."""
+        """Bytes of keys and values per token over all layers, in the dtype that config.json names."""
         if self.config is None:
             return None
         return self.config.kv_bytes_per_token(_DTYPE_BYTES[self.config.dtype])
@@ -107,7 +107,7 @@ def _state_of(folder: Path) -> State:
 def locate(name: str, *, weights: bool = True) -> Path:
     """The folder that `name` stands for: a folder or a GGUF file, or else an alias or OWNER/NAME of a stored model.
 
-    weights: config.json alone is not enough. Raises ModelError, which says what to run.
+    weights: config.json alone is not enough. Raises ModelError, which names the command to run.
     """
     if address := address_in(name):
         raise ModelError(
@@ -148,7 +148,7 @@ def _model_in(folder: Path, name: str) -> Path:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file that `entries` calls `name`, of a stored model's several; None where there is none."""
+    """The GGUF file that `entries` lists as `name`, for a stored model with several; None if there is none."""
     model, _, file = name.rpartition("/")
     model_id = id_of(model) if file.endswith(SUFFIX) else None
     if model_id is None or not is_here(model_id):
@@ -168,7 +168,7 @@ def is_here(name: str, *, weights: bool = True) -> bool:
 def recommended_draft(model: str, folder: Path) -> str:
     """The alias of a suitable draft for the model named `model` and found in `folder`, "" if none is known.
 
-    A model that was given as a folder has none, whatever the folder is called.
+    A model that was given as a folder has none, whatever its name.
     """
     alias = alias_of(model)
     return alias.draft if alias is not None and folder == model_folder(alias.repository) else ""
@@ -181,7 +181,7 @@ def entries() -> list[Entry]:
 
 
 def _entries_of(model_id: str) -> list[Entry]:
-    """Of a folder's model, or of each of its GGUF files where it has several."""
+    """The entry of a stored model, or one entry per GGUF file if it has several."""
     folder, name = model_folder(model_id), short_name(model_id)
     files = [] if (folder / "config.json").is_file() else models_in(folder)
     if len(files) < 2:
@@ -190,9 +190,9 @@ def _entries_of(model_id: str) -> list[Entry]:
 
 
 def entry_of(folder: Path, name: str, draft: str = "", *, file: Path | None = None) -> Entry:
-    """The model called `name` in `folder`. Reads config.json and the headers of its weights. file: the GGUF file that
-    is meant, where there are several."""
-    from offload.weights.checkpoint import Checkpoint  # imports torch, which `locate` does without
+    """The model called `name` in `folder`. Reads config.json and the headers of its weights. file: the GGUF file, if
+    there are several."""
+    from offload.weights.checkpoint import Checkpoint  # imports torch, which `locate` does not need
 
     alias = alias_of(name)
     entry = Entry(name=name, folder=folder, num_bytes=0, draft=draft or (alias.draft if alias else ""), state="absent")
@@ -237,7 +237,7 @@ def _stored_ids() -> list[str]:
 
 
 def _missing(model_id: str) -> str:
-    """The reason why the model cannot be used, and what to run."""
+    """The reason why the model cannot be used, and the command to run."""
     owner, _, name = model_id.partition("/")
     if owner == LOCAL:
         converted = ", ".join(found for found in _stored_ids() if found.startswith(f"{LOCAL}/")) or "none"

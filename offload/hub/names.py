@@ -1,7 +1,7 @@
-"""Names of models and the folders they stand for: OWNER/NAME for a pulled model, local/NAME for a converted one.
+"""Names of models and their folders: OWNER/NAME for a pulled model, local/NAME for a converted one.
 
-Models are stored in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. The layout is the hub's,
-so `--model` takes such a folder as well as a name.
+Models are stored in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. The layout of a folder is
+the hub's, so `--model` takes such a folder as well as a name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def models_folder() -> Path:
 
 
 def is_id(text: str) -> bool:
-    """Tell whether `text` is OWNER/NAME. Such a name cannot lead out of the folder of models."""
+    """Tell whether `text` is OWNER/NAME. Such a name cannot point outside the folder of models."""
     return _ID.fullmatch(text) is not None
 
 
@@ -84,7 +84,7 @@ def repository_of(name: str) -> str:
 
 
 def pull_command(model_id: str, revision: str = MAIN, file: str = "") -> str:
-    """The command that pulls the model, or a GGUF file of its repository, in quotes."""
+    """The command that pulls the model, or a GGUF file of its repository, quoted for a shell."""
     named = f" --file {file}" if file else ""
     return f"'triforce pull {short_name(model_id)}{named}{'' if revision == MAIN else f' --revision {revision}'}'"
 

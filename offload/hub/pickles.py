@@ -36,7 +36,7 @@ def convert_shard(shard: Path, target: Path, *, source: str, tied: bool) -> None
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt", SOURCE_KEY: source})
-        shutil.copymode(shard, temporary)  # safetensors makes files that only their owner can read
+        shutil.copymode(shard, temporary)  # safetensors creates files that only their owner can read
         _verify(temporary, tensors)
         os.replace(temporary, target)
     except SafetensorError as error:  # also raised when the disk is full

@@ -36,7 +36,7 @@ _LOCK = "lock"
 
 @dataclass(frozen=True, kw_only=True)
 class PullPlan:
-    """The work of one pull. files: all files of the model; missing_bytes: what is still to be fetched of them."""
+    """The work of one pull. files: all files of the model; missing_bytes: their bytes that are still to be fetched."""
 
     listing: Listing
     folder: Path
@@ -61,8 +61,8 @@ def pull(
     report: Report,
     file: str = "",
 ) -> PullPlan:
-    """Make the folder of OWNER/NAME equal to `revision` on the hub; only what differs is fetched. file: a GGUF file,
-    which with its other parts is added to the folder instead.
+    """Make the folder of OWNER/NAME equal to `revision` on the hub; only files that differ are fetched. file: a GGUF
+    file, which is added to the folder with its other parts instead.
 
     on_plan: called before the weights are fetched. Memory: little; one shard while shards in torch's old format are
     converted. Raises TriforceError.
@@ -86,15 +86,15 @@ class _Transfer:
     """One pull in progress. A file of the model is in `staging` if this pull fetched it, otherwise in `folder`."""
 
     def __init__(self, listing: Listing, folder: Path, staging: Path, report: Report, gguf: str) -> None:
-        """gguf: the one file that is wanted, "" for the whole model."""
+        """gguf: the only file to pull, "" for the whole model."""
         self._gguf = gguf
         self._listing, self._folder, self._staging, self._report = listing, folder, staging, report
         self._files: list[RemoteFile] = []
         self._missing: list[RemoteFile] = []
-        self._unconverted: set[RemoteFile] = set()  # of the missing files, those that are fetched already
+        self._unconverted: set[RemoteFile] = set()  # missing files that are fetched but not converted
 
     def prepare(self, *, config_only: bool) -> PullPlan:
-        """Fetch config.json and the index, and find out from them what else is to be fetched."""
+        """Fetch config.json and the index, which determine the other files to fetch."""
         if self._gguf:
             self._files = model_files.gguf_parts(self._listing, self._gguf)
             return self._plan(self._files)
@@ -107,7 +107,7 @@ class _Transfer:
         return self._plan([file for file in self._files if file not in first])
 
     def _plan(self, files: Sequence[RemoteFile]) -> PullPlan:
-        """files: those that may be missing."""
+        """The plan of this pull. files: files that may be missing."""
         self._find_missing(files)
         num_bytes = sum(file.num_bytes - self._num_fetched(file) for file in self._missing)
         return PullPlan(listing=self._listing, folder=self._folder, files=tuple(self._files), missing_bytes=num_bytes)
@@ -229,7 +229,7 @@ class _Transfer:
         return min(partial.stat().st_size, file.num_bytes) if partial.is_file() else 0
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raises DoesNotFit. A pickled shard and its converted file exist side by side until that is verified."""
+        """Raises DoesNotFit. A pickled shard and its converted file exist side by side until the latter is verified."""
         shards = [file.num_bytes for file in self._missing if model_files.is_pickled(file.name)]
         remedy = f"name a folder on another disk with {FOLDER_VARIABLE}"
         check_room(self._folder, num_bytes + max(shards, default=0), remedy)

@@ -1,4 +1,4 @@
-"""The hub's listing of a repository, and its errors translated into messages that say what to run.
+"""The hub's listing of a repository, and its errors translated into messages that name the command to run.
 
 huggingface_hub is imported inside functions, because only `triforce pull` needs it.
 """
@@ -66,7 +66,7 @@ def list_repository(repository: str, revision: str) -> Listing:
     commit, name = str(info.sha), str(info.id)
     if not is_id(name) or not _COMMIT.fullmatch(commit):
         raise ModelError(f"the hub answers with {name!r} at {commit!r} for {repository}; is HF_ENDPOINT a hub?")
-    if name.lower() != repository.lower():  # renamed on the hub; store it under the name that was asked for
+    if name.lower() != repository.lower():  # renamed on the hub; store it under the requested name
         name = repository
     return Listing(name, revision, commit, _license(info), tuple(map(_file, info.siblings or ())))
 
@@ -80,7 +80,8 @@ def file_url(listing: Listing, file: RemoteFile) -> str:
 
 @contextmanager
 def translated_errors(repository: str, revision: str, folder: Path | None = None) -> Iterator[None]:
-    """Raise errors of huggingface_hub, the network and the disk of `folder` as TriforceErrors that say what to run."""
+    """Raise errors of huggingface_hub, the network and the disk of `folder` as TriforceErrors that name the command to
+    run."""
     from huggingface_hub import errors
 
     again = pull_command(repository, revision)

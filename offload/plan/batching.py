@@ -1,7 +1,7 @@
-"""Several sequences at a time: one sequence's plan with caches for more of them, which share every pass.
+"""Plans for several sequences at a time: one sequence's plan with caches for more sequences, which share every pass.
 
-Levels, budgets and the predicted seconds of passes stay as they are for one sequence: the distribution of a text
-depends on the first two, and with a seed its tokens on the third. Only the placement changes.
+Levels, budgets and the predicted seconds of passes are the same as for one sequence: the distribution of a text depends
+on levels and budgets, and with a seed its tokens depend on the predicted seconds. Only the placement changes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
 from offload.plan.sizing import Sizing
 
-MOST = 8  # that are tried where the user gives no number
-_WORTH = 1.02  # times the tokens a second with fewer sequences: what one more has to promise
+MOST = 8  # sequences that are tried if the user gives no number
+_WORTH = 1.02  # the factor on tokens a second that one more sequence has to promise
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A plan and the tokens a second that it is predicted to give in all; or why it cannot be, "" where it can."""
+    """A plan for several sequences. rate: the predicted total tokens a second. problem: the reason why it does not fit,
+    or ""."""
 
     plan: Plan
     rate: float
@@ -34,10 +35,10 @@ class _Found:
 
 
 def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int | None, *, most: int) -> Plan:
-    """`plan` for `num_sequences` sequences, but no more than `most`, at a time; None: as many, up to MOST, as are
-    predicted to give the most tokens a second in all. sizing, times: those that `plan` was made with.
+    """`plan` for `num_sequences` sequences at a time, `most` at most; None: the number, up to MOST, that is predicted
+    to give the most tokens a second in all. sizing, times: the ones that `plan` was made with.
 
-    Raises DoesNotFit, which says how many sequences would fit.
+    Raises DoesNotFit, which names the number of sequences that would fit.
     """
     one = _found(plan, sizing, times, 1)
     if num_sequences is None:

@@ -1,8 +1,8 @@
-"""In how many bits numbers are proposed with and cross a link, where they can.
+"""The choice of bits per number: for self-proposing with quantised weights or cache, and for crossing a link.
 
-The target may propose to itself with quantised weights or over its quantised cache. Cached keys and values, and
-weights, cross a link in 12 of their 16 bits where they are packed (formats/packed.py), weights in 9 where their codes
-in 4 bits are on the device, in 8 beside 6 bits (formats/residuals.py). None is lost.
+The target may propose to itself with quantised weights or over its quantised cache. Packed keys, values and weights
+cross a link in 12 of their 16 bits (formats/packed.py). Weights cross in 9 bits if their 4-bit codes are on the device,
+in 8 beside 6-bit codes (formats/residuals.py). No bit is lost.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from offload.plan.machine import KERNELS
 from offload.plan.sizing import Sizing
 
 ALL_WINDOWS = "every layer of the model sees a window of its last tokens, which stays on the device"
-CPU_RESTORED = 2.7e9  # bytes a second of bf16 that two cores make of codes and the rest in a pass; packed ones 20e9
-_SLOWER = 8.0  # than the device's memory is a link at least that packing is worth: unpacking moves 3.5 bytes a number
+CPU_RESTORED = 2.7e9  # bytes of bf16 a second that two cores restore from codes and residuals; from packed ones 20e9
+_SLOWER = 8.0  # memory rate over link rate from which packing pays: unpacking moves 3.5 bytes a number
 
 
 def check_quantised(sizing: Sizing) -> None:
-    """Raise UsageError where the user wants weights or a quantised cache and they cannot be."""
+    """Raise UsageError if the user asks for quantised weights or a quantised cache that are not possible."""
     options = sizing.options
     for name, bits, find in (
         ("weight-bits", options.weight_bits, weights_problem),
@@ -38,7 +38,7 @@ def check_quantised(sizing: Sizing) -> None:
 
 
 def cache_problem(sizing: Sizing) -> str:
-    """Why the target cannot propose to itself over its cache, or a part of it, in 4 bits, "" where it can."""
+    """The reason why the target cannot propose to itself over its cache, or a part of it, in 4 bits; "" if it can."""
     hardware, head_dim, options = sizing.hardware, sizing.target.head_dim, sizing.options
     if not sizing.num_growing:
         return ALL_WINDOWS
@@ -54,7 +54,7 @@ def cache_problem(sizing: Sizing) -> str:
 
 
 def weights_problem(sizing: Sizing) -> str:
-    """Why the target cannot propose to itself with weights in 4 or 6 bits, "" where it can."""
+    """The reason why the target cannot propose to itself with weights in 4 or 6 bits; "" if it can."""
     hardware = sizing.hardware
     if stored := sizing.target.stored_in:
         return f"the model's own weights are quantised ({', '.join(stored)}), and no second copy of them is made"
@@ -76,17 +76,17 @@ def weights_problem(sizing: Sizing) -> str:
 
 
 def link_bits(sizing: Sizing, composition: Composition) -> int:
-    """Of a cached number that crosses the link, 16 or 12: the user's choice, or 12 where that can be and is quicker; 9
-    for 12 where the target proposes over its cache in 4 bits. Raises UsageError where the user wants 12 and that cannot
-    be."""
+    """The bits of a cached number that crosses the link: 16 or 12 as the user chooses, or 12 if that is possible and
+    quicker. 9 replaces 12 if the target proposes over its whole cache in 4 bits. Raises UsageError if the user asks for
+    12 and that is not possible."""
     chunk = composition.chunk if composition.budget else PACKED_TOKENS
     few = 9 if composition.keeps_all_codes and _restores(sizing) else 12
     return few if _fewer(sizing, _packing_cache_problem(sizing, chunk) or _packing_problem(sizing)) else 16
 
 
 def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
-    """The same of a weight, and 9 or 8 where the target proposes with its weights in 4 or 6 bits. 16: as it is stored,
-    which for quantised ones is fewer."""
+    """The bits of a weight that crosses the link: 16 or 12, or 9 or 8 if the target proposes with weights in 4 or 6
+    bits. 16 means the stored encoding, which has fewer bits for quantised weights."""
     if sizing.target.stored_in:
         return 16
     few = BESIDE_CODES[composition.weight_bits] if composition.weight_bits < 16 and _restores(sizing) else 12
@@ -94,8 +94,8 @@ def weight_link_bits(sizing: Sizing, composition: Composition) -> int:
 
 
 def _restores(sizing: Sizing) -> bool:
-    """Whether numbers are made of their codes and the rest faster than a link brings what is packed: on a CPU by a
-    slow link alone, unless the user wants them quantised."""
+    """Whether restoring numbers from codes and residuals is faster than transferring packed numbers: on a CPU only for
+    a slow link, unless the user sets the link's bits."""
     options, hardware = sizing.options, sizing.hardware
     if not hardware.is_cpu or options.link_bits is not None:
         return True
@@ -103,7 +103,7 @@ def _restores(sizing: Sizing) -> bool:
 
 
 def _fewer(sizing: Sizing, problem: str) -> bool:
-    """Whether numbers cross in fewer bits. problem: why they cannot, or ""."""
+    """Whether numbers cross the link in fewer than 16 bits. problem: the reason why they cannot, or ""."""
     options, hardware = sizing.options, sizing.hardware
     if options.link_bits == 12 and problem:
         raise UsageError(f"link-bits is 12: {problem}")
@@ -113,8 +113,8 @@ def _fewer(sizing: Sizing, problem: str) -> bool:
 
 
 def _packing_cache_problem(sizing: Sizing, chunk: int) -> str:
-    """Why cached numbers cannot cross in 12 bits, "" where they can, as weights do. chunk: tokens that are read
-    together."""
+    """The reason why cached numbers cannot cross the link in 12 bits where weights can, or "". chunk: tokens that are
+    read together."""
     hardware, head_dim = sizing.hardware, sizing.target.head_dim
     groups = 4 if hardware.is_cpu else 16
     if head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu:
@@ -127,7 +127,7 @@ def _packing_cache_problem(sizing: Sizing, chunk: int) -> str:
 
 
 def _packing_problem(sizing: Sizing) -> str:
-    """Why no numbers can cross in 12 bits, "" where they can."""
+    """The reason why no numbers can cross the link in 12 bits, or ""."""
     hardware = sizing.hardware
     if sizing.dtype != "bf16":
         return f"{sizing.dtype} is not packed, bf16 alone is"

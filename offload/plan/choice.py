@@ -1,4 +1,4 @@
-"""Which composition is planned: all that could be are placed and priced, and of those that fit the best is taken."""
+"""The choice of a composition: all candidates are placed and priced, and the best one that fits is taken."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
 from offload.plan.sizing import Sizing
 
-WORTH_TRYING = 1.1  # times the best prediction: no text is like the average one, and no machine
+WORTH_TRYING = 1.1  # times the best prediction: texts and machines differ from the average
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
 def choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
-    """(planned composition, the part of its levels that is predicted to be the fastest, such as the draft and the
-    target alone). If none fits, both are the smallest.
+    """The cost of the planned composition, and that of the part of its levels that is predicted to be the fastest, such
+    as the draft and the target alone. If no composition fits, both are the smallest one.
 
     A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
-    directly, too, and the proposer that suits a text is found while it is generated. An unused level costs only memory.
-    On a GPU, where a budget takes the place of layers and tiles, more of them are weighed beside the planned one.
+    directly, too, and the proposer that suits a text is found during generation. An unused level costs only memory. On
+    a GPU, where a budget displaces layers and tiles, more budgets near the planned one are weighed.
     """
     costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times))
     fitting = _fitting(costs)
@@ -46,7 +46,7 @@ def least_shortage(sizing: Sizing, capacity: int) -> str | None:
 
 
 def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
-    """See `choose`."""
+    """The costs that `choose` returns."""
     worthwhile = [cost for cost in fitting if cost.composition.inner is None or _proposes_cheaply(cost)] or fitting
     best = min(worthwhile, key=lambda cost: (cost.per_token, cost.composition.budget))
     retrieving = [cost for cost in fitting if _may_retrieve(cost, best)]
@@ -57,9 +57,10 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
 
 
 def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
-    """Weights and a quantised cache are among them where they can be, on a CPU where they were measured."""
+    """The candidate compositions. Quantised weights and a quantised cache are among them if possible; on a CPU, only if
+    they were measured."""
     is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
-    attends = measured if is_cpu else sizing.hardware.has_kernels  # to 4 bits faster than to 16
+    attends = measured if is_cpu else sizing.hardware.has_kernels  # attention to 4 bits is faster than to 16
     known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
     asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
     return compositions(
@@ -69,13 +70,13 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
         weight_bits=(16,) if weights_problem(sizing) else (16, *known),
         kv_bits=(16, 4) if attends and not cache_problem(sizing) else (16,),
         retrieves=sizing.num_growing > 0,
-        coded_chunks=asked or not is_cpu,  # a part of the cache saves memory, of which a CPU has one
+        coded_chunks=asked or not is_cpu,  # a part of the cache saves device memory, which a CPU does not have
     )
 
 
 def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> Iterator[Cost]:
-    """Compositions in their placements, not yet priced. A pass over the whole cache to propose is none where the cache
-    would cross a link in it."""
+    """Compositions in their placements, priced lazily. Proposing over the whole exact cache is left out if that cache
+    would cross a link."""
     costs = (Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found)
     return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
 
@@ -93,7 +94,7 @@ def _smallest(costs: Iterable[Cost]) -> Cost:
 
 
 def _may_retrieve(cost: Cost, best: Cost) -> bool:
-    """True if the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
+    """Whether the retrieval level of `cost` may be planned although `best` is predicted to be the fastest."""
     if cost.composition.inner is None or cost.composition.draft < best.composition.draft:
         return False
     return _proposes_cheaply(cost) and min(cost.per_token, cost.per_drafted_token) <= WORTH_TRYING * best.per_token

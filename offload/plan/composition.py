@@ -9,30 +9,30 @@ from typing import Literal
 from offload.plan.options import Options
 
 LevelName = Literal["draft", "self", "retrieval", "target"]
-Bits = tuple[int, int]  # of weights, of keys and values
+Bits = tuple[int, int]  # (of weights, of keys and values)
 
-LONGEST = (63, 31, 15)  # tokens drafted for one full pass, at most: the longer, the more memory masses need
-DRAFT_LONGEST = 15  # the same for one pass of the retrieval level
+LONGEST = (63, 31, 15)  # most tokens drafted for one full pass: longer drafts need more memory for masses
+DRAFT_LONGEST = 15  # most tokens drafted for one pass of the retrieval level
 LEAST_BUDGET = 512
 _SHARES = (32, 16, 8, 4, 2)  # budgets are these parts of the capacity
 _CHUNKS = (16, 32)
-CODED_CHUNK = 32  # tokens of a chunk in 4 bits: those that share a step and a least value
-_STEPS = 8  # budgets of an octave that are weighed beside one of these
+CODED_CHUNK = 32  # tokens of a chunk in 4 bits, which share a step and a least value
+_STEPS = 8  # budgets per octave that are weighed near a candidate's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """The levels that speculate, how far they draft and what their caches keep, in tokens. The defaults are plain
+    """A composition of speculating levels, with draft lengths and cache sizes in tokens. The defaults are plain
     decoding.
 
-    gamma, draft_gamma: the most that is drafted for one verification at the target, and at the retrieval level.
-    adaptive: the levels for which fewer are drafted where that pays; for the others the length is fixed.
-    budget: retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. draft: a draft model
-    proposes, to the retrieval level or, without one, to the target; its cache keeps `sinks` first tokens and `window`
-    last ones. lookup: repeated parts of the text are proposed, too.
-    weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself; 16: those
-    that it has. It does so over the retrieved tokens or, without a budget, over its whole cache, but then not with 16
-    bits of both. masses: how much each pass attends to each chunk is recorded, though no chunks may be retrieved.
+    gamma, draft_gamma: the most tokens drafted for one verification at the target, and at the retrieval level.
+    adaptive: the levels for which fewer tokens are drafted if that pays; the others have a fixed length. budget:
+    retrieved tokens of each layer, in chunks of `chunk`; 0 without a retrieval level. draft: a draft model proposes, to
+    the retrieval level or, without one, to the target; its cache keeps `sinks` first tokens and `window` last ones.
+    lookup: repeated parts of the text are proposed, too. weight_bits, kv_bits: of the weights and of the keys and
+    values with which the target proposes to itself; 16 means the exact ones. It proposes over the retrieved tokens or,
+    without a budget, over its whole cache, but then not with 16 bits of both. masses: each pass records its attention
+    to each chunk, even if no chunks are retrieved.
     """
 
     gamma: int = 0
@@ -50,7 +50,7 @@ class Composition:
 
     @property
     def mass_chunk(self) -> int | None:
-        """Tokens of which the target's passes record softmax masses, None where they record none."""
+        """The number of tokens per softmax mass that the target's passes record; None if they record none."""
         return self.chunk if self.budget or self.masses else None
 
     @property
@@ -62,23 +62,23 @@ class Composition:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether the target proposes to itself over copies of its cache's tokens, which have to follow it."""
+        """Whether the target proposes to itself over copies of its cached tokens, which have to be kept up to date."""
         return self.budget > 0 or self.keeps_all_codes
 
     @property
     def keeps_all_codes(self) -> bool:
-        """Whether these are the codes of its whole cache."""
+        """Whether the copies are codes of the target's whole cache."""
         return self.kv_bits < 16 and not self.budget
 
     @property
     def levels(self) -> tuple[LevelName, ...]:
-        """The models that run, each with its cache, from the bottom to the top."""
+        """The levels that run, each with its cache, from the bottom to the top."""
         below: tuple[LevelName | None, ...] = ("draft" if self.draft else None, self.inner)
         return (*(name for name in below if name), "target")
 
     @property
     def drafted(self) -> int:
-        """The most tokens after the verified ones that the target's own level below runs."""
+        """The most tokens after the verified ones that run at the level where the target proposes to itself."""
         return self.gamma + self.draft_gamma + 1
 
 
@@ -95,9 +95,9 @@ def compositions(
     coded_chunks: bool = False,
     retrieves: bool = True,
 ) -> Iterator[Composition]:
-    """All compositions that `options` leave open, plain decoding among them unless a length, a budget or bits are
-    given. with_draft: there is a draft model. weight_bits, kv_bits: that may be chosen where the user gives none.
-    coded_chunks: with fewer of the cache a part may be retrieved. retrieves: whether any of it may."""
+    """All compositions that `options` allow. Plain decoding is one of them unless a length, a budget or bits are given.
+    with_draft: there is a draft model. weight_bits, kv_bits: the choices if the user gives none. coded_chunks: a part
+    of the cache may be retrieved in 4 bits. retrieves: a part of the cache may be retrieved at all."""
     bits = [
         (weights, kv)
         for weights in (weight_bits if options.weight_bits is None else (options.weight_bits,))
@@ -116,7 +116,7 @@ def compositions(
 
 
 def finer(found: Composition, options: Options, capacity: int) -> Iterator[Composition]:
-    """`found` with the budgets up to an octave below and above it, and drafts as long as `options` leave open."""
+    """`found` with budgets up to an octave below and above, and with all draft lengths that `options` allow."""
     if not found.budget or options.budget is not None:
         return
     for gamma in _lengths(options):
@@ -131,7 +131,7 @@ def _lengths(options: Options) -> tuple[int, ...]:
 
 
 def _candidates(options: Options, with_draft: bool, inner: Sequence[Composition]) -> Iterator[Composition]:
-    """inner: what the target may propose to itself with."""
+    """The candidates. inner: the ways in which the target may propose to itself."""
     if not options.speculation or options.gamma == 0:
         yield PLAIN
         return
@@ -158,7 +158,7 @@ def _candidates(options: Options, with_draft: bool, inner: Sequence[Composition]
 def _inner(
     options: Options, capacity: int, bits: Sequence[Bits], *, coded_chunks: bool, retrieves: bool
 ) -> Iterator[Composition]:
-    """What the target may propose to itself with."""
+    """The ways in which the target may propose to itself."""
     for weight_bits, kv_bits in bits:
         few = min(weight_bits, kv_bits) < 16
         if few and (options.budget is None or (kv_bits < 16 and options.budget >= capacity)):
@@ -175,12 +175,12 @@ def _inner(
 
 
 def takes_coded_chunks(options: Options) -> bool:
-    """Whether chunks may be retrieved in 4 bits: those that share a step."""
+    """Whether chunks may be retrieved in 4 bits: their tokens share a step, so the size is fixed."""
     return options.chunk in (None, CODED_CHUNK)
 
 
 def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ...]:
-    """The levels that something drafts for, except those for which the user gives a length."""
+    """The levels that receive drafts, except levels for which the user gives a length."""
     lengths: tuple[tuple[LevelName, int, int | None], ...] = (
         (composition.inner or "retrieval", composition.draft_gamma, options.draft_gamma),
         ("target", composition.gamma, options.gamma),
@@ -190,7 +190,7 @@ def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ..
 
 
 def _budgets(options: Options, capacity: int) -> list[int]:
-    """Tokens, ascending."""
+    """The candidate budgets in tokens, ascending."""
     if options.budget is not None:
         return [min(options.budget, capacity)]
     wanted = {max(capacity // share, LEAST_BUDGET) for share in _SHARES}

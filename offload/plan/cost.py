@@ -1,8 +1,8 @@
 """Predicted seconds of a request: of prefill, of a round at each level, and per token.
 
-Seconds per token = (tokens drafted * seconds of each + full pass + refresh) / tokens per round (docs/memory.md).
-A CPU's passes take what was measured of them (`PassTimes`), a GPU's are computed from its rates; the other constants
-are fits and estimates (docs/log.md), the same on every machine.
+Seconds per token = (tokens drafted * seconds of each + full pass + refresh) / tokens per round (docs/memory.md). The
+seconds of a CPU's passes are measured (`PassTimes`), a GPU's are computed from its rates; the other constants are fits
+and estimates (docs/log.md), the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
 
-# Of what is proposed before a text has shown it: fits to what the demo pair, SmolLM2 and Qwen2.5-Coder accept
+# A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
-LOOKUP_TOKENS = 1.2  # of a round with a looked up token, where texts repeat little (Qwen2.5-Coder's prose: 1.3)
+LOOKUP_TOKENS = 1.2  # per round with a looked up token, in texts that repeat little (Qwen2.5-Coder's prose: 1.3)
 
 _WEIGHTS_REFUSED = {16: 0.0, 6: 0.85, 4: 3.0}  # by bits, over the root of the hidden size
 _CACHE_REFUSED = {16: 0.0, 4: 0.02}  # by bits
-_UNREAD_REFUSED = 0.031  # times the logarithm of one over the share that is read
-_HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: texts differ as much (docs/log.md)
-_CHANGED_CHUNKS = 0.3  # of those held, in a round, times the share of the cache that is not held
+_UNREAD_REFUSED = 0.031  # times log(1 / share of tokens that is read)
+_HARDNESS = (0.25, 1.0, 2.0, 3.0)  # times the mean text's share of refused tokens: the spread of texts (docs/log.md)
+_CHANGED_CHUNKS = 0.3  # share of held chunks that change in a round, times the share of the cache that is not held
 
 
 @dataclass(frozen=True)
 class Cost(Passes):
-    """Seconds of these passes and of a token. Where several sequences run at a time, each has so many rows and such a
-    cache, and seconds per token are those that each of them takes."""
+    """The predicted seconds of a composition's passes and of a token. If several sequences run at a time, rows and
+    cache sizes are those of each sequence, and so are seconds per token."""
 
     @cached_property
     def device(self) -> DevicePasses:
@@ -48,7 +48,7 @@ class Cost(Passes):
 
     @cached_property
     def gamma(self) -> int:
-        """The best length, or the user's."""
+        """The best draft length, or the user's."""
         most = self.composition.gamma if self.acceptance else 0
         if self.sizing.options.gamma is not None:
             return most
@@ -64,8 +64,8 @@ class Cost(Passes):
 
     @property
     def per_looked_up_token(self) -> float:
-        """Seconds per token if lookups alone propose, one token in each round; infinite where that cannot be. No
-        composition is chosen by it: lookups are part of all."""
+        """Seconds per token if lookups alone propose, one token in each round; infinite if that is not possible. No
+        composition is chosen by it, since all of them have lookups."""
         if not self.composition.lookup or self.sizing.options.gamma is not None:
             return inf
         return self.full_pass(2) / LOOKUP_TOKENS
@@ -90,8 +90,8 @@ class Cost(Passes):
         )
 
     def retrieval_pass(self, rows: int) -> float:
-        """Seconds of a pass at the level where the target proposes to itself: over all weights, those quantised or
-        the exact ones, and the retrieved tokens or all."""
+        """Seconds of a pass at the level where the target proposes to itself: over all weights, quantised or exact, and
+        over the retrieved tokens or all."""
         return 0.0 if self.composition.inner is None else self.device.retrieval(rows)
 
     @cached_property
@@ -104,18 +104,18 @@ class Cost(Passes):
         return max(self.full_computed(rows, masses=masses), self.full_link_seconds)
 
     def full_computed(self, rows: int, *, masses: bool = False) -> float:
-        """The same where nothing has to be waited for that crosses the link."""
+        """Seconds of a pass over the full cache without waits for the link."""
         device = self.device
         return device.full(rows, masses=masses) + device.unpacking + device.restoring
 
     def _seconds_per_token(self, gamma: int, acceptance: float | None = None) -> float:
-        """acceptance: without it, that of the mean text."""
+        """Seconds per token with drafts of `gamma`. acceptance: by default that of the mean text."""
         tokens = expected_tokens(self.acceptance if acceptance is None else acceptance, gamma)
         return self._round_seconds[gamma] / tokens
 
     @cached_property
     def _round_seconds(self) -> list[float]:
-        """By the number of tokens that are drafted."""
+        """The seconds of a round, by the number of drafted tokens."""
         masses, lengths = self.composition.mass_chunk is not None, range(1, self.composition.gamma + 1)
         besides = [self.drafting(gamma) + self.refresh for gamma in lengths]
         passes = [self.full_pass(gamma + 1, masses=masses) for gamma in lengths]
@@ -127,7 +127,7 @@ class Cost(Passes):
 
     @cached_property
     def refresh(self) -> float:
-        """Seconds of choosing chunks and fetching them; those on the host cross the link."""
+        """Seconds of choosing and fetching chunks; chunks on the host cross the link."""
         if not self.composition.budget:
             return 0.0
         changed = _CHANGED_CHUNKS * (1.0 - self._held_share)
@@ -136,12 +136,12 @@ class Cost(Passes):
 
     @property
     def _held_share(self) -> float:
-        """Of the tokens, those that the level below the target is over."""
+        """The share of the cached tokens that the level below the target attends to."""
         return min(self.composition.budget / self.capacity, 1.0) or 1.0
 
     def prefill(self, num_tokens: int) -> float:
-        """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of what crosses the link
-        in each direction: weights once, rows of the cache back once, hidden rows between two layers."""
+        """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of the transfers in each
+        direction: weights once, rows of the cache back once, hidden rows between two layers."""
         hidden = self._crossing_rows(num_tokens)
         there = self.streamed_weights + hidden
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
@@ -157,9 +157,9 @@ class Cost(Passes):
 
 
 def own_acceptance(hidden_size: int, weight_bits: int, kv_bits: int, share: float) -> float:
-    """Of tokens that the target proposes by itself, with fewer bits of its weights and of its cache, over `share` of
-    the tokens in the cache. These are independent errors, so their squares add, and in proportion to their size tokens
-    are refused."""
+    """The acceptance of tokens that the target proposes to itself, with fewer bits of its weights and of its cache,
+    over `share` of the tokens in the cache. The errors are independent, so their squares add; the share of refused
+    tokens is proportional to the size of the error."""
     weights = _WEIGHTS_REFUSED[weight_bits] / sqrt(hidden_size)
     return max(1.0 - hypot(weights, _CACHE_REFUSED[kv_bits], _UNREAD_REFUSED * log(1.0 / share)), 0.0)
 
@@ -171,14 +171,14 @@ def expected_tokens(acceptance: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a plan's steps, and of a token at the best draft lengths. plain_seconds_per_token: the same
-    without speculation, with the placement that it then has.
+    """Predicted seconds of a plan's steps, and of a token at the best draft lengths. plain_seconds_per_token: without
+    speculation, with the placement of that case.
 
-    Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows after which a full
-    pass takes all but a row's seconds again, 0 where it waits for the link. mass_share: the share of a full pass's
-    seconds that recording masses for the retrieval level adds. retrieval: of the level at which the target proposes to
-    itself, over retrieved tokens or all; retrieval_token_seconds: for a token that it proposes.
-    sum_seconds: of a pass, in sums over the ranks; full_link_bytes: over each device's link in a full pass.
+    Passes are those of one row; row_seconds is added for each further row. full_block_rows: rows of a block, after
+    which a full pass takes the seconds of another block; 0 if it waits for the link. mass_share: the share of a full
+    pass's seconds that recording masses for the retrieval level adds. retrieval: the level at which the target proposes
+    to itself, over retrieved tokens or all. retrieval_token_seconds: per token proposed there. sum_seconds: of a pass,
+    in sums over the ranks. full_link_bytes: over each device's link in a full pass.
     """
 
     prefill_seconds: float

@@ -1,4 +1,4 @@
-"""Seconds of passes on a CPU: from what was measured of them, or estimated from its rates (`PassTimes`)."""
+"""Seconds of passes on a CPU: from measurements, or estimated from its rates (`PassTimes`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from offload.plan.pass_times import PassTimes, estimated
 from offload.plan.passes import DevicePasses, SumCosts
 from offload.plan.sizing import timed_layers
 
-SHARED = SumCosts(2e-5, 1, 4e9)  # of two and of four ranks on two cores, in memory that they share
-_REFRESH_SHARE = 0.32  # of the rate of reading, at which chunks are chosen and fetched
+SHARED = SumCosts(2e-5, 1, 4e9)  # two and four ranks on two cores, in shared memory
+_REFRESH_SHARE = 0.32  # of the read rate, for choosing and fetching chunks
 _REFRESH_LAYER = 1.6e-4  # seconds of the calls for one layer
-_UNPACK_SHARE = 0.9  # of the rate of reading, at which packed numbers are read and written
+_UNPACK_SHARE = 0.9  # of the read rate, for reading and writing packed numbers
 
 
 class CpuPasses(DevicePasses):
@@ -49,7 +49,7 @@ class CpuPasses(DevicePasses):
 
     @property
     def refresh_link_share(self) -> float:
-        return 1.0  # its host unpacks what it gathers
+        return 1.0  # the host unpacks chunks as it gathers them
 
     @cached_property
     def unpacking(self) -> float:
@@ -85,20 +85,20 @@ class CpuPasses(DevicePasses):
 
     @cached_property
     def _target_times(self) -> PassTimes:
-        """Of the whole target, measured on a whole host, or estimated from what each rank has of it."""
+        """The pass times of the whole target, measured on a whole host, or estimated from each rank's shard."""
         sizing = self.passes.sizing
         return self.passes.times.target or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
 
     @cached_property
     def _coded_times(self) -> PassTimes:
-        """Of the target with quantised weights; where they were not measured, in proportion to the bits."""
+        """The pass times of the target with quantised weights; if not measured, in proportion to the bits."""
         exact, bits = self._target_times, self.passes.composition.weight_bits
         measured = self.passes.times.coded.get(bits)
         return measured or replace(exact, layer=tuple(each * bits / 16 for each in exact.layer))
 
     @property
     def _share(self) -> float:
-        """Each rank's part of `_target_times`: ranks of one host share it as they share the model."""
+        """Each rank's part of `_target_times`: ranks of one host share the seconds as they share the model."""
         hardware = self.passes.sizing.hardware
         return 1 / (hardware.num_devices if self.passes.times.target is None else hardware.num_hosts)
 

@@ -1,6 +1,6 @@
 """Seconds of passes on a GPU: from its rates and the number of calls.
 
-Every sequence's rows are blocks of their own, which read the weights again: only what crosses the link does so once.
+Every sequence's rows are blocks of their own, which read the weights again; bytes cross the link only once for all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cached_property
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
 
-NCCL = SumCosts(4e-5, 0, 3e9)  # published, of GPUs that reach each other through host memory alone (docs/memory.md)
-_KERNEL_REFRESH = 0.5  # of the rate of reading, at which a kernel chooses and fetches what the retrieval cache holds
-_GATHERED_REFRESH = 0.02  # the same by the host, which gathers chunks for a GPU without kernels
+NCCL = SumCosts(4e-5, 0, 3e9)  # published, for GPUs connected through host memory only (docs/memory.md)
+_KERNEL_REFRESH = 0.5  # of the read rate, for a kernel that chooses and fetches the retrieval cache's chunks
+_GATHERED_REFRESH = 0.02  # of the read rate, for a host that gathers chunks for a GPU without kernels
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class GpuCosts:
 
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
     layer_seconds: float = 3e-4  # calls of one layer
-    sequence_seconds: float = 1e-4  # of one layer, for each further sequence: to take rows in and attend
+    sequence_seconds: float = 1e-4  # of one layer, for each further sequence: appending rows and attention
     tile_seconds: float = 2.3e-4  # calls of one block over one tile
-    read_share: float = 0.9  # of the rate of reading, at which one row runs over weights and cache
-    coded_share: float = 0.75  # the same over quantised weights: two short launches for each product
-    row_share: float = 0.01  # of the seconds of one row, what each further row of a block adds
-    mass_share: float = 0.05  # of the seconds of a pass, what keeping its masses adds
+    read_share: float = 0.9  # of the read rate, for one row over weights and cache
+    coded_share: float = 0.75  # of the read rate, for quantised weights: two short launches for each product
+    row_share: float = 0.01  # of the seconds of one row, for each further row of a block
+    mass_share: float = 0.05  # of the seconds of a pass, for recording masses
     prefill_share: float = 0.5  # of the rate of large products
 
 
@@ -41,9 +41,9 @@ class GpuPasses(DevicePasses):
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
-        if composition.inner == "self" and not composition.keeps_copies:  # over the whole exact cache
+        if composition.inner == "self" and not composition.keeps_copies:  # attends to the whole exact cache
             return self._over_blocks(rows, self._own_weights, self._cache, self._tiles)
-        number = passes.num_sequences  # whose passes run apart
+        number = passes.num_sequences  # of sequences, whose passes run apart
         kept = self._kept + passes.window_bytes
         read = self._by_rows(number * self._own_weights + kept / self._rate, rows)
         return max(self._calls, self.beside_weights(read + number * self.sums(rows)))
@@ -71,7 +71,8 @@ class GpuPasses(DevicePasses):
 
     @cached_property
     def unpacking(self) -> float:
-        """Bytes are read once and written once."""
+        """Seconds of unpacking the streamed cache: packed bytes (and codes) are read once, and the exact bytes written
+        once."""
         passes, bits = self.passes, self.passes.placement.link_bits
         if bits == 16:
             return 0.0
@@ -80,7 +81,8 @@ class GpuPasses(DevicePasses):
 
     @cached_property
     def restoring(self) -> float:
-        """What came is read, and their codes where these are needed, and they are written."""
+        """Seconds of restoring the streamed weights: transferred bytes (and codes, if needed) are read, and the weights
+        written."""
         passes, sizing, bits = self.passes, self.passes.sizing, self.passes.placement.weight_link_bits
         if bits == 16:
             return 0.0
@@ -99,17 +101,17 @@ class GpuPasses(DevicePasses):
 
     @property
     def _cache(self) -> int:
-        """Keys and values of all sequences that a pass reads."""
+        """Bytes of the keys and values of all sequences that a pass reads."""
         return self.passes.cache_bytes + self.passes.window_bytes
 
     @property
     def _tiles(self) -> int:
-        """Of each sequence, over which a block attends one by one; a window is one, too."""
+        """The number of tiles of each sequence, to which a block attends one by one; a window counts as a tile."""
         return self.passes.num_tiles + len(self.passes.sizing.target.windowed)
 
     def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
-        """Of a pass in blocks that the sequences share; each one's cache is read by blocks of its own. weights: seconds
-        of reading them for a block. tiles: of each sequence that the GPU attends to."""
+        """Seconds of a pass in blocks that the sequences share; each sequence's cache is read by blocks of its own.
+        weights: seconds of reading the weights for a block. tiles: of each sequence that the GPU attends to."""
         number, blocks = self.passes.num_sequences, self._blocks(rows)
         read = self._by_rows(weights, self.padded(number * rows), self._blocks(number * rows))
         read += self._by_rows(cache_bytes / self._rate, self.padded(rows), blocks)
@@ -147,12 +149,12 @@ class GpuPasses(DevicePasses):
             return self._weights
         sizing = self.passes.sizing
         rate = GPU.coded_share * sizing.hardware.rates.device_read
-        head = sizing.target.head.nbytes(sizing.itemsize) if sizing.target.head_encoding else 0  # as it is stored
+        head = sizing.target.head.nbytes(sizing.itemsize) if sizing.target.head_encoding else 0  # stays as it is stored
         return sizing.low_bit_bytes(self.passes.composition.weight_bits) / rate + head / self._rate
 
     @property
     def _kept(self) -> int:
-        """Bytes of what the target proposes to itself over in place of its cache, of all sequences."""
+        """Bytes of the copies over which the target proposes to itself, of all sequences."""
         passes, composition = self.passes, self.passes.composition
         if composition.kv_bits < 16:
             return passes.num_sequences * passes.sizing.quantised_cache_bytes(passes.capacity, composition)

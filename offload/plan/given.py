@@ -1,5 +1,5 @@
-"""A plan that is given instead of made: all that a seed's text follows from is the given plan's, and only where weights
-and caches are is planned for the machine that is there."""
+"""A plan that the user gives: every decision that affects the text of a seed is kept, and only the placement of weights
+and caches is planned anew for this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Plan, check_link, sized
 
 _ROUNDING = ("page_tokens", "tile_tokens", "window_pages", "rows", "prefill_block", "fused_prefill")  # of a placement
-_SPELT = {"lookup": "no-lookup", "speculation": "no-speculation", "masses": "cite"}  # options of another name
+_SPELT = {"lookup": "no-lookup", "speculation": "no-speculation", "masses": "cite"}  # on the command line
 
 
 def read_plan(document: object) -> Plan:
@@ -38,8 +38,8 @@ def read_plan(document: object) -> Plan:
 
 
 def options_beside(plan: Plan, options: Options) -> Options:
-    """The options that place `plan`: the user's, on the kind of device and in the dtype of the plan. Raises UsageError
-    for an option that contradicts it."""
+    """The options to place `plan` with: the user's, on the kind of device and in the dtype of the plan. Raises
+    UsageError for an option that contradicts the plan."""
     request, plain = plan.request, Options()
     for name, decided in _decided(plan).items():
         given = getattr(options, name)
@@ -68,16 +68,16 @@ def plan_again(
     num_prompt_tokens: int,
     max_tokens: int,
 ) -> Plan:
-    """`plan` for another request that has room in it, placed on this machine. options: see `options_beside`.
+    """`plan` for another request that fits into its capacity, placed on this machine. options: see `options_beside`.
 
-    Raises ModelError where it is for other models, UsageError where this machine would round in another way, and
+    Raises ModelError if the plan is for other models, UsageError if this machine would round differently, and
     DoesNotFit.
     """
     _check_models(plan, target, draft)
     capacity, composition = plan.request.capacity, plan.composition
     _check_room(capacity, num_prompt_tokens, max_tokens)
     before = capacity - max_tokens
-    sized(target, draft, _pinning(plan, options), hardware, before, max_tokens, [])  # checks what is asked for
+    sized(target, draft, _pinning(plan, options), hardware, before, max_tokens, [])  # checks the options
     _, sizing = sized(target, draft, replace(options, context=capacity), hardware, before, max_tokens, [])
     cost = Cost(sizing, place(sizing, capacity, composition), capacity, composition)
     check_link(options, cost.placement)
@@ -95,7 +95,7 @@ def plan_again(
 
 
 def _decided(plan: Plan) -> dict[str, object]:
-    """The options that ask for what the plan has, by the names of their fields."""
+    """The options that reproduce the plan's levels, by field name."""
     composition, request = plan.composition, plan.request
     return {
         "context": request.capacity,
@@ -116,7 +116,7 @@ def _decided(plan: Plan) -> dict[str, object]:
 
 
 def _pinning(plan: Plan, options: Options) -> Options:
-    """`options` that ask for the plan's levels, so that they are checked as a user's are. Raises UsageError."""
+    """`options` that ask for the plan's levels, so that they are checked like a user's options. Raises UsageError."""
     composition = plan.composition
     return replace(
         options,
@@ -171,7 +171,7 @@ def _problems(plan: Plan, cost: Cost) -> Iterator[str]:
 
 
 def _check_rounding(plan: Plan, here: Placement) -> None:
-    """Raise UsageError where sums would be made in another order than on the machine of the plan."""
+    """Raise UsageError if sums would be computed in another order than on the machine of the plan."""
     for name in _ROUNDING:
         planned, found = getattr(plan.placement, name), getattr(here, name)
         if planned != found:

@@ -1,4 +1,4 @@
-"""The devices and memory of this machine. Reads them, and decides nothing."""
+"""The devices and memory of this machine, as they are probed. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from offload.plan.rates import RTX_4090, TWO_CORES, Rates, load_rates, typical
 
 __all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
 
-_COPY_SHARE = 25 / 31.5  # of what a PCIe link carries on paper, that copies reach
-_CONTEXT_BYTES = 512 * 2**20  # of a GPU's memory, that CUDA takes for each process
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # its variables
+_COPY_SHARE = 25 / 31.5  # of a PCIe link's nominal rate, reached by copies
+_CONTEXT_BYTES = 512 * 2**20  # of GPU memory, taken by CUDA for each process
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's variables
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """device: "cpu" or "cuda:N". Bytes are free ones, now. On a CPU the device's memory is the host's. has_kernels: of
-    a GPU, whether its own kernels can be compiled here; the CPU's are not meant.
-    packs: whether the CPU's kernels were built."""
+    """The devices and memory that a plan may use. device: "cpu" or "cuda:N". Bytes are the currently free ones. On a
+    CPU the device's memory is the host's. has_kernels: whether a GPU's kernels can be compiled here; the CPU's are not
+    meant. packs: whether the CPU's kernels were built."""
 
     device: str
     device_name: str
@@ -36,8 +36,8 @@ class Hardware:
     host_free_bytes: int
     fast_bf16: bool
     rates: Rates = TWO_CORES
-    num_devices: int = 1  # each with a link of its own; bytes and rates are those of the one that has least
-    num_hosts: int = 1  # machines that have as many of them each, and as much memory
+    num_devices: int = 1  # each with a link of its own; bytes and rates are the least of all devices
+    num_hosts: int = 1  # machines, with the same number of devices and the same memory each
     has_kernels: bool = True
     packs: bool = True
 
@@ -52,8 +52,8 @@ class Hardware:
 
     @property
     def link_rate(self) -> float:
-        """Bytes per second to each device while all are busy: GPUs of one host share what its memory gives. The ranks
-        of a CPU share it in their `rates` already."""
+        """Bytes per second to each device while all are busy: GPUs of one host share the rate of its memory. The
+        `rates` of a CPU's ranks are shared ones already."""
         each, number = self.rates.to_device, self.ranks_per_host
         together = self.rates.links
         if together is None and number > 1:
@@ -63,7 +63,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Launched:
-    """What torchrun says to each process: one rank of `size`, on a machine that has `local_size` of them."""
+    """The environment that torchrun gives a process: one rank of `size`, on a machine with `local_size` ranks."""
 
     rank: int
     size: int
@@ -72,7 +72,8 @@ class Launched:
 
     @classmethod
     def look(cls) -> Launched | None:
-        """None where this process was not started by torchrun. Raises UsageError where its variables say nothing."""
+        """The environment of this process; None if torchrun did not start it. Raises UsageError if the variables are
+        invalid."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         try:
@@ -82,15 +83,15 @@ class Launched:
 
     @property
     def num_hosts(self) -> int:
-        """Machines, which have as many ranks each."""
+        """The number of machines, which have the same number of ranks each."""
         return -(-self.size // self.local_size)
 
 
 def probe(device: str, gpus: int | None = 1) -> Hardware:
-    """The machine as seen for `device`: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:N".
+    """The hardware for `device`: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
 
-    gpus: devices that are used together, the first of them being `device`; on a CPU so many processes share its cores.
-    None: all GPUs from there on, or one CPU. torchrun, where it started this process, says how many. Raises UsageError.
+    gpus: the number of devices used together, from `device` on; on a CPU, the number of processes that share its cores.
+    None: all GPUs from `device` on, or one CPU. Under torchrun the number is torchrun's. Raises UsageError.
     """
     name, launched = _resolve(device), Launched.look()
     if launched is not None:
@@ -109,7 +110,7 @@ def probe(device: str, gpus: int | None = 1) -> Hardware:
 
 
 def _num_devices(name: str) -> int:
-    """GPUs from `name` on, or one CPU."""
+    """The number of GPUs from `name` on, or one CPU."""
     import torch
 
     return 1 if name == "cpu" else torch.cuda.device_count() - _index(name)
@@ -129,7 +130,7 @@ def _cpu() -> Hardware:
 
 
 def _gpus(first: int, number: int) -> Hardware:
-    """GPUs that wait for one another: of each number the least."""
+    """The hardware of several GPUs that wait for one another: the least of each number."""
     import torch
 
     names = [f"cuda:{first + position}" for position in range(number)]
@@ -149,7 +150,7 @@ def _gpus(first: int, number: int) -> Hardware:
 
 
 def _has_kernels(new_enough: bool) -> bool:
-    """See `Hardware`. new_enough: compute capability 8.0 or later."""
+    """Whether kernels can be compiled for this GPU, see `Hardware`. new_enough: compute capability 8.0 or later."""
     import torch
 
     wanted = os.environ.get(KERNELS) != "off"
@@ -157,7 +158,7 @@ def _has_kernels(new_enough: bool) -> bool:
 
 
 def _gpu_rates(name: str, number: int) -> Rates:
-    """Of one of `number` GPUs: measured, or typical ones with the link that its slot gives."""
+    """The rates of one of `number` GPUs: measured, or typical ones with the link rate of its slot."""
     import torch
 
     if (measured := load_rates(machine_name(), rates_key(name))) is not None:
@@ -170,7 +171,7 @@ def _gpu_rates(name: str, number: int) -> Rates:
 def rates_key(device: str) -> str:
     """The key under which the rates of "cpu" or "cuda:N" are stored.
 
-    A GPU by its own number: N depends on which are visible, and two alike may sit in unlike slots.
+    A GPU's key is its own id: N depends on the visible GPUs, and two GPUs of one kind may sit in different slots.
     """
     import torch
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path("/")
-KERNELS = "TRIFORCE_KERNELS"  # in the environment: off, torch's operators run
-# Of a CPU's many features, those that decide how fast products are. x86, then ARM.
+KERNELS = "TRIFORCE_KERNELS"  # environment variable: with "off" torch's operators run
+# The CPU features that decide the speed of products: x86, then ARM.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 # Bytes per second of one lane, one direction, after line coding (PCI-SIG), by generation.
 _LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -23,7 +23,8 @@ _LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e
 
 @dataclass(frozen=True)
 class Machine:
-    """num_cores: logical ones that this process may use. Bytes; a container's limits count as the machine's."""
+    """A machine's CPU and memory. num_cores: logical cores that this process may use. Sizes in bytes; a container's
+    limits count as the machine's."""
 
     system: str
     processor: str
@@ -31,9 +32,9 @@ class Machine:
     num_cores: int
     host_bytes: int
     host_free_bytes: int
-    memlock_bytes: int | None  # what the process may lock in memory; None: no limit
+    memlock_bytes: int | None  # limit of locked memory of the process; None: no limit
     numa_nodes: tuple[int, ...]
-    usable_numa_nodes: tuple[int, ...]  # those with a core that this process may use
+    usable_numa_nodes: tuple[int, ...]  # nodes with a core that this process may use
 
 
 def look(root: Path = ROOT) -> Machine:
@@ -53,7 +54,7 @@ def look(root: Path = ROOT) -> Machine:
 
 
 def has_native_kernels(root: Path = ROOT) -> bool:
-    """Whether the CPU's kernels were built for this CPU, and are wanted."""
+    """Whether the CPU's kernels were built for this CPU and are not switched off."""
     built = {path.stem for path in (Path(__file__).parents[1] / "native").glob("*.so")}
     own = {"avx2": "avx2", "asimd": "neon"}
     return os.environ.get(KERNELS) != "off" and any(own.get(name) in built for name in _features(root))
@@ -65,9 +66,9 @@ def machine_name(root: Path = ROOT) -> str:
 
 
 def free_host_bytes(root: Path = ROOT) -> int:
-    """Bytes that can be allocated now, in a container (cgroup v2) with a limit no more than its own.
+    """Bytes of host memory that can be allocated now, at most the limit of a container (cgroup v2).
 
-    Pages of files that have been read count as used there, and give way.
+    The page cache counts as used in a container, but can be reclaimed.
     """
     _, free = _memory(root)
     group = root / "sys/fs/cgroup"
@@ -79,7 +80,7 @@ def free_host_bytes(root: Path = ROOT) -> int:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """(all, available) bytes. The kernel says on Linux, where nothing else need be installed."""
+    """The total and available memory in bytes. On Linux the kernel tells it, without another package."""
     said = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
     if len(said) == 2:
         return 1024 * int(said["MemTotal"]), 1024 * int(said["MemAvailable"])
@@ -90,7 +91,7 @@ def _memory(root: Path) -> tuple[int, int]:
 
 
 def _usable_cores() -> set[int]:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    affinity = getattr(os, "sched_getaffinity", None)  # on Linux only
     return affinity(0) if affinity else set(range(os.cpu_count() or 1))
 
 
@@ -106,13 +107,13 @@ def _features(root: Path) -> tuple[str, ...]:
 
 
 def _numa_nodes(root: Path) -> Iterator[tuple[int, set[int]]]:
-    """(number, its cores) of each node."""
+    """The NUMA nodes: (number, its cores)."""
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         yield int(folder.name.removeprefix("node")), set(_core_list(_text(folder / "cpulist")))
 
 
 def _core_list(text: str) -> Iterator[int]:
-    """The cores of "0-3,8"."""
+    """The core numbers of a list such as "0-3,8"."""
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         yield from range(int(first), int(last or first) + 1)
 
@@ -127,13 +128,13 @@ def _memlock_bytes() -> int | None:
 
 
 def number_in(path: Path) -> int | None:
-    """The whole number that the file holds; None where there is no file, or something else in it."""
+    """The whole number in a file; None if there is no such file or its content is not a number."""
     text = _text(path).strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
 def _text(path: Path) -> str:
-    """Nothing where there is no such file, as outside Linux."""
+    """The text of a file; "" if there is no such file, as outside Linux."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -141,7 +142,7 @@ def _text(path: Path) -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package that could be imported; it is not."""
+    """The version of an installed package, which is not imported."""
     if importlib.util.find_spec(package) is None:
         return None
     try:
@@ -160,7 +161,7 @@ class Driver:
 @dataclass(frozen=True)
 class Pcie:
     """A GPU's PCIe link: its current speed (an idle GPU slows it down) and the GPU's maximum. slot_generation: the
-    most that GPU and slot do together; None: unknown."""
+    maximum of GPU and slot together; None: unknown."""
 
     address: str
     generation: int
@@ -178,13 +179,13 @@ class Pcie:
 
     @property
     def busy_bytes_per_second(self) -> float | None:
-        """The same at the speed that it has while bytes cross it."""
+        """The maximum in one direction at the link's speed under load."""
         fastest = max(self.generation, self.slot_generation or self.max_generation)
         return replace(self, generation=fastest).bytes_per_second
 
 
 def driver() -> Driver | None:
-    """Asked of the driver, even if torch was built without CUDA. None where there is none."""
+    """The NVIDIA driver's versions, also if torch was built without CUDA. None if there is no driver."""
     with _nvml() as nvml:
         if nvml is None:
             return None
@@ -199,7 +200,7 @@ def driver() -> Driver | None:
 
 
 def pcie(uuid: str, root: Path = ROOT) -> Pcie | None:
-    """`uuid`: as torch gives it. None also where the GPU is virtual and says nothing."""
+    """The PCIe link of a GPU. uuid: as torch gives it. None if unknown, as for a virtual GPU."""
     with _nvml() as nvml:
         handle = nvml and _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
         place = handle and _ask(nvml, nvml.nvmlDeviceGetPciInfo, handle)
@@ -216,21 +217,21 @@ def pcie(uuid: str, root: Path = ROOT) -> Pcie | None:
         if not width or not generation:
             return None
         node = number_in(folder / "numa_node")
-        # NVML's largest width is that of GPU and slot together; the kernel knows the GPU's own.
+        # NVML's largest width is that of GPU and slot together; the kernel reports the GPU's own.
         gpu_width = max(number(nvml.nvmlDeviceGetMaxPcieLinkWidth), number_in(folder / "max_link_width") or 0, width)
         return Pcie(
             address=address,
             generation=generation,
             width=width,
             max_generation=max(number(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration), generation),
-            max_width=gpu_width if gpu_width <= 32 else width,  # 255: the kernel does not know
+            max_width=gpu_width if gpu_width <= 32 else width,  # 255: unknown to the kernel
             numa_node=None if node is None or node < 0 else node,
             slot_generation=number(nvml.nvmlDeviceGetMaxPcieLinkGeneration) or None,
         )
 
 
 def free_gpu_bytes(uuid: str) -> int | None:
-    """Of a GPU's memory, without a CUDA context there, which would take some."""
+    """Free bytes of a GPU's memory, read without a CUDA context, which would take memory."""
     with _nvml() as nvml:
         handle = nvml and _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
         memory = handle and _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -239,7 +240,7 @@ def free_gpu_bytes(uuid: str) -> int | None:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The driver's library, initialised; None where there is none, or no driver beneath it."""
+    """The driver's library (NVML), initialised; None if the library or the driver is missing."""
     import pynvml
 
     try:
@@ -254,7 +255,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _ask(nvml: Any, function: Callable[..., Any], *args: object) -> Any:
-    """None where this GPU or driver does not answer the question."""
+    """The answer of an NVML function; None if this GPU or driver does not support it."""
     try:
         return function(*args)
     except nvml.NVMLError:

@@ -14,18 +14,15 @@ BITS = {"weight-bits": (16, 6, 4), "kv-bits": (16, 4), "link-bits": (16, 12)}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that a user may set; None and "auto" leave the choice to the plan. Tokens, GB and GB/s (1e9 bytes).
+    """The user's options; None and "auto" leave the choice to the plan. Sizes in tokens, GB and GB/s (1e9 bytes).
 
-    gpus: devices that run the model together, on a CPU processes; None: as many as there are.
-    gamma, draft_gamma: a number is kept to; None adapts to the text.
-    offload: what may be kept on the host; on a CPU, where device and host are one memory, all of it is, unless
-    device_memory says how much of it may be on the "device".
-    link_gbps: of a CPU's link.
-    weight_bits, kv_bits: of the weights and of the keys and values with which the target proposes to itself: 16, 4, and
-    of the weights 6.
-    link_bits: of a cached number or a weight that crosses the link, 16, or 12: packed, none of its bits lost, or where
-    its code in 4 or 6 bits is on the device what it has beside that, 9 or 8 bits.
-    masses: the target's passes record how much they attend to each part of the text.
+    gpus: number of devices (on a CPU, of processes) that run the model together; None: all. gamma, draft_gamma: fixed
+    lengths; None adapts them to the text. offload: the parts that may be kept on the host. On a CPU device and host are
+    one memory, so all of the named parts are offloaded, unless device_memory limits the bytes on the "device".
+    link_gbps: rate of a CPU's emulated link. weight_bits, kv_bits: of the weights and of the keys and values with which
+    the target proposes to itself: 16 or 4, and for weights also 6. link_bits: of a cached number or a weight that
+    crosses the link: 16, or 12 for lossless packing, which becomes a residual of 9 or 8 bits if the number's code in 4
+    or 6 bits is on the device. masses: the target's passes record their attention to each part of the text.
     """
 
     context: int | None = None
@@ -77,7 +74,7 @@ class Options:
 
 
 def bits_of(name: str) -> str:
-    """What an option may be, in words: "auto, 16, 6 or 4"."""
+    """The allowed values of an option in words: "auto, 16, 6 or 4"."""
     *others, last = map(str, ("auto", *BITS[name]))
     return f"{', '.join(others)} or {last}"
 

@@ -1,6 +1,6 @@
 """Seconds of a model's passes on a CPU by rows and cached tokens: measured on its shapes, or estimated from rates.
 
-Measured ones are kept in the file of rates, by machine, threads, shapes, dtype and the kernels that were asked for.
+Measured times are kept in the file of rates, by machine, threads, shapes, dtype and requested kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_
 
 _CURVES = ("fixed", "layer", "token", "near_token")
 _CODED = "coded_token"
-_SECONDS = number(1e-15, 1e6)  # within what machines take: what is divided by it is a number
+_SECONDS = number(1e-15, 1e6)  # plausible seconds, so that a quotient is finite
 _CURVE = list_of(_SECONDS, length=len(ROWS))
 _KINDS = {  # of the fields of a record
     **dict.fromkeys(_CURVES, _CURVE),
@@ -33,27 +33,27 @@ _KINDS = {  # of the fields of a record
     _CODED: Kind("a list", lambda value: value == [] or _CURVE.fits(value)),
 }
 
-_PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of what was drafted
+_PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of drafted tokens
 _LAYER_SECONDS = 6e-5  # calls of one layer
-_CALL_SECONDS = 3e-5  # the part of it that is its attention's, for each sequence
-_WEIGHT_ROW = 0.05  # of the seconds of reading the weights, what each further row adds
-_TOKEN_ROW = 0.06  # the same of the cache
+_CALL_SECONDS = 3e-5  # the part of that for attention, per sequence
+_WEIGHT_ROW = 0.05  # of the seconds of reading the weights, for each further row
+_TOKEN_ROW = 0.06  # of the seconds of reading the cache, for each further row
 _CODED_SHARE = 5 / 16
 _MASS_SHARE = 0.12
-_DECODED_BYTES = 2  # on two cores 0.15 ns, a little more than a number of 16 bits takes
+_DECODED_BYTES = 2  # 0.15 ns on two cores, a little more than reading a number of 16 bits
 _PREFILL_SHARE = 0.2  # of the rate of large products
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of the parts of a pass, each for so many rows as `ROWS` says.
+    """Seconds of the parts of a pass, each for every row count in `ROWS`.
 
     fixed: outside the layers: embedding, logits, draw, Python. layer: of one layer, all but its attention to cached
-    tokens. token: of one layer, of the attention to each of `num_tokens` cached tokens and more; near_token: to each of
-    `num_near` and fewer, which the CPU's caches keep from one pass to the next; coded_token: to each token with 4
-    bits a number, () where no kernel attends to these. mass_share: of the seconds of
-    attention, what keeping its masses adds. prefill_row: of one layer and each row of a prefill; prefill_pair: of one
-    layer and each pair of a row and a token that it sees. kernels: those that ran; "" for times that were not measured.
+    tokens. token: attention of one layer per cached token, for `num_tokens` tokens and more. near_token: the same for
+    `num_near` tokens and fewer, which the CPU's caches keep from one pass to the next. coded_token: the same per token
+    with 4 bits a number, () if there is no kernel. mass_share: the share of attention seconds that recording masses
+    adds. prefill_row: of one layer per row of a prefill. prefill_pair: of one layer per (row, attended token) pair.
+    kernels: the kernels that ran; "" for estimated times.
     """
 
     fixed: tuple[float, ...]
@@ -79,9 +79,9 @@ class PassTimes:
         sequences: int = 1,
         beside: float = 0.0,
     ) -> float:
-        """Of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers. coded: of tokens
-        with 4 bits a number; where that was not measured, in proportion to the bits. sequences: that share the pass,
-        each with so many rows and tokens. beside: further tokens, as they are."""
+        """Seconds of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers. coded: the
+        tokens have 4 bits a number; if that was not measured, in proportion to the bits. sequences: number of sequences
+        in the pass, each with these rows and tokens. beside: further exact tokens."""
         token = _at(self.coded_token, rows) if coded and self.coded_token else self._token(num_tokens, rows)
         if coded and not self.coded_token:
             token *= _CODED_SHARE
@@ -94,20 +94,21 @@ class PassTimes:
         return fixed + num_layers * (layer + sequences * attended)
 
     def _token(self, num_tokens: float, rows: int) -> float:
-        """Of one layer and each of `num_tokens` tokens: the fewer of them the CPU's caches keep, the longer."""
+        """Seconds of attention of one layer per token, among `num_tokens` tokens: longer if the CPU's caches keep fewer
+        of them."""
         near, far = _at(self.near_token, rows), _at(self.token, rows)
         between = (num_tokens - self.num_near) / max(self.num_tokens - self.num_near, 1)
         return near + (far - near) * min(max(between, 0.0), 1.0)
 
     def prefill(self, num_layers: float, num_tokens: int, pairs: int) -> float:
-        """Seconds of a prefill of `num_tokens` rows. pairs: of a row and a token that it sees, in all layers."""
+        """Seconds of a prefill of `num_tokens` rows. pairs: number of (row, attended token) pairs in all layers."""
         return num_layers * num_tokens * self.prefill_row + pairs * self.prefill_pair
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of the models of a request; None: not measured. coded: of the target with quantised weights, by their number,
-    as far as that was measured."""
+    """The measured pass times of a request's models; None: not measured. coded: of the target with quantised weights,
+    by bits, as far as measured."""
 
     target: PassTimes | None = None
     draft: PassTimes | None = None
@@ -118,8 +119,8 @@ UNKNOWN = Times()
 
 
 def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
-    """Where nothing was measured: reading at the rate of `rates`, and a share of it for each further row. To decode a
-    number of a stored matrix takes as long as to read _DECODED_BYTES."""
+    """Estimated pass times, if none were measured: reading at the rate of `rates`, and a share of that for each further
+    row. Decoding a number of a stored matrix takes as long as reading _DECODED_BYTES."""
     num_bytes = _read_bytes(config, itemsize, ModelConfig.layer_weight_bytes)
     rest = _read_bytes(config, itemsize, lambda model, item: model.weight_bytes(item) - model.layers_weight_bytes(item))
     token = config.layer_kv_bytes(itemsize) / rates.device_read
@@ -142,15 +143,15 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
 
 
 def _read_bytes(config: ModelConfig, itemsize: int, of: Callable[[ModelConfig, int], int]) -> int:
-    """Of a model as it is or, where these are more, those of _DECODED_BYTES for each of its numbers."""
+    """The bytes read for a model: its stored bytes, or _DECODED_BYTES for each number if that is more."""
     if not (config.stored_in or config.table_encoding or config.head_encoding):
         return of(config, itemsize)
     return max(of(config, itemsize), of(config.plain, _DECODED_BYTES))
 
 
 def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
-    """The key of a model's record: its shapes, how each matrix is stored, dtype (bf16, fp16 or fp32), the bits of its
-    weights where these are fewer, and whether kernels are asked for."""
+    """The key of a model's record: shapes, encodings of the matrices, dtype (bf16, fp16 or fp32), the bits of its
+    weights if fewer, and whether kernels are requested."""
     attention, inner = config.block.attention, config.block.feed_forward
     shapes = {name: getattr(config, name) for name in _SHAPES} | {
         "qkv_bias": int(attention.bias),
@@ -169,16 +170,17 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
 
 
 def load_times(machine: str, device: str, key: str) -> PassTimes | None:
-    """What was measured of the model `key` on `device` of `machine`; None: nothing, or the record is damaged."""
+    """The measured times of the model `key` on `device` of `machine`; None if there are none or the record is
+    damaged."""
     models = read_records(machine).get(_passes(device))
     return _times(models.get(key)) if isinstance(models, dict) else None
 
 
 def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, anew: bool = False) -> Path:
-    """Add what was `measured`, by `key_of`, to the file of rates, and return its path. What another process has
-    measured of the same kernels meanwhile stays, since plans follow from it by now. OSError.
+    """Add the times `measured`, by `key_of`, to the file of rates, and return its path. Times of the same kernels that
+    another process stored meanwhile stay, since plans may already follow from them. OSError.
 
-    anew: replace it, and forget the other models of this device, since the machine may have changed.
+    anew: replace existing times, and drop the other models of this device, since the machine may have changed.
     """
 
     def change(records: dict[str, Any]) -> dict[str, Any]:
@@ -195,13 +197,13 @@ def _passes(device: str) -> str:
 
 
 def _is_of(record: object, kernels: str) -> bool:
-    """Whether it has times of these kernels."""
+    """Whether a record has times of `kernels`."""
     times = _times(record)
     return times is not None and times.kernels == kernels
 
 
 def _times(record: object) -> PassTimes | None:
-    """What a record of the file says; None where it is damaged."""
+    """The times in a record of the file; None if it is damaged."""
     try:
         source = fields_of(record, "")
         values = {each.name: source.get(each.name, _KINDS[each.name]) for each in fields(PassTimes)}
@@ -211,7 +213,7 @@ def _times(record: object) -> PassTimes | None:
 
 
 def _at(curve: tuple[float, ...], rows: int) -> float:
-    """The value at `rows`, between those of `ROWS` along straight lines, beyond the last one in proportion."""
+    """The value of a curve at `rows`: linear between the points of `ROWS`, proportional beyond the last one."""
     if rows >= ROWS[-1]:
         return curve[-1] * rows / ROWS[-1]
     after = max(bisect_left(ROWS, rows), 1)

@@ -1,4 +1,4 @@
-"""What a pass moves and attends to, in bytes and tiles, and what a device has to say of the seconds that it takes."""
+"""The bytes and tiles that a pass moves and attends to, and the interface for a device's seconds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from offload.plan.sizing import Sizing
 
 @dataclass(frozen=True)
 class SumCosts:
-    """Of sums over the ranks, in which each gathers what the others have of the same rows. seconds: of a sum of few
-    bytes with a single other rank; it grows with that power of the number of others. rate: bytes per second that come
-    in at each rank."""
+    """The costs of sums over the ranks, in which each rank gathers the others' parts of the same rows. seconds: of a
+    small sum with one other rank, multiplied by (number of others)^power. rate: bytes per second received by each
+    rank."""
 
     seconds: float
     power: int
     rate: float
 
     def total(self, number: int, num_bytes: float, others: int) -> float:
-        """Seconds of `number` sums, in which `num_bytes` come in from each of the `others`."""
+        """Seconds of `number` sums, in which a rank receives `num_bytes` from each of the `others`."""
         return number * self.seconds * others**self.power + others * num_bytes / self.rate if others else 0.0
 
 
@@ -33,8 +33,8 @@ NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one composition of levels in its placement, over a full cache of `capacity` tokens. times: of passes on a CPU,
-    as far as they were measured. Where several sequences run at a time, passes are those that they share."""
+    """The passes of one composition in its placement, over a full cache of `capacity` tokens. times: of passes on a
+    CPU, as far as measured. If several sequences run at a time, they share these passes."""
 
     sizing: Sizing
     placement: Placement
@@ -44,7 +44,7 @@ class Passes:
 
     @property
     def num_sequences(self) -> int:
-        """That run at a time."""
+        """Sequences that run at a time."""
         return self.sizing.num_sequences
 
     @property
@@ -63,26 +63,26 @@ class Passes:
 
     @cached_property
     def cache_bytes(self) -> int:
-        """Keys and values of all sequences' full caches."""
+        """Bytes of keys and values of all sequences' full caches."""
         return self.num_sequences * self.capacity * self.sizing.kv_bytes_per_token
 
     @cached_property
     def window_bytes(self) -> int:
-        """Keys and values that a row of each sequence sees in layers with a window."""
+        """Bytes of keys and values that a row of each sequence sees in layers with a window."""
         return self.num_sequences * self.sizing.seen_window_bytes(self.capacity)
 
     def tiles_bytes(self, number: int) -> float:
-        """Of so many tiles of each sequence."""
+        """Bytes of `number` tiles of each sequence."""
         return self.cache_bytes * number / self.num_tiles if self.num_tiles else 0.0
 
     @property
     def share_on_host(self) -> float:
-        """Of the tiles."""
+        """The share of the tiles that is on the host."""
         return 1 - self.placement.resident_tiles / self.num_tiles if self.num_tiles else 0.0
 
     @property
     def link_share(self) -> float:
-        """Of the bytes of cached numbers, what crosses the link."""
+        """The bytes that cross the link for cached numbers, as a share of their exact bytes."""
         return CACHED_SHARE[self.placement.link_bits]
 
     @property
@@ -96,17 +96,17 @@ class Passes:
 
     @property
     def opened_weights(self) -> int:
-        """Bytes of the same layers once they are opened."""
+        """Bytes of the streamed layers' weights after they are decoded."""
         return self.sizing.all_layers_bytes - self.sizing.layers_bytes(self.placement.resident_layers)
 
     @property
     def streamed_cache_bytes(self) -> float:
-        """Keys and values that cross the link in a pass over the full cache, as they are before they are packed."""
+        """Bytes, before packing, of the keys and values that cross the link in a pass over the full cache."""
         return self.tiles_bytes(self.num_tiles - self.placement.resident_tiles)
 
     @property
     def retrieved_bytes(self) -> int:
-        """Keys and values of all sequences' retrieved tokens, in 16 bits or more."""
+        """Bytes of keys and values of all sequences' retrieved tokens, in 16 bits or more."""
         return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
 
     @cached_property
@@ -116,7 +116,7 @@ class Passes:
 
     @cached_property
     def full_link_seconds(self) -> float:
-        """Seconds in which what a pass over the full cache needs crosses each device's link."""
+        """Seconds of the transfers over each device's link in a pass over the full cache."""
         return self.full_link_bytes / self.link_rate
 
 
@@ -128,51 +128,51 @@ class DevicePasses(ABC):
 
     @abstractmethod
     def full(self, rows: int, *, masses: bool) -> float:
-        """Of a pass over the full cache, with its sums, but for what the link brings."""
+        """Seconds of a pass over the full cache with its sums, without waits for the link."""
 
     @abstractmethod
     def retrieval(self, rows: int) -> float:
-        """Of a pass at the level where the target proposes to itself."""
+        """Seconds of a pass at the level where the target proposes to itself."""
 
     @abstractmethod
     def draft(self) -> float:
-        """Of a pass of the draft, which there is."""
+        """Seconds of a pass of the draft; only if there is one."""
 
     @abstractmethod
     def prefill(self, num_tokens: int) -> float:
-        """Of the products and attention of a prefill."""
+        """Seconds of the products and attention of a prefill."""
 
     @abstractmethod
     def refresh(self) -> float:
-        """Of choosing chunks and fetching them, but for those that change and cross the link."""
+        """Seconds of choosing and fetching chunks, without the transfers of changed chunks over the link."""
 
     @property
     @abstractmethod
     def refresh_link_share(self) -> float:
-        """Of the bytes of fetched chunks, what crosses the link."""
+        """The bytes that cross the link for fetched chunks, as a share of their exact bytes."""
 
     @property
     @abstractmethod
     def unpacking(self) -> float:
-        """Of unpacking what streams of the cache."""
+        """Seconds of unpacking the streamed part of the cache."""
 
     @property
     @abstractmethod
     def restoring(self) -> float:
-        """In which weights that crossed the link quantised become what they are."""
+        """Seconds of restoring the exact weights from the bytes that crossed the link."""
 
     @property
     @abstractmethod
     def rank_sums(self) -> SumCosts:
-        """Of sums over ranks of one host."""
+        """The costs of sums over the ranks of one host."""
 
     @abstractmethod
     def padded(self, rows: int) -> int:
-        """Rows that are computed for so many."""
+        """The number of computed rows, with padding, for `rows` rows."""
 
     def sums(self, rows: int, blocks: int = 1) -> float:
-        """Seconds of the sums over the ranks in a pass: two a layer and block, of its part of [rows, hidden], and a
-        small one where heads are normed together."""
+        """Seconds of the sums over the ranks in a pass: two per layer and block, each of its part of [rows, hidden],
+        and a small one if heads are normed together."""
         sizing = self.passes.sizing
         hardware, target = sizing.hardware, sizing.target
         sums = NETWORK if hardware.num_hosts > 1 else self.rank_sums
@@ -187,7 +187,7 @@ class DevicePasses(ABC):
         return self.sums(self.padded(self.passes.num_sequences * rows))
 
     def beside_weights(self, seconds: float) -> float:
-        """A pass that takes so many seconds to propose, while the weights that it needs cross the link."""
+        """Seconds of a proposing pass that takes `seconds` to compute, while its weights cross the link."""
         if self.passes.proposes_quantised:
             return seconds
         return max(seconds + self.restoring, self.passes.streamed_weights / self.passes.link_rate)

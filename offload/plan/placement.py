@@ -1,6 +1,6 @@
 """Placement: layers and tiles on the device as far as they fit, the rest on the host.
 
-Weights come first, since the retrieval level reads all of them in every inner pass; tiles take what is left.
+Weights come first, since the retrieval level reads all of them in every inner pass; tiles take the remaining memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizin
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where weights and caches are, and in which pieces they are moved and computed.
+    """The placement of weights and caches, and the pieces in which they are moved and computed.
 
-    offload: of "weights" and "kv", what may be on the host. resident_layers, resident_tiles: how many layers' weights,
-    and how many tiles of all layers together, are on the device. The rest crosses the link. Bytes are by purpose: those
-    of the first device, of each other one where there are several, and of all ranks on the hosts; of all sequences that
-    run at a time, each of which has so many tiles. Sizes of pages and tiles in tokens.
+    offload: the parts, "weights" or "kv", that may be on the host. resident_layers, resident_tiles: the number of
+    layers with weights on the device, and of tiles of all layers together. The rest crosses the link. Bytes are by
+    purpose: of the first device, of each other device if there are several, and of all ranks on the hosts. They are for
+    all sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
 
     offload: tuple[str, ...]
@@ -34,15 +34,15 @@ class Placement:
     tile_tokens: int
     rows: int  # the prompt's last tokens, left to the first full pass; on a GPU also the rows of a block
     prefill_block: int  # rows
-    fused_prefill: bool  # it attends by torch's fused kernel
+    fused_prefill: bool  # prefill attention uses torch's fused kernel
     link_bytes_per_second: float | None  # set, or measured; None: not known
-    link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: it lies packed at home,
-    # 9: as what it has beside its code, which is on the device
-    raw_pages: int = 0  # of a layer, of each sequence, that have room on each rank's host as they are, beside these
-    weight_link_bits: int = 16  # of a weight that does; 12: packed, 9 or 8: what it has beside its code, which is there
-    staging_tiles: int = NUM_STAGING  # of each sequence, through which tiles stream
-    window_pages: int = 0  # of a layer with a window, of each sequence, on each device
-    embeds_on_host: bool = False  # whether the embedding's table is there, of which a pass reads a few rows
+    link_bits: int = 16  # of a cached number of a whole page that crosses the link; 12: packed at home;
+    # 9: a residual, whose code is on the device
+    raw_pages: int = 0  # room on each rank's host for raw (not packed) pages of a layer, per sequence
+    weight_link_bits: int = 16  # of a weight that crosses the link; 12: packed, 9 or 8: a residual of its code
+    staging_tiles: int = NUM_STAGING  # staging slots of each sequence, through which tiles stream
+    window_pages: int = 0  # per layer with a window, sequence and device
+    embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property
     def total_device_bytes(self) -> int:
@@ -58,17 +58,17 @@ class Placement:
 
 
 def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
-    """The placement that offloads least: what the user named, else nothing, the KV cache, or weights too.
+    """The placement that offloads least: the parts that the user named, else nothing, the KV cache, or weights too.
 
-    May be larger than the machine: `shortage` says so.
+    It may exceed the machine's memory, see `shortage`.
     """
     if sizing.options.offload is not None:
         return _fill(sizing, capacity, composition, sizing.options.offload)
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
-    if not sizing.num_growing:  # no cache that could be there
+    if not sizing.num_growing:  # no tiles to offload
         choices = [frozenset[str](), frozenset({"weights"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
-        choices = choices[:1]  # one memory: moving things within it makes no room
+        choices = choices[:1]  # one memory: offloading frees nothing
     for offload in choices[:-1]:
         if _least_device_bytes(sizing, capacity, offload) <= device_room(sizing):
             placement = _fill(sizing, capacity, composition, offload)
@@ -78,14 +78,14 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
 
 
 def _least_device_bytes(sizing: Sizing, capacity: int, offload: frozenset[str]) -> int:
-    """Of what stays on the device where only what `offload` names may move."""
+    """The least device bytes if only the parts in `offload` may be on the host."""
     layers = 0 if "weights" in offload else sizing.all_layers_bytes
     tiles = 0 if "kv" in offload else sizing.num_growing * sizing.num_tiles(capacity) * sizing.num_sequences
     return layers + tiles * sizing.tile_bytes(capacity)
 
 
 def shortage(sizing: Sizing, placement: Placement) -> str | None:
-    """The memory that is short: "12.1 GB of device memory, 8.0 GB are free". None: it fits."""
+    """The memory that is short: "12.1 GB of device memory, 8.0 GB are free". None if the placement fits."""
     hardware = sizing.hardware
     tiers = [
         ("device memory", placement.total_device_bytes, device_room(sizing)),
@@ -111,11 +111,11 @@ def device_room(sizing: Sizing) -> int:
 
 
 def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str]) -> Placement:
-    """The placement with as much on the device as fits; what `offload` names may be on the host. Layers are those of
-    the one model, tiles those of each sequence."""
+    """The placement with as much on the device as fits; the parts in `offload` may be on the host. Layers are counted
+    once for the model, tiles for each sequence."""
     num_layers, growing, count = sizing.target.num_layers, sizing.num_growing, sizing.num_tiles(capacity)
     tile = sizing.tile_bytes(capacity)
-    streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all that is named does
+    streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all named parts are offloaded
 
     bits = link_bits(sizing, composition) if "kv" in offload else 16
     weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
@@ -124,7 +124,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     fixed = sizing.fixed_bytes(capacity, composition)
 
     def of_tiles(tiles: int) -> dict[str, int]:
-        """Device bytes that depend on how many tiles are there."""
+        """Device bytes that depend on the number of resident tiles."""
         rows, moved = (0, count - tiles // growing) if "kv" in offload else (capacity, 0)
         arena = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
         return sizing.of_all({"arena": arena, "kv cache": tiles * tile})
@@ -140,7 +140,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         return {name: size for name, size in (sizing.of_all(sizes) | of_tiles(tiles)).items() if size}
 
     def most(total: int, others: int, used: Callable[[int], int]) -> int:
-        """Of `total`, those that have room beside `others` bytes."""
+        """The largest number, up to `total`, that fits beside `others` bytes."""
         room = device_room(sizing) - others
         return 0 if streams else largest(lambda number: used(number) <= room, total)
 
@@ -185,7 +185,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
 
 
 def _link_rate(sizing: Sizing) -> float | None:
-    """Bytes per second that the user sets or that were measured of a GPU's link; None: not known."""
+    """Bytes per second over the link, as set by the user or measured for a GPU; None: not known."""
     hardware = sizing.hardware
     if sizing.options.link_gbps is not None:
         return sizing.options.link_gbps * 1e9
@@ -193,7 +193,7 @@ def _link_rate(sizing: Sizing) -> float | None:
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection that begins with the limit itself; 0 for none."""
+    """The largest number up to `limit` that fits, by bisection that tries the limit first; 0 if none fits."""
     low, high, middle = 0, limit, limit
     while low < high:
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -1,7 +1,8 @@
-"""A request is planned once, by arithmetic alone, into a frozen `Plan`; the engine is built from it and nothing else.
+"""The planner: a request is planned once, by arithmetic alone, into a frozen `Plan`, and the engine is built only from
+it.
 
 Planning is deterministic: the same request with the same rates gives the same plan, and so the same seed gives the same
-text. Nothing is measured here: times of passes were, before the first plan.
+text. Nothing is measured here: pass times are measured before the first plan.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from offload.plan.sizing import Sizing
 
 __all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
 
-VERSION = 1  # of a plan's JSON: another one wherever the same plan and seed would give another text
-# Of mechanisms that are gone, in plans of before: 0, false or null where they were not used.
+VERSION = 1  # of a plan's JSON: changes when the same plan and seed would give another text
+# Fields of removed mechanisms in older plans: 0, false or null if unused.
 _GONE = {
     "request": ("turns",),
     "placement": ("host_tiles", "attended_bytes", "host_bytes_per_second"),
@@ -37,11 +38,11 @@ _GONE = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A request as it is planned: the device and dtype that "auto" stands for, and tokens that fit in the context.
+    """A request as it is planned: the device and dtype chosen for "auto", and the tokens that fit in the context.
 
-    target, draft: the models by `key_of`, with the dtype and whether kernels are asked for.
-    device: "cpu" or "cuda:N", the first of `num_devices`; device_name: as people call it. dtype: bf16, fp16 or fp32.
-    num_sequences: that run at a time, each with caches for so many tokens.
+    target, draft: the models by `key_of`, with the dtype and whether kernels are requested. device: "cpu" or "cuda:N",
+    the first of `num_devices`. device_name: the product name. dtype: bf16, fp16 or fp32. num_sequences: sequences that
+    run at a time, each with caches of `capacity` tokens.
     """
 
     target: str
@@ -56,13 +57,13 @@ class PlannedRequest:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence's caches are made for."""
+        """The size of a sequence's caches in tokens."""
         return self.num_prompt_tokens + self.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All decisions for one request, and what they are predicted to take. notes: what the user should know of them."""
+    """The plan of one request: all decisions, and their predicted seconds. notes: notes for the user."""
 
     request: PlannedRequest
     composition: Composition
@@ -72,12 +73,11 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """Of the whole request."""
+        """The predicted seconds of the whole request."""
         return self.predicted.first_token_seconds + self.request.max_tokens * self.predicted.seconds_per_token
 
     def as_dict(self) -> dict[str, Any]:
-        """The parts as JSON can hold them, with the version of this form, and `capacity` and `levels`, which follow
-        from the rest."""
+        """The plan as JSON values, with the version of the format, and with the derived `capacity` and `levels`."""
         parts = {"version": VERSION} | asdict(self)
         parts["request"]["capacity"] = self.request.capacity
         parts["composition"]["levels"] = self.composition.levels
@@ -85,8 +85,8 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object) -> Plan:
-        """The plan that `as_dict` gave, also after a way through JSON: the same to the last bit. Raises ValueError,
-        which names the key that is unknown, missing or wrong."""
+        """The plan from a result of `as_dict`, also after a round trip through JSON: identical to the last bit. Raises
+        ValueError, which names the key that is unknown, missing or wrong."""
         parts = versioned(data, VERSION, "plan")
         for part in _GONE.keys() & parts.keys():
             parts[part] = _without_zeros(parts[part], _GONE[part], f"plan.{part}")
@@ -99,7 +99,7 @@ class Plan:
 
 
 def _without_zeros(part: object, names: Collection[str], place: str) -> object:
-    """The part of a plan without keys that it may have if they say nothing. Raises ValueError."""
+    """The part of a plan without the optional keys `names`, which must be 0, false or null. Raises ValueError."""
     if not isinstance(part, dict):
         return part
     for name in names:
@@ -109,7 +109,7 @@ def _without_zeros(part: object, names: Collection[str], place: str) -> object:
 
 
 def _taken(parts: dict[str, object], part: str, key: str) -> object:
-    """The value that follows from the rest of a part, which is left without it. Raises ValueError."""
+    """Remove a derived value from a part and return it. Raises ValueError."""
     whole = fields_of(parts, "plan").inner(part)
     value = whole.present(key)
     parts[part] = {name: each for name, each in whole.data.items() if name != key}
@@ -126,8 +126,8 @@ def make_plan(
     max_tokens: int,
     times: Times = UNKNOWN,
 ) -> Plan:
-    """Plan a request. times: of passes on a CPU, as far as they were measured. Raises UsageError, and DoesNotFit, which
-    names what would fit, if the context or the memory is too small."""
+    """Plan a request. times: of passes on a CPU, as far as measured. Raises UsageError, and, if the context or the
+    memory is too small, DoesNotFit, which names the sizes that would fit."""
     notes = [f"the text of a {target.wrapper} model: it sees no pictures here"] if target.wrapper else []
     notes += target.quantisation.remarks if target.quantisation else []
     capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
@@ -161,7 +161,7 @@ def has_room(
     num_prompt_tokens: int,
     max_tokens: int,
 ) -> bool:
-    """Whether there is memory for a request, whatever else `make_plan` would decide. Raises as that does."""
+    """Whether there is memory for a request, without the other decisions of `make_plan`. Raises the same errors."""
     capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, [])
     return least_shortage(sizing, capacity) is None
 
@@ -169,7 +169,7 @@ def has_room(
 def largest_context(
     target: ModelConfig, draft: ModelConfig | None, options: Options, hardware: Hardware, limit: int
 ) -> int:
-    """Tokens, up to `limit`, that fit in memory with the models; 0: not even one does."""
+    """The largest context in tokens, up to `limit`, that fits in memory with the models; 0 if none fits."""
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     return largest(lambda tokens: least_shortage(sizing, tokens) is None, limit)
 
@@ -183,7 +183,7 @@ def sized(
     max_tokens: int,
     notes: list[str],
 ) -> tuple[int, Sizing]:
-    """The capacity in tokens, and what the sizes follow from. notes: gets what the user should know."""
+    """The capacity in tokens, and the `Sizing` of the request. notes: receives notes for the user."""
     capacity = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     check_quantised(sizing)
@@ -194,13 +194,13 @@ def sized(
 
 
 def check_link(options: Options, placement: Placement) -> None:
-    """Raise UsageError where a link is paced and nothing crosses one."""
+    """Raise UsageError if a link is paced and nothing crosses it."""
     if options.link_gbps is not None and not placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
 
 
 def _check_windows(sizing: Sizing) -> None:
-    """Raise UsageError for what a model without a growing cache cannot do."""
+    """Raise UsageError for options that a model without a growing cache does not support."""
     if sizing.num_growing:
         return
     if sizing.options.budget is not None:
@@ -229,7 +229,7 @@ def _unused(options: Options, cost: Cost) -> list[str]:
 
 
 def _advice(cost: Cost) -> Iterator[str]:
-    """What would make this plan faster."""
+    """Notes on changes that would make this plan faster."""
     target, resident = cost.sizing.target, cost.placement.resident_layers
     if cost.sizing.hardware.is_cpu:
         return
@@ -267,7 +267,7 @@ def _fit_context(
 
 
 def dtype_of(target: ModelConfig, options: Options, hardware: Hardware) -> str:
-    """The dtype that "auto" stands for: bf16, fp16 or fp32."""
+    """The dtype chosen for "auto": bf16, fp16 or fp32."""
     if options.dtype != "auto":
         return options.dtype
     if hardware.is_cpu:  # fp16 products are far slower than both on CPUs
@@ -277,7 +277,7 @@ def dtype_of(target: ModelConfig, options: Options, hardware: Hardware) -> str:
 
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:
-    """Raise DoesNotFit, with the largest context that would fit, where a tier is too small."""
+    """Raise DoesNotFit, with the largest context that would fit, if device or host memory is too small."""
     if (short := least_shortage(sizing, capacity)) is None:
         return
     fits = largest(lambda tokens: least_shortage(sizing, tokens) is None, capacity)

@@ -21,8 +21,8 @@ class Rates:
     """Speeds of one device and of its link to the host: bytes (1e9 a GB) and operations per second.
 
     to_device, to_host: copies of pinned memory, each direction alone. device_read: weights, through products of one
-    row. host_read: plain reading by all threads. flops: large products, 16-bit where the device is fast at them.
-    links: what the host's memory gives all devices at once; None: not measured, and several get no more than host_read.
+    row. host_read: plain reading by all threads. flops: large products, 16-bit where the device is fast at them. links:
+    the total rate from the host's memory to all devices at once; None: not measured, several get at most host_read.
     """
 
     to_device: float
@@ -34,12 +34,12 @@ class Rates:
     links: float | None = None
 
     def shared(self, number: int) -> Rates:
-        """What each of `number` processes has that share one CPU and its memory."""
+        """The rates of each of `number` processes that share one CPU and its memory."""
         return replace(self, **{name: getattr(self, name) / number for name in _NUMBERS})
 
     @classmethod
     def slowest(cls, each: Sequence[Rates]) -> Rates:
-        """What each of several devices has that wait for one another."""
+        """The rates of each of several devices that wait for one another: the slowest of each kind."""
         least = {name: min(getattr(rates, name) for rates in each) for name in _NUMBERS}
         links = min((rates.links for rates in each if rates.links is not None), default=None)
         return cls(**least, measured=all(rates.measured for rates in each), links=links)
@@ -48,14 +48,14 @@ class Rates:
 TWO_CORES = Rates(to_device=18e9, to_host=18e9, device_read=28e9, host_read=45e9, flops=0.9e12)
 RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=72e9, flops=160e12)  # DDR5-5600, twice
 _SERVER_READ = 165e9  # eight channels of DDR4-3200
-_RATE = number(1e6, 1e18)  # within what machines have: seconds that are divided by it are numbers
-_DESKTOP_DEVICES = 2  # more have no lanes there
+_RATE = number(1e6, 1e18)  # plausible rates, so that quotients are finite
+_DESKTOP_DEVICES = 2  # a desktop has no lanes for more
 
 _NUMBERS = tuple(field.name for field in fields(Rates) if field.name not in ("measured", "links"))
 
 
 def typical(num_devices: int) -> Rates:
-    """The rates of GPUs in a machine that has room for so many."""
+    """The typical rates of GPUs in a machine with `num_devices` of them."""
     return RTX_4090 if num_devices <= _DESKTOP_DEVICES else replace(RTX_4090, host_read=_SERVER_READ)
 
 
@@ -76,22 +76,22 @@ def load_rates(machine: str, device: str) -> Rates | None:
 
 
 def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
-    """Add what was `measured`, by device, to the file, and return its path. OSError."""
+    """Add the `measured` rates, by device, to the file, and return its path. OSError."""
     added = {device: asdict(rates) for device, rates in measured.items()}
     return change_records(machine, lambda records: records | added)
 
 
 def read_records(machine: str) -> dict[str, Any]:
-    """What the file holds of `machine`, by key; {} where there is nothing or the file is damaged."""
+    """The file's records of `machine`, by key; {} if there are none or the file is damaged."""
     records = _read(rates_file()).get(machine)
     return records if isinstance(records, dict) else {}
 
 
 def change_records(machine: str, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Path:
-    """Have the file hold `change` of what it holds of `machine`, by key, and return its path. OSError.
+    """Replace the file's records of `machine`, by key, by `change` of them, and return its path. OSError.
 
-    A home folder may be shared: records of other machines stay. Who changes it at the same time waits; who reads it
-    sees the old file or the new one, never a part.
+    A home folder may be shared: records of other machines stay. Concurrent writers wait; a reader sees the old file or
+    the new one, never a part.
     """
     path = rates_file()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,5 +106,5 @@ def change_records(machine: str, change: Callable[[dict[str, Any]], Mapping[str,
 def _read(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
-    except ModelError:  # none yet, or damaged: as if nothing had been measured, and the next record replaces it
+    except ModelError:  # missing or damaged: treated as empty, and replaced by the next record
         return {}

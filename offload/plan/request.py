@@ -1,4 +1,4 @@
-"""A request for two models on this machine as it was at that time, which can be planned for any number of tokens."""
+"""A planning request: models, options and the state of the machine, to be planned for any number of tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from offload.plan.sizing import Sizing
 
 @dataclass(frozen=True)
 class Request:
-    """Two models, options and a machine. hardware: as it was before anything was loaded, so that later plans of one
-    engine count nothing twice. times: what was measured of the models' passes. given: the plan that is used instead of
-    another. Raises UsageError where its devices cannot share the target."""
+    """The models, options and machine to plan for. hardware: as probed before anything was loaded, so that later plans
+    of one engine count nothing twice. times: measured pass times of the models. given: a plan to use instead of a new
+    one. Raises UsageError if the devices cannot share the target."""
 
     target: ModelConfig
     draft: ModelConfig | None
@@ -38,18 +38,18 @@ class Request:
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:
-        """Raises ModelError, UsageError."""
+        """A request on this machine as it is now. Raises ModelError, UsageError."""
         return cls.of(model, draft, options, probe(options.device, options.gpus))
 
     @classmethod
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
-        """Raises ModelError, UsageError."""
+        """A request on `hardware`, with the stored pass times. Raises ModelError, UsageError."""
         used = draft if options.speculation else None
         configs = read_config(model), None if used is None else read_config(used)
         return cls(*configs, options, hardware).with_known_times()
 
     def with_known_times(self) -> Request:
-        """The same with the times that are in the file: of a CPU."""
+        """The request with the stored pass times, which exist for CPUs only."""
         if not self.hardware.is_cpu:
             return self
 
@@ -62,23 +62,24 @@ class Request:
 
     @property
     def dtype(self) -> str:
-        """bf16, fp16 or fp32."""
+        """The dtype: bf16, fp16 or fp32."""
         return dtype_of(self.target, self.options, self.hardware)
 
     @property
     def context(self) -> int:
-        """Tokens: what the user gives, or the model's limit."""
+        """The context in tokens: the user's, or the model's limit."""
         return self.options.context or self.target.context_limit
 
     def plan(self, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
-        """Raises DoesNotFit, UsageError; where a plan is given that is for other models, ModelError."""
+        """The plan for these tokens. Raises DoesNotFit, UsageError, and ModelError if a given plan is for other
+        models."""
         poll()
         if self.given is not None:
             return plan_again(self.given, *self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         return make_plan(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
 
     def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether there is memory for what `plan` would plan, which takes longer. Raises as that does."""
+        """Whether there is memory for the request, as `plan` would decide, but faster. Raises the same errors."""
         return has_room(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
@@ -87,11 +88,12 @@ class Request:
         return plan_together(plan, sizing, self.times, num_sequences, most=most)
 
     def largest_context(self) -> int:
-        """Tokens of `context` that fit in memory; 0: not even one does."""
+        """The largest part of `context`, in tokens, that fits in memory; 0 if none fits."""
         return self._fitting(self.context)
 
     def longest_context(self) -> int:
-        """Tokens that fit in memory up to the model's limit, whatever context the user gives."""
+        """The longest context in tokens that fits in memory, up to the model's limit, regardless of the user's
+        context."""
         return self._fitting(self.target.context_limit)
 
     def _fitting(self, limit: int) -> int:

@@ -10,16 +10,16 @@ from offload.errors import UsageError
 from offload.formats.layout import encoding
 from offload.plan.options import MAX_RANKS
 
-SPLIT_BY_INPUTS = ("o", "down")  # operators of which a rank has some inputs
+SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size` holds consecutive query heads with their KV heads, and consecutive rows of the feed-forward
-    network (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, and consecutive rows of the
+    feed-forward network (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
-    ranks. Where there are fewer KV heads than ranks, neighbours hold the same one. Norms and embeddings are whole.
+    ranks. If there are fewer KV heads than ranks, neighbouring ranks hold the same one. Norms and embeddings are whole.
     """
 
     rank: int = 0
@@ -35,18 +35,18 @@ class Shard:
         return range(first, first + 1)
 
     def inner(self, whole: ModelConfig) -> range:
-        """Rows of the feed-forward network."""
+        """The rank's rows of the feed-forward network."""
         return self._part(whole.intermediate_size)
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """The model that this rank runs: all of `whole` but for the heads and rows of others."""
+        """The config of the model that this rank runs: `whole` without the heads and rows of other ranks."""
         if self.size == 1:
             return whole
         own = {kind.block: self._block(kind) for kind, _ in whole.kinds}
         return replace(whole, blocks=tuple(own[block] for block in whole.blocks))
 
     def _block(self, whole: ModelConfig) -> Block:
-        """Of one layer."""
+        """The rank's part of one layer, which is all of `whole`."""
         return whole.changed(
             num_heads=len(self.heads(whole)),
             num_kv_heads=len(self.kv_heads(whole)),
@@ -62,7 +62,7 @@ ALONE = Shard()
 
 
 def check_divides(config: ModelConfig, num_ranks: int) -> None:
-    """Raises UsageError, with the numbers that would do, unless `num_ranks` ranks can share a model."""
+    """Raises UsageError, with the possible numbers, unless `num_ranks` ranks can share the model."""
     kinds = [kind for kind, _ in config.kinds]
     if not all(_divides(kind, num_ranks) for kind in kinds):
         usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
@@ -84,6 +84,6 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
 
 
 def _in_blocks(config: ModelConfig) -> str:
-    """ ", in blocks of 256" where matrices are stored so."""
+    """The text ", in blocks of 256" for a message if matrices are stored in blocks, else ""."""
     sizes = {encoding(name).numbers for name in config.stored_in}
     return f", in blocks of {max(sizes)}" if sizes else ""

@@ -15,46 +15,46 @@ from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
-PREFILL_PAGES = 2  # whose scores are in memory at a time, where no fused kernel serves
+PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
-BLOCK_ROWS = 16  # of a block of torch's products: a GPU's matrix units take 16 at the price of one
-CPU_ROWS = 32  # of a pass on a CPU, that are priced as one
-MAX_ROWS = 256  # beyond the sequence that a pass may write: the longest verification, padded
-NUM_ROW_SLOTS = 3  # blocks of a prefill that are on the device, where its hidden rows are on the host
-STORED_TEMPORARY = 16  # bytes of a number in blocks that torch's operators decode (formats/stored.py)
+BLOCK_ROWS = 16  # rows per block of torch's products: a GPU's matrix units take 16 at the price of one
+CPU_ROWS = 32  # rows of a pass on a CPU that are priced as one block
+MAX_ROWS = 256  # rows that a pass may write after the sequence: the longest verification, padded
+NUM_ROW_SLOTS = 3  # prefill blocks on the device if hidden rows are on the host
+STORED_TEMPORARY = 16  # bytes per number that torch's operators need to decode blocks (formats/stored.py)
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
-TAIL_TOKENS = 128  # steps of the room after the chosen chunks of the retrieval cache, at least one chunk
-FEW_ROWS = 64  # that attend at a time at the lower levels
-MASS_TOKENS = 32  # of which a GPU sums masses before they are joined by chunks
-KV_TAIL = 64  # last tokens of that cache, and up to a group more, that stay as they are
-KV_ROWS = 16  # that attend to that cache at a time
-RAW_TILES = 3  # whose pages are on their way home in a prefill, at most, before some are packed
+TAIL_TOKENS = 128  # granularity of the retrieval cache's tail, at least one chunk
+FEW_ROWS = 64  # rows that attend at a time at the lower levels
+MASS_TOKENS = 32  # tokens over which a GPU sums masses before they are joined by chunks
+KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that stay exact
+KV_ROWS = 16  # rows that attend to the quantised cache at a time
+RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
-WINDOW_UNDO = 1024  # tokens, at least, by which a sequence may become shorter before a window misses some
-# What each sequence has of its own; models, staging of weights and workspaces serve all of them.
+WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
+# Purposes that each sequence has of its own; models, staging of weights and workspaces are shared.
 OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
     )
 )
-_GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and what an allocator cannot use
+_GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
 
 
 def ring_pages(window: int, rows: int, *, page: int, undo: int) -> int:
-    """Pages of `page` tokens that so many rows of a pass see and write, which may begin and end anywhere in a page, and
-    those that a sequence which is shorter by up to `undo` tokens sees."""
+    """The number of pages of a window's ring: pages of `page` tokens that `rows` rows of a pass see and write, at any
+    offset within a page, and the pages that a sequence truncated by up to `undo` tokens sees."""
     return (window - 1 + rows + 2 * (page - 1)) // page + -(-undo // page)
 
 
 def low_bit_tail(drafted: int) -> int:
-    """Exact rows after the quantised tokens: the last ones of the sequence and `drafted` more."""
+    """The number of exact rows after the quantised tokens: the last ones of the sequence and `drafted` more."""
     return -(-(KV_TAIL + KV_CODE_GROUP + drafted) // KV_CODE_GROUP) * KV_CODE_GROUP
 
 
 def tail_tokens(composition: Composition) -> int:
-    """Room in the retrieval cache for the tokens since its chunks were chosen: less than a chunk and what is drafted,
-    and beside chunks in 4 bits the last tokens."""
+    """The retrieval cache's tail, in tokens since its chunks were chosen: less than a chunk, the drafted tokens, and
+    the last exact tokens beside chunks in 4 bits."""
     if composition.kv_bits < 16:
         return low_bit_tail(composition.drafted)
     step = max(TAIL_TOKENS, composition.chunk)
@@ -63,7 +63,7 @@ def tail_tokens(composition: Composition) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Bytes of everything, as functions of the capacity of one sequence. Device bytes are those of each device.
+    """The byte sizes of a request, as functions of the capacity of one sequence. Device bytes are per device.
 
     Each of `num_devices` has a shard of every layer's weights and of the target's caches, embeddings and hidden rows.
     The head and the draft are on the first, so the others need less.
@@ -74,7 +74,7 @@ class Sizing:
     options: Options
     hardware: Hardware
     dtype: str
-    num_sequences: int = 1  # at a time
+    num_sequences: int = 1  # that run at a time
 
     def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by purpose for all sequences. sizes: for one."""
@@ -86,13 +86,13 @@ class Sizing:
 
     @property
     def link_rate(self) -> float:
-        """Bytes per second over each device's link: what the user gives, or the hardware's."""
+        """Bytes per second over each device's link: the user's, or the hardware's."""
         paced = self.options.link_gbps
         return self.hardware.link_rate if paced is None else paced * 1e9
 
     @cached_property
     def shard(self) -> ModelConfig:
-        """The target as each device has it."""
+        """The config of the target's shard on each device."""
         return Shard(0, self.num_devices).config(self.target)
 
     @cached_property
@@ -101,28 +101,28 @@ class Sizing:
 
     @cached_property
     def rows(self) -> int:
-        """The prompt's last rows, left to the first pass over the full cache: a block's on a GPU. It follows from the
-        device alone: a token's bits depend on it."""
+        """The number of last prompt rows that are left to the first pass over the full cache: a block on a GPU. It
+        depends only on the device, since a token's bits depend on it."""
         return 8 if self.hardware.is_cpu else BLOCK_ROWS
 
     @cached_property
     def most_rows(self) -> int:
-        """Rows of a pass that are computed together."""
+        """The most rows of a pass that are computed together."""
         return CPU_ROWS if self.hardware.is_cpu else BLOCK_ROWS
 
     @property
     def fused_prefill(self) -> bool:
-        """Whether torch's fused kernel serves: on a GPU it is for 16 bits on GPUs that also know bf16."""
+        """Whether prefill uses torch's fused kernel: on a GPU only in 16 bits, and only on GPUs with fast bf16."""
         serves = all(head_dim % 8 == 0 and head_dim <= 256 for head_dim in self.target.head_dims)
         return self.hardware.is_cpu or (self.itemsize == 2 and self.hardware.fast_bf16 and serves)
 
     def num_tiles(self, capacity: int) -> int:
-        """Tiles of each layer: as few as possible, for few calls."""
+        """The number of tiles of each layer: as few as possible, for few calls."""
         return -(-capacity // MAX_TILE_TOKENS)
 
     def tile_tokens(self, capacity: int) -> int:
-        """Tokens of a tile. All tiles have one size, with room for the padded rows of any verification: bits must not
-        depend on gamma."""
+        """The tokens of a tile. All tiles have the same size, with room for the padded rows of any verification, since
+        bits must not depend on gamma."""
         return -(-(capacity + MAX_ROWS) // (self.num_tiles(capacity) * PAGE_TOKENS)) * PAGE_TOKENS
 
     def tile_bytes(self, capacity: int) -> int:
@@ -130,44 +130,45 @@ class Sizing:
         return self.tile_tokens(capacity) * self._layer_kv_bytes
 
     def window_pages(self, capacity: int) -> int:
-        """Pages of the ring that a layer with a window has."""
+        """The number of pages in the ring of a layer with a window."""
         if not self.target.windowed:
             return 0
         pages = ring_pages(self.target.window, PREFILL_BLOCK, page=PAGE_TOKENS, undo=WINDOW_UNDO)
         return min(pages, -(-(capacity + MAX_ROWS) // PAGE_TOKENS))
 
     def window_bytes(self, num_tokens: int) -> int:
-        """Of so many tokens in all layers with a window, on each device."""
+        """Bytes of `num_tokens` tokens in all layers with a window, on each device."""
         return len(self.target.windowed) * num_tokens * self._window_kv_bytes
 
     def seen_tokens(self, growing: int, capacity: int) -> tuple[float, float]:
-        """Tokens that a row of a full sequence sees, as the mean of all layers: `growing` in each growing one, and
-        those of windows, as many as cost the same there."""
+        """The mean tokens per layer that a row of a full sequence sees: those of growing layers, with `growing` tokens
+        each, and those of windows, converted to growing layers' tokens of the same bytes."""
         layers, seen = self.timed_layers, self.seen_window_bytes(capacity) / self._layer_kv_bytes
         return growing * self.num_growing / layers, seen / layers
 
     def seen_window_bytes(self, capacity: int) -> int:
-        """Of what a row of a sequence that fills the capacity sees in these layers."""
+        """Bytes that a row of a full sequence sees in layers with a window."""
         return sum(min(window, capacity) for window in self.target.windows) * self._window_kv_bytes
 
     @cached_property
     def _layer_kv_bytes(self) -> int:
-        """Of a token in one growing layer, on each device; in one with a window where there is no other."""
+        """Bytes of a token in one growing layer, on each device; in a layer with a window if there are no growing
+        ones."""
         return self.shard.layer_kv_bytes(self.itemsize)
 
     @cached_property
     def _window_kv_bytes(self) -> int:
-        """Of a token in one layer with a window."""
+        """Bytes of a token in one layer with a window, on each device."""
         return self.shard.window_kv_bytes(self.itemsize)
 
     @cached_property
     def num_growing(self) -> int:
-        """Layers whose cache is in tiles."""
+        """The number of layers whose cache is in tiles."""
         return len(self.target.growing)
 
     def host_cache_bytes(self, capacity: int, resident: int, bits: int) -> dict[str, int]:
-        """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers that are on the
-        device. bits: of a number of the others."""
+        """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers on the device.
+        bits: per number of the other tiles."""
         tile, away = self.tile_bytes(capacity), self.num_growing * self.num_tiles(capacity) - resident
         if bits == 16:
             return {"kv cache": away * tile}
@@ -176,13 +177,13 @@ class Sizing:
         return {"kv cache": packed, "raw pages": raw}
 
     def raw_pages(self, capacity: int, resident: int) -> int:
-        """Pages that lie as they are on the host while they are not packed: the last of each layer, with room for the
-        rows of a pass, and those that a prefill writes. resident: tiles of all layers on the device."""
+        """The number of raw (not packed) pages on the host: the last of each layer, with room for the rows of a pass,
+        and the pages that a prefill writes. resident: tiles of all layers on the device."""
         last = (1 + -(-MAX_ROWS // PAGE_TOKENS)) * self.num_growing
         return min(last + RAW_TILES * self._tile_pages(capacity), self._streamed_pages(capacity, resident))
 
     def _streamed_pages(self, capacity: int, resident: int) -> int:
-        """Of all layers, those that a capacity reaches into."""
+        """The number of streamed pages of all layers that `capacity` tokens reach."""
         share, extra = divmod(resident, self.num_growing)
         pages = -(-(capacity + MAX_ROWS) // PAGE_TOKENS)
         few, more = (max(pages - tiles * self._tile_pages(capacity), 0) for tiles in (share + 1, share))
@@ -193,7 +194,7 @@ class Sizing:
 
     @property
     def _packed_page_bytes(self) -> int:
-        """Of a layer's page that lies packed, on each device."""
+        """Bytes of a packed page of one layer, on each device."""
         return 2 * Packing.of_page(self.shard.num_kv_heads, PAGE_TOKENS, self.shard.head_dim).nbytes
 
     @cached_property
@@ -203,15 +204,15 @@ class Sizing:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Weights of the largest layer, on each device."""
+        """Bytes of the weights of the largest layer, on each device."""
         return max(kind.layer_weight_bytes(self.itemsize) for kind, _ in self.shard.kinds)
 
     def home_bytes(self, bits: int) -> int:
-        """The same at home on the host, in so many bits, and over the link."""
+        """Bytes of the largest layer's weights on the host and over the link, with `bits` bits per weight."""
         return max(self._home(kind, bits) for kind, _ in self.shard.kinds)
 
     def layers_bytes(self, count: int) -> int:
-        """Weights of the first so many layers, on each device."""
+        """Bytes of the weights of the first `count` layers, on each device."""
         return self._first_layers[count]
 
     @property
@@ -224,7 +225,7 @@ class Sizing:
         return [*accumulate((sizes[block] for block in self.shard.blocks), initial=0)]
 
     def homes_bytes(self, first: int, bits: int) -> int:
-        """Of all layers from the `first` on, at home on the host in so many bits."""
+        """Bytes of the weights of all layers from the `first` on, on the host with `bits` bits per weight."""
         if bits not in self._homes_after:
             sizes = {kind.block: self._home(kind, bits) for kind, _ in self.shard.kinds}
             after = accumulate((sizes[block] for block in reversed(self.shard.blocks)), initial=0)
@@ -240,7 +241,7 @@ class Sizing:
 
     @cached_property
     def timed_layers(self) -> float:
-        """Of the target."""
+        """The target's `timed_layers`."""
         return timed_layers(self.target, self.itemsize)
 
     @cached_property
@@ -255,7 +256,8 @@ class Sizing:
 
     @cached_property
     def may_embed_on_host(self) -> bool:
-        """Whether that table may be on the host: a GPU's kernel reads rows of it there, and the head is another."""
+        """Whether the embedding's table may be on the host: a GPU's kernel reads its rows there, and the head is not
+        the same table."""
         hardware = self.hardware
         apart = not (hardware.is_cpu or self.target.tie_embeddings or self.target.table_encoding)
         return apart and hardware.has_kernels and hardware.fast_bf16
@@ -283,7 +285,7 @@ class Sizing:
         if composition.mass_chunk:
             sizes["selection"] = self._selection_bytes(capacity, composition)
         if composition.keeps_copies:
-            sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # as they come, and in their order
+            sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # in arrival order, and sorted
         if first and composition.draft and self.draft is not None:
             sizes["draft layers"] = self.draft.layers_weight_bytes(self.itemsize)
             sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
@@ -296,8 +298,8 @@ class Sizing:
         return sizes
 
     def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
-        """Layers and, on the first device, the head with their matrices in so many bits an element. A head in blocks
-        stays as it is stored."""
+        """Bytes of the layers and, on the first device, the head, with matrices in `bits` bits per element. A head in
+        blocks stays as it is stored."""
 
         def coded(layer: ModelConfig) -> int:
             rest = layer.layer_weight_bytes(self.itemsize) - layer.layer_matrix_elements() * self.itemsize
@@ -308,8 +310,8 @@ class Sizing:
         return self.shard.all_layers(coded) + head
 
     def quantised_cache_bytes(self, capacity: int, composition: Composition) -> int:
-        """Whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and the first and the last tokens
-        as they are."""
+        """Bytes of the quantised cache: whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and
+        the exact first and last tokens."""
         heads = self.num_growing * self.shard.num_kv_heads
         coded = (composition.budget or capacity) // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
         return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * self.kv_bytes_per_token
@@ -321,18 +323,18 @@ class Sizing:
         return kv_code_bytes(head_dim) / (KV_CODE_GROUP * 2 * head_dim * self.itemsize)
 
     def hidden_bytes(self, num_rows: int) -> int:
-        """So many hidden rows, whole on each device or for it on the host."""
+        """Bytes of `num_rows` hidden rows, whole on each device, or on the host for each device."""
         return num_rows * self.target.hidden_size * self.itemsize
 
     def arena_bytes(self, capacity: int, composition: Composition, *, rows: int, prefill_tiles: int) -> int:
-        """Bytes that a prefill has for `rows` hidden rows and for `prefill_tiles` tiles of a layer, and then the
-        retrieval cache."""
+        """Bytes of the arena, which holds `rows` hidden rows and `prefill_tiles` tiles of a layer in a prefill, and
+        then the retrieval cache."""
         retrieved = self.retrieval_bytes(capacity, composition) if composition.budget else 0
         return max(self.hidden_bytes(rows) + prefill_tiles * self.tile_bytes(capacity), retrieved)
 
     def fetched_bytes(self, capacity: int, composition: Composition) -> int:
-        """The most bytes that one fetch of chunks, or of tokens to encode, moves, on each device and for it on the
-        host."""
+        """The most bytes that one fetch of chunks, or of tokens to encode, moves, on each device, and on the host for
+        each device."""
         if not composition.keeps_copies:
             return 0
         tokens = composition.budget + tail_tokens(composition) if composition.budget else capacity
@@ -347,21 +349,21 @@ class Sizing:
         return sum(dim for _, dim in model.tables) * 2 * (capacity + MAX_ROWS) * self.itemsize
 
     def _workspace(self, capacity: int, gamma: int | None) -> int:
-        """The largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities. gamma:
-        None without logits."""
+        """Bytes of the largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities.
+        gamma: None without logits."""
         target, item, heads = self.shard, self.itemsize, self.shard.num_heads
         tile_tokens = self.tile_tokens(capacity)
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
-        score = 2 * item + 4  # as they come, in fp32 and as weights
+        score = 2 * item + 4  # raw, in fp32 and as weights
         width = max(kind.block.attention.q_size for kind, _ in target.kinds)
-        attended = PREFILL_BLOCK * width * (item + 4)  # as it comes and in fp32
+        attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
         if self.hardware.is_cpu and not self._capped:  # a tile's pages, joined and then ordered for matrix units
             scores = 2 * self.tile_bytes(capacity) + attended
         else:
             scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
             if self.fused_prefill and not self.hardware.is_cpu:
                 # A tile's pages or, by flash-attn, all tiles, attended apart before they are merged, with their sums.
-                # Triton's kernel has less: what it gathered so far, in fp32 with its sums, and the result.
+                # Triton's kernel has less: its fp32 accumulator with its sums, and the result.
                 tiles = self.num_tiles(capacity) * PREFILL_BLOCK * (width * item + 2 * heads * 4)
                 scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
@@ -374,8 +376,8 @@ class Sizing:
 
     @cached_property
     def _decoded_bytes(self) -> tuple[int, int]:
-        """Temporaries of products with matrices that are stored in blocks: the largest one of the layers as numbers,
-        which a prefill multiplies with, and the head where no kernel multiplies a few rows with its blocks."""
+        """Bytes of temporaries of products with matrices in blocks: the largest matrix of a layer decoded, as a prefill
+        uses it, and the decoded head if there is no kernel that multiplies a few rows by its blocks."""
         parts = (part for kind, _ in self.shard.kinds for each in kind.layer_matrices().values() for part in each)
         largest = max((part.outputs * part.inputs for part in parts if part.encoding), default=0)
         hardware, head = self.hardware, self.target.head
@@ -386,19 +388,19 @@ class Sizing:
 
     @cached_property
     def _capped(self) -> bool:
-        """Whether scores of some layer are, which no fused kernel of a CPU does."""
+        """Whether some layer caps its scores, which no fused kernel of a CPU supports."""
         return any(block.attention.cap for block in self.target.blocks)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
-        """The masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a GPU, in
-        bf16, and the temporaries of choosing by them."""
+        """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a
+        GPU, in bf16, and of the temporaries of choosing chunks."""
         chunks = self._all_tokens(capacity) // composition.chunk
         heads, item = self.shard.num_kv_heads, 4 if self.hardware.is_cpu else 2
         return (item * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.num_growing
 
     def _attention_bytes(self, capacity: int, composition: Composition, *, first: bool) -> int:
-        """Scratch of a GPU's own attention at each level: in fp32 what each span of two runs gives, or of one where
-        there is no other, and all together; and the masses of one layer, with room to grow by a half."""
+        """Bytes of scratch for a GPU kernel's attention at each level: fp32 results per span of two runs (or of the
+        only run) and merged, and the masses of one layer, with room to grow by a half."""
         rows, target = self._padded(composition.gamma + 1), self.shard
         spans = 2 * max(self.tile_tokens(capacity) // PAGE_TOKENS, self.window_pages(capacity))
         size = _partial_bytes(target, rows, spans)
@@ -418,7 +420,7 @@ class Sizing:
         return size
 
     def _all_tokens(self, capacity: int) -> int:
-        """That the tiles of a layer hold."""
+        """The number of tokens that the tiles of a layer hold."""
         return self.num_tiles(capacity) * self.tile_tokens(capacity)
 
     def _draft_tokens(self, composition: Composition) -> int:
@@ -430,10 +432,10 @@ class Sizing:
 
 
 def timed_layers(config: ModelConfig, itemsize: int) -> float:
-    """Layers like `config.block`, as many as have all layers' bytes."""
+    """The number of layers like `config.block` that have as many bytes as all layers together."""
     return config.layers_weight_bytes(itemsize) / config.layer_weight_bytes(itemsize)
 
 
 def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:
-    """Results of attention for `rows` rows, fp32: of so many spans, and of all."""
+    """Bytes of the fp32 attention results of `rows` rows: of `num_spans` spans, and merged."""
     return rows * model.num_heads * (num_spans + 1) * (model.head_dim + 2) * 4

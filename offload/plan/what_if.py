@@ -1,5 +1,5 @@
-"""Plans for what is not there: a request on a changed machine, the changes under which it would fit, and well-known
-models on this machine, so that it can be judged before a download."""
+"""What-if plans: a request on a changed machine, the changes under which it would fit, and well-known models on this
+machine before a download."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from offload.plan.placement import largest
 from offload.plan.planner import Plan, make_plan
 from offload.plan.request import Request
 
-_GPUS = (16, 24, 32, 48, 80, 96, 141)  # GB that GPUs are sold with
+_GPUS = (16, 24, 32, 48, 80, 96, 141)  # GB of GPUs on the market
 _MOST_HOST = 2**14  # GB
 
 CONTEXTS = (32_768, 131_072)
-MAX_TOKENS = 256  # of each context
+MAX_TOKENS = 256  # of output for each context
 
-# Llama 2 in its variants with 128K positions; how they stretch them changes neither a byte nor a FLOP.
+# Llama 2 in its variants with 128K positions; their rope scaling changes neither bytes nor FLOPs.
 _LLAMA2: dict[str, Any] = {
     "family": "llama",
     "vocab_size": 32_000,
@@ -55,15 +55,15 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig | None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request on one machine. plan: None where it does not fit. longest_context: tokens that fit in its memory, up to
-    the model's limit."""
+    """A request on one machine. plan: None if it does not fit. longest_context: tokens that fit in memory, up to the
+    model's limit."""
 
     plan: Plan | None
     longest_context: int
 
     @classmethod
     def of(cls, request: Request, sizes: Mapping[str, int]) -> Case:
-        """sizes: num_prompt_tokens and max_tokens."""
+        """The case of a request. sizes: num_prompt_tokens and max_tokens."""
         try:
             plan = request.plan(**sizes)
         except DoesNotFit:
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """before: on the machine called `name`."""
+    """A comparison of two cases. before: the case on the machine called `name`."""
 
     name: str
     before: Case
@@ -97,7 +97,7 @@ class WhatIf:
 
     @property
     def context_ratio(self) -> float | None:
-        """None where not one token fitted before."""
+        """The ratio of the longest contexts; None if no token fitted before."""
         return self.after.longest_context / self.before.longest_context if self.before.longest_context else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,8 @@ class WhatIf:
 
 
 def in_16_bits(request: Request, plan: Plan, *, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:
-    """Of the same request with 16 bits of everything; None where `plan` has no fewer, or that would not fit."""
+    """The prediction for the same request with 16 bits of everything; None if `plan` has no fewer bits, or if that
+    would not fit."""
     placement, composition = plan.placement, plan.composition
     if min(composition.weight_bits, composition.kv_bits, placement.link_bits, placement.weight_link_bits) == 16:
         return None
@@ -119,13 +120,13 @@ def in_16_bits(request: Request, plan: Plan, *, num_prompt_tokens: int, max_toke
 
 
 def remedies(request: Request, *, num_prompt_tokens: int, max_tokens: int) -> list[str]:
-    """The nearest changes of the machine under which so many tokens fit, as a user would say them."""
+    """The smallest changes of the machine under which the tokens fit, in words for the user."""
 
     def fits(**changes: Any) -> bool:
         try:
             changed = replace(request, hardware=replace(request.hardware, **changes))
             return changed.fits(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
-        except (DoesNotFit, UsageError):  # so many devices cannot share the model
+        except (DoesNotFit, UsageError):  # the devices cannot share the model
             return False
 
     return list(_remedies(request.hardware, fits))
@@ -151,7 +152,7 @@ def _remedies(hardware: Hardware, fits: Callable[..., bool]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Expectation:
-    """`plan` is None where the request does not fit, and `problem` says why."""
+    """The expected run of a well-known model. plan: None if the request does not fit, with the reason in `problem`."""
 
     model: str
     context: int
@@ -163,7 +164,7 @@ class Expectation:
 
 
 def expectations(hardware: Hardware) -> list[Expectation]:
-    """Each model at each length, as the planner would run it with nothing but defaults."""
+    """The plan of each model at each length, with default options."""
     found = []
     for model, (target, draft) in MODELS.items():
         for context in CONTEXTS:

@@ -1,4 +1,4 @@
-"""A page's blocks on their way to its file and back: packed where they are bf16, pack well and there are kernels."""
+"""Packing of a page's blocks for its file, and unpacking: of bf16 blocks that pack well, if there are kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from offload.session.layout import PageFile, PageFormat
 
 
 def packed_page(form: PageFormat, layers: Sequence[Tensor], used: int) -> tuple[PageFile, list[Tensor]] | None:
-    """A copy of `layers`, [2, H_kv, S, D] each, with zeros after the first `used` tokens, packed by the CPU's
-    kernels -> what the file holds, and its blocks as bytes on the host. None: the page has to be written as it is,
-    since no block can be packed here, or its file would not be smaller."""
+    """A copy of `layers`, [2, H_kv, S, D] each, with zeros after the first `used` tokens, packed by the CPU's kernels
+    -> the description of the file, and its blocks as bytes on the host. None: the page has to be written unpacked,
+    since no block can be packed here, or the file would not be smaller."""
     packing, found = form.packing, kernels()
     if packing is None or not isinstance(found, CpuKernels):
         return None
@@ -32,12 +32,12 @@ def packed_page(form: PageFormat, layers: Sequence[Tensor], used: int) -> tuple[
 
 
 def unpack_page(file: PageFile, layers: Sequence[Tensor]) -> None:
-    """Unpack the packed blocks of `file`, each of which lies where its numbers belong in `layers`, [2, H_kv, S, D] on
-    the host. Raises ValueError if one cannot be a packed block, whoever wrote it."""
+    """Unpack the packed blocks of `file` in place in `layers`, [2, H_kv, S, D] each on the host. Raises ValueError if a
+    block is not a valid packed block; files are not trusted."""
     packing, found = file.form.packing, kernels()
     if packing is None or not file.packed:
         return
-    held = torch.zeros(packing.nbytes + packing.group, dtype=torch.uint8)  # all that the kernel may read, see `check`
+    held = torch.zeros(packing.nbytes + packing.group, dtype=torch.uint8)  # as much as the kernel may read, see `check`
     halves = [half.view(-1) for layer in layers for half in layer]
     for half, is_packed in zip(halves, file.are_packed, strict=True):
         if is_packed:

@@ -1,4 +1,4 @@
-"""List, inspect and remove the sessions in a folder. Listing reads manifests only, no pages, and takes no lock."""
+"""The catalogue of sessions in a folder: list, inspect and remove. Listing reads manifests only and takes no lock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from offload.session.names import is_name
 
 @dataclass(frozen=True)
 class Summary:
-    """One line of a list of sessions. updated: seconds since the epoch; problem: why it cannot be used, or ""."""
+    """A session in a list. updated: seconds since the epoch. problem: the reason why it cannot be used, or ""."""
 
     path: Path
-    nbytes: int  # of all files on the disk
+    nbytes: int  # of all its files
     num_tokens: int
     model_name: str
     updated: float
@@ -88,8 +88,9 @@ def outdated(
     keep: int | None = None,
     max_bytes: int | None = None,
 ) -> list[Summary]:
-    """The `sessions` to remove, the oldest first, so that none left is older than `older_than_seconds`, at most `keep`
-    are left, and these take at most `max_bytes`. None: no limit. Every removed session is older than all that stay."""
+    """The `sessions` to remove, the oldest first. Of the remaining ones none is older than `older_than_seconds`, there
+    are at most `keep`, and they take at most `max_bytes`. None: no limit. Every removed session is older than all that
+    stay."""
     newest_first = sorted(sessions, key=lambda session: -session.updated)
     kept = total = 0
     for session in newest_first:
@@ -116,7 +117,8 @@ def _none_in(path: Path) -> SessionError:
 
 
 def _summary(path: Path) -> Summary | None:
-    """None if `path` is not a session's folder, was removed meanwhile, or cannot be read."""
+    """The summary of the session at `path`; None if it is not a session's folder, was removed meanwhile, or cannot be
+    read."""
     try:
         with Folder(path) as folder:
             num_bytes, changed = folder.nbytes(), folder.changed()

@@ -30,7 +30,7 @@ _SIZES = (
     *("head_dim", "tie_embeddings"),
 )
 _DIGEST_BYTES = 16
-_TOKENIZER_FILE = "tokenizer.json"  # complete on its own; without it, the files that older tokenizers are made of
+_TOKENIZER_FILE = "tokenizer.json"  # complete on its own; older tokenizers have several files
 _TOKENIZER_PARTS = (*OLDER_FILES, "added_tokens.json", "special_tokens_map.json")
 _MAX_NAME = 256
 
@@ -67,7 +67,7 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
 
 
 def _own_name(folder: Path) -> str:
-    """A GGUF file may be a link to one that is named by its digest."""
+    """The model's name. A GGUF file is not resolved, since it may be a link to a file named by its digest."""
     return folder.name if is_gguf(folder) else folder.resolve().name
 
 
@@ -88,8 +88,8 @@ def model_digest(config: ModelConfig, files: Sequence[Path]) -> str:
 
 
 def _relevant(config: ModelConfig) -> dict[str, object]:
-    """What keys and values depend on; positions have a digest of their own. Of models of Llama's form under the names
-    that sessions have had from the first."""
+    """The config fields that keys and values depend on; rotary positions have a digest of their own. Models of Llama's
+    form keep the field names of the first sessions."""
     attention = config.block.attention
     named: dict[str, object] = {name: getattr(config, name) for name in _SIZES} | {
         "rms_norm_eps": config.norm.eps,
@@ -106,7 +106,7 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
 
 
 def _told(part: Any) -> dict[str, object]:
-    """A description's fields that are not at their defaults, so that a new one changes no digest."""
+    """The fields of a description that differ from their defaults, so that a new field changes no digest."""
     told: dict[str, object] = {}
     for each in fields(part):
         value = getattr(part, each.name)
@@ -117,8 +117,8 @@ def _told(part: Any) -> dict[str, object]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Digest of tokenizer.json, or of the files that older tokenizers are made of, or of a GGUF file's metadata of its
-    tokenizer. Raises ModelError."""
+    """Digest of tokenizer.json, or of an older tokenizer's files, or of the tokenizer's metadata in a GGUF file. Raises
+    ModelError."""
     if is_gguf(folder):
         return _gguf_tokenizer_digest(folder)
     names = (_TOKENIZER_FILE,) if (folder / _TOKENIZER_FILE).is_file() else _TOKENIZER_PARTS
@@ -156,8 +156,8 @@ def _samples(path: Path) -> list[bytes]:
 
 
 def _gguf_samples(path: Path) -> list[bytes]:
-    """Of a file whose vocabulary and name are not its model's: the names, types and shapes of its tensors, for its
-    header."""
+    """The samples of a GGUF file. Names, types and shapes of the tensors stand for the header, since vocabulary and
+    name do not affect keys and values."""
     tensors = sorted(read_file(path).tensors.values(), key=lambda tensor: tensor.start)
     pieces = [f"{tensor.name} {tensor.kind} {tensor.shape}\n".encode() for tensor in tensors]
     with path.open("rb") as file:

@@ -25,7 +25,7 @@ _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Folder:
-    """An open folder. `path` is where it was found."""
+    """An open folder. path: the path by which it was opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +96,7 @@ class Folder:
         return self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """All of a file; of a file over `max_bytes`, the first `max_bytes` + 1 bytes."""
+        """The content of a file; of a file over `max_bytes`, the first `max_bytes` + 1 bytes."""
         fd = self.open(name)
         with os.fdopen(fd, "rb") as file:
             return file.read(min(os.fstat(fd).st_size, max_bytes) + 1)
@@ -111,7 +111,7 @@ class Folder:
             os.close(fd)
 
     def replace(self, old: str, new: str) -> None:
-        """Rename `old` to `new` atomically and durably: a reader of `new` sees its old content or this one."""
+        """Rename `old` to `new` atomically and durably: a reader of `new` sees the old content or the new one."""
         self.sync()
         os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self.sync()
@@ -140,7 +140,7 @@ class Folder:
 
 
 class Lock:
-    """A lock on one file of a folder (flock). The system releases it when the process ends, however it ends."""
+    """A lock on one file of a folder (flock). The system releases it when the process ends, even by a crash."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

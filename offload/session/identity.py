@@ -1,4 +1,4 @@
-"""The identity that a session is bound to: its keys and values fit one model only."""
+"""The identity of a session, which binds its keys and values to one model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
 
 @dataclass(frozen=True)
 class Identity:
-    """The conditions under which saved keys and values equal those that this run would compute.
+    """The identity of a session: under equal identities, saved keys and values equal the ones that a run would compute.
 
     model, tokenizer, rope: digests (fingerprints.py). dtype: a key of ELEMENT_BYTES. `model_name` is shown to people
     and not compared: a renamed folder holds the same model.
@@ -25,8 +25,8 @@ class Identity:
     num_kv_heads: int
     head_dim: int
     page_tokens: int
-    num_window_layers: int = 0  # beside num_layers, which see all tokens
-    window_kv_heads: int = 0  # of these, and their head_dim; 0: as of the others
+    num_window_layers: int = 0  # beside num_layers, the layers that see all tokens
+    window_kv_heads: int = 0  # of these layers, and their head_dim; 0: the same as the others
     window_head_dim: int = 0
     model_name: str = field(default="", compare=False)
 
@@ -36,7 +36,7 @@ class Identity:
 
     @property
     def window_format(self) -> PageFormat:
-        """Of a page of the layers that have a window."""
+        """The format of a page of the layers with a window."""
         heads, dim = self.window_kv_heads or self.num_kv_heads, self.window_head_dim or self.head_dim
         return replace(self.page_format, num_layers=self.num_window_layers, num_kv_heads=heads, head_dim=dim)
 

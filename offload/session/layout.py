@@ -1,4 +1,4 @@
-"""What a page's file holds and where: it follows from shapes, dtype and which blocks are packed, and from nothing else.
+"""The layout of a page's file, which follows only from shapes, dtype and the set of packed blocks.
 
 A page's blocks are a layer's keys and its values, [H_kv, S, D] each, keys before values, first layer first.
 """
@@ -15,15 +15,15 @@ from offload.formats.layout import Packing
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _SAFETENSORS_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-_ALIGNMENT = 8  # bytes; where the data begin in a safetensors file
+_ALIGNMENT = 8  # bytes; of the data in a safetensors file
 _HALVES = ("keys", "values")
-# Of files, whatever a cache packs its pages by: with other numbers the manifest needs another format.
+# The packing of files, independent of the cache's: other numbers need another format of the manifest.
 _GROUP_TOKENS, _ESCAPES = 16, 1 / 64
 
 
 @dataclass(frozen=True)
 class PageFormat:
-    """The keys and values of `page_tokens` tokens in all layers."""
+    """The format of a page: keys and values of `page_tokens` tokens in all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -33,12 +33,12 @@ class PageFormat:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[2, H_kv, S, D] of one layer."""
+        """The shape of one layer's keys and values, [2, H_kv, S, D]."""
         return (2, *self.block_shape)
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
-        """[H_kv, S, D]"""
+        """The shape of a block, [H_kv, S, D]."""
         return (self.num_kv_heads, self.page_tokens, self.head_dim)
 
     @property
@@ -51,30 +51,30 @@ class PageFormat:
 
     @cached_property
     def packing(self) -> Packing | None:
-        """How a block is packed. None: no block ever is."""
+        """The packing of a block. None: blocks of this format are never packed."""
         if self.dtype != "bf16":
             return None
         try:
             return Packing.of(math.prod(self.block_shape), _GROUP_TOKENS * self.head_dim, _ESCAPES)
-        except ValueError:  # such groups are not known
+        except ValueError:  # no packing with such groups
             return None
 
     @property
     def most_packed(self) -> str:
-        """`PageFile.packed` of a page of which every block is packed, if they can be."""
+        """The value of `PageFile.packed` with every block packed, if blocks can be packed."""
         return "1" * self.num_blocks if self.packing else ""
 
     def allows(self, packed: str) -> bool:
-        """Whether `packed` can be a `PageFile`'s."""
+        """Whether `packed` is a valid value of `PageFile.packed`."""
         return not packed or (len(packed) == len(self.most_packed) and set(packed) <= set("01") and "1" in packed)
 
     @cached_property
     def nbytes(self) -> int:
-        """Of the file of a page whose blocks lie as they are."""
+        """Bytes of the file of an unpacked page."""
         return PageFile(self).nbytes
 
     def count(self, num_tokens: int) -> int:
-        """Number of pages that hold `num_tokens` tokens; none where no layer has them."""
+        """The number of pages that hold `num_tokens` tokens; 0 without layers of this kind."""
         return -(-num_tokens // self.page_tokens) if self.num_layers else 0
 
 
@@ -82,9 +82,10 @@ class PageFormat:
 class PageFile:
     """One page's file, as safetensors.
 
-    packed: for each block 1 where it lies packed and 0 where as it is, or nothing at all where no block is packed. Then
-    there is a tensor for each layer, `layers.3` [2, H_kv, S, D]; else one for each block, `layers.3.keys` and
-    `layers.3.values`, [H_kv, S, D] or, packed, bytes. A reader compares the header with this one and parses nothing.
+    packed: "1" for each packed block and "0" for each unpacked one; "" if no block is packed. In that case there is one
+    tensor per layer, `layers.3` [2, H_kv, S, D]. Otherwise there is one per block, `layers.3.keys` and
+    `layers.3.values`, [H_kv, S, D] or, packed, bytes. A reader compares the file's header with this one and parses
+    nothing.
     """
 
     form: PageFormat
@@ -92,12 +93,12 @@ class PageFile:
 
     @property
     def are_packed(self) -> list[bool]:
-        """Of each block."""
+        """Whether each block is packed."""
         return [flag == "1" for flag in self.packed or "0" * self.form.num_blocks]
 
     @property
     def block_bytes(self) -> list[int]:
-        """Of each block."""
+        """The bytes of each block."""
         form = self.form
         packed = form.packing.nbytes if form.packing else 0
         return [packed if is_packed else form.block_bytes for is_packed in self.are_packed]
@@ -118,7 +119,7 @@ class PageFile:
         return len(self.header) + sum(self.block_bytes)
 
     def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """Names, dtypes, shapes and bytes."""
+        """The (name, dtype, shape, bytes) of each tensor."""
         form = self.form
         dtype = _SAFETENSORS_DTYPES[form.dtype]
         if not self.packed:

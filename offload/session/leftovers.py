@@ -1,5 +1,5 @@
-"""Remove the files that a session's manifest does not name: those of an earlier save, an interrupted save or a killed
-writer. Only files with a session's file names are ever removed."""
+"""Removal of leftover files that a session's manifest does not name: files of an earlier save, an interrupted save or a
+killed writer. Only files with a session's file names are ever removed."""
 
 from __future__ import annotations
 

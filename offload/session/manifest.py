@@ -27,13 +27,13 @@ from offload.units import size
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 32 << 20  # a million tokens take 7 MB, and their text about as much
 MAX_DEPTH = 16  # of `extra`
-# By format. The second is written where a page is packed, the third where layers have a window, and the fourth where
-# these have heads of another shape, so that programs which know the first refuse nothing else.
+# Fields by format. The second is written if a page is packed, the third if layers have a window, and the fourth if
+# windowed layers have heads of another shape. So older programs can read all sessions without these features.
 _PACKED = ("file", "checksum", "packed")
 _PAGE_FIELDS = {1: ("file", "checksum"), 2: _PACKED, 3: _PACKED, 4: _PACKED}
 _WITH_WINDOWS, _WITH_TWO_SHAPES = 3, 4
 _WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")), "num_window_layers"
-_WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # the most of each
+_WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # maxima
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
 _PAGE_FILE = re.compile(r"(page|window)-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
 _DIGITS = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -62,9 +62,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Manifest:
-    """tokens: those whose keys and values the pages hold; window_pages: those of layers with a window, from page
-    `first_window_page` on. capacity, extra: stored for the caller. created, updated: seconds since the epoch. writer:
-    the program's version."""
+    """The manifest of a session. tokens: the tokens whose keys and values are in the pages. window_pages: pages of
+    layers with a window, from page `first_window_page` on. capacity, extra: stored for the caller. created, updated:
+    seconds since the epoch. writer: the program's version."""
 
     identity: Identity
     tokens: tuple[int, ...]
@@ -79,18 +79,18 @@ class Manifest:
 
     @property
     def files(self) -> set[str]:
-        """Names of all files of pages."""
+        """The names of all page files."""
         return {page.file for page in (*self.pages, *self.window_pages)}
 
     @property
     def windows_by_number(self) -> dict[int, Page]:
-        """Those of layers with a window, by number."""
+        """The pages of layers with a window, by number."""
         return dict(enumerate(self.window_pages, self.first_window_page))
 
 
 def page_file(number: int, tag: str, kind: str = "page") -> str:
-    """The file name of page `number`. tag: 16 hexadecimal digits, never used twice. kind: "page", or "window" of layers
-    that have one."""
+    """The file name of page `number`. tag: 16 hexadecimal digits, never used twice. kind: "page", or "window" for
+    layers with a window."""
     return f"{kind}-{number:05d}-{tag}.safetensors"
 
 
@@ -141,7 +141,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _version(manifest: Manifest) -> int:
-    """The first format that can say it."""
+    """The oldest format that can represent the manifest."""
     identity = manifest.identity
     if identity.window_kv_heads:
         return _WITH_TWO_SHAPES
@@ -149,7 +149,7 @@ def _version(manifest: Manifest) -> int:
 
 
 def decode(content: bytes) -> Manifest:
-    """The manifest in the content of its file. Raises ValueError that says what is wrong, or RecursionError."""
+    """The manifest in the content of its file. Raises ValueError, which names the fault, or RecursionError."""
     seal = _SEAL.match(content)
     if seal is None:
         raise ValueError("it is not a session's manifest, or its beginning is damaged")
@@ -184,7 +184,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
 
 
 def _fields_of(kind: type[Manifest | Identity], version: int) -> list[str]:
-    """Names of the fields that a manifest of this format has."""
+    """The names of the fields in a manifest of format `version`."""
     without = set() if version >= _WITH_WINDOWS else {*_WINDOW_FIELDS, _WINDOW_LAYERS}
     without |= set() if version >= _WITH_TWO_SHAPES else {*_WINDOW_HEADS}
     return [each.name for each in fields(kind) if each.name not in without]

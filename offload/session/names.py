@@ -36,7 +36,7 @@ def damaged(path: Path, what: str) -> SessionError:
 
 
 def remedy(folder: Path) -> str:
-    """The text of an error message that says how to remove the session in `folder`, or avoid it."""
+    """The remedy in an error message: how to remove the session in `folder`, or avoid it."""
     if folder.parent == sessions_folder() and is_name(folder.name):
         return f"remove it with 'triforce sessions rm {folder.name}', or start with another name"
     return f"remove the folder {folder}, or name another one"

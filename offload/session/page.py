@@ -1,4 +1,4 @@
-"""Write a page's file from the cache's memory, and read it back. A page is used only if its checksum is right."""
+"""Page files: written from the cache's memory and read back into it. A page is used only if its checksum is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class PagedRows(Protocol):
-    """Keys and values of one sequence, page by page, which a session saves and fills. `FullCache` is one."""
+    """The cache interface that a session saves from and fills: keys and values of one sequence, page by page.
+    `FullCache` implements it."""
 
     @property
     def num_layers(self) -> int: ...
@@ -46,32 +47,33 @@ class PagedRows(Protocol):
 
     def page_of_all(self, number: int) -> list[Tensor]:
         """Page `number` of every layer, [2, H_kv, S, D] each, first layer first, on the host or the device, each half
-        contiguous. To be read, and not after the next page was asked for."""
+        contiguous. Read-only, and valid until the next call."""
         ...
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """The same, to be written. `filled` has to follow."""
+        """Page `number` of every layer as in `page_of_all`, for writing. A call of `filled` has to follow."""
         ...
 
     def filled(self, number: int, layers: Sequence[Tensor]) -> None:
-        """Every row of `layers`, which `page_to_fill` gave, was written."""
+        """Called after every row of `layers`, from `page_to_fill`, was written."""
         ...
 
     def restored(self, length: int) -> None:
-        """Set the cached tokens to the first `length`, whose pages the caller has filled."""
+        """Set the cache's length to `length` tokens, whose pages the caller has filled."""
         ...
 
 
 class WindowRows(PagedRows, Protocol):
-    """The same of layers that keep their last tokens only. Pages before the first one that is there are of no use."""
+    """The cache interface of layers with a window, which keep only their last tokens. Pages before the first one
+    present are not needed."""
 
     @property
     def first_page(self) -> int:
-        """The first page that is there."""
+        """The first page present."""
         ...
 
     def first_kept(self, length: int) -> int:
-        """The first page that there is room for where `length` tokens are cached."""
+        """The first page that has room if `length` tokens are cached."""
         ...
 
     def first_seen(self, length: int) -> int:
@@ -90,8 +92,8 @@ def write_page(
     """Write a new page file, packed if it can be, synced to the disk when this returns. OSError.
 
     used: rows in use; the others are written as zeros, so no dropped token is kept and equal sequences give equal
-    files. Only a page that may be packed, or is partly used, or is on a GPU, is copied first.
-    on_bytes: called with numbers of bytes of the file, and with how many fewer they are than if nothing was packed.
+    files. Only a page that may be packed, or is partly used, or is on a GPU, is copied first. on_bytes: called with
+    numbers of written bytes, and with the number of bytes saved by packing.
     """
     file, blocks = packed_page(page_format, layers, used) or (PageFile(page_format), _blocks(layers, used))
     if file.packed:
@@ -115,7 +117,8 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
     """Fill `layers` from a page's file. Raises SessionError and sets `layers` to zero if the file is damaged: attention
     multiplies hidden rows by zero, so they must be finite. on_bytes: called with numbers of bytes of the file.
 
-    Blocks are read to where their numbers belong, and unpacked there once the checksum is right."""
+    Blocks are read into `layers`, and unpacked in place once the checksum is right.
+    """
     path, file = folder.path / page.file, PageFile(page_format, page.packed)
     homes = [layer if _on_host(layer) else torch.empty_like(layer, device="cpu") for layer in layers]
     try:
@@ -140,8 +143,8 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
 
 
 def _fill(fd: int, file: PageFile, homes: Sequence[Tensor], on_bytes: OnBytes) -> str:
-    """Read the file's blocks into `homes`, each where it belongs, and return the checksum. Nothing is parsed: size and
-    header must be exactly the expected ones. Each piece is hashed while it is still in the CPU's caches."""
+    """Read the file's blocks into `homes`, in order, and return the checksum. Nothing is parsed: size and header must
+    be exactly the expected ones. Each piece is hashed while it is still in the CPU's caches."""
     num_bytes = os.fstat(fd).st_size
     if num_bytes != file.nbytes:
         raise ValueError(f"it has {num_bytes} bytes, this page has {file.nbytes}: it was cut off or changed")
@@ -165,7 +168,7 @@ def _on_host(layer: Tensor) -> bool:
 
 
 def _blocks(layers: Sequence[Tensor], used: int) -> Iterator[Tensor]:
-    """As they are, on the host."""
+    """The unpacked blocks of a page, on the host, with zeros after the first `used` rows."""
     for layer in layers:
         home = layer.cpu()
         if used < home.shape[2]:

@@ -1,4 +1,4 @@
-"""A session on the disk: `manifest.json`, and a file for each page of tokens with all layers.
+"""The store of a session on disk: `manifest.json`, and one file per page of tokens, over all layers.
 
 A save writes changed pages to new files, then replaces the manifest, then removes the files that it no longer names.
 If the writer dies at any point, the folder holds the complete old or new session, and perhaps files that the next
@@ -28,7 +28,7 @@ from offload.session.names import remedy
 from offload.session.page import PagedRows, WindowRows, format_of, read_page, write_page
 from offload.units import size
 
-_NO_CHECKSUM = "0" * 32  # stands for that of a page that is not written yet
+_NO_CHECKSUM = "0" * 32  # of a page that is not written yet
 
 
 def _ignore(num_bytes: int, fewer: int = 0, /) -> None:
@@ -38,8 +38,8 @@ def _ignore(num_bytes: int, fewer: int = 0, /) -> None:
 class Store:
     """An open session, and a context manager: `close` releases its locks.
 
-    There is one writer at a time. `read_only` writes nothing and keeps no writer out, but pages that a writer replaces
-    stay on the disk until the readers have closed, so close it once everything is loaded.
+    There is one writer at a time. A `read_only` store writes nothing and does not block a writer, but pages that a
+    writer replaces stay on the disk until all readers have closed, so close it once everything is loaded.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Store:
     def open(cls, path: Path, identity: Identity, *, read_only: bool = False, writer: str = "") -> Store:
         """Open the session in the folder `path`, or a new one. writer: the program's version, stored in the manifest.
 
-        Raises SessionError if it is damaged, another model's (the message says what differs), in use, or missing with
-        `read_only`, or if the system refuses.
+        Raises SessionError if it is damaged, another model's (the message lists the differences), in use, or missing
+        with `read_only`, or if the system refuses.
         """
         with ExitStack() as held, _translated_errors(path, read_only):
             folder = _open_to_read(path, held) if read_only else _open_to_write(path, held)
@@ -103,19 +103,19 @@ class Store:
         )
 
     def num_loadable(self, num_tokens: int, windows: WindowRows | None = None) -> int:
-        """Of the first `num_tokens` saved tokens, those that `load` can bring back so that others may follow: none
-        where windows see some that were not saved."""
+        """How many of the first `num_tokens` saved tokens `load` can restore so that a sequence can continue: none if a
+        window needs tokens that were not saved."""
         first = self._manifest.first_window_page if self._manifest else 0
         return num_tokens if windows is None or first <= windows.first_seen(num_tokens) else 0
 
     def load(
         self, rows: PagedRows, num_tokens: int, *, windows: WindowRows | None = None, on_bytes: OnBytes = _ignore
     ) -> None:
-        """Replace the contents of `rows`, and of `windows` where the model has some, by the first `num_tokens` saved
-        tokens, which are loadable.
+        """Replace the contents of `rows`, and of `windows` if the model has some, by the first `num_tokens` saved
+        tokens, which must be loadable.
 
-        Whole pages are read, directly into the caches' memory. Raises SessionError if a page is damaged; then these are
-        empty. on_bytes: called with the number of bytes read.
+        Whole pages are read, directly into the caches' memory. Raises SessionError if a page is damaged; then the
+        caches are empty. on_bytes: called with the number of bytes read.
         """
         self._check_rows(rows, windows)
         if not 0 <= num_tokens <= len(self.tokens) or self.num_loadable(num_tokens, windows) < num_tokens:
@@ -160,14 +160,14 @@ class Store:
         windows: WindowRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the saved session by `tokens`, which are the first tokens of `rows`, and of `windows` where the model
+        """Replace the saved session by `tokens`, which are the first tokens of `rows`, and of `windows` if the model
         has some.
 
-        unchanged: number of first tokens whose rows are, bit for bit, those last loaded from here or saved; pages that
-        hold only these are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit
-        before anything is written if the disk has no room, SessionError if writing fails. After any error the session
-        is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, and with
-        how many fewer than `bytes_to_write` they will be.
+        unchanged: number of first tokens whose rows are bit for bit the last loaded or saved ones; pages that hold only
+        such tokens are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit before
+        anything is written if the disk has no room, SessionError if writing fails. After any error the session is
+        either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, and with the
+        shrinkage of the total from `bytes_to_write`.
         """
         self._check_rows(rows, windows)
         if self.read_only:
@@ -185,7 +185,7 @@ class Store:
         sweep(self._folder, self._manifest)
 
     def keep(self, extra: Mapping[str, object]) -> None:
-        """Replace what the caller stores, and leave the saved rows as they are. Raises as `save` does."""
+        """Replace `extra`, the caller's data, without changing the saved rows. Raises the errors of `save`."""
         if self.read_only:
             raise RuntimeError("this session was opened read-only")
         old, now = self._manifest, time.time()
@@ -203,7 +203,7 @@ class Store:
             self._closed = True
             self._recover()
             if self._manifest is None:
-                with contextlib.suppress(OSError):  # the folder may hold files of others
+                with contextlib.suppress(OSError):  # the folder may hold foreign files
                     discard(self._folder)
 
     def __enter__(self) -> Store:
@@ -218,7 +218,7 @@ class Store:
         return -(-num_tokens // page) if unchanged == num_tokens == len(self.tokens) else unchanged // page
 
     def _kept_windows(self, num_kept: int, windows: WindowRows) -> dict[int, Page]:
-        """The same of pages of layers with a window. num_kept: pages that stay as they are."""
+        """The pages of layers with a window that need not be written. num_kept: number of first pages that stay."""
         saved = self._manifest.windows_by_number if self._manifest else {}
         return {number: page for number, page in saved.items() if windows.first_page <= number < num_kept}
 
@@ -230,7 +230,7 @@ class Store:
         unchanged: int,
         windows: WindowRows | None,
     ) -> Manifest:
-        """The manifest of the coming save, as long as it may become. Its new pages are named but not written."""
+        """The manifest of the coming save, at its longest. Its new pages are named but not yet written."""
         now, tag, old = time.time(), secrets.token_hex(8), self._manifest
         num_kept = self._num_kept(len(tokens), unchanged)
         kept = old.pages[:num_kept] if old else ()
@@ -279,7 +279,7 @@ class Store:
 
     @contextlib.contextmanager
     def _recovered(self, needed: int) -> Iterator[None]:
-        """Whatever ends a save of up to so many bytes leaves the session as the disk has it."""
+        """A context for a save of up to `needed` bytes: after any failure the session is reread from the disk."""
         try:
             yield
         except BaseException as error:
@@ -293,7 +293,7 @@ class Store:
             ) from error
 
     def _recover(self) -> None:
-        """Read the manifest that is on the disk, wherever a save ended, and remove the files that it does not name."""
+        """Read the manifest on the disk after a failed save, and remove the files that it does not name."""
         self._manifest = manifests.read(self._folder)
         sweep(self._folder, self._manifest)
 
@@ -307,7 +307,7 @@ class Store:
 
 
 def _bytes_of(form: PageFormat, pages: Sequence[Page]) -> int:
-    """Of their files."""
+    """Bytes of the files of `pages`."""
     counts = Counter(page.packed for page in pages)
     return sum(PageFile(form, packed).nbytes * count for packed, count in counts.items())
 

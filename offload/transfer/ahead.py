@@ -1,4 +1,4 @@
-"""Host blocks that a thread makes before they are asked for: to pin 100 GB takes seconds to minutes, in which a
+"""Host blocks that a thread allocates and pins in advance: pinning 100 GB takes seconds to minutes, in which a
 checkpoint can be read."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _LOOK_SECONDS = 0.1
 
 
 class Ahead:
-    """Blocks of `sizes` bytes, made by `make` on a thread in this order, and kept until they are taken.
+    """Blocks of `sizes` bytes, made by `make` on a thread in this order, and held until they are taken.
 
-    An error of `make` ends the thread. It is raised in whoever takes a block that was not made for it.
+    An error of `make` ends the thread. It is raised by every `take` of a block that was not made.
     """
 
     def __init__(self, sizes: Sequence[int], make: Callable[[int], Tensor]) -> None:
         self._sizes, self._make = sizes, make
-        self._expected = Counter(sizes)  # blocks by bytes that nobody has asked for yet
+        self._expected = Counter(sizes)  # blocks by bytes that were not requested yet
         self._made: dict[int, list[Tensor]] = defaultdict(list)
         self._done = 0  # bytes made
         self._error: BaseException | None = None
@@ -33,12 +33,12 @@ class Ahead:
 
     @property
     def held(self) -> int:
-        """Bytes that were made and are not taken yet."""
+        """Bytes of the blocks that are made but not taken yet."""
         with self._changed:
             return sum(num_bytes * len(blocks) for num_bytes, blocks in self._made.items())
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """A block of that size, as soon as it is there. None where no more of this size were to be made."""
+        """A block of that size, as soon as it is made; None if no further block of this size is expected."""
         with self._changed:
             if self._closed or not self._expected[num_bytes]:
                 return None
@@ -51,8 +51,8 @@ class Ahead:
             return self._made[num_bytes].pop()
 
     def wait(self, on_bytes: Callable[[int, int], None]) -> None:
-        """Return when all blocks are made, or one could not be. `on_bytes(done, total)` is called meanwhile, and not at
-        all where nothing is left to wait for."""
+        """Wait until all blocks are made, or one failed. `on_bytes(done, total)` is called meanwhile, but not if there
+        is nothing to wait for."""
         total, waited = sum(self._sizes), False
         while self._thread.is_alive() and self._done < total:
             waited = True
@@ -62,7 +62,7 @@ class Ahead:
             on_bytes(total, total)
 
     def close(self) -> None:
-        """End the thread, which finishes at most one block, and drop what was not taken. Idempotent."""
+        """End the thread, which finishes at most one block, and drop blocks that were not taken. Idempotent."""
         self._closed = True
         self._thread.join()
         self._made.clear()
@@ -78,7 +78,7 @@ class Ahead:
                     self._done += num_bytes
                     self._changed.notify_all()
                 del block
-        except BaseException as error:  # raised where the memory is wanted
+        except BaseException as error:  # raised where the memory is taken
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

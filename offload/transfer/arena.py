@@ -1,5 +1,5 @@
-"""The arena: bytes of the device that a prefill and the retrieval cache have in turn, since neither needs them while
-the other does."""
+"""The arena: device memory that a prefill and the retrieval cache use alternately, since they never need it at the same
+time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ALIGNMENT = 256  # bytes
 
 
 class Arena:
-    """One block of `num_bytes`, given out from its beginning; what does not fit comes from `memory`, until the next
-    user's turn.
+    """One block of `num_bytes`, allocated from its beginning; requests that do not fit are allocated from `memory`,
+    until the next user's turn. A turn is the time in which one user has the arena.
 
-    All work on the device that was issued before a turn runs before what its user issues. Copies over a link are
-    ordered by their events: whoever gives up bytes returns when no copy of them is under way.
+    Device work that was issued before a turn runs before the work of its user. Copies over a link are ordered by their
+    events: a user's `give_up` returns when no copy of its bytes is in flight.
     """
 
     def __init__(self, memory: Memory, num_bytes: int = 0) -> None:
@@ -28,11 +28,11 @@ class Arena:
         self._block = memory.allocate((num_bytes,), torch.uint8, tier="device", purpose=_PURPOSE)
         self._used = 0
         self._more: list[Tensor] = []
-        self._give_up: Callable[[], None] | None = None  # of whose turn it is
+        self._give_up: Callable[[], None] | None = None  # of the current user
 
     def begin(self, give_up: Callable[[], None]) -> None:
-        """The caller's turn begins: all bytes are its own until `give_up` is called, and whoever had them gives them
-        up."""
+        """Begin the caller's turn: the previous user gives up all bytes, and the caller owns them until `give_up` is
+        called."""
         if self._give_up is not None:
             self._give_up()
         self._drop()
@@ -50,14 +50,14 @@ class Arena:
         return taken.zero_()
 
     def put_back(self, taken: Tensor) -> None:
-        """The caller needs `taken` no more."""
+        """Return `taken`, which the caller no longer needs."""
         kept = [block for block in self._more if block is not taken]
         if len(kept) < len(self._more):
             self._memory.released(taken, tier="device", purpose=_PURPOSE)
         self._more = kept
 
     def release(self) -> None:
-        """Give the bytes back; the arena is not used again."""
+        """Free the arena, which is not used again."""
         self._drop()
         self._memory.released(self._block, tier="device", purpose=_PURPOSE)
 

@@ -1,6 +1,6 @@
 """The hidden rows of a prefill: each layer works on all of them, block by block, in place.
 
-They are on the device or, where the cache streams, on the host: decoding needs none of them, and a block crosses the
+The rows are on the device or, if the cache streams, on the host: decoding does not need them, and a block crosses the
 link in less time than a layer works on it.
 """
 
@@ -21,25 +21,26 @@ _PURPOSE = "hidden rows"
 
 
 class HiddenRows(Protocol):
-    """Rows of the model's hidden size and dtype, and how many of them are worked on at a time."""
+    """The hidden rows of a prefill, in the model's hidden size and dtype, worked on block by block."""
 
     def begin(self, num_rows: int) -> None:
-        """A prefill of `num_rows` rows starts. What is left of one that was broken off is no longer needed."""
+        """Start a prefill of `num_rows` rows. The rows of an interrupted one are dropped."""
         ...
 
     def blocks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
-        """(its first row, rows [n, hidden] on the device) of each block in turn: as `layer - 1` left it, and in layer 0
-        with any content. `layer` has worked on it when the next one is asked for. Layers come in order, each once."""
+        """The blocks of `layer` in order -> (first row, rows [n, hidden] on the device): the results of `layer - 1`,
+        and arbitrary content in layer 0. The caller has finished a block when it requests the next. Layers are called
+        in order, each once."""
         ...
 
 
 class ResidentRows:
-    """All rows on the device: in `arena`, of which the prefill's cache has the turn."""
+    """Hidden rows on the device: in `arena`, during the turn of the prefill's cache."""
 
     def __init__(self, arena: Arena, hidden_size: int, dtype: torch.dtype, *, block: int) -> None:
-        """block: rows."""
+        """block: rows per block."""
         self._arena, self._hidden_size, self._dtype, self._block = arena, hidden_size, dtype, block
-        self.rows = torch.empty(0)  # [T, hidden], from `begin` to the arena's next turn
+        self.rows = torch.empty(0)  # [T, hidden], valid from `begin` to the arena's next turn
 
     def begin(self, num_rows: int) -> None:
         self.rows = self._arena.take((num_rows, self._hidden_size), self._dtype)
@@ -50,11 +51,11 @@ class ResidentRows:
 
 
 class StreamedRows:
-    """All rows on the host. While one block is worked on in its slot on the device, the next is on its way to another,
-    and the one before leaves from a third.
+    """Hidden rows on the host. While one block is worked on in its slot on the device, the next one is copied to a
+    second slot, and the previous one is copied home from a third.
 
-    Blocks go through the slots in a circle, layer after layer. As few as there are slots stay in these, and nothing
-    crosses the link. One such object serves all sequences, of which one is prefilled at a time.
+    Blocks use the slots cyclically, layer after layer. If there are no more blocks than slots, they stay in the slots,
+    and nothing crosses the link. One object serves all sequences, of which one is prefilled at a time.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class StreamedRows:
         num_layers: int,
         num_slots: int = NUM_ROW_SLOTS,
     ) -> None:
-        """num_rows: of the longest prefill that is planned; a longer one allocates more. block: rows. num_layers: of
-        the model, of which the last one's rows go nowhere. Raises DoesNotFit."""
+        """num_rows: of the longest planned prefill; a longer one allocates more. block: rows per block. num_layers: of
+        the model; the last layer's rows are not copied home. Raises DoesNotFit."""
         self._memory, self._link, self._num_layers = memory, link, num_layers
         self._home = memory.allocate((num_rows, hidden_size), dtype, tier="host", purpose=_PURPOSE)
         self._slots = [
             memory.allocate((block, hidden_size), dtype, tier="device", purpose=_PURPOSE) for _ in range(num_slots)
         ]
-        self._ready: list[Event] = [link.record()] * num_slots  # what each slot is to hold next may be, or is, there
-        self._left = link.record()  # the latest block to leave is home
+        self._ready: list[Event] = [link.record()] * num_slots  # by slot: it is ready for its next content, or has it
+        self._left = link.record()  # the latest block copied home has arrived
         self._num_rows = 0
 
     def begin(self, num_rows: int) -> None:
@@ -85,7 +86,7 @@ class StreamedRows:
             event.wait()
         if num_rows > len(self._home):
             shape = num_rows, self._home.shape[1]
-            self._link.record().synchronize()  # which comes after all copies
+            self._link.record().synchronize()  # after all copies
             longer = self._memory.allocate(shape, self._home.dtype, tier="host", purpose=_PURPOSE)
             self._memory.released(self._home, tier="host", purpose=_PURPOSE)
             self._home = longer
@@ -105,13 +106,13 @@ class StreamedRows:
         return -(-self._num_rows // len(self._slots[0]))
 
     def _move_on(self, place: int) -> None:
-        """The block of that place among all layers' blocks was worked on: it leaves for the next layer, and what its
-        slot holds next is on its way from home, where it is since copies there keep their order."""
+        """Handle a finished block, by its number among all layers' blocks: copy it home for the next layer, and start
+        the copy of its slot's next content, which is home by then, since copies home keep their order."""
         computed, following = self._link.record(), place + len(self._slots)
         if place < (self._num_layers - 1) * self._num_blocks:
             self._left = self._link.to_host(self._at_home(place), self._in_slot(place), (computed,))
         slot = place % len(self._slots)
-        if following < self._num_blocks:  # layer 0 makes its rows there
+        if following < self._num_blocks:  # layer 0 writes its rows there itself
             self._ready[slot] = self._left
         elif following < self._num_layers * self._num_blocks:
             arrives = self._in_slot(following), self._at_home(following)

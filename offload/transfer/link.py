@@ -1,4 +1,4 @@
-"""A link moves bytes between the host and the compute device: the only module that owns copy threads and events.
+"""The link that moves bytes between the host and the compute device: the only module that owns copy threads and events.
 
 A copy waits for the events in `after`, moves, and fires its own event. Two events per staging slot make a schedule:
 *full* (the copy into it is done) and *free* (the computation that read it is done).
@@ -25,20 +25,20 @@ class Event(Protocol):
     """A point in the work of a device or a copy thread."""
 
     def wait(self) -> None:
-        """Order the device's computation: all of it that is issued after this call runs after the event."""
+        """Order the device's computation: work issued after this call runs after the event."""
         ...
 
     def synchronize(self) -> None:
-        """Return when it has happened: then the host sees it too."""
+        """Block until the event has happened, so that the host sees the result too."""
         ...
 
 
 class Link(Protocol):
-    """Both directions are independent of each other and keep their own order."""
+    """A link to one device. Its two directions are independent, and each keeps its order."""
 
     @property
     def stats(self) -> LinkStats:
-        """Totals since the link was made, a snapshot."""
+        """A snapshot of the totals since the link was made."""
         ...
 
     def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event: ...
@@ -46,7 +46,7 @@ class Link(Protocol):
     def to_host(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event: ...
 
     def record(self) -> Event:
-        """Fires when all computation issued so far is done."""
+        """An event that fires when all computation issued so far is done."""
         ...
 
     def close(self) -> None: ...
@@ -63,7 +63,7 @@ class Done:
 
 
 class CopyEvent:
-    """Fires when a worker thread finished a copy; raises in the waiter what went wrong in the worker."""
+    """An event that fires when a worker thread has finished a copy; the worker's error is raised in the waiter."""
 
     def __init__(self) -> None:
         self._fired = threading.Event()
@@ -93,10 +93,10 @@ class _Copy:
 
 
 class _Lane(threading.Thread):
-    """One direction: copies in order, each taking at least bytes / bandwidth seconds.
+    """One direction of a link: copies in order, each taking at least bytes / bandwidth seconds.
 
-    A copy begins when it was submitted, the lane was free and its events were due. A copy that failed fails all after
-    it: not everybody waits for each of their copies.
+    A copy begins when it is submitted, the lane is free and its events are due. After a failed copy all later ones
+    fail, since callers do not wait for every copy.
     """
 
     def __init__(self, name: str, bytes_per_second: float | None, delay: Callable[[], float]) -> None:
@@ -132,17 +132,17 @@ class _Lane(threading.Thread):
             self.num_bytes += copy.src.nbytes
             self.busy_seconds += end - start
             copy.event.fire()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised in the waiter
             self._error = error
             copy.event.fire(error)
 
 
 class PacedLink:
-    """A link on a CPU: a worker thread per direction copies while the main thread computes, at a set bandwidth or,
-    with None, as fast as it can.
+    """The link on a CPU: a worker thread per direction copies while the main thread computes, at a set bandwidth or,
+    with None, unpaced.
 
-    With `overlap=False` each copy is done before the call returns: the schedule's yardstick. `delay` adds seconds to a
-    copy, for tests that shake the schedule.
+    With `overlap=False` each copy is done before the call returns, the baseline for the schedule. `delay` adds seconds
+    to a copy, for tests that perturb the schedule.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class PacedLink:
         return Done()
 
     def close(self) -> None:
-        """Let the copies under way finish and end the threads."""
+        """Wait for the copies in flight and end the threads."""
         if self._overlap and self._in.is_alive():
             for lane in (self._in, self._out):
                 lane.submit(None)
@@ -195,7 +195,7 @@ class CudaEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
-        """The device's current stream goes on after it; the host does not wait."""
+        """Make the device's current stream wait for the event; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
     def synchronize(self) -> None:
@@ -205,9 +205,9 @@ class CudaEvent:
 class CudaLink:
     """The link to a GPU: a copy stream per direction, beside the stream that computes.
 
-    Copies go out at once and wait on the device for their events: nothing here makes the host wait. Both sides of a
-    copy must outlive it, and host memory must be pinned, else CUDA would copy it piece by piece and wait.
-    bytes_per_second: what the link is known to do, for the statistics.
+    Copies are issued at once and wait on the device for their events, so the host never waits. Both sides of a copy
+    must outlive it, and host memory must be pinned, else CUDA would copy it piece by piece and block. bytes_per_second:
+    the known rate of the link, for the statistics.
     """
 
     def __init__(self, device: torch.device, bytes_per_second: float | None = None) -> None:
@@ -215,11 +215,11 @@ class CudaLink:
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._num_bytes = {self._in: 0, self._out: 0}
         self._busy_seconds = 0.0
-        self._timed: deque[tuple[CudaEvent, CudaEvent]] = deque()  # starts and ends of copies in, not yet counted
+        self._timed: deque[tuple[CudaEvent, CudaEvent]] = deque()  # (start, end) of uncounted copies in
 
     @property
     def stats(self) -> LinkStats:
-        """Copies that are still under way count with their bytes and without their time."""
+        """A snapshot of the totals. Copies in flight count with their bytes and without their time."""
         while self._timed and self._timed[0][1].event.query():
             start, end = self._timed.popleft()
             self._busy_seconds += start.event.elapsed_time(end.event) / 1000
@@ -237,7 +237,7 @@ class CudaLink:
         return CudaEvent(torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
-        """Let the copies under way finish."""
+        """Wait for the copies in flight."""
         self._in.synchronize()
         self._out.synchronize()
 
@@ -258,12 +258,12 @@ class CudaLink:
 
 
 def make_link(device: torch.device, bytes_per_second: float | None = None) -> Link:
-    """The link to `device`: a GPU's own, of which `bytes_per_second` is known, or on a CPU one that is paced to it."""
+    """The link to `device`: a GPU's, whose known rate is `bytes_per_second`, or on a CPU one that is paced to it."""
     return CudaLink(device, bytes_per_second) if device.type == "cuda" else PacedLink(bytes_per_second)
 
 
 def _pieces(dst: Tensor, src: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Parts that lie in one piece: of others torch would make copies first, and the host would wait."""
+    """Contiguous parts of a copy: torch would copy others to temporaries first, and the host would wait."""
     if dst.is_contiguous() and src.is_contiguous():
         return ((dst, src),)
     return zip(dst.unbind(), src.unbind(), strict=True)
@@ -275,7 +275,7 @@ def _check_alike(dst: Tensor, src: Tensor) -> None:
 
 
 def _move(dst: Tensor, src: Tensor) -> None:
-    """Copy on this thread alone: torch would split a large copy over the threads that compute."""
+    """Copy on this thread only: torch would split a large copy over the compute threads."""
     _check_alike(dst, src)
     if src.element_size() == 2:  # numpy has no bfloat16
         dst, src = dst.view(torch.int16), src.view(torch.int16)

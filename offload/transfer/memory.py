@@ -1,7 +1,7 @@
-"""Allocation of all long-lived memory: the only module that allocates host and device blocks and that pins.
+"""Allocation of all long-lived memory: the only module that allocates host and device blocks and that pins memory.
 
-Host blocks are anonymous mappings of exactly the bytes asked for (torch's pinned allocator rounds up to a power of two:
-20 GiB would take 32), of huge pages where the system allows them, and near the GPU where there are several NUMA nodes.
+Host blocks are anonymous mappings of exactly the requested bytes (torch's pinned allocator rounds up to a power of two:
+20 GiB would take 32). They use huge pages if the system allows them, and the NUMA node nearest to the GPU.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from offload.units import size
 
 Tier = Literal["host", "device"]
 
-# cudaHostRegisterPortable, pinned for every device, whichever is current; Mapped, kernels read the block themselves.
+# cudaHostRegisterPortable pins for every device, not only the current one; Mapped lets kernels read the block.
 _PORTABLE, _MAPPED = 1, 2
 _READS_REGISTERED = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _MPOL_PREFERRED = 1
-# Python shares anonymous pages with children by itself; shared ones are never huge.
+# Python's default for anonymous pages is MAP_SHARED; shared pages are never huge.
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-_KEPT = {-3: 32 * 2**20, -1: 128 * 2**20}  # M_MMAP_THRESHOLD, as large as it may be, and M_TRIM_THRESHOLD
+_KEPT = {-3: 32 * 2**20, -1: 128 * 2**20}  # M_MMAP_THRESHOLD at its maximum, and M_TRIM_THRESHOLD
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host's on `device`, without a wait."""
+    """Copy a small host tensor to `device` without blocking."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def sent_to(out: Tensor, values: Tensor) -> Tensor:
-    """A small tensor of the host's in `out`, of a GPU, without a wait."""
+    """Copy a small host tensor to `out` on a GPU without blocking."""
     return out.copy_(values.pin_memory(), non_blocking=True)
 
 
 def kernels_read_host(device: torch.device) -> bool:
-    """True where kernels of a GPU read pinned memory at the address that the host has for it."""
+    """Whether a GPU's kernels can read pinned memory at its host address."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -61,33 +61,33 @@ def kernels_read_host(device: torch.device) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep freed blocks of up to 32 MiB, 128 MiB in all, for the next ones: temporaries of a prefill would
-    come from the system each time, page by page, which makes it 1.6 times slower. False where there is no glibc."""
+    """Make glibc keep freed blocks of up to 32 MiB, 128 MiB in all, for reuse. Otherwise a prefill's temporaries come
+    from the system each time, page by page, which makes it 1.6 times slower. False if there is no glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
     return mallopt is not None and all(tuple(mallopt(option, value) for option, value in _KEPT.items()))
 
 
 class Memory:
-    """Allocates zeroed blocks on the compute device or on the host and keeps a ledger of bytes by tier and purpose.
+    """The allocator of zeroed blocks on the compute device or the host, with a ledger of bytes by tier and purpose.
 
-    On a machine without a GPU both tiers are the same memory; the ledger still tells them apart. Host blocks are pinned
-    where the device is a GPU.
+    On a machine without a GPU both tiers are the same memory; the ledger still distinguishes them. Host blocks are
+    pinned if the device is a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._node = _numa_node(device)
         self._ledger: Counter[tuple[Tier, str]] = Counter()
-        self._lock = threading.Lock()  # of the ledger: the thread that pins ahead reads it for its errors
+        self._lock = threading.Lock()  # of the ledger: the pinning thread reads it for its errors
         self._ahead: Ahead | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
-    @torch.inference_mode(False)  # a block made within a forward may be written outside of one
+    @torch.inference_mode(False)  # a block allocated in a forward may be written outside of one
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, tier: Tier, purpose: str) -> Tensor:
-        """A zeroed tensor: bytes that no row was written to must be finite, attention multiplies them by zero.
+        """Allocate a zeroed tensor: unwritten rows must be finite, since attention multiplies them by zero.
 
-        Raises DoesNotFit, with the numbers, where the system refuses the block or its pinning.
+        Raises DoesNotFit, with the numbers, if the system refuses the block or its pinning.
         """
         if tier == "device":
             block = self._device_block(shape, dtype)
@@ -98,7 +98,7 @@ class Memory:
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Where the body raises, whatever it allocated counts no longer: its owner was not made, and drops it."""
+        """A context whose allocations no longer count if its body raises: their owner was not made, and drops them."""
         with self._lock:
             before = self._ledger.copy()
         try:
@@ -109,23 +109,23 @@ class Memory:
             raise
 
     def pin_ahead(self, sizes: Sequence[int]) -> None:
-        """Begin to make and pin host blocks of so many bytes each, on a thread and in this order. Those that `allocate`
-        needs are taken from them; an error is raised there. Nothing on a CPU, where nothing is pinned."""
+        """Begin to make and pin host blocks of `sizes` bytes, on a thread and in this order. `allocate` takes blocks
+        from them, and raises the thread's error. No effect on a CPU, where nothing is pinned."""
         if self.device.type == "cuda" and sizes:
             self._ahead = Ahead(sizes, self._on_a_thread)
 
     def wait_pinned(self, on_bytes: Callable[[int, int], None]) -> None:
-        """Return when that is over. `on_bytes(done, total)` is called meanwhile."""
+        """Wait until all blocks of `pin_ahead` are made. `on_bytes(done, total)` is called meanwhile."""
         if self._ahead is not None:
             self._ahead.wait(on_bytes)
 
     def close(self) -> None:
-        """Make no more blocks ahead, and give back those that nobody took. Idempotent."""
+        """Stop making blocks ahead, and free the ones that were not taken. Idempotent."""
         if self._ahead is not None:
             self._ahead.close()
 
     def released(self, block: Tensor, *, tier: Tier, purpose: str) -> None:
-        """The owner of `block` drops it."""
+        """Note in the ledger that the owner of `block` drops it."""
         self._count(tier, purpose, -block.nbytes)
 
     def allocated(self) -> dict[Tier, dict[str, int]]:
@@ -154,7 +154,7 @@ class Memory:
             ) from error
 
     def _host_block(self, num_bytes: int) -> Tensor:
-        """See `_new_host_block`."""
+        """A host block: one that was made ahead, or a new one, see `_new_host_block`."""
         if not num_bytes:
             return torch.zeros(0, dtype=torch.uint8)
         block = None if self._ahead is None else self._ahead.take(num_bytes)
@@ -165,7 +165,7 @@ class Memory:
         return self._new_host_block(num_bytes)
 
     def _new_host_block(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], its pages touched (torch's threads share that) and pinned for a GPU."""
+        """A new host block, uint8 [num_bytes], with its pages touched (on torch's threads) and pinned for a GPU."""
         try:
             mapping = _Mapping(-1, num_bytes, **_PRIVATE)
         except OSError as error:
@@ -181,11 +181,11 @@ class Memory:
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE | _MAPPED))
         if code:
-            with contextlib.suppress(RuntimeError):  # CUDA would raise this error once more, at the next call
+            with contextlib.suppress(RuntimeError):  # clears the error, which CUDA would raise again at the next call
                 torch.zeros(1, device=self.device)
             raise DoesNotFit(self._refused(block.nbytes, "pinned", f"CUDA error {code}"))
         mapping.unpin = partial(runtime.cudaHostUnregister, block.data_ptr())
-        if hasattr(mmap, "MADV_DONTFORK"):  # a child's copy-on-write would take the pinned pages from us
+        if hasattr(mmap, "MADV_DONTFORK"):  # copy-on-write after a fork would move the pinned pages to the child
             mapping.madvise(mmap.MADV_DONTFORK)
 
     def _refused(self, num_bytes: int, what: str, reason: str) -> str:
@@ -198,7 +198,7 @@ class Memory:
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous pages that are unpinned before they are given back: when the last tensor over them is gone."""
+    """An anonymous mapping that is unpinned before it is freed, when the last tensor over it is gone."""
 
     unpin: Callable[[], object] | None = None
 
@@ -208,7 +208,7 @@ class _Mapping(mmap.mmap):
 
 
 def _advise(mapping: mmap.mmap, block: Tensor, node: int | None) -> None:
-    """Huge pages, and pages near the GPU, where the system has them. Advice: refused, it changes nothing but speed."""
+    """Ask for huge pages, and for pages near the GPU, if the system has them. If it refuses, only speed changes."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -227,11 +227,11 @@ def _machine() -> str:
 
 
 def _numa_node(device: torch.device) -> int | None:
-    """The node whose memory is nearest to the GPU; None where there is one node only, or none is known."""
+    """The NUMA node nearest to the GPU; None if there is only one node, or if it is unknown."""
     if device.type != "cuda" or len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
     properties: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):  # torch says so from 2.7 on
+    if not hasattr(properties, "pci_bus_id"):  # known to torch from 2.7 on
         return None
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     node = number_in(Path("/sys/bus/pci/devices") / address / "numa_node")

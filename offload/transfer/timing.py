@@ -1,4 +1,4 @@
-"""Seconds of passes: by the clock, or on a GPU by its own events, so that the host need not wait for a pass to end."""
+"""Timing of passes: by the clock, or on a GPU by its events, so that the host need not wait for a pass to end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from offload.metrics import LevelStats
 
 
 class Timing:
-    """Of the passes of one level on `device`."""
+    """The timing of one level's passes on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
-        # Seconds of the stats that are not counted yet: so large a part of what was measured.
+        # Measured stretches not yet counted, and the share of each that belongs to the stats.
         self._open: list[tuple[LevelStats, _Stretch, float]] = []
 
     @contextmanager
     def measure(self, stats: LevelStats, rows: int) -> Iterator[None]:
-        """Count one pass of `rows` rows (without padding) and the seconds that the body takes, or on a GPU those of
-        what it launches, from `settle` on."""
+        """Count one pass of `rows` rows (without padding) and the seconds of the body. On a GPU they are the seconds of
+        the launched work, counted by `settle`."""
         with measured_together([self], [(stats, rows)]):
             yield
 
@@ -39,7 +39,7 @@ class Timing:
 
 @contextmanager
 def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelStats, int]]) -> Iterator[None]:
-    """The same of a pass that several levels share, each with its rows: each has an equal part of the seconds."""
+    """Count one pass that several levels share, each with its rows: the seconds are divided equally."""
     measured = _Stretch(timings[0]._is_gpu)
     yield
     measured.end()
@@ -51,7 +51,7 @@ def measured_together(timings: Sequence[Timing], counted: Sequence[tuple[LevelSt
 
 
 class _Stretch:
-    """Time from its making to its end, which on a GPU are points of the stream that computes."""
+    """A stretch of time from its creation to its end; on a GPU both are points of the compute stream."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
@@ -68,7 +68,7 @@ class _Stretch:
 
     @property
     def has_ended(self) -> bool:
-        """Then `seconds` are known."""
+        """Whether the end has passed, so that `seconds` are known."""
         return not self._events or bool(self._events[1].query())
 
     @property

@@ -1,8 +1,9 @@
-"""Reading a checkpoint in safetensors or GGUF: names, shapes and dtypes first, then one tensor at a time to its place.
+"""The reader of checkpoints in safetensors or GGUF: names, shapes and dtypes first, then one tensor at a time into its
+destination.
 
-Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache. What
-headers and index say costs at most 32 bytes of memory for each of theirs, which are limited below.
-The format itself (offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library, and by
+Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache. Parsed
+headers and index take at most 32 bytes of memory per byte in the file; their sizes are limited below. The format itself
+(offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library, and by
 `config.gguf_header`.
 """
 
@@ -37,23 +38,23 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hundredth of it
 MAX_INDEX_BYTES = 1 << 24
-# Tensors that old checkpoints keep and that follow from config.json.
+# Tensors of old checkpoints that follow from config.json.
 COMPUTES_NOTHING = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEAD, EMBEDDINGS = TensorNames().head, TensorNames().embeddings
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.")
-_PIECE_BYTES = 64 << 20  # of a tensor, read at once
-_UNPACKED_NUMBERS = 1 << 22  # of a matrix, at once
-_NUM_NAMED = 3  # tensors of each sort that a message names
-# A name is a plain name: no separator, so no way out of the folder. A plain name may be a symbolic link that leads out
-# (every file of a Hugging Face cache is one): whoever made that link could have put the bytes there as well.
+_PIECE_BYTES = 64 << 20  # of a tensor that are read at once
+_UNPACKED_NUMBERS = 1 << 22  # of a matrix that are unpacked at once
+_NUM_NAMED = 3  # tensors of each kind that a message names
+# Shard names have no separator, so they cannot point outside the folder. A file may be a symbolic link to the outside
+# (every file of a Hugging Face cache is one): the author of that link could have put the bytes there as well.
 _SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
 
 
 class Checkpoint:
     """The tensors of a model folder or GGUF file, by their Hugging Face names. Use as a context manager, or `close` it.
 
-    No method keeps a tensor alive. After `close` only `names`, `files`, `shape` and `dtype` answer.
+    No method keeps a tensor alive. After `close` only `names`, `files`, `shape` and `dtype` work.
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry], files: ExitStack) -> None:
@@ -84,12 +85,12 @@ class Checkpoint:
         return tuple(sorted({entry.path for entry in self._entries.values()}))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`. ModelError when there is none of that name."""
+        """The shape of tensor `name`. ModelError if there is none of that name."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `name` is stored in, that of its numbers where these are in blocks. ModelError unless it is a
-        float of 16, 32 or 64 bits."""
+        """The dtype that `name` is stored in; of a matrix in blocks, that of its decoded numbers. ModelError unless it
+        is a float of 16, 32 or 64 bits."""
         entry = self._entry(name)
         if self.encoding(name) or entry.unpack:
             return torch.float32
@@ -102,13 +103,13 @@ class Checkpoint:
         return STORED_DTYPES[entry.dtype]
 
     def encoding(self, name: str) -> str:
-        """The name of the encoding in whose blocks the matrix `name` is stored, "" where it is stored as numbers."""
+        """The name of the encoding of the matrix `name`, "" if it is stored as plain numbers."""
         dtype = self._entry(name).dtype
         return dtype if is_encoding(dtype) else ""
 
     def read_stored(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
-        """Copy the blocks of the matrix `name`, or of these rows and columns of it, to `dst`, uint8 [rows, bytes].
-        ModelError for columns that cut a block."""
+        """Copy the blocks of the matrix `name`, or of some rows and columns of it, to `dst`, uint8 [rows, bytes].
+        ModelError for columns that split a block."""
         source = self._blocks(name, rows, columns)
         if source.shape != dst.shape:
             raise ModelError(f"{self.folder}: {name} has rows of {list(source.shape)} bytes, not of {list(dst.shape)}")
@@ -135,11 +136,11 @@ class Checkpoint:
         return source
 
     def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
-        """Copy tensor `name`, or these rows and columns of it, into `dst`, which has that shape, any float dtype, any
-        strides, any device.
+        """Copy tensor `name`, or some rows and columns of it, into `dst` of that shape, with any float dtype, strides
+        and device.
 
-        Rounds to dst's dtype on the way; no second copy is made where dst is on the CPU. Of a part, no other bytes are
-        read than the pages it lies in. Blocks until it is done; an interrupt waits for a piece of it.
+        Rounds to dst's dtype; makes no second copy if dst is on the CPU. For a part, only its memory pages are read.
+        Blocks until it is done; an interrupt waits for the current piece.
         """
         dst, unpack = torch.atleast_1d(dst), self._entry(name).unpack
         if unpack:
@@ -174,15 +175,16 @@ class Checkpoint:
             self._copied(name)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call tensors otherwise than the files do: stored name -> the name that they have from now on."""
+        """Rename tensors: stored name -> the name used from now on."""
         self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
 
     def gather(self, config: ModelConfig) -> None:
-        """Take the tensors that are one quantised matrix for one. Names are as `rename` left them. ModelError."""
+        """Combine the tensors of each quantised matrix into one entry. Names are the ones after `rename`.
+        ModelError."""
         self._entries = gathered(self._entries, config, self.folder)
 
     def equal(self, first: str, second: str) -> bool:
-        """True where two tensors hold the same values in the same shape."""
+        """Whether two tensors hold the same values in the same shape."""
         same = self.shape(first) == self.shape(second)
         return same and torch.equal(self._mapped(first), self._mapped(second))
 
@@ -191,7 +193,7 @@ class Checkpoint:
     ) -> None:
         """ModelError unless the checkpoint holds exactly `expected` (name -> shape), in dtypes that can be read.
 
-        Further tensors are allowed where their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`) or is in
+        Further tensors are allowed if their name matches a pattern of `ignore` (`*.rotary_emb.inv_freq`) or is in
         `beside`.
         """
         missing = sorted(expected.keys() - self._entries.keys())
@@ -230,7 +232,7 @@ class Checkpoint:
 
     @property
     def _description(self) -> str:
-        """What says which tensors there are."""
+        """The file that lists the tensors, for messages."""
         return "the file's metadata" if self._is_gguf else "config.json"
 
     def _entry(self, name: str) -> Entry:
@@ -239,7 +241,7 @@ class Checkpoint:
         return self._entries[name]
 
     def _mapped(self, name: str) -> Tensor:
-        """A view of the mapped file; not to be kept, it would hold the mapping open."""
+        """A view of the mapped file; it must not be kept, since it holds the mapping open."""
         entry = self._entry(name)
         self.dtype(name)
         try:
@@ -250,26 +252,25 @@ class Checkpoint:
 
 
 def _in_pieces(source: Tensor, dst: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Both by the same rows, of _PIECE_BYTES."""
+    """Source and destination in pieces of the same rows, of _PIECE_BYTES each."""
     num_rows = max(1, _PIECE_BYTES * len(source) // max(source.nbytes, 1))
     return source.split(num_rows), dst.split(num_rows)
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """ModelError unless `checkpoint` holds exactly the weights of `config`, which then have the names of
-    `expected_tensors`. As in transformers a base model's may lack "model." before theirs, tied embeddings may be stored
-    as the head alone, and what stands beside body and head (a trainer's value head, what sees pictures) is no part of
-    the model.
+    """Raises ModelError unless `checkpoint` holds exactly the weights of `config`, which then have the names of
+    `expected_tensors`. As in transformers, names of a base model may lack the prefix "model.", tied embeddings may be
+    stored as the head alone, and tensors outside body and head (a trainer's value head, an image encoder) are ignored.
 
-    With tied embeddings a head is ignored only if it equals the embeddings: transformers 5 unties them where they
-    differ, version 4 does not, so such a folder has no one meaning. Comparing reads both once.
+    With tied embeddings a head is ignored only if it equals the embeddings: if they differ, transformers 5 unties them
+    and version 4 does not, so such a folder is ambiguous. Comparing reads both once.
     """
     checkpoint.rename(_other_names(checkpoint.names(), config))
     if config.quantisation is not None:
         checkpoint.gather(config)
     expected, names = expected_tensors(config), checkpoint.names()
     head, embeddings = config.names.head, config.names.embeddings
-    is_whole = expected.keys() <= set(names)  # otherwise what is left over may say what is wrong
+    is_whole = expected.keys() <= set(names)  # otherwise the unexpected tensors may explain the fault
     beside = {name for name in names if is_whole and not name.startswith((config.names.body, "lm_head."))}
     tied_head = (head,) if config.tie_embeddings else ()
     checkpoint.check(expected, ignore=(*COMPUTES_NOTHING, *tied_head), beside=beside)
@@ -281,9 +282,9 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
-    """Stored name -> expected name, where these differ and mean the same."""
+    """The map from stored to expected names, for tensors that are stored under another name."""
     found, expected = {name: name for name in names}, config.names
-    if wrapped := expected.body.removeprefix("model."):  # older checkpoints have what is wrapped whole, its head too
+    if wrapped := expected.body.removeprefix("model."):  # older checkpoints wrap the language model with its head
         inner, head = f"{wrapped}model.", f"{wrapped}{expected.head}"
         bare = tuple(f"{wrapped}{part}" for part in _BODY_PARTS)
         found |= {name: expected.body + name.removeprefix(inner) for name in names if name.startswith(inner)}
@@ -317,8 +318,8 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _read_entries(folder: Path, files: ExitStack) -> dict[str, Entry]:
-    """Open every file of the checkpoint into `files` and list its tensors. The index says which shards there are, and
-    their own headers what is in them."""
+    """Open every file of the checkpoint into `files` and list its tensors. The index names the shards, and the shards'
+    headers list their tensors."""
     index = _read_index(folder)
     entries: dict[str, Entry] = {}
     for path in [folder / SINGLE_FILE] if index is None else _shard_paths(folder, set(index.values())):
@@ -342,14 +343,14 @@ def _read_gguf(path: Path, files: ExitStack) -> dict[str, Entry]:
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    """Two shards may hold one tensor, as when tied weights were saved apart."""
+    """Whether two entries hold the same tensor, as when tied weights were saved in two shards."""
     if one.dtype != other.dtype or one.dtype not in STORED_DTYPES:
         return False
     return torch.equal(*(entry.file.get_tensor(entry.stored_name) for entry in (one, other)))
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> shard name, or None where the folder holds a single file."""
+    """The map from tensor to shard names; None if the folder holds a single file."""
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ModelError(f"{folder} {what}; give the path of a downloaded model folder (nothing is downloaded)")
@@ -369,7 +370,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def shards_by_tensor(index: Path) -> dict[str, str]:
-    """Names of the files that an index names, by those of their tensors. ModelError."""
+    """The map from tensor to file names in an index. ModelError."""
     files = Kind(
         "an object of file names by names of tensors; download it again",
         lambda value: isinstance(value, dict) and value != {} and list_of(TEXT).fits([*value.values()]),
@@ -401,7 +402,7 @@ def _open_file(path: Path, files: ExitStack) -> dict[str, Entry]:
 
 
 def _check_header_length(path: Path) -> None:
-    """The first 8 bytes say how long the header is. Checked here so that a wild number costs no memory."""
+    """Check the header's length, which the first 8 bytes give, so that a huge number costs no memory."""
     with path.open("rb") as file:
         prefix, file_bytes = file.read(8), path.stat().st_size
     header_bytes = int.from_bytes(prefix, "little")

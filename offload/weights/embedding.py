@@ -1,6 +1,6 @@
 """The embedding: a row of a table for each token, from the device's memory or the host's.
 
-A pass reads a few rows of it, so where memory of a GPU is short the table is on the host and keeps room free there.
+A pass reads only a few rows, so if a GPU's memory is short, the table is on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from offload.weights.linear import numbers
 
 @dataclass(frozen=True)
 class Embedding:
-    """table: [V, hidden], on the device or on the host, as numbers of `dtype` or as the checkpoint stores them."""
+    """The embedding of tokens. table: [V, hidden], on the device or on the host, as numbers of `dtype` or in the
+    checkpoint's encoding."""
 
     table: Tensor | StoredMatrix
     device: torch.device
@@ -27,8 +28,8 @@ class Embedding:
 
     @property
     def waits(self) -> bool:
-        """Whether the host looks which rows are wanted, and waits for them: the table is not on the device, and no
-        kernel of the device reads it."""
+        """Whether the host has to wait for the token ids and gather the rows: the table is not on the device, and no
+        kernel of the device can read it."""
         return self._address is None and self._place != self.device
 
     @property
@@ -36,7 +37,8 @@ class Embedding:
         return self.table.rows.device if isinstance(self.table, StoredMatrix) else self.table.device
 
     def rows(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """tokens int64 [T] on the device -> [T, hidden] there, in `out` where that is given."""
+        """The embedding rows: tokens int64 [T] on the device -> [T, hidden] on the device, in `out` if that is
+        given."""
         if isinstance(self.table, StoredMatrix):
             chosen = self.table.rows[tokens.to(self._place)].to(self.device)
             found = numbers(StoredMatrix(chosen, self.table.encoding), self.dtype)
@@ -52,7 +54,8 @@ class Embedding:
 
     @cached_property
     def _address(self) -> Tensor | None:
-        """Of the table on the host, int64 [1] on the device, for a kernel that reads it there; None without one."""
+        """The address of the table on the host, int64 [1] on the device, for a kernel that reads it there; None without
+        such a kernel."""
         if (
             isinstance(self.table, StoredMatrix)
             or self.table.device == self.device

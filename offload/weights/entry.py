@@ -1,4 +1,4 @@
-"""A checkpoint's entry for a tensor: the file that has it, and how its numbers lie there."""
+"""A checkpoint's entry for a tensor: its file, and the encoding of its numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ class TensorFile(Protocol):
     """An open file, such as safetensors' `safe_open`."""
 
     def get_tensor(self, name: str) -> Tensor:
-        """The tensor in memory that is mapped, if it can be; of one that is stored in blocks its rows, uint8 [outputs,
-        bytes]."""
+        """The tensor, in mapped memory if possible; a matrix in blocks as its rows, uint8 [outputs, bytes]."""
         ...
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file. dtype: safetensors' code of numbers, such as BF16, or the name of the encoding of a matrix
-    that is stored in blocks (`formats.layout.encoding`). shape: of its numbers. unpack: of rows as the file has them,
-    uint8 [n, bytes] -> fp32 [n, inputs], of a matrix that is in neither."""
+    """One tensor of a file. dtype: safetensors' dtype code, such as BF16, or the name of the encoding of a matrix in
+    blocks (`formats.layout.encoding`). shape: of its numbers. unpack: for a matrix in any other format, the function
+    from the file's rows, uint8 [n, bytes], to fp32 [n, inputs]."""
 
     file: TensorFile
     path: Path

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, mapped, by the names that they have here."""
+"""Mapped tensors of a GGUF file, by this program's names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 
 
 class MappedFile:
-    """A file in memory that is mapped, for `checkpoint.TensorFile`. It is unmapped with the last tensor of it."""
+    """A memory-mapped file, a `TensorFile`. It is unmapped with its last tensor."""
 
     def __init__(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
-        """tensors: those of the file. Raises ModelError."""
+        """tensors: all tensors of the file. Raises ModelError."""
         self._tensors = tensors
         try:
             with path.open("rb") as file:
@@ -32,19 +32,19 @@ class MappedFile:
         except (OSError, ValueError) as error:
             raise unreadable(path, error if isinstance(error, OSError) else OSError(str(error))) from error
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that nobody may write to it
+            warnings.simplefilter("ignore")  # about read-only memory
             self._bytes: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def forget(self, name: str) -> None:
-        """What was read of the tensor was copied: its pages need not count among this process's memory any more. They
-        are read again if they are wanted again."""
+        """Release the memory pages of a tensor that was copied, so that they no longer count as this process's memory.
+        They are read again on the next access."""
         info, page = self._tensors[name], mmap.PAGESIZE
         first, stop = -(-info.start // page) * page, (info.start + info.nbytes) // page * page
         if stop > first and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Of numbers the tensor; else its rows, uint8 [outputs, bytes]."""
+        """The tensor, if it has plain numbers; otherwise its rows, uint8 [outputs, bytes]."""
         assert self._bytes is not None, "closed"
         info = self._tensors[name]
         data = self._bytes[info.start : info.start + info.nbytes]
@@ -60,8 +60,7 @@ class MappedFile:
 
 
 def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
-    """Each tensor of the model with its name, but those that its config tells of, and the file that it is in. Raises
-    ModelError."""
+    """Every tensor of the model with its name and file, except tensors that belong to the config. Raises ModelError."""
     header = read_header(path)
     names = renamed(header.tensors, gguf_config(header).names)
     files = {
@@ -76,9 +75,9 @@ def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
 
 
 def unpacker(info: TensorInfo) -> Callable[[Tensor], Tensor] | None:
-    """Of rows, uint8 [n, bytes] -> their numbers, fp32 [n, inputs], by the package gguf; None where they are numbers or
-    in blocks that this program knows. It raises ModelError where the package is not installed or knows no such type.
-    Temporary memory: about 30 bytes a number."""
+    """The function that unpacks rows, uint8 [n, bytes] -> fp32 [n, inputs], by the package gguf; None for plain numbers
+    and for blocks that this program decodes itself. The function raises ModelError if the package is not installed or
+    does not support the type. Temporary memory: about 30 bytes a number."""
     if info.kind in GGUF_BLOCKS or info.kind in PLAIN or info.kind in ("I8", "I16", "I32", "I64"):
         return None
 

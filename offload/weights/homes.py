@@ -1,7 +1,8 @@
-"""How a layer's weights lie on the host, cross the link and become weights again where they arrive.
+"""Homes of streamed layers: the encodings of a layer's weights on the host and over the link, and their decoding on the
+device.
 
-As they are; packed, in about 12 of 16 bits; or, where their codes in 4 or 6 bits are on the device, what they have
-beside these, in about 9 or 8. No bit of a weight is lost by it.
+Weights are raw; packed, in about 12 of 16 bits; or lossless residuals of about 9 or 8 bits, if their codes in 4 or 6
+bits are on the device. No bit of a weight is lost.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ _HOME = "target layers"
 
 
 class Home(Protocol):
-    """content: uint8 on the host, what crosses the link."""
+    """The home of one layer. content: uint8 on the host, the bytes that cross the link."""
 
     @property
     def content(self) -> Tensor: ...
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
-        """Fill `layer`, a flat buffer on the device, from what arrived of the content there, uint8."""
+        """Decode `arrived`, the content on the device, uint8, into `layer`, a flat buffer there."""
         ...
 
 
 @dataclass(frozen=True)
 class AsTheyAre:
-    """The layer's flat buffer itself."""
+    """A raw home: the layer's flat buffer itself."""
 
     content: Tensor
 
@@ -54,7 +55,8 @@ class AsTheyAre:
 
 @dataclass(frozen=True)
 class Packed:
-    """Whole blocks of the buffer's numbers, and then the rest of it as it is. starts: of the blocks, on the device."""
+    """A packed home: whole packed blocks of the buffer's numbers, and then the raw rest. starts: of the blocks, on the
+    device."""
 
     content: Tensor
     starts: Tensor
@@ -68,9 +70,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class BesideCodes:
-    """The residuals of the layer's matrices, one after the other, and then the rest of the buffer as it is.
+    """A home of residuals of the layer's matrices, one after the other, followed by the raw rest of the buffer.
 
-    residuals: of OPERATORS, each one's place, and where in it the escapes begin. coded: on the device.
+    residuals: for each of OPERATORS the position of its residual, and the offset of the escapes in it. coded: the
+    layer's codes on the device.
     """
 
     content: Tensor
@@ -89,13 +92,13 @@ class BesideCodes:
 
 
 class HomeMaker:
-    """Makes homes of fewer than 16 bits a weight.
+    """The maker of homes with fewer than 16 bits a weight.
 
-    coded: the layers so far quantised, on the device, where that is what homes lie beside.
+    coded: the layers quantised so far, on the device, if homes are residuals.
     """
 
     def __init__(self, memory: Memory, bits: int) -> None:
-        """bits: 12, or 9 or 8 beside codes in 4 or 6. Raises UsageError where kernels do not run."""
+        """bits: 12, or 9 or 8 beside codes in 4 or 6 bits. Raises UsageError if kernels cannot run."""
         self._memory, self._bits = memory, bits
         self._code_bits = {beside: code for code, beside in BESIDE_CODES.items()}.get(bits)
         host = cpu.kernels()
@@ -111,21 +114,22 @@ class HomeMaker:
         self._host = host
 
     def make(self, layer: Tensor, layout: LayerLayout, config: ModelConfig) -> Home:
-        """Of a flat buffer on the host that lies as `layout` says, whose matrices are overwritten. config: of that
-        layer alone, or of a shard of it. Raises DoesNotFit."""
+        """The home of a layer, from its flat buffer on the host in `layout`, whose matrices are overwritten. config: of
+        that layer alone, or of a shard of it. Raises DoesNotFit."""
         planned, coded = self._planned(layout, config), self._coded_layout(config)
         home = None if coded is None else self._beside_codes(layer, layout, coded, planned)
         return home or self._packed(layer, layout, planned)
 
     def _planned(self, layout: LayerLayout, config: ModelConfig) -> int:
-        """Bytes of a home."""
+        """The planned bytes of a home."""
         return home_bytes(layout.num_bytes, config.layer_matrix_elements(), self._bits)
 
     def _coded_layout(self, config: ModelConfig) -> LayerLayout | None:
         return None if self._code_bits is None else LayerLayout.of(config, torch.bfloat16, self._code_bits)
 
     def _beside_codes(self, layer: Tensor, layout: LayerLayout, coded_layout: LayerLayout, planned: int) -> Home | None:
-        """None where a weight would not come back: then codes are there only to propose with."""
+        """A home of residuals; None if a weight could not be restored exactly. Then the codes serve only for
+        proposing."""
         exact, buffer = layout.bind(layer), torch.zeros(coded_layout.num_bytes, dtype=torch.uint8)
         coded = coded_layout.bind(buffer)
         fill_coded(coded, exact, self._host)
@@ -153,8 +157,8 @@ class HomeMaker:
         return self._memory.allocate(shape, torch.uint8, tier="device", purpose=LOW_BIT_WEIGHTS).copy_(coded)
 
     def _home(self, parts: Sequence[Tensor], rest: Tensor, planned: int) -> Tensor:
-        """Parts, one after the other, and the rest. A block of the planned bytes is taken even where less would do:
-        such blocks were pinned while the checkpoint was read."""
+        """A host block with `parts`, one after the other, and the rest. It has the planned bytes even if fewer would
+        suffice, since such blocks were pinned while the checkpoint was read."""
         needed = sum(len(part) for part in (*parts, rest))
         block = self._block(planned)
         if needed > planned:

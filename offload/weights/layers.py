@@ -1,4 +1,4 @@
-"""Where the layers of a model are: on the device, or on the host, from where each crosses the link in one copy."""
+"""The layers of a model: resident on the device, or on the host and streamed over the link, one copy per layer."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.linear import Linear, numbers
 from offload.weights.tensors import head_order, sources
 
-_CHECKED_NUMBERS = 1 << 22  # of a stored matrix, at once
+_CHECKED_NUMBERS = 1 << 22  # of a stored matrix that are checked at once
 
 
 def load_layer(
     checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
 ) -> None:
-    """Read a shard of one layer of the model `whole` straight into its places in `buffer`, which is zeroed."""
+    """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
     order, own = head_order(whole.blocks[index].attention), whole.layer(index)
     pending = {name: list(enumerate(sources(own, shard, f"{name}.weight"))) for name in OPERATORS}
     for name, view in layout.views.items():
         target, row, operator = view.of(buffer), 0, name.partition(".")[0]
         is_matrix = operator in OPERATORS and not name.endswith(".bias")
         parts = pending[operator] if is_matrix else list(enumerate(sources(own, shard, name)))
-        if name in layout.norms and parts and parts[0][1].columns is not None:  # a row for each head
+        if name in layout.norms and parts and parts[0][1].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0][1].columns)))
         while parts and row < len(target):
             number, source = parts.pop(0)
@@ -59,18 +59,20 @@ def load_layer(
 
 
 def _order_heads(rows: Tensor, order: Tensor) -> None:
-    """Put queries and keys, or what they are normed by, into our order of a head's numbers, in place."""
+    """Reorder the rows of queries and keys, or of their norms' weights, to this program's order within a head, in
+    place."""
     heads = rows.view(-1, len(order), *rows.shape[1:])
     heads.copy_(heads[:, order])
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """True where no element is infinite or NaN. No temporaries: those of `isfinite` take thrice a tensor's bytes."""
+    """Whether all elements are finite. It makes no temporaries; those of `isfinite` take three times a tensor's
+    bytes."""
     return all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 def _in_fp16(weights: Tensor | StoredMatrix) -> Iterator[Tensor]:
-    """What of `weights` is in fp16, the numbers of a stored matrix some rows at a time."""
+    """The numbers of `weights` that are in fp16, and of a stored matrix the decoded numbers, some rows at a time."""
     if isinstance(weights, StoredMatrix):
         outputs, inputs = weights.shape
         step = max(1, _CHECKED_NUMBERS // inputs)
@@ -81,9 +83,9 @@ def _in_fp16(weights: Tensor | StoredMatrix) -> Iterator[Tensor]:
 
 
 class Layers(Protocol):
-    """The layers of a model, first to last, each ready to be used while it is the current one. coded: the last ones in
-    few bits, on the device, as far as it took them there to bring the exact ones. num_wider: of those that cross the
-    link, how many take more bits than planned, since not every weight would come back from its code."""
+    """The layers of a model, first to last; each is usable while it is the current one. coded: quantised copies, on the
+    device, of the last layers, as far as the transfer of the exact ones needs them. num_wider: the number of streamed
+    layers with more bits than planned, since some weight could not be restored from its code."""
 
     @property
     def coded(self) -> Sequence[LayerWeights]: ...
@@ -97,7 +99,7 @@ class Layers(Protocol):
 
 
 class ResidentLayers:
-    """All layers on the device."""
+    """Layers that are all on the device."""
 
     coded: Sequence[LayerWeights] = ()
     num_wider = 0
@@ -113,11 +115,11 @@ class ResidentLayers:
 
 
 class StreamedLayers:
-    """The first layers on the device, the rest on the host, each crossing the link when its turn comes, into one of a
-    few staging buffers, and opened from there into one more where it does not come as it is.
+    """Layers of which the first are on the device, and the rest on the host. A streamed layer crosses the link into one
+    of a few staging slots, and is decoded from there into a further buffer unless its home is raw.
 
-    Weights do not change, so the stream runs on in a circle: while the last layers are used, the next pass's first ones
-    are on their way.
+    Weights do not change, so the stream is cyclic: while the last layers are used, the first ones of the next pass are
+    in flight.
     """
 
     def __init__(
@@ -131,8 +133,8 @@ class StreamedLayers:
         opened: Tensor | None = None,
         coded: Sequence[LayerWeights] = (),
     ) -> None:
-        """layouts: of all layers; equal ones are one object. staging: uint8, each as large as the largest home. opened:
-        a flat buffer as large as the largest layer; None where all come as they are."""
+        """layouts: of all layers; equal layouts are one object. staging: uint8, each as large as the largest home.
+        opened: a flat buffer as large as the largest layer; None if all homes are raw."""
         self._resident, self._homes, self._staging, self._link = resident, homes, staging, link
         self._nbytes = sum(layout.num_bytes for layout in layouts)
         self._opened, self._layouts = opened, layouts[len(resident) :]
@@ -143,8 +145,8 @@ class StreamedLayers:
             for layout in self._layouts
         }
         self._full: list[Event] = []
-        self._held: list[int | None] = [None] * len(staging)  # the home whose content a slot has, or gets
-        self._position = 0  # streamed layers used since the stream began
+        self._held: list[int | None] = [None] * len(staging)  # by slot: the home whose content it has or receives
+        self._position = 0  # number of streamed layers used since the stream began
         self.coded = coded
         self.num_wider = len(coded) - sum(isinstance(home, BesideCodes) for home in homes)
 
@@ -168,7 +170,7 @@ class StreamedLayers:
         return self._nbytes
 
     def _in_order(self) -> bool:
-        """Whether the first layers are in the slots where they are expected: not after a pass that was broken off."""
+        """Whether the first layers are in their expected slots, which is not so after an interrupted pass."""
         following = [(self._position + ahead) % len(self._staging) for ahead in range(len(self._staging))]
         first = [ahead % len(self._homes) for ahead in range(len(self._staging))]
         return self._position % len(self._homes) == 0 and [self._held[slot] for slot in following] == first
@@ -190,9 +192,9 @@ class StreamedLayers:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's, or a shard of them. final_norm: of hidden rows; head [V, hidden], the embedding's table itself where
-    tied, None on a rank that computes no logits. rotated: of each layer, what its queries and keys are multiplied by
-    after they are rotated, [D] each on the device; () where they are not."""
+    """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
+    embedding's table itself if tied, None on a rank that computes no logits. rotated: for each layer the factors of its
+    queries and keys after the rotation, [D] each on the device; () if there are none."""
 
     embedding: Embedding
     layers: Layers
@@ -216,17 +218,18 @@ def load_weights(
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
-    """Read a checked checkpoint, or a shard of it, into its places: all on the device, or, with a link, the first
-    `num_resident` layers there and the others on the host, from where they cross in `link_bits` bits a weight. The
-    embedding's table is on the host where `embeds_on_host`. The ledger calls them `name`'s. Rank 0 alone has the head.
+    """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
+    `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
+    The embedding's table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the
+    head.
 
-    `on_bytes` is called with each layer's bytes as they arrive. Peak memory: what is placed, one tensor's mapping, a
-    layer's queries and keys again where a head's numbers are put in another order, and with fewer than 16 bits two
-    layers of each layout on the host. Raises ModelError, DoesNotFit; UsageError where kernels are missing.
+    `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
+    a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout
+    on the host. Raises ModelError, DoesNotFit; UsageError if kernels are missing.
     """
 
     def check_range(weights: Tensor | StoredMatrix, owner: str) -> None:
-        """A bf16 weight, or a scale times its code, may be larger than fp16 goes."""
+        """Raise ModelError for weights beyond fp16's range: a bf16 weight, or a scale times its code, may exceed it."""
         if dtype == torch.float16 and not all(map(all_finite, _in_fp16(weights))):
             raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
 

@@ -1,4 +1,5 @@
-"""A layer's weights: one flat buffer with named views. Operators are fused: q, k and v are one, gate and up too."""
+"""The layout of a layer's weights: one flat buffer with named views. Operators are fused: q, k and v are one, gate and
+up too."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _FACTOR = "factor"
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Operators and norms of one layer, all views of one buffer. gate_up: of a network without a gate, up alone.
-    factor: on the rows that come out, [1]."""
+    """Operators and norms of one layer, all views of one buffer. gate_up: only up in a network without a gate. factor:
+    on the layer's output rows, [1]."""
 
     qkv: Linear
     o: Linear
@@ -43,7 +44,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in a flat buffer. offset: bytes."""
+    """A view of a tensor in a flat buffer. offset: in bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -60,9 +61,9 @@ class View:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The place of a layer's tensors in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
-    begins at a multiple of 64 bytes. norms: of the vectors among them. stored: of the views that hold a part of an
-    operator's matrix as the checkpoint stores it, the encodings."""
+    """The layout of a layer's tensors in its flat buffer, uint8 [num_bytes], by name. Views may differ in dtype; each
+    begins at a multiple of 64 bytes. norms: of the norm vectors. stored: the encodings of views that hold a part of an
+    operator's matrix as the checkpoint stores it."""
 
     views: dict[str, View]
     num_bytes: int
@@ -71,7 +72,7 @@ class LayerLayout:
 
     @classmethod
     def pack(cls, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> LayerLayout:
-        """`tensors`, name -> (shape, dtype), one after the other."""
+        """The layout of `tensors`, name -> (shape, dtype), one after the other."""
         views, end = {}, 0
         for name, (shape, dtype) in tensors.items():
             views[name] = View(end, shape, dtype)
@@ -80,7 +81,7 @@ class LayerLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
-        """Of `config`'s `block` in `dtype`, its matrices in codes of `code_bits` bits where these are given."""
+        """The layout of the layer `config.block` in `dtype`, with matrices in codes if `code_bits` is given."""
         products = dict(zip(OPERATORS, config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         stored: dict[str, str] = {}
@@ -105,7 +106,7 @@ class LayerLayout:
 
     @classmethod
     def of_layers(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> list[LayerLayout]:
-        """Of each layer; equal ones are one object."""
+        """The layout of each layer; equal layouts are one object."""
         made = list[LayerLayout]()
         for kind, _ in config.kinds:
             found = cls.of(kind, dtype, code_bits)
@@ -115,18 +116,18 @@ class LayerLayout:
 
     @property
     def end_of_matrices(self) -> int:
-        """Bytes before norms and biases: matrices come first."""
+        """The offset of norms and biases, in bytes; matrices come first."""
         matrices = ("weight", "blocks", "stored")
         return next(
             (view.offset for name, view in self.views.items() if name.split(".")[-1] not in matrices), self.num_bytes
         )
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """All that `buffer` holds, by name."""
+        """All tensors in `buffer`, by name."""
         return {name: view.of(buffer) for name, view in self.views.items()}
 
     def bind(self, buffer: Tensor) -> LayerWeights:
-        """The layer that `buffer` holds, now or after a copy into it."""
+        """The layer in `buffer`, as views, also of bytes copied into it later."""
         tensors = self.tensors(buffer)
         operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
         norms = {
@@ -136,7 +137,7 @@ class LayerLayout:
         return LayerWeights(**operators, **norms, factor=tensors.get(_FACTOR))  # type: ignore[arg-type]
 
     def _matrix(self, tensors: Mapping[str, Tensor], operator: str) -> Weight:
-        """Of an operator: in codes, or its parts."""
+        """The matrix of an operator: codes, or its parts."""
         if f"{operator}.blocks" in tensors:
             return Codes(tensors[f"{operator}.blocks"])
         parts = [
@@ -148,10 +149,10 @@ class LayerLayout:
 
 
 def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The tensor, by name, that operator `name` has in place of a matrix [outputs, inputs]: see `Codes`."""
+    """The tensor, by name, that replaces the matrix [outputs, inputs] of operator `name`: see `Codes`."""
     return {f"{name}.blocks": (Codes.shape_of_blocks(shape, bits), torch.uint8)}
 
 
 def matrix_name(operator: str, part: int, encoding: str) -> str:
-    """The view of a part of an operator's matrix: "qkv.weight", "qkv.1.stored"."""
+    """The name of the view of a part of an operator's matrix: "qkv.weight", "qkv.1.stored"."""
     return ".".join([operator, *([str(part)] if part else []), "stored" if encoding else "weight"])

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, however its numbers lie."""
+"""Products of rows with a weight matrix in any encoding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from offload.kernels.device import DeviceKernels
 
 @dataclass(frozen=True)
 class Parts:
-    """A matrix of parts that lie otherwise, one below the other."""
+    """A matrix of parts in different encodings, one below the other."""
 
     parts: tuple[Tensor | StoredMatrix, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs, inputs."""
+        """The shape (outputs, inputs)."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
@@ -31,7 +31,7 @@ Weight = Tensor | Codes | StoredMatrix | Parts
 
 @dataclass(frozen=True)
 class Linear:
-    """x [T, in] -> [T, out] with weight [out, in]."""
+    """A linear map with weight [out, in]: x [T, in] -> [T, out]."""
 
     weight: Weight
     bias: Tensor | None
@@ -41,10 +41,10 @@ class Linear:
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], in the dtype of x.
+    """The product x [T, inputs] @ weight [outputs, inputs]^T + bias [outputs], in the dtype of x.
 
-    With codes on a GPU by its own kernel, which unpacks them on the way, and so with a few rows and a stored matrix;
-    else by torch's operators, over the numbers of a part at a time.
+    Codes on a GPU, and a stored matrix with a few rows, are multiplied by the GPU's kernel, which decodes them on the
+    fly; otherwise by torch's operators, over the decoded numbers of one part at a time.
     """
     if isinstance(weight, Codes):
         return choice.gpu_kernels(x.device).multiply(x, weight, bias)
@@ -61,7 +61,8 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] of `dtype`, in memory of their own, on the device of its blocks."""
+    """The decoded numbers of a stored matrix, [outputs, inputs] of `dtype`, in new memory on the device of its
+    blocks."""
     return _kernels(stored.rows.device).decode_stored(stored, dtype)
 
 

@@ -1,4 +1,4 @@
-"""A layer's quantised weights, made from the exact ones."""
+"""Quantised copies of a layer's weights, made from the exact ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 
 
 def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels) -> None:
-    """Fill `layer`, whose matrices are codes, by the kernels of the device that both are on; the rest is copied."""
+    """Fill `layer`, whose matrices are codes, from `exact`, by the kernels of their common device; other tensors are
+    copied."""
     for name in OPERATORS:
         ours, theirs = getattr(layer, name), getattr(exact, name)
         fill_codes(ours, theirs, kernels)
@@ -30,7 +31,7 @@ def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels)
 
 
 def fill_codes(coded: Linear, exact: Linear, kernels: DeviceKernels) -> None:
-    """The matrix alone."""
+    """Fill the codes of one matrix."""
     assert isinstance(exact.weight, Tensor)
     assert isinstance(coded.weight, Codes)
     kernels.quantise(exact.weight, coded.weight)

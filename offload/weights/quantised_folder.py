@@ -1,4 +1,4 @@
-"""Folders with a quantization_config: several tensors of theirs are one matrix, as it is stored.
+"""The reader of folders with a quantization_config, in which several tensors store one matrix.
 
 Of a module X, by its scheme's packing, with G groups of inputs that share a scale:
 awq     X.qweight I32 [inputs, outputs / 8], X.qzeros I32 [G, outputs / 8], X.scales [G, outputs]
@@ -38,10 +38,10 @@ _PARTS = {
     "bytes": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
 }
 _OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
-_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # of a module that is quantised
+_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # tensors of a quantised module
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_NARROWER = ("F16", "BF16", "F8_E8M0", "U8")  # what may stand for fp32 scales; U8 are exponents, as E8M0 has them
-# Of quantised activations and KV caches, which this program does not have.
+_NARROWER = ("F16", "BF16", "F8_E8M0", "U8")  # allowed in place of fp32 scales; U8 are exponents, as in E8M0
+# Tensors of quantised activations and KV caches, which this program does not support.
 _UNUSED = re.compile(
     r"\.((input|output)_(scale|zero_point|global_scale|scale_ub)|(input_)?activation_scale|[kqv]_(scale|zero_point)"
     r"|(self_attn|attn)\.[kqv]_proj\.output_scale)$"
@@ -49,10 +49,10 @@ _UNUSED = re.compile(
 
 
 def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) -> dict[str, Entry]:
-    """The same, by the names of `expected_tensors`: the parts of each quantised matrix are one entry, in blocks or,
-    where no block holds it, in numbers. What belongs to quantised activations is left out, and so are biases that are 0
-    where config.json says that there is none. Idempotent. ModelError for parts that are missing, foreign or misshapen.
-    """
+    """The entries under the names of `expected_tensors`: the parts of each quantised matrix become one entry, in blocks
+    or, if no encoding of this program holds it, in plain numbers. Tensors of quantised activations are left out, and so
+    are zero biases that config.json does not have. Idempotent. ModelError for parts that are missing, unknown or of a
+    wrong shape."""
     assert config.quantisation is not None
     rest = {name: entry for name, entry in entries.items() if not _UNUSED.search(name)}
     expected = expected_tensors(config)
@@ -77,7 +77,7 @@ def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) ->
 
 @dataclass(frozen=True)
 class _Reader:
-    """Unpacks a matrix whenever it is asked for; a `TensorFile`. kind: its encoding, "" for plain numbers."""
+    """A `TensorFile` that unpacks a matrix on each access. kind: its encoding, "" for plain numbers."""
 
     module: str
     scheme: Scheme
@@ -95,7 +95,8 @@ class _Reader:
         return replace(main, file=made, shape=(matrix.outputs, matrix.inputs), dtype=kind or scheme.scales)
 
     def get_tensor(self, name: str) -> Tensor:
-        """uint8 [outputs, bytes], or [outputs, inputs] in the scale's dtype. Memory: that, and a few MiB."""
+        """The matrix: uint8 [outputs, bytes], or [outputs, inputs] in the scale's dtype. Memory: the result and a few
+        MiB."""
         parts = {part: entry.file.get_tensor(entry.stored_name) for part, entry in self.parts.items()}
         self._check_shape_part(parts)
         scales = self._scales(parts)
@@ -103,7 +104,7 @@ class _Reader:
         return packed.blocks(self.kind) if self.kind else packed.numbers()
 
     def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """[rows of them, groups]."""
+        """The scales, [rows of scales, groups]."""
         stored = parts[self._scale_part]
         if stored.dtype == torch.uint8:
             stored = stored.view(torch.float8_e8m0fnu)
@@ -111,9 +112,9 @@ class _Reader:
         return stored.T if self._is_transposed else stored.reshape(self._grid(stored.numel()))
 
     def _order(self, parts: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
-        """int64 [inputs]: the group of each; None where they are in order."""
+        """The group of each input, int64 [inputs]; None if they are in order."""
         stored = next((parts[part] for part in ("g_idx", "weight_g_idx") if part in parts), None)
-        if stored is None or (stored == -1).any():  # -1: compressed-tensors never set it
+        if stored is None or (stored == -1).any():  # -1: not set by compressed-tensors
             return None
         size, order = self.scheme.inputs or self.inputs, stored.long()
         if torch.equal(order, torch.arange(self.inputs) // size):
@@ -183,7 +184,7 @@ class _Reader:
         return next((name for name in names if name in self.parts), "weight_scale")
 
     def _grid(self, num_scales: int = 0) -> tuple[int, int]:
-        """Rows and columns of the scales, also where they have other dimensions of 1."""
+        """Rows and columns of the scales, ignoring further dimensions of 1."""
         if num_scales == 1:
             return 1, 1
         outputs, inputs = self.scheme.outputs or self.outputs, self.scheme.inputs or self.inputs
@@ -200,7 +201,7 @@ class _Reader:
 
     @property
     def _shapes(self) -> dict[str, Shapes]:
-        """That the parts may have."""
+        """The allowed shapes of the parts."""
         bits, (rows, groups) = self.scheme.bits, self._grid()
         by_inputs, by_outputs = -(-self.inputs * bits // 32), -(-self.outputs * bits // 32)  # words
         if self._is_transposed:

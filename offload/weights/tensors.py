@@ -1,4 +1,4 @@
-"""Which rows and columns of a checkpoint's tensors become what in a layer, and in which order."""
+"""The mapping from rows and columns of a checkpoint's tensors to a layer's views, and their order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from offload.weights.layout import LayerLayout
 
 @dataclass(frozen=True)
 class Source:
-    """Rows, and of a matrix columns, of a checkpoint's tensor that are rows of a view. name: within its layer.
-    columns: None for a vector."""
+    """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. columns:
+    None for a vector."""
 
     name: str
     rows: range
@@ -25,8 +25,8 @@ class Source:
 
 
 def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
-    """What a view of a shard's layer, `whole.block`, is read from, top to bottom. Nothing for the bias of an operator
-    whose outputs are summed over the ranks, but on the first: there it is added once."""
+    """The sources of a view of a shard's layer, `whole.block`, top to bottom. The bias of an operator whose outputs are
+    summed over the ranks has sources only on the first rank, so that it is added once."""
     operator, _, kind = view.partition(".")
     names, hidden = whole.names, range(whole.hidden_size)
     if operator in ("qkv", "gate_up"):
@@ -53,7 +53,7 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
 
 
 def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
-    """Of the weight of q_norm or k_norm."""
+    """The shard's elements of the weight of q_norm or k_norm."""
     attention = whole.block.attention
     if not attention.norms_whole:
         return range(attention.head_dim)
@@ -95,7 +95,7 @@ def _after(first: int, rows: range) -> range:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only those that `config` says exist."""
+    """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only tensors that `config` implies."""
     layers = {kind.block: _layer_tensors(kind) for kind, _ in config.kinds}
     names, table = config.names, (config.vocab_size, config.hidden_size)
     tensors: dict[str, tuple[int, ...]] = {names.embeddings: table}
@@ -108,7 +108,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of `config.block`, by their names within a layer."""
+    """The shapes of `config.block`'s tensors, by name within a layer."""
     found: dict[str, tuple[int, ...]] = {}
     for view in LayerLayout.of(config.plain, torch.float32).views:
         for source in sources(config, ALONE, view):
@@ -118,10 +118,10 @@ def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def head_order(attention: Attention) -> torch.Tensor | None:
-    """int64 [D]: the numbers of a head of a query or key in the order in which they lie here, i and i + D/2 rotated
-    together, those that know no position behind the others in both halves. None: as in the checkpoint.
+    """The order of a query or key head's elements in this program, int64 [D]: i and i + D/2 are rotated together, and
+    elements without positions come last in both halves. None: as in the checkpoint.
 
-    A product of a query with a key has the same terms in any order.
+    The order does not change the terms of a product of a query with a key.
     """
     rope, dim = attention.rope or Rope(), attention.head_dim
     rotated = rope.rotated or dim

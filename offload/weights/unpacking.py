@@ -1,7 +1,8 @@
-"""The numbers of matrices that AWQ, GPTQ, compressed-tensors and FP8 checkpoints hold, as blocks of our own or plain.
+"""Unpacking of matrices in AWQ, GPTQ, compressed-tensors and FP8 checkpoints, to this program's blocks or to plain
+numbers.
 
-Whatever the packing, a matrix is codes, scales and zeros: a number is (code - zero) * scale in the scale's dtype, or a
-code in e4m3 times the scale. Sources of the packings: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel
+In every packing, a matrix has codes, scales and zeros: a number is (code - zero) * scale in the scale's dtype, or an
+e4m3 code times the scale. Sources of the packings: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel
 (nn_modules/qlinear/torch.py, and utils/model.py for the zeros of its first format), compressed-tensors 0.20
 (compressors/pack_quantized/helpers.py), transformers 5.23 (integrations/finegrained_fp8.py).
 """
@@ -18,16 +19,16 @@ from offload.config.schemes import Scheme
 from offload.formats.layout import GROUP_HEAD, encoding
 
 _PIECE = 1 << 21  # numbers of a matrix that are unpacked at once, in whole outputs
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word's 8 outputs: which 4 bits, from the lowest
-_AWQ_PAIRS = (0, 2, 4, 6, 1, 3, 5, 7)  # the same of the even ones before the odd ones
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # 4-bit position, from the lowest, of each of a word's 8 outputs
+_AWQ_PAIRS = (0, 2, 4, 6, 1, 3, 5, 7)  # the same, with even outputs before odd ones
 _EVEN = 0x0F0F0F0F
-_LESS_ONE = {4: 0x11111111, 8: 0x01010101}  # what was taken from each word of zeros
+_LESS_ONE = {4: 0x11111111, 8: 0x01010101}  # subtracted from each word of zeros
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [outputs, inputs] as a checkpoint holds it. parts: tensors by their names, of the shapes in
-    weights/quantised_folder.py. scales: [rows of them, groups]. order: int64 [inputs], the group of each input; None:
+    """A packed matrix [outputs, inputs] of a checkpoint. parts: tensors by name, with the shapes in
+    weights/quantised_folder.py. scales: [rows of scales, groups]. order: int64 [inputs], the group of each input; None:
     in order."""
 
     scheme: Scheme
@@ -38,7 +39,7 @@ class Packed:
     order: Tensor | None = None
 
     def blocks(self, kind: str) -> Tensor:
-        """Its rows in blocks of the encoding `kind`, uint8 [outputs, bytes]."""
+        """The rows in blocks of the encoding `kind`, uint8 [outputs, bytes]."""
         form = encoding(kind)
         groups = self._group_of(torch.arange(0, self.inputs, form.numbers))
         out = torch.empty(self.outputs, len(groups), form.nbytes // 4, dtype=torch.int32)
@@ -48,14 +49,15 @@ class Packed:
         return out.view(self.outputs, -1).view(torch.uint8)
 
     def _heads(self, scales: Tensor, zeros: Tensor) -> Tensor:
-        """int32 [n, groups]: GROUP_HEAD bytes each, a scale of 4, or of 2 with a zero behind it."""
+        """The heads of blocks, int32 [n, groups]: GROUP_HEAD bytes each, a scale of 4 bytes, or of 2 followed by a
+        zero."""
         if scales.itemsize == GROUP_HEAD:
             return scales.view(torch.int32)
         low = scales.view(torch.int16).int() & 0xFFFF
         return low if self.scheme.is_float else low | zeros.int() << 16
 
     def numbers(self) -> Tensor:
-        """[outputs, inputs] in the scale's dtype."""
+        """The numbers, [outputs, inputs] in the scale's dtype."""
         groups = self._group_of(torch.arange(self.inputs)) if self.order is None else self.order
         out = torch.empty(self.outputs, self.inputs, dtype=self.scales.dtype)
         for rows, scales, zeros in self._pieces():
@@ -71,7 +73,7 @@ class Packed:
         return inputs // self.scheme.inputs if self.scales.shape[1] > 1 else torch.zeros_like(inputs)
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Outputs, their scales [n, groups] and zeros, int16 [n, groups]."""
+        """Pieces of the matrix: (outputs, their scales [n, groups], zeros int16 [n, groups])."""
         step = max(8, _PIECE // self.inputs // 8 * 8)  # whole words of packed outputs
         all_zeros = self.scales if self.scheme.is_float else _zeros(self.scheme, self.parts, self.scales)
         for first in range(0, self.outputs, step):
@@ -81,7 +83,7 @@ class Packed:
             yield rows, scales, zeros
 
     def _of_rows(self, grid: Tensor, rows: slice) -> Tensor:
-        """A row of a grid of scales for each output."""
+        """The row of a grid of scales for each output."""
         if len(grid) == self.outputs and self.scheme.outputs == 1:
             return grid[rows]
         shared = self.scheme.outputs if len(grid) > 1 else self.outputs
@@ -89,7 +91,7 @@ class Packed:
 
 
 def _codes(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
-    """uint8 [n, inputs and what fills the last word]: numbers from 0 to 15 or 255, or e4m3."""
+    """The codes, uint8 [n, inputs padded to whole words]: numbers from 0 to 15 or 255, or e4m3."""
     if scheme.packing == "bytes":
         codes = parts["weight"][rows].contiguous().view(torch.uint8)
         return codes if scheme.is_float else codes ^ 128
@@ -101,7 +103,8 @@ def _codes(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
 
 
 def _bodies(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice, size: int) -> Tensor:
-    """uint8 [n, blocks, bytes]: the numbers of blocks of `size`, of 4 bits with the first half in the low ones."""
+    """The numbers of blocks of `size`, uint8 [n, blocks, bytes]; with 4 bits, the low halves of bytes hold the first
+    half of a block."""
     if scheme.bits == 8:
         codes = _codes(scheme, parts, rows)
         return codes.view(len(codes), -1, size)
@@ -118,24 +121,24 @@ def _bodies(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice, size: int)
 
 
 def _paired(words: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The even and the odd 4 bits of words, int32, in the low halves of bytes, and of those beside them along `dim`, of
-    2, in the high ones."""
+    """The even and the odd 4-bit numbers of pairs of words, int32, along `dim` of size 2: the first word's numbers in
+    the low halves of bytes, the second word's in the high halves."""
     low, high = words.unbind(dim)
     return low & _EVEN | (high & _EVEN) << 4, low >> 4 & _EVEN | high & ~_EVEN
 
 
 def _awq_words(parts: Mapping[str, Tensor], rows: slice) -> Tensor:
-    """int32 [inputs, n / 8]."""
+    """The words of some rows, int32 [inputs, n / 8]."""
     return parts["qweight"][:, rows.start // 8 : rows.stop // 8].contiguous()
 
 
 def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], scales: Tensor) -> Tensor:
-    """int16, of the shape of scales."""
+    """The zero points, int16, in the shape of scales."""
     if scheme.packing == "awq":
         return _in_awq_order(parts["qzeros"].contiguous()).T.to(torch.int16)
     if scheme.packing == "gptq":
         words = parts["qzeros"].contiguous()
-        words = words + _LESS_ONE[scheme.bits] if scheme.less_one else words  # wraps around, as it did when taken away
+        words = words + _LESS_ONE[scheme.bits] if scheme.less_one else words  # wraps around, as the subtraction did
         return _unpacked(words, scheme.bits).T.to(torch.int16)
     middle, zeros = 1 << scheme.bits - 1, parts.get("weight_zero_point")
     if zeros is None:
@@ -146,7 +149,7 @@ def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], scales: Tensor) -> Tenso
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, words], contiguous -> uint8 [n, numbers], those of a word from its lowest bits."""
+    """Unpack words: int32 [n, words], contiguous -> uint8 [n, numbers], from the lowest bits of each word."""
     numbers = words.view(torch.uint8)
     if bits == 8:
         return numbers
@@ -154,6 +157,6 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _in_awq_order(words: Tensor) -> Tensor:
-    """int32 [n, words], contiguous -> uint8 [n, 8 * words]."""
+    """Unpack words in AWQ's order: int32 [n, words], contiguous -> uint8 [n, 8 * words]."""
     eights = _unpacked(words, 4).view(len(words), -1, 8)
     return eights[..., list(_AWQ_PLACES)].flatten(1)

@@ -1,4 +1,4 @@
-"""The families of models: a module each, which says how a config.json describes one of them."""
+"""The families of models: one module each, which reads that family's config.json."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def described(source: Fields, family: str, *, without_positions: Sequence[int] = ()) -> ModelConfig:
-    """Its model, where these layers rotate nothing."""
+    """The model of a config, without rotary positions in the layers `without_positions`."""
     defaults = Defaults(
         max_positions=8192,
         eps=1e-5,

@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere): Command R, where three layers of four have a window, and these alone know
+"""Command R7B and Command A (Cohere): Command R, with a window in three layers of four; only those layers have
 positions."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from offload.config.families.windows import PERIOD, all_but_every, others, windo
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-_WINDOW, _PATTERN = 4096, 4  # where a config says nothing
+_WINDOW, _PATTERN = 4096, 4  # defaults
 
 
 def describe(source: Fields) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What config.json files of all families have in common, and how a family's module says what it has of its own."""
+"""The common part of all families' config.json files, and the declarations with which a family adds its own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from offload.config.rope import RopeDefaults, read_rope
 from offload.fields import Fields, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
-_OTHER_DTYPES = {"float": "float32", "half": "float16"}  # torch's other names for these
+_OTHER_DTYPES = {"float": "float32", "half": "float16"}  # torch's other names of dtypes
 
 
 @dataclass(frozen=True)
 class Family:
-    """name: its model_type. about: which models have it. describe: its model from the fields of a config.json,
-    ModelError. reads: fields that it implements, which in other families would change the arithmetic. refuses: what
-    models of it may have and this program does not, besides what no family has; for readers. sizes: that a config
-    inside a wrapper may leave out."""
+    """A family of models. name: its model_type. about: the models of the family. describe: makes the model from the
+    fields of a config.json, ModelError. reads: fields that it implements, and that would change the arithmetic in other
+    families. refuses: unsupported features of the family, besides features that no family supports; for readers. sizes:
+    sizes that a config inside a wrapper may leave out."""
 
     name: str
     about: str
@@ -32,11 +32,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model_type whose config.json has a language model's inside, of any family, beside a picture's, say.
+    """A model_type whose config.json contains the config of a language model of any family, for example beside that of
+    an image encoder.
 
-    about: which models have it. default_family: where none is named inside. body: what stands before the names of the
-    language model's tensors. reads: fields beside the inner config that look as if they changed its arithmetic. outer:
-    those that count where it says nothing.
+    about: the models of this type. default_family: the family if the inner config names none. body: the prefix of the
+    language model's tensor names. reads: fields beside the inner config that look as if they changed its arithmetic.
+    outer: outer fields that apply where the inner config has none.
     """
 
     name: str
@@ -50,11 +51,11 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers takes where a family's config says nothing. kv_heads, head_dim: None, as many as heads, and
+    """The defaults of transformers for a family's config. kv_heads: None means as many as heads. head_dim: None means
     hidden_size / heads. norm_key: the field of the norms' epsilon.
 
-    derives_head_dim: whether a head_dim of null is hidden_size / heads, and not an error; floors_head_dim: rounded
-    down where it is not whole.
+    derives_head_dim: a head_dim of null means hidden_size / heads and is not an error. floors_head_dim: that quotient
+    is rounded down.
     """
 
     max_positions: int = 2048
@@ -69,7 +70,7 @@ class Defaults:
 
 
 def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
-    """See `Family`."""
+    """The sizes of a `Family`, by field name."""
     return {
         "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -88,8 +89,8 @@ def decoder(
     without_positions: Sequence[int] = (),
     **model: Any,
 ) -> ModelConfig:
-    """The model of `source`, whose layers are Llama's but for these fields of their descriptions. norm: of a row, by
-    its epsilon. without_positions: layers, by number, that do not rotate. Raises ModelError."""
+    """The model of `source`, whose layers are Llama's except for the given fields of their descriptions. norm: makes
+    the norm of a given epsilon. without_positions: numbers of the layers that do not rotate. Raises ModelError."""
     hidden_size, vocab_size = source.integer("hidden_size", 1 << 20), source.integer("vocab_size", 1 << 24)
     max_positions = source.integer("max_position_embeddings", 1 << 30, default=defaults.max_positions)
     num_heads, num_kv_heads, head_dim = _read_heads(source, defaults, hidden_size)
@@ -136,18 +137,18 @@ def _token_id(source: Fields, key: str, vocab_size: int) -> int | None:
 
 
 def epsilon(source: Fields, defaults: Defaults) -> float:
-    """Of all norms."""
+    """The epsilon of all norms."""
     return source.number(defaults.norm_key, default=defaults.eps, most=1.0)
 
 
 def biases(source: Fields, key: str = "attention_bias") -> dict[str, Any]:
-    """Of an attention that has them everywhere or nowhere, absent: nowhere."""
+    """The bias fields of an attention that has biases everywhere or nowhere; absent means nowhere."""
     bias = source.flag(key, False)
     return {"bias": bias, "out_bias": bias}
 
 
 def norms_after(norm: Norm) -> dict[str, Norm | None]:
-    """Of a block without norms before its parts; `NAMES_AFTER` are their tensors."""
+    """The norm fields of a block with norms only after its parts; `NAMES_AFTER` has their tensor names."""
     return {
         "before_attention": None, "after_attention": norm, "before_feed_forward": None, "after_feed_forward": norm,
     }  # fmt: skip
@@ -157,7 +158,7 @@ NAMES_AFTER = TensorNames(after_attention="post_attention_layernorm", after_feed
 
 
 def with_rope(config: ModelConfig, **fields: Any) -> ModelConfig:
-    """`config` with these fields of `Rope` in the layers that know positions."""
+    """`config` with other fields of `Rope` in the layers that have positions."""
 
     def change(block: Block) -> Block:
         rope = block.attention.rope and replace(block.attention.rope, **fields)
@@ -173,7 +174,7 @@ def _read_dtype(source: Fields) -> str:
 
 
 def _read_heads(source: Fields, defaults: Defaults, hidden_size: int) -> tuple[int, int, int]:
-    """(heads, KV heads, head_dim). head_dim times heads need not be hidden_size (Mistral-Nemo, Qwen3)."""
+    """The (heads, KV heads, head_dim). head_dim times heads need not be hidden_size (Mistral-Nemo, Qwen3)."""
     num_heads = source.integer("num_attention_heads", 1 << 14)
     unnamed = num_heads if "num_key_value_heads" in source.data else defaults.kv_heads or num_heads
     num_kv_heads = source.integer("num_key_value_heads", num_heads, default=unnamed)
@@ -186,7 +187,7 @@ def _read_heads(source: Fields, defaults: Defaults, hidden_size: int) -> tuple[i
 
 
 def _head_dim(source: Fields, defaults: Defaults, hidden_size: int, num_heads: int) -> int | None:
-    """Where the config has none."""
+    """The head_dim for a config that has none."""
     if source.data.get("head_dim") is not None:
         return None
     if "head_dim" not in source.data and defaults.head_dim is not None:

@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG): OLMo 2's norms, q/k norms of each head. With windows, the layers without one know no positions."""
+"""EXAONE 4 (LG): OLMo 2's norms, q/k norms of each head. With windows, the layers without one have no positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offload.config.families.windows import PERIOD, all_but_every, others, windo
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-_WINDOW, _PATTERN = 4096, 4  # where a config says nothing: every fourth layer has no window
+_WINDOW, _PATTERN = 4096, 4  # defaults: every fourth layer has no window
 
 
 def describe(source: Fields) -> ModelConfig:

@@ -20,7 +20,7 @@ SANDWICH = TensorNames(
     before_feed_forward="pre_feedforward_layernorm",
     after_feed_forward="post_feedforward_layernorm",
 )
-_WINDOW, _SCALAR, _SCORES, _LOGITS = 4096, 256, 50.0, 30.0  # where a config says nothing
+_WINDOW, _SCALAR, _SCORES, _LOGITS = 4096, 256, 50.0, 30.0  # defaults
 _CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 
 
@@ -45,8 +45,8 @@ def sandwiched(
     block: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> ModelConfig:
-    """A model with norms before and after each part. attention, block: fields of their own, the former beside
-    biases."""
+    """A model with norms before and after each part. attention, block: further fields of these descriptions; the biases
+    of attention are read here."""
     source.choice("hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
     if source.data.get("use_bidirectional_attention"):
         source.refuse("use_bidirectional_attention", "absent or false")
@@ -67,12 +67,12 @@ def sandwiched(
 
 
 def score_scale(source: Fields) -> float:
-    """Of products of queries and keys."""
+    """The factor on products of queries and keys."""
     return 1 / math.sqrt(source.number("query_pre_attn_scalar", default=_SCALAR))
 
 
 def _cap(source: Fields, key: str, default: float) -> float | None:
-    """null: none."""
+    """The cap under `key`; null means none."""
     return None if source.data.get(key, default) is None else source.number(key, default=default)
 
 

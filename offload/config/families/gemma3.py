@@ -19,7 +19,7 @@ from offload.config.rope import RopeDefaults, read_rope
 from offload.fields import Fields
 
 _LOCAL, _LOCAL_BASE = RopeDefaults(theta=10000.0), "rope_local_base_freq"
-_WINDOW, _PATTERN = 4096, 6  # where a config says nothing
+_WINDOW, _PATTERN = 4096, 6  # defaults
 
 
 def describe(source: Fields) -> ModelConfig:
@@ -30,7 +30,7 @@ def describe(source: Fields) -> ModelConfig:
     full = rope_of_type(source, FULL, "rope_theta")
     norm = NORM(epsilon(source, defaults))
     config = sandwiched(full, "gemma3_text", defaults, attention={"qk_norm": norm, "scale": score_scale(source)})
-    if config.rope.kind == "linear":  # max_position_embeddings are those of the stretched model
+    if config.rope.kind == "linear":  # max_position_embeddings is the stretched length
         config = with_rope(config, original_max_positions=max(int(config.max_positions / config.rope.factor), 1))
     own = rope_of_type(source, WINDOWED, _LOCAL_BASE)
     rope = read_rope(own, max_positions=config.max_positions, head_dim=config.head_dim, defaults=_LOCAL)

@@ -14,17 +14,18 @@ from offload.config.model import ModelConfig
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
 from offload.fields import Fields
 
-_PERIOD, _HEAD_DIM = 6, 512  # where a config says nothing; of a head in layers without a window
+_PERIOD, _HEAD_DIM = 6, 512  # defaults; head_dim in layers without a window
 _ROPES = {
     WINDOWED: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
 _CAP, _SAME, _HEADS = "final_logit_softcapping", "attention_k_eq_v", "per_layer_config"
-_KEYS = ("head_dim", "num_key_value_heads")  # that a layer may have of its own
+_KEYS = ("head_dim", "num_key_value_heads")  # fields that a layer may override
 
 
 def describe(source: Fields) -> ModelConfig:
-    """Refuses what small and sparse models of the family have: embeddings of each layer, shared keys, experts."""
+    """The model of a config. Features of small and sparse models are refused: per-layer embeddings, shared keys,
+    experts."""
     return _describe(source, "gemma4_text", window=512, max_positions=131072, layer_embeddings=256)
 
 
@@ -40,7 +41,7 @@ def _describe(source: Fields, family: str, *, window: int, max_positions: int, l
     ropes = source.data.get("rope_parameters") or _ROPES
     if isinstance(ropes, Mapping) and not {*_ROPES} <= ropes.keys():
         source.refuse("rope_parameters", f"an object of {FULL} and {WINDOWED}")
-    if source.data.get("use_bidirectional_attention") == "vision":  # of pictures, which are not run
+    if source.data.get("use_bidirectional_attention") == "vision":  # of images, which are not supported
         source = Fields({**source.data, "use_bidirectional_attention": None}, source.where)
     source = Fields({**source.data, "rope_parameters": ropes}, source.where)
     norm = Norm(epsilon(source, defaults))
@@ -55,7 +56,7 @@ def _describe(source: Fields, family: str, *, window: int, max_positions: int, l
 
 
 def _with_windows(source: Fields, config: ModelConfig, window: int, layers: set[int]) -> ModelConfig:
-    """The window in these layers, other heads and positions in the others."""
+    """`config` with the window in `layers`, and other heads and positions in the others."""
     common = config.block
     windowed = replace(common, attention=replace(common.attention, window=window))
     full = replace(common, attention=_full(source, config, layers))
@@ -64,7 +65,7 @@ def _with_windows(source: Fields, config: ModelConfig, window: int, layers: set[
 
 
 def _full(source: Fields, config: ModelConfig, layers: set[int]) -> Attention:
-    """Of layers without a window. layers: those that have one."""
+    """The attention of layers without a window. layers: the layers with a window."""
     same = source.flag(_SAME, False)
     by_layer = _HEADS in source.data
     head_dim, kv_heads = _heads_by_layer(source, config, layers) if by_layer else _heads(source, config, same=same)
@@ -82,14 +83,15 @@ def _full(source: Fields, config: ModelConfig, layers: set[int]) -> Attention:
 
 
 def _heads(source: Fields, config: ModelConfig, *, same: bool) -> tuple[int, int]:
-    """(head_dim, KV heads) of layers without a window, by fields of their own."""
+    """The (head_dim, KV heads) of layers without a window, from their own fields."""
     named = same and source.data.get("num_global_key_value_heads") is not None
     kv_heads = source.integer("num_global_key_value_heads", config.num_heads) if named else config.num_kv_heads
     return source.integer("global_head_dim", 1 << 12, default=_HEAD_DIM), kv_heads
 
 
 def _heads_by_layer(source: Fields, config: ModelConfig, layers: set[int]) -> tuple[int, int]:
-    """The same by what transformers writes: layer number, perhaps with zeros before it -> its head_dim and KV heads."""
+    """The (head_dim, KV heads) of layers without a window, from the map that transformers writes: layer number, perhaps
+    with leading zeros, -> head_dim and KV heads."""
     found = source.data[_HEADS] or {}
     full = [layer for layer in range(config.num_layers) if layer not in layers]
     if not isinstance(found, Mapping) or not all(str(key).isdecimal() for key in found):

@@ -1,4 +1,5 @@
-"""GLM-4 (Zhipu): half of a head is rotated, neighbouring numbers together. `glm4` norms what its parts give, too."""
+"""GLM-4 (Zhipu): half of a head is rotated, neighbouring numbers together. `glm4` norms the outputs of its parts,
+too."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def _unscaled(config: ModelConfig) -> ModelConfig:
-    """A factor on cos and sin, YaRN's, is one on what is normed after them: none."""
+    """`config` without YaRN's factor on cos and sin: the norm after the rotation cancels it."""
     return with_rope(config, attention_factor=1.0) if config.rope.kind == "yarn" else config
 
 
 def _stretched(source: Fields, config: ModelConfig) -> ModelConfig:
-    """Where there is an alpha, "dynamic" does not depend on the length."""
+    """`config` with a stretched base: with an alpha, "dynamic" scaling does not depend on the length."""
     settings = source.data.get("rope_parameters") or source.data.get("rope_scaling") or {}
     named, dim = Fields(settings if isinstance(settings, dict) else {}, source.where), config.head_dim
     if config.rope.kind != "dynamic" or not named.data.get(_ALPHA):

@@ -1,4 +1,4 @@
-"""Llama (Meta), whose form many others have."""
+"""Llama (Meta), whose form many other families share."""
 
 from __future__ import annotations
 

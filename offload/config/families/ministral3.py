@@ -1,5 +1,5 @@
-"""Ministral 3 and Devstral 2 (Mistral AI): queries grow with their position. Checkpoints are `mistral3`'s, which wraps
-it (wrappers.py)."""
+"""Ministral 3 and Devstral 2 (Mistral AI): queries grow with their position. Checkpoints have the model_type
+`mistral3`, which wraps it (wrappers.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.fields import Fields
 
 _GROWTH = "llama_4_scaling_beta"
 _ROPE = RopeDefaults(keys=frozenset((_GROWTH, "max_position_embeddings")))
-_SETTINGS = {  # where a config has none
+_SETTINGS = {  # defaults
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale_all_dim": 1.0, "mscale": 1.0, _GROWTH: 0.1,
 }  # fmt: skip

@@ -1,5 +1,5 @@
 """Muse Glimmer (Meta): norms before and after each part, gated heads, capped logits; three layers of four have a
-window, and only they know positions."""
+window, and only they have positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-_WINDOW, _PERIOD = 2048, 4  # where a config says nothing
+_WINDOW, _PERIOD = 2048, 4  # defaults
 _SCALE, _FACTOR, _CAP, _POST_EPS = "qk_scale_factor", "output_multiplier", "final_logit_softcapping", "post_norm_eps"
 _THETAS = "layer_rope_theta"
 
@@ -51,7 +51,7 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def _without_positions(source: Fields) -> list[int]:
-    """A base of 0 says so; of other bases the model reads none."""
+    """The layers without positions: their base is 0. Other bases in the list are not read."""
     layers, bases = source.integer("num_hidden_layers", 1 << 12), source.data.get(_THETAS)
     if bases is None:
         return list(range(layers - 1, -1, -_PERIOD))

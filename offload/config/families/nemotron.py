@@ -24,7 +24,7 @@ def describe(source: Fields) -> ModelConfig:
         attention=biases(source),
         feed_forward={"activation": "relu_squared", "gated": False, "bias": source.flag("mlp_bias", False)},
     )
-    percent = source.data.get("rope_percent")  # of older checkpoints, which others read
+    percent = source.data.get("rope_percent")  # of older checkpoints, read by other programs
     if percent is not None and config.head_dim * source.number("rope_percent") != (
         config.rope.rotated or config.head_dim
     ):

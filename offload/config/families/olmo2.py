@@ -14,7 +14,7 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def described(source: Fields, family: str, defaults: Defaults) -> ModelConfig:
-    """Its model, all layers alike."""
+    """The model of a config, with identical layers."""
     norm = Norm(epsilon(source, defaults))
     return decoder(
         source,

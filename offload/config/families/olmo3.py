@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2): OLMo 2, where three layers of four have a window, and YaRN is of the fourth alone."""
+"""OLMo 3 (Ai2): OLMo 2 with a window in three layers of four, and YaRN in the fourth only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.config.rope import RopeDefaults, read_rope
 from offload.fields import Fields
 
 _ROPE = RopeDefaults(theta=500000.0)
-_WINDOW, _PATTERN = 4096, 4  # where a config says nothing
+_WINDOW, _PATTERN = 4096, 4  # defaults
 
 
 def describe(source: Fields) -> ModelConfig:

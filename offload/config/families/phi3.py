@@ -27,8 +27,8 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def _with_longrope(source: Fields) -> Fields:
-    """`source` with its rope settings under their names of today: "su" and "yarn" were LongRoPE's, and the original
-    length stands beside the settings, which it outdoes."""
+    """`source` with its rope settings under today's names: "su" and "yarn" were names of LongRoPE, and the original
+    length beside the settings overrides the one in them."""
     original = source.integer(_ORIGINAL, 1 << 30, default=_ORIGINAL_DEFAULT)
     changed = dict(source.data)
     for form in _FORMS:

@@ -8,7 +8,7 @@ from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-_WINDOW, _FIRST_WINDOW_LAYER = 4096, 28  # where a config says nothing
+_WINDOW, _FIRST_WINDOW_LAYER = 4096, 28  # defaults
 
 
 def describe_qwen2(source: Fields) -> ModelConfig:
@@ -24,7 +24,8 @@ def describe_qwen3(source: Fields) -> ModelConfig:
 
 
 def _with_windows(source: Fields, config: ModelConfig) -> ModelConfig:
-    """A window counts under `use_sliding_window` alone, for the layers from `max_window_layers` on."""
+    """`config` with its window, which applies only under `use_sliding_window`, to the layers from `max_window_layers`
+    on."""
     window = source.data.get("sliding_window", _WINDOW) if source.flag("use_sliding_window", False) else None
     first = source.data.get("max_window_layers", _FIRST_WINDOW_LAYER)
     if type(first) is not int:

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face): Llama's form, in which every fourth layer knows no positions."""
+"""SmolLM3 (Hugging Face): Llama's form, in which every fourth layer has no positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe(source: Fields) -> ModelConfig:
 
 
 def _without_positions(source: Fields, layers: int) -> list[int]:
-    """`no_rope_layers` says 1 of a layer that rotates, and 0 of one that does not."""
+    """The layers without positions: `no_rope_layers` has 1 for a layer that rotates, and 0 for one that does not."""
     rotates = source.data.get("no_rope_layers")
     if rotates is None:
         interval = source.integer("no_rope_layer_interval", 1 << 12, default=_INTERVAL)

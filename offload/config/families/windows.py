@@ -1,4 +1,4 @@
-"""Which layers of a family have a window, as its config.json says it."""
+"""The windowed layers of a model, as its config.json gives them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from offload.config.rope import Rope
 from offload.fields import Fields
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-PERIOD = "sliding_window_pattern"  # a field: every so many-th layer has no window
+PERIOD = "sliding_window_pattern"  # a field: its value n means that every n-th layer has no window
 
 
 def layer_types(source: Fields, window: object) -> list[str] | None:
-    """Of all layers, where the config names them."""
+    """The types of all layers; None if the config does not name them."""
     found = source.data.get("layer_types")
     if not found:
         return None
@@ -28,7 +28,7 @@ def layer_types(source: Fields, window: object) -> list[str] | None:
 
 
 def windowed_layers(source: Fields, window: object, unnamed: Callable[[], Collection[int]]) -> list[int]:
-    """Layers that have the window, by number. unnamed: those that do where the config names none."""
+    """The numbers of the layers with the window. unnamed: gives them if the config names none."""
     types = layer_types(source, window)
     if types is None:
         layers = sorted(unnamed())
@@ -37,7 +37,7 @@ def windowed_layers(source: Fields, window: object, unnamed: Callable[[], Collec
 
 
 def all_but_every(source: Fields, default: int) -> list[int]:
-    """All layers but every so many-th, as many as PERIOD says."""
+    """All layers but every n-th, where the field PERIOD gives n."""
     step = source.integer(PERIOD, 1 << 12, default=default)
     return others(source, range(step - 1, source.integer("num_hidden_layers", 1 << 12), step))
 
@@ -45,8 +45,8 @@ def all_but_every(source: Fields, default: int) -> list[int]:
 def with_windows(
     source: Fields, config: ModelConfig, window: object, layers: Collection[int], *, rope: Rope | None = None
 ) -> ModelConfig:
-    """`config` with the window in these layers, unless no context outgrows it. rope: theirs, if it is another than the
-    others'. Raises ModelError."""
+    """`config` with the window in `layers`, unless no context exceeds it. rope: rotary positions of these layers, if
+    different from the others'. Raises ModelError."""
     if not layers:
         return config
     if type(window) is not int or window < 1:
@@ -62,14 +62,14 @@ def with_windows(
 
 
 def with_one_window(source: Fields, config: ModelConfig, *, default: int | None = None) -> ModelConfig:
-    """`config`, whose family has one window for all layers. default: where the config says nothing."""
+    """`config`, whose family has one window for all layers. default: the window if the config has none."""
     window = source.data.get("sliding_window", default)
     layer_types(source, window)
     return with_windows(source, config, window, [] if window is None else range(config.num_layers))
 
 
 def without_windows(source: Fields, config: ModelConfig) -> ModelConfig:
-    """`config`, whose family knows none. Raises ModelError where the config has one that a context outgrows."""
+    """`config`, whose family has no windows. Raises ModelError if the config has one that a context exceeds."""
     window = source.data.get("sliding_window")
     layer_types(source, window)
     if window is not None and (type(window) is not int or window < config.context_limit):
@@ -78,8 +78,8 @@ def without_windows(source: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def rope_of_type(source: Fields, kind: str, theta_key: str = "") -> Fields:
-    """`source`, whose rotary positions are those of layers of one type: what `rope_parameters` say of it, or, in older
-    configs, `rope_scaling` of full attention. theta_key: of its base in these."""
+    """`source` with the rotary positions of one layer type: its entry in `rope_parameters`, or in older configs
+    `rope_scaling`, for full attention. theta_key: the field of the base in older configs."""
     by_type = source.data.get("rope_parameters") or {}
     if not isinstance(by_type, Mapping) or by_type.keys() - {FULL, WINDOWED}:
         source.refuse("rope_parameters", f"an object of {FULL} and {WINDOWED}")
@@ -92,5 +92,5 @@ def rope_of_type(source: Fields, kind: str, theta_key: str = "") -> Fields:
 
 
 def others(source: Fields, layers: Collection[int]) -> list[int]:
-    """All layers but these."""
+    """All layers except `layers`."""
     return [layer for layer in range(source.integer("num_hidden_layers", 1 << 12)) if layer not in layers]

@@ -1,4 +1,4 @@
-"""Models that see pictures: a language model of one of the families, beside an encoder. Their text alone is run."""
+"""Multimodal wrappers: a language model of one of the families beside an encoder. Only the language model runs."""
 
 from __future__ import annotations
 

@@ -243,10 +243,10 @@ def test_calls_are_in_json_beside_thoughts(
         ({"messages": [{"role": "odd", "content": "a"}]}, "template refuses these messages .an odd role"),
         ({"prompt": "a", "tools": [TOOL]}, "tools is for a chat template"),
         ({"prompt": "a", "thinking": "off"}, "thinking is for a chat template"),
-        ({"messages": [{"role": "user", "content": "a"}], "thinking": False}, "thinking is false, it must be one of"),
-        ({"messages": [{"role": "user", "content": "a"}], "thinking_tokens": -1}, "thinking_tokens is -1, it must be"),
-        ({"prompt": "a", "timeout": 0}, "timeout is 0, it must be null or a number of seconds above 0"),
-        ({"messages": [{"role": "user", "content": "a"}], "cite": 1}, "cite is 1, it must be true or false"),
+        ({"messages": [{"role": "user", "content": "a"}], "thinking": False}, "thinking is false; it must be one of"),
+        ({"messages": [{"role": "user", "content": "a"}], "thinking_tokens": -1}, "thinking_tokens is -1; it must be"),
+        ({"prompt": "a", "timeout": 0}, "timeout is 0; it must be a number of seconds above 0"),
+        ({"messages": [{"role": "user", "content": "a"}], "cite": 1}, "cite is 1; it must be true or false"),
     ],
 )  # fmt: skip
 def test_what_a_template_cannot_do_is_said_with_its_line(

@@ -143,7 +143,7 @@ def test_sequences_of_any_lengths_in_one_pass_give_the_logits_of_transformers(fo
     caches = [full_cache(decoder, sizes) for _ in texts]
     for cache, text in zip(caches, texts, strict=True):
         prefill(decoder, cache, text[:21], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
-    sizes = {"vocab_size": decoder.config.vocab_size, "blocks": SIZES.blocks}
+    sizes = {"vocab_size": decoder.config.vocab_size, "block": SIZES.block}
     levels = [Level("target", decoder, cache, **sizes) for cache in caches]
     asked = [Pass(level, text[21:], len(text) - 21) for level, text in zip(levels, texts, strict=True)]
     levels[0].run(asked)

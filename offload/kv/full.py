@@ -184,7 +184,8 @@ class FullCache:
         forward recorded none."""
         rows = slice(after, after + num_rows)
         assert self.mass_chunk is not None
-        seen = -(-(self._start + rows.stop) // self.mass_chunk)  # others are 0, and would change the order of sums
+        stop = max(self._start + rows.stop, self.length)
+        seen = -(-stop // self.mass_chunk)  # chunks after them are 0, and would change the order of sums
         return torch.stack([per_row[rows, :, :seen].contiguous().sum(0, dtype=torch.float32) for per_row in self._mass])
 
     def wait_home(self) -> None:

@@ -32,7 +32,7 @@ class NativeLayers:
         self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
         self._alone = isinstance(sums, OneRank)
         self._most = 0
-        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by weights and room
+        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by weights and block
         self._rooms: list[_Room] = []  # of each layer
 
     def rows(self, num_rows: int) -> Tensor:
@@ -79,10 +79,11 @@ class NativeLayers:
 
     def _prepared(self, layer: int, weights: LayerWeights, room: _Room) -> _Prepared:
         """A layer's steps. Those that need no Python between them are one call."""
-        key = id(weights), id(room)
+        block = self._config.blocks[layer]
+        key = id(weights), id(block)
         if key not in self._layers:
             found, products = list[Steps | Attend | Add | Scale](), list[Step]()
-            for step in steps_of(self._config.blocks[layer], weights, alone=self._alone):
+            for step in steps_of(block, weights, alone=self._alone):
                 if isinstance(step, Product | Add) and (native := self._native(step, room)):
                     products += native
                     continue

@@ -25,7 +25,7 @@ class TorchLayers:
 
     def __init__(self, config: ModelConfig, sums: Sums) -> None:
         self._config, self._sums = config, sums
-        self._steps: dict[int, tuple[LayerWeights, list[LayerStep]]] = {}
+        self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
     def run(
         self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows, blocks: Sequence[int] | None = None
@@ -49,10 +49,11 @@ class TorchLayers:
         return _by_block(blocks, hidden, lambda rows: head(norm(rows)))
 
     def _steps_of(self, layer: int, weights: LayerWeights) -> list[LayerStep]:
-        if (kept := self._steps.get(id(weights))) is None:
-            steps = steps_of(self._config.blocks[layer], weights, alone=isinstance(self._sums, OneRank))
-            kept = self._steps[id(weights)] = (weights, steps)
-        return kept[1]
+        block = self._config.blocks[layer]
+        key = id(weights), id(block)
+        if key not in self._steps:
+            self._steps[key] = weights, steps_of(block, weights, alone=isinstance(self._sums, OneRank))
+        return self._steps[key][1]
 
     def _multiply(self, step: Product, operands: dict[Operand, Tensor], blocks: Sequence[int] | None) -> None:
         made = _by_block(blocks, operands[step.read], partial(_product, step))

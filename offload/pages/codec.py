@@ -1,4 +1,4 @@
-"""Codec of the cache's pages in host memory: it packs them into fewer bits, and reads raw, packed and residual pages."""
+"""Codec of the cache's pages in host memory: it packs them into fewer bits, and reads packed and residual pages."""
 
 from __future__ import annotations
 

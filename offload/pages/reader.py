@@ -18,7 +18,7 @@ from offload.transfer.memory import Memory, sent
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one tile: their destination on the device, the tile's place, and a function that writes them to a tensor."""
+    """Rows of one tile. rows: their destination on the device. place: of the tile. write: writes them to a tensor."""
 
     rows: Tensor
     place: Place

@@ -203,7 +203,8 @@ class Tokenizer:
 
 @contextmanager
 def _refusing(what: str, remedy: str) -> Iterator[None]:
-    """Turn the libraries' errors into ModelError. Damaged files can raise anything, even panics that are no Exception."""
+    """Turn the libraries' errors into ModelError. A damaged file can raise anything, even a panic, which is no
+    Exception."""
     try:
         yield
     except PermissionError as error:

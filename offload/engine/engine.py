@@ -76,8 +76,8 @@ class Step:
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
-    """The reason why a pass of `model` on `device` runs on torch's operators although kernels should run; "" if there is
-    no problem. Raises UsageError for an invalid TRIFORCE_KERNELS."""
+    """The reason why a pass of `model` on `device` runs on torch's operators although kernels should run; "" if none.
+    Raises UsageError for an invalid TRIFORCE_KERNELS."""
     found = of_model(torch.device(device), model)
     return "" if found.reason == OFF else found.reason
 

@@ -111,8 +111,8 @@ class Sequences(Generic[Key]):
             each.ran(seconds * share)
 
     def _shares(self, part: Sequence[_Running]) -> list[float]:
-        """Each sequence's share of a pass's seconds, in proportion to the planned cost: an equal part of the fixed cost,
-        and the cost of its rows."""
+        """Each sequence's share of a pass's seconds, in proportion to its planned cost: an equal part of the fixed
+        cost, and the cost of its rows."""
         planned = pass_seconds(self._engines[0].plan, part[0].level_name)
         prices = [planned.fixed / len(part) + planned.slope * len(each.waits_for.tokens) for each in part]
         return [price / sum(prices) for price in prices]

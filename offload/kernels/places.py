@@ -10,7 +10,7 @@ from offload.kernels.rope import Scoring, rotate, rotate_queries
 
 
 class RowPlaces:
-    """The places of new rows. positions: in the sequence. slots: in the buffer that they are written to. int64 [T] each.
+    """The places of new rows, int64 [T]. positions: in the sequence. slots: in the buffer that they are written to.
 
     Results derived from them are computed in the first layer that needs them, and reused by the others.
     """

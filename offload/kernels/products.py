@@ -121,7 +121,8 @@ def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
 
 
 def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:
-    """RMS norm of every head in x [T, H * D], in place; rows may be strided. The weight's size is the head dimension."""
+    """RMS norm of every head in x [T, H * D], in place; rows may be strided. The weight has one number per head
+    dimension."""
     assert not norm.norm.centred
     (num_rows, size), dim = x.shape, len(norm.weight)
     where = x.data_ptr(), norm.weight.data_ptr(), norm.norm.fp32

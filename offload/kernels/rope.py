@@ -43,7 +43,7 @@ class RopeTable:
         return rotate_queries(q, self.rows(start, stop), growth), rotate(k, *self.rows(start, stop))
 
     def starts_like(self, other: RopeTable) -> bool:
-        """Whether the common rows of both tables are equal. `growth` depends on positions alone, so it is not compared."""
+        """Whether the common rows of both tables are equal. `growth` is not compared: it depends on positions alone."""
         count = min(len(self.cos), len(other.cos))
         ours, theirs = self.rows(0, count), other.rows(0, count)
         return all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))
@@ -147,7 +147,7 @@ def inverse_frequencies(config: ModelConfig, capacity: int, rope: Rope | None = 
     """The frequencies for all kinds of scaling -> (f fp32 [D/2] on the CPU, fewer pairs where only a part of a head is
     rotated; attention scaling: the factor on cos and sin).
 
-    rope: of some of the model's layers. capacity: the largest length in tokens that the request may reach. `dynamic` and
+    rope: of some of the model's layers. capacity: the largest length in tokens that a request may reach; `dynamic` and
     `longrope` depend on it. transformers recomputes these frequencies as the sequence grows, so keys of one sequence
     are rotated at different frequencies and the result depends on how tokens are grouped into forwards. Here a request
     has one set of frequencies, so speculation, which groups tokens differently, does not change the result. Raises

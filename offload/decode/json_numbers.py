@@ -110,7 +110,7 @@ def _is_written(value: int | float) -> bool:
 
 
 def _is_upright(node: dict[str, Any]) -> bool:
-    """Whether the given bounds allow any number."""
+    """Whether the lower bound, as given, is not above the upper one."""
     low = max(bound for bound, _ in _bounds_of(node, *_BOUNDS[0][:2]))
     high = min(bound for bound, _ in _bounds_of(node, *_BOUNDS[1][:2]))
     return low <= high

@@ -61,7 +61,7 @@ class Tokenizer:
         return [token for tokens, _ in self._parts(text) for token in tokens]
 
     def places(self, text: str) -> list[int]:
-        """The character of `text` at which each token of `encode` begins; 0 for special tokens at the start. A token
+        """The character of `text` at which each token of `encode` begins; 0 for tokens that are no part of it. A token
         inside a character has that character's place. Raises as `encode` does."""
         return [place for _, places in self._parts(text) for place in places]
 

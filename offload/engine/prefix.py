@@ -18,7 +18,7 @@ class PrefixCache:
     """The tokens whose rows a worker's full cache holds. A request reuses their longest common prefix with its prompt.
 
     The last `plan.placement.rows` tokens of a prompt are left to the first pass of the target level, which appends to
-    the same cache. Of precomputed tokens only the last is left to it.
+    the same cache. Precomputed tokens are not left to it, unless one is the prompt's last token.
     tokens: one for each row. num_precomputed: number of first tokens that were run before the rest of the prompt was
     known, with the levels below prepared; 0: none.
     """

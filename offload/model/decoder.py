@@ -94,7 +94,7 @@ class Decoder:
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
         block: torch's products run in blocks of `block` rows, of which T is a multiple, so that a row's bits do not
-        depend on T; None: all rows of a segment at once. With several ranks, an error ends the forward on all of them.
+        depend on T; None: all rows of a segment at once. With several ranks a forward always runs to its end on all.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         if (native := self._native_for(len(tokens), block)) is not None:

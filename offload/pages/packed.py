@@ -42,8 +42,9 @@ class PackedPages:
 
     A written page is raw, in a slot, until it is packed. It can be packed once its last token is written; that happens
     between passes, or when slots run short. Where `codec` has codes, packing waits for the codes of all its tokens, and
-    the page is then stored as its residual. A page that was packed without codes is packed anew. A page that would need
-    too many escapes stays raw. If slots run short and no raw page can be packed, more slots are allocated.
+    the page is then stored as its residual. A page that was packed without codes is packed anew once it has them. A
+    page that would need too many escapes stays raw. If slots run short and no raw page can be packed, more slots are
+    allocated.
 
     kernels: the CPU's.
     """

@@ -2,8 +2,8 @@
 otherwise over torch.distributed, with NCCL on GPUs and gloo on CPUs.
 
 Every rank gathers all parts and adds them in fp32 in the order of the ranks. So all ranks have the same bits, and a
-row's bits do not depend on the rows beside it. A library's all-reduce cuts a tensor into pieces and sums each in
-another order, which would change both.
+row's bits do not depend on the rows beside it. With a library's all-reduce they would: it cuts a tensor into pieces and
+sums each in another order.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from offload.transfer.memory import Memory
 from offload.worker.models import tile_shape, window_shape
 
 Rotated = Sequence[tuple[torch.Tensor, torch.Tensor]]
-MAX_REACH = 32  # tokens: the farthest dilation, a usual number of rows of a pass
+MAX_REACH = 32  # tokens: the limit of a selection's dilation, about the usual length of a block
 
 
 def full_cache(

@@ -62,7 +62,7 @@ def with_run(
     sums,  # [spans, H_kv, R]
     num_spans,
     stride,  # H_kv * R
-    row,  # [ROWS]: the rows' places among these
+    row,  # [ROWS]: indices of the rows among R
     real,
     dims,
     begun,  # 0: there is no earlier run

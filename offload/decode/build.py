@@ -24,9 +24,7 @@ from offload.plan.planner import Plan
 TRUST = 32.0  # observations that the planned acceptance of retrieved tokens is worth: measured on three models
 HOPE = 0.1  # added to a draft's guessed acceptance at first: a draft that is never tried is never measured
 
-Prepare = Callable[
-    [int, bool], bool
-]  # (accepted rows, whether the target's own level is wanted) -> whether it is ready
+Prepare = Callable[[int, bool], bool]  # (accepted rows, whether the own level is wanted) -> whether it is ready
 
 
 def build_speculator(

@@ -24,10 +24,7 @@ from offload.errors import ModelError
 BYTE_LEVEL = "gpt2"  # the `tokenizer.ggml.model` of these files
 _SPECIAL = ("bos", "eos")
 _NAME = "general.name"
-_STRIPPING = (
-    "phi-3",
-    "phi3",
-)  # models, by parts of their names, whose special tokens include the white space after them
+_STRIPPING = ("phi-3", "phi3")  # parts of names of models whose special tokens include the white space after them
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -41,9 +41,7 @@ class SeededSource:
     def draw(self, probs: Tensor) -> int:
         """Inverse transform in fp64 over the support, so a token of probability zero is never drawn."""
         support = probs.nonzero().squeeze(-1)
-        if (
-            len(support) == 1
-        ):  # as in greedy decoding; the uniform is drawn all the same, so that later draws do not change
+        if len(support) == 1:  # as in greedy decoding; the uniform is drawn all the same, for the draws after it
             check_mass(probs[support].item())
             self._uniform()
             return int(support)

@@ -130,9 +130,7 @@ def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     waits = not probs.is_cuda  # reading a number makes the host wait: a GPU computes all cases instead
     for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1]) if waits else (probs.shape[-1],)):
         likeliest = probs.topk(count, -1).values
-        mass_before = (
-            likeliest.double().cumsum(-1) - likeliest
-        )  # fp64: the result does not depend on how a GPU splits the sum
+        mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum has no effect
         kept = mass_before < top_p
         if waits and not kept[:, -1].any():
             break

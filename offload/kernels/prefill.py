@@ -1,4 +1,4 @@
-"""The interface of prefill attention, as caches use it. `kernels.choice` selects an implementation."""
+"""What a cache asks of the attention of a prefill, whoever computes it. `kernels.choice` finds it."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ class LoadedModels:
     memory: Memory
     link: Link | None
     rows: StreamedRows | None = None
-    _quantised: dict[int, QuantisedWeights] = field(
-        default_factory=dict
-    )  # copies of the target's weights, by number of bits
+    _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # copies of the target's, by number of bits
     _users: Counter[int] = field(default_factory=Counter)  # number of users of each copy, by number of bits
 
     @classmethod

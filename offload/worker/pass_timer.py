@@ -81,9 +81,7 @@ def timed(request: Request) -> Request:
         return request
     known = request.with_known_times()
     coded = {bits: each for bits, each in known.times.coded.items() if (request.target, bits) in models}
-    return replace(
-        known, times=replace(known.times, coded=coded)
-    )  # the saved times may be of kernels that do not run any more
+    return replace(known, times=replace(known.times, coded=coded))  # saved times may be of kernels that do not run now
 
 
 def time_again(target: Path, draft: Path | None) -> None:

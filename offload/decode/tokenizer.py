@@ -112,7 +112,7 @@ class Tokenizer:
             )
 
     def start_tokens(self) -> list[int]:
-        """The special tokens that the model wants at the start of a text."""
+        """The special tokens that the model expects at the start of a text."""
         tokens = self.encode("0")
         return tokens[: len(tokens) - len(self._pieces("0"))]
 

@@ -107,7 +107,7 @@ def _attention(
 def _cancelling(
     rows: int, columns: int, inner: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] and y [columns, inner] with exactly x · y = 0, whose terms have many magnitudes."""
+    """Matrices x [rows, inner] and y [columns, inner] with exactly x · y = 0, whose terms have many magnitudes."""
     order = torch.randperm(inner // 2, generator=generator)
     x, y = _noise((rows, inner // 2), dtype, generator), _noise((columns, inner // 2), dtype, generator)
     odd = (0, inner % 2)

@@ -1,4 +1,4 @@
-"""Measures the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
+"""Measurement of the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
 
 The trial model has as many layers as exceed the CPU's caches, each used once in a pass. A large model is measured by a
 layer or two, and different runs take turns, so that none finds its memory in the caches. A small model is measured

@@ -21,8 +21,9 @@ from offload.errors import UsageError
 from sampler_values import others
 from sampling_reference import Letters
 from triforce_cli import tree
+from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
-from triforce_cli.batch.records import Defaults, read_records
+from triforce_cli.batch.records import read_records
 from triforce_cli.chat.settings import Settings
 from triforce_cli.commands.generate import Generate
 from triforce_cli.control import BASIC
@@ -54,7 +55,7 @@ def logits() -> torch.Tensor:
 def parsed(*args: str) -> SamplingParams:
     found = app(["generate", *args], standalone_mode=False)
     assert isinstance(found, Generate)
-    return found.sampling
+    return found.alone.wanted.sampling
 
 
 @pytest.mark.parametrize("row", [row for row in SETTINGS.values() if row.kind is not bool], ids=lambda row: row.name)
@@ -108,10 +109,10 @@ def test_each_is_a_key_of_a_configuration_file(row: Row, tmp_path: Path) -> None
 
 @each_row
 def test_each_is_a_field_of_a_line_of_a_batch(row: Row) -> None:
-    defaults = Defaults(max_tokens=7, sampling=DEFAULTS, stops=())
+    defaults = Wanted(max_tokens=7, sampling=DEFAULTS)
     for value in others(row):
         [record] = read_records(json.dumps({"prompt": "x", row.name: value}), "lines", defaults)
-        assert record.sampling == replace(DEFAULTS, **{row.name: value})
+        assert record.wanted.sampling == replace(DEFAULTS, **{row.name: value})
     with pytest.raises(UsageError, match=f'line 1: {row.name} is "much", it must be '):
         read_records(json.dumps({"prompt": "x", row.name: "much"}), "lines", defaults)
 

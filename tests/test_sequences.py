@@ -19,7 +19,7 @@ from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit, UsageError
-from offload.model import decoder
+from offload.model import torch_layers
 from offload.model.level import Level
 from offload.worker.worker import Worker
 from processor import OPERATORS, best, process_uses
@@ -303,16 +303,18 @@ def test_an_error_of_one_prefill_leaves_the_others_as_they_are(folders):
 
 
 def test_without_kernels_sequences_share_blocks(folders, monkeypatch):
-    """Passes of a row each of four texts run in the blocks for four rows, not in four; their logits, too."""
+    """Passes of a row each of four texts run in one block, not in four; their logits, too."""
     requests = [Asked(random_tokens(50, seed=number), GREEDY, 20) for number in range(4)]
     with process_uses("torch"), made(folders, PLAIN, 4) as engine:
-        found, by_block = list[list[int]](), decoder._by_block
+        found, by_block = list[list[int]](), torch_layers._by_block
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "_by_block", lambda blocks, *rest: found.append(blocks) or by_block(blocks, *rest))
+            patch.setattr(
+                torch_layers, "_by_block", lambda blocks, *rest: found.append(blocks) or by_block(blocks, *rest)
+            )
             together(engine, requests)
-        blocks = engine.levels["target"]._blocks
+        block = engine.levels["target"].block
         _, stats = together(engine, requests)
-        products = 1 + 3 * engine.worker.target.config.num_layers  # of a pass: the head, and of each layer three
+        products = 1 + 4 * engine.worker.target.config.num_layers  # of a pass: the head, and of each layer four
     passes = [each for each in found if each is not None]  # a prefill has none
-    assert passes.count(blocks.cut(4)) >= products * (stats[0].levels[0].passes - 1)
-    assert blocks.cut(1) * 4 not in passes
+    assert passes.count([block]) >= products * (stats[0].levels[0].passes - 1)
+    assert [block] * 4 not in passes

@@ -1,4 +1,4 @@
-"""Texts that end a repetition, found in tokens: DRY's sequence breakers, however the tokens cut them."""
+"""DRY's sequence breakers, texts that end a repetition, found in tokens however the tokens split them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from offload.decode.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Breakers:
-    """whole: tokens whose text has a breaker in it. heads: of tokens that begin with the end of a breaker, what has to
-    stand right before them for it to be whole. texts: of every token."""
+    """Sequence breakers of one tokenizer. whole: tokens whose text contains a breaker. heads: for tokens that begin
+    with the end of a breaker, the beginnings that must precede them. texts: of every token."""
 
     whole: frozenset[int]
     heads: Mapping[int, Sequence[bytes]]
     texts: Mapping[int, bytes]
 
     def completed(self, before: NDArray[np.int32], token: int) -> bool:
-        """Whether a breaker that is not whole in the text of `before` is with `token` behind it."""
+        """Whether `token` after `before` completes a breaker."""
         if token in self.whole:
             return True
         heads = self.heads.get(token)
         return heads is not None and self._end(before, max(map(len, heads))).endswith(tuple(heads))
 
     def _end(self, tokens: NDArray[np.int32], size: int) -> bytes:
-        """The last `size` bytes of their text, or more, or all."""
+        """The end of the tokens' text: at least `size` bytes, or all of it."""
         text, at = b"", len(tokens)
         while len(text) < size and at:
             at -= 1
@@ -41,7 +41,8 @@ class Breakers:
 
 @lru_cache(maxsize=16)
 def breakers_of(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> Breakers:
-    """breakers: none of them empty. A special token's text is its name here, as in llama.cpp."""
+    """The breakers as found in a tokenizer's tokens; none may be empty. A special token's text is its name here, as in
+    llama.cpp."""
     texts, wanted = _texts(tokenizer), [breaker.encode() for breaker in breakers]
     splits = [(breaker[:at], breaker[at:]) for breaker in wanted for at in range(1, len(breaker))]
     ends = tuple({end for _, end in splits})

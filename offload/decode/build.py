@@ -1,4 +1,4 @@
-"""From a plan to the speculator that decodes by it: who proposes to whom, and what each step is charged."""
+"""Building of a plan's speculator: the proposers of each level, and the charges of each step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from offload.plan.composition import LevelName
 from offload.plan.cost import DRAFT_ACCEPTANCE
 from offload.plan.planner import Plan
 
-TRUST = 32.0  # observations that the planned chance of retrieved tokens is worth: measured on three models
-HOPE = 0.1  # by which a draft is taken to be better than most at first: what is not tried is never known
+TRUST = 32.0  # observations that the planned acceptance of retrieved tokens is worth: measured on three models
+HOPE = 0.1  # added to a draft's guessed acceptance at first: a draft that is never tried is never measured
 
-Prepare = Callable[[int, bool], bool]  # rows that stay, whether the target's own level is wanted -> whether it is ready
+Prepare = Callable[[int, bool], bool]  # (accepted rows, whether the own level is wanted) -> whether it is ready
 
 
 def build_speculator(
@@ -40,10 +40,10 @@ def build_speculator(
 ) -> Speculator:
     """The speculator of one request, which emits tokens of the target.
 
-    levels: by name, the target and whichever others the plan has. The draft proposes to both levels above it; the
-    target's own level, "self" or "retrieval", is its last proposer. block: rows of a block of the target's passes on
-    this machine, if that is known. distribution: of the request, the same at all levels.
-    keeps_logits: the target's rounds have them.
+    levels: by name, the target and the plan's other levels. The draft proposes to both levels above it; the target's
+    own level, "self" or "retrieval", is its last proposer. block: rows of a block of the target's passes on this
+    machine, if known. distribution: of the request, the same at all levels.
+    keeps_logits: whether the target's rounds have logits.
     With a seed and a temperature above 0 every step is charged the plan's seconds instead of measured ones: lengths,
     and so the text, are then the same on a machine of any speed.
     """
@@ -86,7 +86,7 @@ def build_speculator(
 
 
 class _Costs:
-    """Seconds of a plan's passes: what each step is charged, and where the estimates of each level start."""
+    """The seconds of a plan's passes: the charges of each step, and the initial estimates of each level."""
 
     def __init__(self, plan: Plan, sampling: SamplingParams, block: int | None) -> None:
         self._plan, self._predicted = plan, plan.predicted
@@ -95,12 +95,12 @@ class _Costs:
         self._block = block if block and planned_block and not self._planned else planned_block
 
     def passes(self, name: LevelName) -> Charge:
-        """What a pass of a level is charged: by the clock, where that tells what the next one will take."""
+        """The charge of a level's pass: the measured seconds, unless it was the first of its kind."""
         seconds = self._pass_seconds(name)
         return lambda num_rows, took, is_first: seconds.at(num_rows) if self._planned or is_first else took
 
     def prepare(self, prepare: Prepare) -> Callable[[int, bool], float | None]:
-        """`prepare`, charged. Recording softmax masses, which it needs, makes the full pass before it longer."""
+        """`prepare` with its charge, which includes recording softmax masses in the full pass before it."""
         predicted = self._predicted
         masses = predicted.mass_share * predicted.full_pass_seconds
 
@@ -121,7 +121,7 @@ class _Costs:
         return pass_seconds(self._plan, name, block=self._block)
 
     def _estimate(self, name: str) -> Estimate:
-        """What is expected of a proposer before it was tried."""
+        """The estimate of a proposer before it was tried."""
         predicted = self._predicted
         if name in (LookupProposer.name, GrammarProposer.name):
             return Estimate(LOOKUP_CHANCES[0], 0.0, chances=LOOKUP_CHANCES)
@@ -134,7 +134,7 @@ class _Costs:
 
 
 def pass_seconds(plan: Plan, name: str, *, block: int = 0) -> PassSeconds:
-    """What the plan says of a level's passes. block: see `PassSeconds`, for the target."""
+    """The planned seconds of a level's passes. block: see `PassSeconds`, for the target."""
     predicted = plan.predicted
     if name == "draft":
         return PassSeconds(predicted.draft_pass_seconds, 0.0)

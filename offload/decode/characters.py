@@ -1,6 +1,6 @@
-"""Tokens that end inside a character wait until it is whole.
+"""Assembly of whole characters from tokens: a token that ends inside a character is held until it is complete.
 
-Only their bytes can tell: U+FFFD at the end of a decoded text may be half a character, or one that was written.
+It works on bytes: U+FFFD at the end of a decoded text may be half a character, or a generated U+FFFD.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Characters:
-    """Of a decoder that knows no bytes: each token is whole characters."""
+    """Assembly for a decoder without byte tokens: each token is whole characters."""
 
     def push(self, token: str) -> list[str]:
-        """Strings that a decoder makes the text of that is complete with this token of the vocabulary."""
+        """The strings that are complete with `token` of the vocabulary, for the decoder to join."""
         return [token]
 
     def flush(self) -> list[str]:
-        """Those of what waits: a character that stays a part of one."""
+        """The strings of the held tokens, an unfinished character, at the end of the text."""
         return []
 
     def bytes_of(self, token: str) -> bytes | None:
-        """What a token of the vocabulary adds to a text, maybe parts of characters; None: what its decoder says."""
+        """The bytes that a token of the vocabulary adds to a text, perhaps parts of characters. None: only the decoder
+        can tell."""
         return None
 
 
 class ByteLetters(Characters):
-    """Byte-level vocabularies, as GPT-2's: each letter of a token is a byte."""
+    """Assembly for byte-level vocabularies, as GPT-2's: each letter of a token is a byte."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -42,7 +43,7 @@ class ByteLetters(Characters):
         letters = self._held + token
         try:
             data = bytes(byte_letters()[letter] for letter in letters)
-        except KeyError:  # an added token, which stands for itself
+        except KeyError:  # an added token: its text is literal
             return [*self.flush(), token]
         _, num_whole = _decoded(data, "replace")
         self._held = letters[num_whole:]
@@ -58,10 +59,10 @@ class ByteLetters(Characters):
 
 
 class ByteTokens(Characters):
-    """Vocabularies with a token for each byte, as Llama 2's.
+    """Assembly for vocabularies with a token for each byte, as Llama 2's.
 
-    A run of such tokens is characters if all of it is valid UTF-8, else U+FFFD for each. Characters of a run that were
-    complete before the first byte that is not stay.
+    A run of byte tokens is decoded as UTF-8 if all of it is valid, otherwise as U+FFFD for each token. Characters that
+    were complete before the first invalid byte stay.
     """
 
     def __init__(self) -> None:
@@ -91,20 +92,21 @@ class ByteTokens(Characters):
 
 
 def _decoded(data: bytes, errors: str = "strict") -> tuple[str, int]:
-    """What is whole of it, and how many bytes that is. Python would wait for a surrogate's third byte, though it is no
-    character with it either."""
+    """(text of the complete characters, number of their bytes). Python's decoder would wait for a surrogate's third
+    byte, though no byte makes it a character."""
     return codecs.utf_8_decode(data, errors, _SURROGATE.search(data) is not None)
 
 
 def characters_of(decoder: Any) -> Characters:
-    """decoder: a tokenizer's, of the tokenizers library, or None."""
+    """The assembly for a decoder of the tokenizers library, or for None."""
     steps = set(_STEP.findall(decoder.__getstate__())) if decoder is not None else set()
     return ByteLetters() if b"ByteLevel" in steps else ByteTokens() if b"ByteFallback" in steps else Characters()
 
 
 @cache
 def byte_letters() -> dict[str, int]:
-    """The byte of each letter: its own where it is printable, the others in order from U+0100 on (GPT-2)."""
+    """The byte of each letter of a byte-level vocabulary: printable bytes are themselves, the others follow in order
+    from U+0100 on (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""Chat templates in transformers' sandbox, with a bound on what they make: a template comes with a model.
+"""Chat templates in transformers' sandbox, with a bound on the memory of their results: templates are untrusted.
 
-The sandbox keeps a template from reaching anything; it does not keep it from filling the memory, with one
-multiplication or with texts that double. So whatever can make a value larger than those it works on is charged to an
-allowance before it is done: operators, filters, methods, slices, and what is written.
+The sandbox isolates a template, but does not keep it from filling the memory, with one multiplication or with texts
+that double. So every step whose result can be larger than its inputs is charged to an allowance before it runs:
+operators, filters, methods, slices, and output.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from offload.decode import template_sizes as sizes
 from offload.errors import ModelError
 
 MOST_BYTES = 1 << 28
-TIMES_GIVEN = 64  # bytes more for each that a template is given: some put a conversation together message by message
+TIMES_GIVEN = 64  # allowance in bytes for each byte of input: some templates build a conversation message by message
 _CACHED = 16  # compiled templates
-# What has no place in a chat template, and could make much of little.
+# Functions that no chat template needs, and that could make large texts from small ones.
 _LEFT_OUT = ("lipsum", "pprint", "urlize")
-# Filters that make no text. What they return is charged.
+# Filters that return no text. Their results are charged.
 _OF_ITEMS = {
     *(
         "attr",
@@ -49,7 +49,7 @@ _SLICE = "[:]"
 
 
 class TooMuchText(ModelError):
-    """A template made too much. The message says how much is allowed."""
+    """A template exceeded its allowance, which the message names."""
 
 
 class _Allowance:
@@ -66,13 +66,13 @@ _allowance: ContextVar[_Allowance] = ContextVar("allowance")
 
 
 def charge(num_bytes: int) -> None:
-    """To the template that is running. Raises TooMuchText."""
+    """Charge bytes to the running template. Raises TooMuchText."""
     _allowance.get().charge(num_bytes)
 
 
 def render(template: str, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
-    """What transformers' `apply_chat_template` makes of it, up to where the next reply begins. Raises TooMuchText, and
-    whatever the template raises."""
+    """The text of transformers' `apply_chat_template`, up to where the next reply begins. Raises TooMuchText, and any
+    error of the template."""
     from transformers.utils import chat_template_utils as theirs
 
     given = {"tools": None, "documents": None, "add_generation_prompt": True} | dict(variables)
@@ -94,7 +94,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
-    """With the filters, functions and tags of transformers'."""
+    """The environment, with transformers' filters, functions and tags."""
     from transformers.utils import chat_template_utils as theirs
 
     usual = theirs._compile_jinja_template("").environment
@@ -138,7 +138,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _AsFilters(NodeTransformer):
-    """Two expressions for which the sandbox has no hook, as filters."""
+    """A transformer that turns two kinds of expressions, for which the sandbox has no hook, into filters."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -159,7 +159,7 @@ def _filter(value: nodes.Expr, name: str, args: list[nodes.Expr]) -> nodes.Filte
 
 
 def _charged(name: str, applied: Any) -> Any:
-    """A filter that is charged for."""
+    """A filter with its charge."""
     num_passed = int(hasattr(applied, "jinja_pass_arg"))  # the environment or a context, as its first argument
 
     @wraps(applied)
@@ -177,7 +177,7 @@ def _charged(name: str, applied: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """What can be gone through once alone, as a list."""
+    """An iterator as a list; other values unchanged."""
     return list(_each_counted(value)) if isinstance(value, Iterator) else value
 
 
@@ -194,13 +194,13 @@ def _each_charged(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _counted(value: Any) -> Any:
-    """What a step returns, charged for."""
+    """A step's result, after charging for it."""
     charge(sizes.size(value))
     return value
 
 
 def _written(value: Any) -> Any:
-    """What is written of a value that is no text yet."""
+    """The output of a value that is not a text yet."""
     if not isinstance(value, str):
         sizes.written(value, charge)
     return value

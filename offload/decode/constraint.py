@@ -1,4 +1,4 @@
-"""What a user wants the generated text to be, and the same as a grammar of llguidance, or why there is none."""
+"""Constraints on the generated text, and their translation into llguidance's grammars or into errors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from offload.decode.json_schema import Refused, followed
 from offload.errors import UsageError
 
 Kind = Literal["json-schema", "regex", "choice", "grammar"]
-# Between the tokens of JSON: nothing, one space, or a new line and its indentation. Models indent and put spaces
-# behind colons, and a text that they would not write costs quality; but where any number of spaces is allowed, small
-# models write spaces until the last token. llama.cpp's bound for the same reason is 20.
+# White space between the tokens of JSON: none, one space, or a new line and its indentation. Models indent and put
+# spaces after colons, and forcing a text that they would not write costs quality. But where any number of spaces is
+# allowed, small models write spaces until the last token. llama.cpp's bound for the same reason is 20.
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
-# Keywords of which the value is no schema, though it may look like one.
+# Keywords whose value is not a schema, though it may look like one.
 _NO_SCHEMAS = ("const", "enum", "default", "examples", "x-guidance")
-_MAX_LOOKS = 500  # subschemas that are compiled by themselves to find out where a refusal comes from
+_MAX_LOOKS = 500  # subschemas that are compiled by themselves to locate a refusal
 _CAUGHT = r"regex parse error:\n    [^\n]*\n(?P<before>    *)\^+\nerror: (?P<words>[^\n]*)"
 _PLACE = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<words>.*?)(?:\n +\d+ \| .*)?", re.DOTALL)
 _IN_REGEX = re.compile(r'invalid regex ".*" \(in regex\): (?P<words>.*)', re.DOTALL)
@@ -43,8 +43,8 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class Constraint:
-    """text: a JSON schema, a regex that all of the text has to match, a JSON list of the strings that it may be, or a
-    grammar in Lark's syntax whose rule `start` is the text."""
+    """A constraint on the generated text. text: a JSON schema, a regex that the whole text must match, a JSON list of
+    the allowed strings, or a grammar in Lark's syntax whose rule `start` is the text."""
 
     kind: Kind
     text: str
@@ -59,7 +59,7 @@ class Constraint:
 
 
 def library_grammar(constraint: Constraint) -> str:
-    """As llguidance reads it. Raises UsageError where the text is not even JSON, where it should be."""
+    """The constraint in llguidance's format. Raises UsageError where the text should be JSON and is not."""
     from llguidance import LLMatcher
 
     if constraint.kind == "json-schema":
@@ -70,7 +70,7 @@ def library_grammar(constraint: Constraint) -> str:
 
 
 def schema_of(constraint: Constraint) -> dict[str, Any] | bool:
-    """Raises UsageError."""
+    """The constraint's JSON schema. Raises UsageError."""
     schema = _json_of(constraint)
     if not isinstance(schema, dict | bool):
         raise UsageError(f"a JSON schema is an object, true or false, and this one is {_short(schema)}")
@@ -78,7 +78,7 @@ def schema_of(constraint: Constraint) -> dict[str, Any] | bool:
 
 
 def refusal(constraint: Constraint, error: str) -> UsageError:
-    """error: what llguidance says of the grammar."""
+    """The error for a constraint that llguidance refuses. error: llguidance's message."""
     error = error.removesuffix("\n<non-verbose/>").strip()
     place, words = _place_and_words(constraint, error)
     remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, error)), _REMEDY[constraint.kind])
@@ -99,7 +99,7 @@ def _json_of(constraint: Constraint) -> Any:
 
 
 def _of_schema(schema: dict[str, Any] | bool) -> str:
-    """Raises UsageError."""
+    """The grammar of a JSON schema. Raises UsageError."""
     if schema is False:
         raise UsageError("the JSON schema cannot be followed: it is false, no text fits it; write true, or a schema")
     try:
@@ -115,7 +115,7 @@ def _of_schema(schema: dict[str, Any] | bool) -> str:
 
 
 def _compiled(schema: dict[str, Any]) -> str:
-    """As the library's grammar. The schema's own `x-guidance` may say other whitespace. Raises ValueError."""
+    """The library's grammar of a schema. The schema's own `x-guidance` may set other white space. Raises ValueError."""
     from llguidance import LLMatcher
 
     guidance = schema.get("x-guidance", {})
@@ -130,7 +130,7 @@ def _compiled(schema: dict[str, Any]) -> str:
 
 
 def _of_choices(constraint: Constraint) -> str:
-    """As one regex: that is one word to the parser, where a rule would be as many as there are choices."""
+    """The grammar of a list of strings, as one regex: the parser sees one terminal instead of one for each choice."""
     choices = _json_of(constraint)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
         raise UsageError(f'the choices are a JSON list of strings, as ["yes", "no"], and this is {_short(choices)}')
@@ -151,7 +151,7 @@ def _short(value: object) -> str:
 
 
 def _place_and_words(constraint: Constraint, error: str) -> tuple[str, str]:
-    """Where the library found it, as "line 1, column 2: " or "", and its words in a line."""
+    """(place of a library's error, as "line 1, column 2: " or "", its message in one line)."""
     words, line, column = error, "", ""
     if found := _PLACE.fullmatch(error):
         words, line, column = found["words"], f"line {found['line']}, ", found["column"]
@@ -170,7 +170,7 @@ def _place_and_words(constraint: Constraint, error: str) -> tuple[str, str]:
 
 
 def _pointer(schema: dict[str, Any] | bool, error: str) -> str:
-    """JSON pointer of the innermost part of a schema that is refused in the same words; "" for the whole."""
+    """The JSON pointer of the innermost part of a schema that is refused with the same message; "" for the whole."""
     from llguidance import LLMatcher
 
     for count, (pointer, part) in enumerate(_parts(schema, "")):
@@ -183,7 +183,7 @@ def _pointer(schema: dict[str, Any] | bool, error: str) -> str:
 
 
 def _parts(value: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects in it that may be schemas, the innermost first."""
+    """The objects in `value` that may be schemas, the innermost first."""
     named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in cast(Any, named):
         if name not in _NO_SCHEMAS:

@@ -1,6 +1,6 @@
 """The distribution of the next token, as a function of the tokens before it and of the model's logits.
 
-Every level of a sequence uses the same one, so that what drafts is drawn under the rules by which it is verified.
+All levels of a sequence use the same function, so drafts are drawn under the rules by which they are verified.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CPU = torch.device("cpu")
 
 
 class Adjustment:
-    """What the tokens before a place do to its logits, in the order of docs/sampling.md.
+    """The adjustment of logits by the tokens before each place, in the order of docs/sampling.md.
 
-    Each step works on what those before it leave: it lifts no token that they forbid, and where it would forbid all
-    that is left it is passed over. So the constraint, which is the first, holds whatever follows.
+    Each step works on the result of the earlier ones: it allows no token that they forbid, and it is skipped where it
+    would forbid all remaining tokens. So the constraint, which is the first step, always holds.
     The tokens of a sequence are held as an array from call to call; the list that they begin with only grows.
     """
 
@@ -40,19 +40,19 @@ class Adjustment:
         self._num_prompt, self._grammar, self._biases, self._penalties = num_prompt, grammar, biases, penalties
         self._tokens: Tokens = np.empty(0, np.int32)
         self._root: Sequence[int] = ()
-        self._num_held = 0  # that cannot change any more
+        self._num_held = 0  # held tokens that cannot change any more
 
     @property
     def grammar(self) -> GrammarText | None:
         return self._grammar
 
     def __call__(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """logits [n, V] of the places behind the last n of `tokens` and of all before each of them -> the same in fp32,
-        on the CPU. A function of its arguments alone."""
+        """logits [n, V] after each of the last n of `tokens` -> the adjusted logits, fp32, on the CPU. A function of
+        its arguments alone."""
         first, logits = len(tokens) - len(logits) + 1, finite(logits)
         if self._grammar is not None:
             forbidden = self._grammar.masks(tokens, first).logical_not_().to(logits.device)
-            logits = logits.masked_fill_(forbidden, -torch.inf)  # `finite` made them anew
+            logits = logits.masked_fill_(forbidden, -torch.inf)  # `finite` returned a new tensor
         if self._biases is not None:
             logits = _further(logits, self._biases(logits))
         if self._penalties:
@@ -62,7 +62,7 @@ class Adjustment:
         return logits.cpu()
 
     def _held(self, tokens: Sequence[int]) -> Tokens:
-        """`tokens` as an array."""
+        """`tokens` as an array; tokens that are held already are not copied again."""
         root = tokens
         while isinstance(root, Extended):
             root = root.head
@@ -76,27 +76,27 @@ class Adjustment:
 
 
 def _further(before: Tensor, after: Tensor) -> Tensor:
-    """What a step leaves of the logits [n, V] before it."""
+    """The logits [n, V] after a step. Forbidden tokens stay forbidden; a row that would forbid all keeps `before`."""
     left = after.masked_fill(before == -torch.inf, -torch.inf)
     return torch.where((left == -torch.inf).all(-1, keepdim=True), before, left)
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of one sequence. adjust: None where nothing depends on the tokens before a place."""
+    """The distribution of one sequence. adjust: None where nothing depends on the tokens before a place."""
 
     adjust: Adjustment | None
     warp: Warping
 
     def probs(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-        """[n, V] of logits [n, V], see `Adjustment`."""
+        """Probabilities [n, V] of logits [n, V]; tokens: as in `Adjustment`."""
         return self.warp(self.adjusted(logits, tokens))
 
     def adjusted(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
         return logits if self.adjust is None else self.adjust(logits, tokens)
 
     def is_over(self, tokens: Sequence[int]) -> bool:
-        """Whether a constraint leaves nothing but the end to follow `tokens`, prompt and text."""
+        """Whether a constraint allows only the end after `tokens`, the prompt and the text."""
         grammar = None if self.adjust is None else self.adjust.grammar
         return grammar is not None and grammar.is_over(tokens)
 
@@ -110,9 +110,9 @@ def distribution_of(
     end_tokens: Collection[int],
     device: torch.device = CPU,
 ) -> Distribution:
-    """Of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: those that end the text.
-    device: of the logits. Raises
-    UsageError where a bias names no token of the model's, or the constraint cannot be used."""
+    """The distribution of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: the tokens that end
+    the text. device: of the logits. Raises UsageError where a bias names no token of the model, or where the constraint
+    cannot be used."""
     biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
     rows = BiasRows(biases, vocab_size, device) if biases else None
     warping = replace(sampling, seed=None)
@@ -127,7 +127,7 @@ def distribution_of(
 
 @lru_cache(maxsize=16)
 def grammar_of(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> Grammar:
-    """Compiled once. Raises UsageError."""
+    """The compiled grammar of a constraint; results are cached. Raises UsageError."""
     return Grammar.compiled(constraint, tokenizer, vocab_size, end_tokens)
 
 
@@ -138,7 +138,7 @@ def _biases(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int, end
 
 
 def _token(name: int | str, tokenizer: Tokenizer, vocab_size: int) -> int:
-    """Raises UsageError."""
+    """The id of a token that is named by its id or text. Raises UsageError."""
     if isinstance(name, str):
         tokens = tokenizer.encode_piece(name)
         if len(tokens) != 1:

@@ -1,4 +1,4 @@
-"""The token loop: prefill, rounds, stop conditions. Knows no terminal and no tokenizer."""
+"""The token loop: prefill, rounds, stop conditions. It depends on no terminal and no tokenizer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that one round emitted, cut after an end token. `finish` is set on the last run only. logits: the target's
-    own, [n, V] of the tokens or more, where the speculator keeps them, until the next pass."""
+    """The tokens that one round emitted, cut after an end token. `finish` is set on the last run only. logits: the
+    target's own, [n, V] for the tokens or more rows, where the speculator keeps them; valid until the next pass."""
 
     tokens: list[int]
     finish: FinishReason | None
@@ -39,9 +39,9 @@ def in_passes(
     """Yield the passes of decoding, and runs until an end token was emitted ("stop") or `max_tokens` were ("length").
 
     prompt: at least one token. `prefill(tokens)` puts all but the last `num_pending` (1 or more) of them into the
-    caches; these are pending in the first round, which runs without drafts, so that the first token comes as early as
-    it can. A run is the last of every text, also of one without tokens.
-    The caller may stop at any yield and truncate the speculator to what it kept. Rounds never draft past
+    caches. The rest is pending in the first round, which runs without drafts so that the first token comes early. The
+    last item of every text is a run, even if the text has no tokens.
+    The caller may stop at any yield and truncate the speculator to the tokens that it keeps. Rounds never draft past
     `max_tokens`.
     """
     start = time.perf_counter()

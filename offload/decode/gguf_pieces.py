@@ -1,6 +1,6 @@
-"""SentencePiece's tokens of a GGUF file, each with a score, and the merges that cut a text into them.
+"""SentencePiece tokenizers of GGUF files: tokens with scores, and the merges that cut a text into them.
 
-Of all neighbours that make a token together, the two are merged first whose token has the highest score; of equal
+Of all neighbours that form a token together, the pair whose token has the highest score is merged first; of equal
 scores, the leftmost. All tokens count, whatever their type. Source: llama.cpp's llama-vocab.cpp (llm_tokenizer_spm).
 """
 
@@ -20,13 +20,14 @@ from offload.config.gguf_tokens import CONTROL, UNKNOWN, USER_DEFINED, token_id
 from offload.errors import ModelError
 
 _SPACE = "\u2581"
-_NUM_WORDS = 1 << 14  # that are remembered with their tokens
+_NUM_WORDS = 1 << 14  # words whose tokens are cached
 
 
 def pieces(values: Mapping[str, Any], tokens: list[str], *, ranked: bool) -> Tokenizer:
-    """A pipeline for texts between special tokens: a space before each, unless the file says otherwise, then merges;
-    bytes of what has no token, and the unknown token where there are none. ranked: one that a tokenizer.json can say,
-    which knows ranks of merges and no scores. Raises ModelError where two tokens of one score can be merged then."""
+    """A pipeline for texts between special tokens. It puts a space before each text, unless the file says otherwise,
+    then merges. Characters without a token become their bytes, or the unknown token where bytes have none. ranked: a
+    pipeline that a tokenizer.json can express, with ranks of merges instead of scores. Raises ModelError where that
+    needs a rank between two mergeable tokens of equal score."""
     unknown, scores = token_id(values, "unknown", len(tokens)), _scores(values, len(tokens))
     pipeline = Tokenizer(
         BPE(
@@ -47,8 +48,8 @@ def pieces(values: Mapping[str, Any], tokens: list[str], *, ranked: bool) -> Tok
 
 
 def _ranked(tokens: list[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """All pairs that make a token, the highest score first; no tokens that are taken out of a text before merges.
-    ModelError where two tokens of one score can be merged."""
+    """All pairs that form a token, the highest score first, without tokens that are split off before merges. Raises
+    ModelError where two tokens of equal score can be merged."""
     taken = {token for token, kind in zip(tokens, kinds, strict=False) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
     ids = {token: i for token, i in ids_of(tokens).items() if token not in taken}
     of_score, found = dict[float, str](), []
@@ -64,33 +65,33 @@ def _ranked(tokens: list[str], scores: Sequence[float], kinds: Sequence[int]) ->
 
 
 def ids_of(tokens: Sequence[str]) -> dict[str, int]:
-    """Empty tokens are none."""
+    """The id of each token, without empty ones."""
     return {token: i for i, token in enumerate(tokens) if token}
 
 
 def _scores(values: Mapping[str, Any], count: int) -> list[float]:
-    """Of the tokens; 0 where the file has none, the lowest for what is no number."""
+    """The tokens' scores; 0 where the file has none, the lowest number in place of NaN."""
     found = values.get("scores") or [0.0] * count
     return [-inf if isnan(each) else each for each in found[:count]]
 
 
 class PieceEncoder:
-    """Tokens of normalised text. Time: n log n for a text of n characters and tokens that are short beside it."""
+    """Encoder of normalised text into tokens. Time: n log n for n characters, if tokens are short beside the text."""
 
     def __init__(self, tokens: Sequence[str], scores: Sequence[float], unknown: int | None) -> None:
-        """scores: of each token. unknown: the id for a character that has neither a token nor those of its bytes, None
-        where it has none."""
+        """scores: of each token. unknown: the id for a character that has neither a token nor byte tokens; None if the
+        vocabulary has no such id."""
         self._ids, self._unknown = ids_of(tokens), unknown
         self._costs = {token: -scores[i] for token, i in self._ids.items()}
         self._neighbours = {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
         self._word = lru_cache(_NUM_WORDS)(self._merged)
 
     def pre_tokenize(self, text: PreTokenizedString) -> None:
-        """The hook of the tokenizers library: what has tokens then is not cut any further."""
+        """The hook of the tokenizers library: text that gets its tokens here is not split any further."""
         text.tokenize(self._tokens)
 
     def _tokens(self, text: str) -> list[Token]:
-        """Their places are in bytes of `text`. Several unknown characters are one token."""
+        """The tokens of `text`, with offsets in bytes. Consecutive unknown characters are one token."""
         found, stop = list[Token](), 0
         for word in self._words(text):
             for piece in self._word(word):
@@ -109,7 +110,7 @@ class PieceEncoder:
         return known if len(known) == len(found) else [] if self._unknown is None else [self._unknown]
 
     def _words(self, text: str) -> Iterator[str]:
-        """Parts that no token reaches over: merges in one do not change those in another."""
+        """Parts of `text` that no token crosses: merges in one part do not affect another."""
         start = 0
         for at in range(1, len(text)):
             if text[at - 1 : at + 1] not in self._neighbours:
@@ -118,7 +119,7 @@ class PieceEncoder:
         yield text[start:]
 
     def _merged(self, text: str) -> tuple[str, ...]:
-        """The pieces that are left when no two neighbours make a token."""
+        """The pieces of `text` after all merges: no two neighbours form a token."""
         ends, starts = [*range(1, len(text) + 1)], [*range(-1, len(text))]  # of the piece from, and up to, each place
         queue = [
             (self._costs[text[at : at + 2]], at, at + 1, at + 2)
@@ -129,7 +130,7 @@ class PieceEncoder:
         while queue:
             _, first, middle, last = heappop(queue)
             if ends[first] != middle or ends[middle] != last:
-                continue  # one of the two was merged with another
+                continue  # one of the two pieces was merged already
             ends[first], ends[middle], starts[last] = last, 0, first
             around = [(starts[first], first, last)] if first else []
             around += [(first, last, ends[last])] if last < len(text) else []

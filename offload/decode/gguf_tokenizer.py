@@ -1,8 +1,7 @@
-"""The tokenizer of a GGUF file. How byte-level ones cut text before merges the file only names.
+"""Tokenizers of GGUF files. Of a byte-level tokenizer's pre-tokenizer, a file has only the name.
 
-The name is `tokenizer.ggml.pre`. What each stands for is a fact of the models that have it: the pre-tokenizers of their
-tokenizer.json, which llama.cpp's llama-vocab.cpp lists. A name that is not here is refused, since a guess gives other
-tokens without a word.
+The name is `tokenizer.ggml.pre`. It stands for the pre-tokenizer in the tokenizer.json of the models with that name,
+as listed in llama.cpp's llama-vocab.cpp. Unknown names are refused, since a guess would silently give other tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from offload.errors import ModelError
 BYTE_LEVEL = "gpt2"  # the `tokenizer.ggml.model` of these files
 _SPECIAL = ("bos", "eos")
 _NAME = "general.name"
-_STRIPPING = ("phi-3", "phi3")  # models, by parts of their names, whose special tokens take the white space behind them
+_STRIPPING = ("phi-3", "phi3")  # parts of names of models whose special tokens include the white space after them
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -54,7 +53,7 @@ def _gpt2() -> PreTokenizer:
 
 
 def _digits() -> PreTokenizer:
-    """Every digit is a piece of its own."""
+    """A pre-tokenizer that makes every digit its own piece."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
@@ -82,25 +81,26 @@ _KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(*_DEEPSEEK_CODER), ("deepseek-coder",)),
 )  # fmt: skip
 CUTS = {name: make for make, names in _KINDS for name in names}
-# Words that are tokens are taken whole, and a text begins with the first special token unless the file says otherwise.
+# Pre-tokenizers for which words that are tokens are not merged, and texts begin with the first special token unless the
+# file says otherwise.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 _COMPOSED = ("qwen2", "command-r")  # their tokenizers compose characters first (NFC)
 
 
 def load(path: Path) -> tuple[Any, Tokenizer]:
-    """(transformers' tokenizer, good for special tokens and chat templates; the pipeline from text to ids and back).
+    """(transformers' tokenizer, for special tokens and chat templates; the pipeline from text to ids and back).
 
-    Raises ModelError where the file has none, or one of a kind that is not known."""
+    Raises ModelError where the file has no tokenizer, or one of an unknown kind."""
     from transformers import PreTrainedTokenizerFast
 
     pipeline, settings = _of_file(path)
-    # A pipeline of its own keeps transformers from changing the added tokens of ours.
+    # transformers gets an empty pipeline, so that it does not change the added tokens of this one.
     empty = Tokenizer(BPE())
     return PreTrainedTokenizerFast(tokenizer_object=empty, name_or_path=str(path), **settings), pipeline
 
 
 def _of_file(path: Path, *, ranked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """See `of_values`. Raises ModelError."""
+    """The pipeline and settings of a file, see `of_values`. Raises ModelError."""
     try:
         return of_values(values_of(read_header(path)), ranked=ranked)
     except ModelError as error:
@@ -109,8 +109,8 @@ def _of_file(path: Path, *, ranked: bool = False) -> tuple[Tokenizer, dict[str, 
 
 
 def write(path: Path, folder: Path) -> None:
-    """The same as tokenizer.json and tokenizer_config.json in `folder`. Raises ModelError, also where a tokenizer.json
-    cannot say how the file cuts text."""
+    """Write a file's tokenizer as tokenizer.json and tokenizer_config.json in `folder`. Raises ModelError, also where a
+    tokenizer.json cannot express how the file cuts text."""
     pipeline, settings = _of_file(path, ranked=True)
     pipeline.save(str(folder / "tokenizer.json"))
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -118,8 +118,8 @@ def write(path: Path, folder: Path) -> None:
 
 
 def values_of(header: Header) -> dict[str, Any]:
-    """A file's name and its metadata of its tokenizer, lists read, by the ends of their keys; those of templates
-    whole."""
+    """The file's name and the metadata of its tokenizer, with lists read. Keys are the last parts of the metadata's
+    keys; keys of templates are whole."""
     found: dict[str, Any] = {_NAME: header.values.get(_NAME)}
     for key, value in header.values.items():
         if key.startswith("tokenizer."):
@@ -129,7 +129,8 @@ def values_of(header: Header) -> dict[str, Any]:
 
 
 def of_values(values: Mapping[str, Any], *, ranked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """Pipeline and settings: names of special tokens, chat templates. ranked: see `pieces`. Raises ModelError."""
+    """The pipeline, and the settings (names of special tokens, chat templates). ranked: see `pieces`.
+    Raises ModelError."""
     kind, tokens = values.get("model"), values.get("tokens")
     if (
         kind not in (BYTE_LEVEL, PIECES)
@@ -153,7 +154,7 @@ def of_values(values: Mapping[str, Any], *, ranked: bool = False) -> tuple[Token
 
 
 def _check_counts(values: Mapping[str, Any], tokens: list[str]) -> None:
-    """Empty tokens may be there more than once: no text has them."""
+    """Raises ModelError where a token occurs twice or counts differ. Empty tokens may repeat: no text contains them."""
     count, named = len(tokens), Counter(filter(None, tokens))
     if twice := [token for token, times in named.items() if times > 1]:
         raise ModelError(f"its tokenizer has one token twice, {twice[0]!r}; fetch it again")
@@ -165,7 +166,7 @@ def _check_counts(values: Mapping[str, Any], tokens: list[str]) -> None:
 
 
 def _begins(values: Mapping[str, Any], kind: str) -> bool:
-    """Whether a text begins with the first special token."""
+    """Whether texts begin with the first special token."""
     said = values.get("add_bos_token")
     return (kind == PIECES or values.get("pre") in _WHOLE_WORDS) if said is None else bool(said)
 
@@ -196,8 +197,8 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _read_merges(named: list[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Of a pair that is there twice the first counts; one that makes no token, or is of none, does not. Raises
-    ModelError."""
+    """The merges of a file. Repeated pairs count once, at the first place. Pairs that form no token, or consist of
+    none, are dropped. Raises ModelError."""
     merges = dict[tuple[str, str], None]()
     for merge in named:
         at = merge.find(" ", 1)

@@ -1,10 +1,11 @@
-"""Constrained output: which tokens may come next, so that the text becomes what was asked for.
+"""Constrained output: masks of the tokens that a grammar allows next.
 
-llguidance parses the text so far and finds the tokens. Where a text is certain, as a field's name, it allows the tokens
-alone that the tokenizer would cut it into; `advance` takes other ones in too, as long as they spell an allowed text.
+llguidance parses the text so far and finds the allowed tokens. Where a text is certain, as a field's name, its mask
+allows only the tokens into which the tokenizer would split it; `advance` also accepts other tokens that spell an
+allowed text.
 
-The text begins with the first generated token: of a tokenizer whose words carry the space before them, the first one is
-then one without. End tokens are never given to the library, which would forget how many it has taken in.
+The text begins with the first generated token; with a tokenizer whose words include the space before them, that token
+has no space. End tokens are never given to the library, which would lose its count of consumed tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_FORCED = 32  # tokens that `forced` looks ahead
 MAX_GUESSED = 96  # letters that `guessed` looks ahead
-TRIED = 128  # tokens of a text that is followed before a grammar is used
+TRIED = 128  # tokens of the trial text before a grammar is used
 
 
 class Grammar:
@@ -56,9 +57,9 @@ class Grammar:
     def compiled(
         cls, constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]
     ) -> Grammar:
-        """vocab_size: the number of logits; ids that the tokenizer has not are never allowed.
+        """Compile a constraint. vocab_size: the number of logits; ids without a token are never allowed.
 
-        Raises UsageError where the constraint cannot be followed, with the place and the remedy; also where it is so
+        Raises UsageError where the constraint is not supported, with the place and the remedy; also where it is so
         large that the library gives up within the first TRIED tokens.
         """
         from llguidance import LLMatcher, LLParserLimits
@@ -75,26 +76,26 @@ class Grammar:
         return cls(matcher, library_tokenizer, vocab_size, usable, end, is_json=is_json)
 
     def state(self) -> GrammarState:
-        """Of a sequence that begins."""
+        """The state at the beginning of a sequence."""
         return GrammarState(self)
 
     def matcher(self) -> LLMatcher:
-        """One that has taken nothing in."""
+        """A new matcher, which has consumed no token."""
         return self._matcher.deep_copy()
 
     def _cut(self, text: str) -> list[int]:
-        """Tokens of a text in the middle of a longer one."""
+        """The tokens of a text in the middle of a longer one."""
         return self._tokenizer.tokenize_str(text)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What they spell, as far as it is whole characters."""
+        """The text of `tokens`, without incomplete characters."""
         return self._tokenizer.decode_bytes(list(tokens)).decode(errors="ignore")
 
 
 class GrammarState:
-    """Where one sequence is. All it says is a function of the tokens that it has taken in since the beginning.
+    """The state of a grammar in one sequence, a function of the tokens consumed since the beginning.
 
-    Raises ModelError where the library gives a text up, as too complex, and stays where it was.
+    Methods raise ModelError where the library gives up on a text as too complex; the state is then unchanged.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -103,28 +104,29 @@ class GrammarState:
 
     @property
     def place(self) -> int:
-        """Number of generated tokens that were taken in, an end token too."""
+        """The number of consumed tokens, including an end token."""
         return len(self._tokens)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far is all that was asked for; more may be allowed."""
+        """Whether the text so far satisfies the constraint; more may be allowed."""
         return self._ended or bool(self._matcher.is_accepting())
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only the end may follow."""
         return self._ended or bool(self._matcher.is_accepting() and self._matcher.is_stopped())
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take in as many of `tokens` as may follow, and return how many. Nothing follows an end token."""
+        """Consume `tokens` up to the first that is not allowed, and return their number. An end token allows no further
+        token."""
         for count, token in enumerate(tokens):
             if not self._takes(token):
                 return count
         return len(tokens)
 
     def rewind(self, place: int) -> None:
-        """Back to where `place` tokens were taken in."""
+        """Go back to the state after the first `place` tokens."""
         if not 0 <= place <= self.place:
             raise ValueError(f"place {place} is not one of 0 to {self.place}")
         num_inside = self.place - self._ended
@@ -135,15 +137,15 @@ class GrammarState:
             self._begin_again()
 
     def allowed(self) -> Tensor:
-        """The tokens that may come next, bool [V]; all of them after an end token, where no text is."""
+        """The mask of allowed next tokens, bool [V]; all True after an end token."""
         if self._ended:
             return torch.ones(self._grammar.vocab_size, dtype=torch.bool)
         return torch.from_numpy(self._unpacked(self._bits()))
 
     def masks(self, tokens: Sequence[int]) -> Tensor:
-        """`allowed` here and after each of `tokens`, bool [len(tokens) + 1, V]; the place stays.
+        """The masks here and after each of `tokens`, bool [len(tokens) + 1, V]. The state does not change.
 
-        After a token that may not follow, all is True: it is rejected with certainty, so these rows are never used.
+        Rows after a forbidden token are all True: that token is always rejected, so the rows are never used.
         """
         masks, start = np.ones((len(tokens) + 1, self._grammar.vocab_size), np.bool_), self.place
         try:
@@ -157,7 +159,7 @@ class GrammarState:
         return torch.from_numpy(masks)
 
     def longest(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` could follow; the place stays."""
+        """The number of leading `tokens` that are allowed. The state does not change."""
         start = self.place
         try:
             return self.advance(tokens)
@@ -165,7 +167,7 @@ class GrammarState:
             self.rewind(start)
 
     def forced(self) -> list[int]:
-        """The tokens that follow with certainty, at most MAX_FORCED of them, maybe none; the place stays."""
+        """The tokens that must follow, at most MAX_FORCED, perhaps none. The state does not change."""
         start = self.place
         try:
             while self.place - start < MAX_FORCED and self.advance(self._only()):
@@ -175,8 +177,8 @@ class GrammarState:
             self.rewind(start)
 
     def guessed(self) -> list[int]:
-        """How JSON goes on in the style of the text so far, up to the next place where more than white space is open,
-        or whether something is a string; maybe not at all. The place stays."""
+        """The likely next tokens of JSON in the style of the text so far, perhaps none. They end at the next place
+        where more is open than white space and whether a value is a string. The state does not change."""
         if self._ended or not self._grammar.letters:
             return []
         start, text, added = self.place, self._grammar.text(self._tokens), ""
@@ -189,7 +191,7 @@ class GrammarState:
         return guess[: self.longest(guess)]
 
     def _next(self, text: str) -> str:
-        """A piece that may follow `text`, where this is, and was taken in."""
+        """The next guessed piece after `text`, which the state then consumes; "" where there is no guess."""
         more = self._matcher.compute_ff_bytes().decode(errors="ignore")
         written = None if more else bare(text)
         if written is not None:
@@ -198,12 +200,12 @@ class GrammarState:
             letter = '"' if '"' in able else able[0] if len(able) == 1 else ""
             more = gap(written, letter) + letter
             if not letter and not set(able) <= NUMBER:
-                more = more[:-1]  # words carry the space before them
+                more = more[:-1]  # a word's token includes the space before it
         tokens = self._grammar.cut(more)
         return more if self.advance(tokens) == len(tokens) else ""
 
     def _only(self) -> list[int]:
-        """The tokens that come next where no others are allowed."""
+        """The next tokens, if no others are allowed."""
         if self._ended:
             return []
         if tokens := self._matcher.compute_ff_tokens():
@@ -217,7 +219,7 @@ class GrammarState:
         return found if len(found) == 1 else []
 
     def _bits(self) -> bytes:
-        """A bit for each token, set where it may come next."""
+        """The mask of allowed next tokens, one bit per token."""
         bits = self._matcher.compute_bitmask()
         self._check()
         return bits
@@ -230,7 +232,7 @@ class GrammarState:
         if self._ended or not 0 <= token < self._grammar.vocab_size:
             return False
         if token in self._grammar.end_tokens:
-            self._ended = taken = self.is_complete or bool(self.allowed()[token])  # a grammar may name it, too
+            self._ended = taken = self.is_complete or bool(self.allowed()[token])  # a grammar may name an end token
         else:
             taken = self._matcher.try_consume_tokens([token]) == 1
             self._check()
@@ -239,10 +241,10 @@ class GrammarState:
         return taken
 
     def _check(self) -> None:
-        """Matchers never recover from an error: another one takes over where this one was."""
+        """Raises ModelError after a matcher's error. Matchers never recover: a new one is brought to the same state."""
         if self._matcher.is_error():
             words = self._matcher.get_error().removesuffix("\n<non-verbose/>")
-            with suppress(ModelError):  # the first error says why
+            with suppress(ModelError):  # the first error is the cause
                 self._begin_again()
             raise ModelError(
                 f"the text cannot go on as the constraint wants it, after {self.place} tokens: {words}; make the "
@@ -257,8 +259,8 @@ class GrammarState:
 
 
 def _tried(matcher: LLMatcher, ends: Collection[int]) -> str:
-    """The library's error where no text fits, or where it gives up on a text that repeats a token as long as it may;
-    "" where neither is so. Of nested repetitions that is the text with the most ways to go on."""
+    """The library's error where no text fits the grammar, or where it gives up on a trial text; "" otherwise. The trial
+    text repeats a token as long as it is allowed: for nested repetitions, that text has the most continuations."""
     token, count = -1, 0
     while count < TRIED and not matcher.is_error():
         if token < 0 or matcher.try_consume_tokens([token]) != 1:
@@ -266,7 +268,7 @@ def _tried(matcher: LLMatcher, ends: Collection[int]) -> str:
             allowed = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()) - set(ends)
             if not allowed:
                 break
-            token = max(allowed)  # the later ones are longer
+            token = max(allowed)  # later tokens are longer
             matcher.try_consume_tokens([token])
         count += 1
     error = str(matcher.get_error()) if matcher.is_error() else ""

@@ -1,4 +1,4 @@
-"""What a constraint has to say about drafts: where it leaves no choice it proposes, and lookups end where it does."""
+"""Proposers under a constraint: one drafts the tokens that it forces, and lookups end at the first forbidden token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LIKELY = 5
 
 
 class GrammarProposer:
-    """Proposes what has to follow, and else what would in the style of the text. Point masses, and the rule of
-    verification is that of all proposals."""
+    """A proposer of the tokens that a constraint forces, or otherwise of JSON in the style of the text. Its proposals
+    are point masses under the usual acceptance rule."""
 
     name = "grammar"
 
@@ -29,7 +29,7 @@ class GrammarProposer:
         return Offer(len(self._tokens), self._grade)
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        """Right behind the offer of the same sequence."""
+        """See `Proposer.propose`. Call it directly after `offer` of the same sequence."""
         tokens = self._tokens[:num_tokens]
         return Proposal(tokens, None, [self._grade] * len(tokens), 0.0)
 
@@ -40,7 +40,7 @@ class GrammarProposer:
 
 
 class AllowedLookupProposer(LookupProposer):
-    """Lookups up to the first token that the constraint forbids: all behind it would be rejected."""
+    """Prompt lookup up to the first token that the constraint forbids, which would be rejected with all after it."""
 
     def __init__(self, text: GrammarText, *, least: int = 2) -> None:
         super().__init__(least=least)

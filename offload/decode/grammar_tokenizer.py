@@ -1,7 +1,7 @@
-"""A tokenizer as llguidance wants it: the bytes of every token, and how a text that is certain is cut into tokens.
+"""A tokenizer in llguidance's interface: the bytes of every token, and the tokens of a certain text.
 
-Bytes are taken from this project's tokenizers and not from the text of a tokenizer.json, so all of them can be served,
-a GGUF file's too, and a token spells what `Tokenizer.decode` shows in the middle of a text.
+Bytes come from this project's tokenizers and not from a tokenizer.json, so every tokenizer is supported, including GGUF
+files', and a token's bytes are the text that `Tokenizer.decode` shows for it in the middle of a text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from offload.errors import UsageError
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_MARKER = 0xFF  # what the names of special tokens begin with in llguidance; in UTF-8 no such byte exists
+_MARKER = 0xFF  # first byte of special tokens' names in llguidance; UTF-8 has no such byte
 _NEEDED = bytes(range(0x20, 0x7F))
 
 
-@lru_cache(maxsize=2)  # .9 s for 150,000 tokens, and each is asked for with one vocabulary size and some ends
+@lru_cache(maxsize=2)  # .9 s for 150,000 tokens; a tokenizer has one vocabulary size and one set of end tokens
 def served(tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> LLTokenizer:
-    """Ids 0 to `vocab_size` - 1. Those that are no token, and special ones, are no text, nor are the end tokens.
+    """The library's tokenizer of ids 0 to `vocab_size` - 1. Ids without a token, special tokens and end tokens have no
+    text.
 
-    Raises UsageError where the tokenizer cannot write any text, or nothing can end one.
+    Raises UsageError where the tokenizer cannot write every text, or where no token ends a text.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -37,9 +38,9 @@ def served(tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) ->
 
 
 class Vocabulary:
-    """What llguidance asks of a tokenizer.
+    """A tokenizer's vocabulary in llguidance's interface.
 
-    tokens: the bytes of each id, those of special tokens their name; none where there is no token.
+    tokens: the bytes of each id; of special tokens their name; empty where there is no token.
     """
 
     bos_token_id = None
@@ -65,8 +66,8 @@ class Vocabulary:
             )
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of `text` in the middle of a longer one, as the tokenizer cuts it where that spells just this text: it
-        may change letters, and names of special tokens."""
+        """The tokens of `text` in the middle of a longer one: the tokenizer's, if they spell exactly this text. It may
+        change letters, or take names for special tokens; then the longest tokens first."""
         if isinstance(text, bytes):
             text = text.decode()
         tokens, data = self._tokenizer.encode_piece(text), text.encode()
@@ -76,7 +77,7 @@ class Vocabulary:
         return tokens if spelled else self._greedy(data)
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token first, up to a byte that has none."""
+        """The tokens of `data`, the longest first at each place, up to a byte without a token."""
         tokens, at = list[int](), 0
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)
@@ -89,9 +90,9 @@ class Vocabulary:
 
 
 def spellings(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The bytes that each token adds to a text, special tokens and ids without one left out.
+    """The bytes that each token adds to a text, without special tokens and ids without a token.
 
-    None of them is empty, and none has a byte that UTF-8 has not.
+    Empty bytes, and bytes that UTF-8 does not have, are left out.
     """
     characters, inside = tokenizer.characters(), _Inside(tokenizer)
     found = dict[int, bytes]()
@@ -106,7 +107,7 @@ def spellings(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 class _Inside:
-    """What a decoder makes of a token behind another one: at the beginning of a text some leave a space out."""
+    """A decoder's text of a token after another one: some decoders drop a space at the beginning of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._join, self._before = tokenizer.join, "0"

@@ -1,4 +1,4 @@
-"""Proofs that no value fits two JSON schemas, with which `oneOf` is `anyOf`."""
+"""Proofs that JSON schemas are disjoint, so that `oneOf` can be replaced by `anyOf`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from offload.decode.json_refs import Schema, target
 
-_DEPTH = 12  # of references and properties that a proof goes through
+_DEPTH = 12  # limit of nested references and properties in a proof
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _Facet = dict[str, Any]
 
 
 def all_apart(options: list[Any], root: Schema) -> bool:
-    """Whether no value fits two of them, as far as it can be proved. root: what references are looked up in."""
+    """Whether it can be proved that no value fits two of `options`. root: the schema that resolves references."""
     return all(_apart(one, other, root, _DEPTH) for one, other in combinations(options, 2))
 
 
 def constants(node: object, root: Schema) -> list[Any] | None:
-    """The values that a schema leaves, where it lists them; not all of them need fit."""
+    """A list of values that contains all that fit a schema; None where the schema does not list its values."""
     for facet in _facets(node, root, _DEPTH):
         if "const" in facet:
             return [facet["const"]]
@@ -49,7 +49,7 @@ def _apart(one: object, other: object, root: Schema, depth: int) -> bool:
 
 
 def _facets(node: object, root: Schema, depth: int) -> Iterator[_Facet]:
-    """The schemas all of which a value has to fit: `node`, what it refers to, and the members of `allOf`."""
+    """The schemas that a value must fit to fit `node`: itself, targets of references, and members of `allOf`."""
     if not isinstance(node, dict) or depth == 0:
         return
     yield node
@@ -89,13 +89,13 @@ def _type(value: object) -> str:
 
 
 def _values(facet: _Facet) -> list[str]:
-    """Of `const` or `enum`, each as equal values are written alike."""
+    """The values of `const` or `enum`, in a canonical form: equal values are equal texts."""
     values = [facet["const"]] if "const" in facet else facet.get("enum")
     return [json.dumps(_plain(value), sort_keys=True) for value in values] if isinstance(values, list) else []
 
 
 def _plain(value: Any) -> Any:
-    """1.0 is 1."""
+    """The value with whole floats as integers, since 1.0 equals 1."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _above(one: _Facet, other: _Facet) -> bool:
-    """Whether both are of numbers alone, and those of `one` are larger."""
+    """Whether both schemas allow only numbers, and all of `one` are larger."""
     if not _types(one) & _types(other) <= {"integer", "number"}:
         return False
     low, high = one.get("minimum"), other.get("maximum")

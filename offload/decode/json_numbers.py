@@ -1,5 +1,5 @@
-"""Numbers of a JSON schema as a library can follow them that reads all of them as floats of 64 bits, writes a bound by
-its shortest decimal digits, and computes with integers of 64 bits."""
+"""Numbers of a JSON schema, adapted to the library's limits: it reads all numbers as 64-bit floats, writes a bound by
+its shortest decimal digits, and computes with 64-bit integers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from decimal import Decimal
 from typing import Any
 
 LIMIT = 2**63 - 1024  # the largest float below 2^63
-_EXACT = 2**53  # up to here each integer is a float
-_OPEN = 10**17  # from here on the library needs the other bound, too
+_EXACT = 2**53  # up to this, every integer is a float
+_OPEN = 10**17  # from this on, the library needs the other bound, too
 _MOST_MULTIPLE = 2**32 - 1
 _BOUNDS = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
 
 
 def with_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """Bounds beyond 2^53 moved inside to the next number of which all is exact, and those beyond `LIMIT` to it.
+    """A schema whose bounds beyond 2^53 are moved inwards to the next exact number, and bounds beyond `LIMIT` to it.
 
-    Whatever is allowed then was allowed before. Raises ValueError, with the value and the limit, where nothing is left.
+    Every value that it allows was allowed before. Raises ValueError, with the value and the limit, where no value is
+    left.
     """
     found, given = dict(node), dict[str, float | int]()
     for name, exclusive, sign in _BOUNDS:
@@ -40,7 +41,7 @@ def with_bounds(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_constant(value: object) -> None:
-    """Raises ValueError for a number that would be written as another one."""
+    """Check a constant. Raises ValueError for a number that the library would write as another one."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             check_constant(each)
@@ -49,7 +50,7 @@ def check_constant(value: object) -> None:
 
 
 def check_multiple(value: object) -> None:
-    """Raises ValueError for a number whose multiples would not be told exactly."""
+    """Check `multipleOf`. Raises ValueError for a number whose multiples the library does not recognise exactly."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if value <= 0:
@@ -64,7 +65,7 @@ def check_multiple(value: object) -> None:
 
 
 def _bounds_of(node: dict[str, Any], name: str, exclusive: str) -> Iterator[tuple[int | float, bool]]:
-    """(bound, whether it is itself outside), also as draft-04 has them."""
+    """The bounds of a schema, as (bound, whether it is exclusive), also in draft-04's form."""
     bound, other = _number(node, name), _number(node, exclusive)
     if bound is not None:
         yield bound, node.get(exclusive) is True
@@ -78,8 +79,8 @@ def _number(node: dict[str, Any], name: str) -> int | float | None:
 
 
 def _inside(bound: int | float, strict: bool, name: str, node: dict[str, Any]) -> int | float:
-    """The largest number that is at most `bound`, or below it, however it is written. Lower bounds have their sign
-    turned."""
+    """The largest exact number that is at most `bound`, or below it if `strict`. Lower bounds are given with their sign
+    inverted."""
     number = float(min(max(bound, -LIMIT), LIMIT))
     forms = (Decimal,) if node.get("type") == "integer" else (Decimal, _shortest)
     while not all(form(number) < bound or (form(number) == bound and not strict) for form in forms):
@@ -91,7 +92,7 @@ def _inside(bound: int | float, strict: bool, name: str, node: dict[str, Any]) -
 
 
 def _shortest(number: float) -> Decimal:
-    """As the library writes a bound of numbers that need not be integers."""
+    """A bound of numbers that need not be integers, as the library writes it."""
     return Decimal(repr(number))
 
 
@@ -109,7 +110,7 @@ def _is_written(value: int | float) -> bool:
 
 
 def _is_upright(node: dict[str, Any]) -> bool:
-    """Whether the bounds as they were given leave something between them."""
+    """Whether the lower bound, as given, is not above the upper one."""
     low = max(bound for bound, _ in _bounds_of(node, *_BOUNDS[0][:2]))
     high = min(bound for bound, _ in _bounds_of(node, *_BOUNDS[1][:2]))
     return low <= high

@@ -1,29 +1,30 @@
-"""Patterns with look-ahead that well-known tools write into schemas, as patterns without."""
+"""Look-ahead patterns that well-known tools write into schemas, rewritten without look-ahead."""
 
 from __future__ import annotations
 
 import re
 
-# zod's, of an address: no point at the beginning, and no two of them behind each other.
+# zod's pattern of an e-mail address: no point at the beginning, and no two consecutive points.
 _ZOD_EMAIL = (
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
     r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
 )
-# Pydantic's, of a Decimal: a sign, digits before and behind a point, at least one of them; trailing zeros do not count.
+# Pydantic's patterns of a Decimal: a sign, digits before and after a point, at least one digit; trailing zeros do not
+# count.
 _SOME = r"^(?!^[-+.]*$)[+-]?0*"
 _ANY = _SOME + r"\d*\.?\d*$"
 _PLACES = _SOME + r"\d*\.?\d{0,PLACES}0*$"
 _DIGITS = _SOME + r"(?:\d{0,DIGITS}|(?=[\d.]{1,LENGTH}0*$)\d*\.\d*0*$)"
 _BOTH = _SOME + r"(?:\d{0,WHOLE}|(?=[\d.]{1,LENGTH}0*$)\d{0,WHOLE}\.\d{0,PLACES}0*$)"
 _NUMBERS = re.compile("PLACES|DIGITS|LENGTH|WHOLE")
-_MOST_DIGITS = 1000  # for which alternatives are listed
+_MOST_DIGITS = 1000  # largest number of digits for which alternatives are listed
 
 
 def without_look_ahead(pattern: str) -> str:
-    """The same texts, if the pattern is known, else the pattern.
+    """An equivalent pattern without look-ahead, if the pattern is known; otherwise the pattern itself.
 
-    Of Pydantic's with a number of digits the end is not anchored, so that they match nearly all; here all of the text
-    is such a number, as they mean it.
+    Pydantic's patterns with a number of digits do not anchor the end, so they match nearly every text. The returned
+    pattern matches whole numbers of that form, as intended.
     """
     if pattern == _ZOD_EMAIL[0]:
         return _ZOD_EMAIL[1]
@@ -41,7 +42,7 @@ def without_look_ahead(pattern: str) -> str:
 
 
 def _numbers(form: str, pattern: str) -> dict[str, int]:
-    """The numbers that stand for the names in `form`; empty where it is another pattern."""
+    """The numbers in place of the names in `form`; empty where the pattern has another form."""
     seen = set[str]()
 
     def group(found: re.Match[str]) -> str:
@@ -54,7 +55,8 @@ def _numbers(form: str, pattern: str) -> dict[str, int]:
 
 
 def _decimal(whole: str, fraction: str, alone: str) -> str:
-    """whole: digits before the point, fraction: behind it; alone: behind it where none are before it."""
+    """The pattern of a decimal number. whole: digits before the point. fraction: digits after it. alone: digits after
+    it where none are before it."""
     return rf"^[+-]?({whole}(\.{fraction})?|\.{alone})$"
 
 
@@ -63,7 +65,7 @@ def _some(places: int) -> str:
 
 
 def _of_digits(most: int) -> str:
-    """So many at most, before and behind the point together."""
+    """The pattern of a decimal number with at most `most` digits, before and after the point together."""
     if not most:
         return _decimal("0+", "0*", "0+")
     split = "|".join(rf"0*\d{{{count}}}\.\d{{0,{most - count}}}0*" for count in range(1, most + 1))

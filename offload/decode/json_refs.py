@@ -1,4 +1,4 @@
-"""Where the subschemas of a JSON schema stand, and what its references mean."""
+"""Subschemas of a JSON schema with their JSON pointers, and the resolution of references."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SINGLE = (
 
 
 def token(name: str) -> str:
-    """A step of a JSON pointer."""
+    """A name as an escaped step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def children(node: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """(steps to it, subschema) of the ones right inside `node`."""
+    """The direct subschemas of `node`, as (steps from `node`, subschema)."""
     for key, value in node.items():
         if key in MAPS and isinstance(value, dict):
             yield from (((key, name), child) for name, child in value.items())
@@ -32,7 +32,7 @@ def children(node: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]
 
 
 def target(root: Schema, reference: object) -> Any:
-    """What `#/...` points to; None for other references, and where nothing is."""
+    """The target of a reference `#/...`; None for other references, and where there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: Any = root

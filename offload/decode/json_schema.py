@@ -1,7 +1,7 @@
-"""JSON schemas as people and tools write them, as llguidance follows them.
+"""Translation of JSON schemas, as people and tools write them, to the subset that llguidance supports.
 
-What says nothing is left out, what can be said otherwise is, and what would be followed wrongly is refused. Whatever
-fits the schema that is returned fits the one that was given.
+Keywords without effect are dropped, unsupported ones are rewritten where possible, and keywords that the library would
+follow wrongly are refused. Every value that fits the returned schema fits the given one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from offload.decode.json_numbers import check_constant, check_multiple, with_bou
 from offload.decode.json_patterns import without_look_ahead
 from offload.decode.json_refs import Schema, children, target, token
 
-# Formats that are enforced; the others are annotations, as all are in the standard.
+# Enforced formats; the others are annotations, as all formats are in the standard.
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 _DIALECTS = frozenset(
     (
@@ -24,7 +24,7 @@ _DIALECTS = frozenset(
 )
 _KNOWN_SITES = ("json-schema.org/", "spec.openapis.org/")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MOST = 2**32 - 1  # letters of a string that a bound can name
+_MOST = 2**32 - 1  # the largest bound on a string's letters
 _IN_PLACE = frozenset(("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not"))
 _SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -36,13 +36,13 @@ _SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
-# Keywords that say nothing where none of others is beside them.
+# Keywords without effect where none of the listed others is present.
 _WITHOUT = {"minContains": ["contains"], "maxContains": ["contains"], "if": ["then", "else"]}
 _WITHOUT |= {"then": ["if"], "else": ["if"]}
 
 
 class Refused(ValueError):
-    """pointer: JSON pointer of the subschema."""
+    """A schema that cannot be translated. pointer: JSON pointer of the refused subschema."""
 
     def __init__(self, pointer: str, words: str) -> None:
         super().__init__(words)
@@ -50,7 +50,7 @@ class Refused(ValueError):
 
 
 def followed(schema: Schema) -> Schema:
-    """Raises Refused."""
+    """The translated schema. Raises Refused."""
     return cast(Schema, _Rewriting(schema).of(schema, ""))
 
 
@@ -61,14 +61,14 @@ class _Rewriting:
         self._holders = {reference[2:].split("/")[0] for reference in _names(root, "$ref") if reference[:2] == "#/"}
 
     def of(self, node: Any, pointer: str) -> Any:
-        """Of the subschema at `pointer`, and all in it."""
+        """The translation of the subschema at `pointer`, with all its parts."""
         if not isinstance(node, dict):
             return node
         found = {key: value for key, value in node.items() if not self._says_nothing(node, key)}
         for (key, *name), child in children(found):
             steps = "".join(f"/{token(str(step))}" for step in (key, *name))
             self._put(found, key, name, self.of(child, pointer + steps))
-        for key in self._holders.intersection(found):  # where tools keep schemas that are referred to
+        for key in self._holders.intersection(found):  # keywords under which tools keep referenced schemas
             if not pointer and not any(steps[0] == key for steps, _ in children({key: found[key]})):
                 found[key] = self._held(found[key], f"/{token(key)}")
         try:
@@ -77,7 +77,7 @@ class _Rewriting:
             raise Refused(pointer, str(error)) from error
 
     def _held(self, value: Any, pointer: str) -> Any:
-        """A value of no keyword, with schemas somewhere in it."""
+        """A value outside any keyword that holds schemas at some depth."""
         if not isinstance(value, dict):
             return value
         if {"type", "$ref", "properties", "enum", "const", "allOf", "anyOf", "oneOf"} & value.keys():
@@ -107,7 +107,7 @@ class _Rewriting:
         return alone or any(value == each and type(value) is type(each) for each in _SAYS_NOTHING.get(key, ()))
 
     def _own(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Keywords right in `node`. Raises ValueError."""
+        """Translate the keywords of `node` itself. Raises ValueError."""
         check_constant([node.get("const"), node.get("enum")])
         check_multiple(node.get("multipleOf"))
         found = {key: _whole(value) if key in _COUNTS else value for key, value in node.items()}
@@ -120,7 +120,7 @@ class _Rewriting:
         return self._with_any_of(found)
 
     def _with_names(self, node: dict[str, Any]) -> dict[str, Any]:
-        """`propertyNames` as `properties` or `patternProperties`, where it lists the names or is one pattern."""
+        """Rewrite `propertyNames` as `properties` or `patternProperties`, if it lists the names or is one pattern."""
         names = node.get("propertyNames")
         if not isinstance(names, dict) or "patternProperties" in node:
             return node
@@ -147,7 +147,7 @@ class _Rewriting:
 
 
 def _with_unevaluated(node: dict[str, Any]) -> dict[str, Any]:
-    """`unevaluated...` as `additional...` where nothing but this schema itself could evaluate."""
+    """Rewrite `unevaluated...` as `additional...`, where no other schema could evaluate properties or items."""
     found = dict(node)
     if not _IN_PLACE & node.keys():
         for key, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
@@ -158,7 +158,7 @@ def _with_unevaluated(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_list_alone(names: dict[str, Any], root: Schema) -> bool:
-    """Whether the list of names is all that a schema says of them."""
+    """Whether the schema of names is only a list of names."""
     while "$ref" in names:
         names = target(root, names["$ref"]) if len(names) == 1 else {}
         if not isinstance(names, dict):
@@ -175,7 +175,7 @@ def _is_of_known_site(address: str) -> bool:
 
 
 def _names(value: Any, key: str) -> set[str]:
-    """All strings that `key` has anywhere."""
+    """All strings under `key` at any depth."""
     found, level = set[str](), [value]
     while level:
         each = level.pop()

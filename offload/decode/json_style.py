@@ -1,27 +1,27 @@
-"""The white space that somebody who writes JSON would write next, judged by what was written so far."""
+"""The next white space of a JSON text, guessed from its style so far."""
 
 from __future__ import annotations
 
 import re
 
-NUMBER = frozenset("-01")  # what one may begin with, of the digits two
-STRUCTURE = '{}[],:"tfn-01'  # what a value, or what is between two, may begin with
+NUMBER = frozenset("-01")  # first letters of numbers; two digits stand for all
+STRUCTURE = '{}[],:"tfn-01'  # first letters of values and of the punctuation between them
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPEN, _CLOSE = ("{", "["), ("}", "]")
 
 
 def bare(text: str) -> str | None:
-    """Its structure, with empty strings in place of the strings; None where it ends inside one."""
+    """The structure of a JSON text: its strings are replaced by empty ones. None where it ends inside a string."""
     found = _STRING.sub("\0", text)
     return None if '"' in found else found.replace("\0", '""')
 
 
 def gap(written: str, following: str) -> str:
-    """What is still to be written before the letter `following`, or before a value of any kind ("").
+    """The white space that is still missing before the letter `following`, or before a value of any kind ("").
 
-    written: structure so far, see `bare`. Colons and commas are as the last ones. Lines are broken in a bracket as they
-    are behind its opening one, and there as behind the last one of the kind; at first they are, by two spaces, but not
-    in lists of values within others.
+    written: the structure so far, see `bare`. Spaces after colons and commas are as after the last ones. Lines break
+    in a bracket as after its opening bracket, and there as after the last bracket of the same kind. The first bracket
+    of a kind breaks lines, indented by two spaces, except nested lists of values.
     """
     inside = written.rstrip()
     whole = _gap(inside, following)
@@ -47,13 +47,13 @@ def _gap(inside: str, following: str) -> str:
 
 
 def _within_line(inside: str, letter: str, at_first: str) -> str:
-    """Behind the last `letter` that something follows in its line."""
+    """The spaces after the last `letter` that is not at the end of its line; `at_first` if there is none."""
     found: list[str] = re.findall(letter + r"( *)(?=\S)", inside)
     return found[-1] if found else at_first
 
 
 def _opened(inside: str, start: int, following: str) -> str:
-    """Behind the opening bracket at `start`, the last letter."""
+    """The white space after the opening bracket at `start`, which is the last letter."""
     earlier: list[str] = re.findall(re.escape(inside[start]) + r"(\s*)(?=[^\s\]}])", inside[1:])
     if earlier and "\n" not in earlier[-1]:
         return earlier[-1]
@@ -64,7 +64,7 @@ def _opened(inside: str, start: int, following: str) -> str:
 
 
 def _innermost(inside: str) -> int:
-    """The place of the bracket that is open, -1 for none."""
+    """The index of the innermost open bracket, -1 for none."""
     depth = 0
     for place in range(len(inside) - 1, -1, -1):
         depth += (inside[place] in _CLOSE) - (inside[place] in _OPEN)
@@ -74,6 +74,6 @@ def _innermost(inside: str) -> int:
 
 
 def _indentation(before: str) -> str:
-    """Of the line that `before` ends in."""
+    """The indentation of the last line of `before`."""
     line = before.rpartition("\n")[2]
     return line[: len(line) - len(line.lstrip(" \t"))]

@@ -1,8 +1,8 @@
 """Draft lengths: which proposer drafts next and how far, decided from what is known before the next token is drawn.
 
-A token has a going rate: the seconds that one costs in this text at present. Drafting one more token pays while the
-chance that it is kept, times the rate, is more than it costs. Over rounds that are alike this maximises tokens per
-second (Dinkelbach's method for ratios), and plain decoding is the round in which nothing pays.
+A token has a going rate: the seconds that a token costs in this text at present. Drafting one more token pays while its
+acceptance probability, times the rate, is more than it costs. Over equal rounds this maximises tokens per second
+(Dinkelbach's method for ratios), and plain decoding is the round in which no draft pays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offload.decode.verify import Verdict
 LOOKUP_CHANCES = (0.2, 0.4, 0.55, 0.75, 0.9, 0.95, 0.97, 0.99)  # by grade, measured on four kinds of text
 SURE_MATCH = 3  # the grade of a lookup that fixed lengths trust: 8 tokens and more
 GUESS_WEIGHT = 8.0  # observations that a guessed chance is worth
-LOOKUP_MEMORY = 0.9  # share of a lookup's weight left after each token: a copied run stands or falls as one
+LOOKUP_MEMORY = 0.9  # share of a lookup's weight left after each token: a copied run is accepted or rejected as a whole
 CHANCE_MEMORY = 0.995  # share of the weight of earlier tokens left after each: texts change within some 200
 IDLE_MEMORY = 0.99  # share of an estimate's weight left after a round in which its proposer drafted nothing
 SECONDS_MEMORY = 0.95  # share of the weight of earlier seconds left after new ones
@@ -27,7 +27,8 @@ STIFFNESS = 2.0  # observations, two rows apart, that the guessed share of a row
 
 
 class Fixed:
-    """`gamma` tokens a round: by lookup where it is sure, else by the last proposer that can draft any number."""
+    """Fixed lengths: `gamma` tokens a round, by lookup where it is sure, otherwise by the last proposer that can draft
+    any number."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma, self._left = gamma, 0
@@ -81,7 +82,8 @@ class Mean:
 
 
 class PassSeconds:
-    """Seconds of a verification by its rows, fixed * blocks + slope * rows: a least-squares fit to recent passes.
+    """The seconds of a verification as a function of its rows, fixed * blocks + slope * rows: a least-squares fit to
+    recent passes.
 
     It starts from the guess (fixed, slope). Passes of one length scale both; only different lengths change their
     proportion. block: rows that are computed together; 0: all, as where a pass waits for a link.
@@ -108,10 +110,10 @@ class PassSeconds:
 
 
 class Estimate:
-    """What is known of one proposer: the chance that its tokens are kept, by grade, and the seconds that they cost.
+    """The estimate of one proposer: the acceptance probability of its tokens, by grade, and the seconds that they cost.
 
-    weight: observations that the guesses are worth. prepare_seconds: of each round in which it is to be ready.
-    chances: guessed by grade; where they are given, the proposer is a lookup.
+    weight: observations that the guesses are worth. prepare_seconds: for each round in which it should be ready.
+    chances: guesses by grade; if they are given, the proposer is a lookup.
     """
 
     def __init__(
@@ -153,12 +155,12 @@ class Estimate:
 
 
 class Adaptive:
-    """Lengths by seconds and acceptance as they are seen. most: drafted tokens of a round; estimates: one for each
-    proposer, in their order."""
+    """Lengths that adapt to the observed seconds and acceptance. most: limit of drafted tokens in a round. estimates:
+    one for each proposer, in their order."""
 
     def __init__(self, most: int, passes: PassSeconds, estimates: Sequence[Estimate]) -> None:
         self.most, self.passes, self.estimates = most, passes, estimates
-        self._left, self._kept = 0, 1.0  # _kept: the chance that all drafted so far is kept
+        self._left, self._kept = 0, 1.0  # _kept: the probability that all drafted tokens are accepted
         self._drafted: list[tuple[Estimate, int]] = []  # each token's proposer and grade
         self._seconds = self._recent_seconds = self._recent_tokens = 0.0  # the first: of this round
 
@@ -203,7 +205,7 @@ class Adaptive:
         self._seconds = 0.0
 
     def wants(self, index: int) -> bool:
-        """Its tokens are worth more than those of the best other model by what preparing it costs."""
+        """Whether the proposer's tokens are worth more than the best other model's by at least its preparation cost."""
         estimate = self.estimates[index]
         if not estimate.prepare_seconds.value:
             return True
@@ -220,7 +222,7 @@ class Adaptive:
 
     def _chain(self, estimate: Estimate, kept: float, drafted: int, limit: int) -> tuple[int, float]:
         """(tokens, worth in seconds) of drafting with a model as long as that pays, after `drafted` tokens that are all
-        kept with the chance `kept`."""
+        accepted with probability `kept`."""
         rate, chance, seconds = self.rate, estimate.chance.value, estimate.seconds.value
         before, gained, best = self.passes.at(1 + drafted), 0.0, (0, 0.0)
         for count in range(1, limit + 1):
@@ -233,7 +235,8 @@ class Adaptive:
         return best
 
     def _part(self, estimate: Estimate, offer: Offer, offers: Sequence[Offer]) -> tuple[int, float]:
-        """(tokens, worth) of the best part of a lookup - all, a half, a quarter ... - and of a model going on after."""
+        """(tokens, worth) of the best part of a lookup (all, a half, a quarter, ...) and of drafting by a model after
+        it."""
         models = [e for e, o in zip(self.estimates, offers, strict=True) if o.num_tokens is None and e.ready]
         chance, drafted, best = estimate.chance_of(offer.grade), len(self._drafted), (0, 0.0)
         count = min(offer.num_tokens or 0, self._left)

@@ -1,4 +1,4 @@
-"""How likely the target finds the tokens of a text: by its own logits, before anything that sampling does to them."""
+"""Log probabilities of a text's tokens under the target's own logits, before any sampling parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token and the logarithm of its probability; likeliest: (token, logarithm) of the most likely ones there."""
+    """A token and its log probability. likeliest: (token, log probability) of the most likely tokens at its place."""
 
     token: int
     logprob: float
@@ -18,8 +18,8 @@ class TokenScore:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenScore]:
-    """logits [n, V] or more rows, of the places of n tokens; count: of the likeliest tokens, which are fewer where the
-    model rules the others out."""
+    """The scores of n tokens by logits [n, V], or more rows, of their places. count: number of likeliest tokens; fewer
+    are returned where the model excludes the others."""
     if not tokens:
         return []
     logs = logits[: len(tokens)].float().log_softmax(-1)

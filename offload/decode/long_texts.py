@@ -1,8 +1,8 @@
-"""Long texts: how many tokens they have at least, and where they can be cut so that their parts have the same tokens.
+"""Tokenization of long texts: a lower bound of their tokens, and cuts whose parts have the same tokens as the whole.
 
-A tokenizer takes some hundred bytes of memory for each character of a text, so a long one is encoded in parts. Both
-answers follow from what the tokens of a byte-pair encoding are: the text's own bytes, in order and without a gap. Where
-that is not certain, as with unknown letters that become one token together, there is neither bound nor cut.
+A tokenizer takes some hundred bytes of memory for each character of a text, so a long text is encoded in parts. Bound
+and cuts follow from a property of byte-pair encodings: their tokens are the text's own bytes, in order and without
+gaps. Where that is not certain, as with several unknown letters that become one token, there is neither bound nor cut.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from offload.decode.characters import byte_letters
 from offload.errors import DoesNotFit
 
 PART = 1 << 18  # characters that are encoded at a time, some hundred bytes of memory for each
-MOST_PART = 1 << 22  # and where no place to cut them is found
-AROUND = 1 << 9  # characters before and behind a part that are encoded with it
+MOST_PART = 1 << 22  # the limit where no place to cut is found
+AROUND = 1 << 9  # characters before and after a part that are encoded with it
 _PIECE = 1 << 20  # characters that are counted at a time
 _WHOLE = {"Prepend", "Replace", "NFC"}  # normalizers that leave no letter out
 _CUTTING = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}  # pre-tokenizers, unless they remove something
@@ -35,9 +35,10 @@ _SPACES = b" \t\n\v\f\r"
 
 @dataclass(frozen=True)
 class Coverage:
-    """What tokens can cover of a text. longest: bytes of the longest token. most: of each byte, how often it is in one
-    token, int64 [256]. joined: pairs of bytes that stand in a token side by side, bool [256, 256]. counts: bytes that
-    surely are in some token, bool [256]. composes: whether letters before combining marks become others."""
+    """The coverage of texts by a vocabulary's tokens. longest: bytes of the longest token. most: the largest number of
+    occurrences of each byte in one token, int64 [256]. joined: pairs of bytes that are adjacent in some token, bool
+    [256, 256]. counts: bytes that certainly are in some token, bool [256]. composes: whether letters before combining
+    marks change."""
 
     longest: int
     most: NDArray[np.int64]
@@ -47,7 +48,7 @@ class Coverage:
 
     @classmethod
     def of(cls, pipeline: Tokenizer) -> Coverage | None:
-        """None where tokens need not cover a text."""
+        """The coverage of a pipeline's tokens; None where they need not cover a text."""
         if not _covers(pipeline):
             return None
         added = pipeline.get_added_tokens_decoder().values()
@@ -75,14 +76,14 @@ class Coverage:
         found = np.zeros(256, np.int64)
         for start in range(0, len(text), _PIECE):
             data = np.frombuffer(text[start : start + _PIECE].encode("utf-8", "surrogatepass"), np.uint8)
-            if self.composes:  # what ASCII letters are alone stays as it is
+            if self.composes:  # ASCII letters alone do not change
                 data = data[:-1][(data[:-1] < 128) & (data[1:] < 128)]
             found += np.bincount(data, minlength=256)
         found[~self.counts] = 0
         return int(max(-(-found.sum() // self.longest), (-(-found // self.most)).max()))
 
     def places(self, text: str, start: int, end: int) -> Iterator[int]:
-        """Where `text` may be cut between `start` and `end`: no token stands on both sides."""
+        """Places between `start` and `end` at which `text` may be cut: no token crosses them."""
         for found in _PLACE.finditer(text, start, end):
             before, after = (letter.encode() for letter in text[found.start() - 1 : found.start() + 1])
             if not self.joined[before[-1], after[0]]:
@@ -90,7 +91,7 @@ class Coverage:
 
 
 def parts(encode: Callable[[str], Any], coverage: Coverage | None, text: str) -> Iterator[tuple[list[int], list[int]]]:
-    """(tokens, where each begins in `text`) of consecutive parts; together they are what `encode` makes of all.
+    """(tokens, start of each in `text`) of consecutive parts, which together equal `encode` of the whole text.
 
     encode: a pipeline's, without special tokens. Raises DoesNotFit where a part would take too much memory.
     """
@@ -102,7 +103,7 @@ def parts(encode: Callable[[str], Any], coverage: Coverage | None, text: str) ->
 
 
 def _end(encode: Callable[[str], Any], coverage: Coverage | None, text: str, start: int) -> int:
-    """Of the part that begins at `start`."""
+    """The end of the part that begins at `start`."""
     if len(text) - start <= PART:
         return len(text)
     if coverage is not None:
@@ -126,7 +127,7 @@ def _too_long(coverage: Coverage | None, text: str) -> DoesNotFit:
 
 
 def _is_clean(encode: Callable[[str], Any], text: str, place: int) -> bool:
-    """Are the tokens on both sides of a place the same whatever is further away?"""
+    """Whether the tokens on both sides of a place do not depend on text further away."""
     return all(
         _between(encode, text, *side, AROUND) == _between(encode, text, *side, AROUND // 2)
         for side in ((max(place - AROUND, 0), place), (place, min(place + AROUND, len(text))))
@@ -134,7 +135,7 @@ def _is_clean(encode: Callable[[str], Any], text: str, place: int) -> bool:
 
 
 def _between(encode: Callable[[str], Any], text: str, start: int, end: int, around: int) -> tuple[list[int], list[int]]:
-    """(tokens, where each begins) of a part, encoded with some of the text around it."""
+    """(tokens, start of each) of a part, encoded with some of the text around it."""
     first = max(start - around, 0)
     found = encode(text[first : end + around])
     places = [first + place for place, _ in found.offsets]
@@ -143,7 +144,7 @@ def _between(encode: Callable[[str], Any], text: str, start: int, end: int, arou
 
 
 def _covers(pipeline: Tokenizer) -> bool:
-    """Do the tokens have every letter of a text, and none two letters that are unknown?"""
+    """Whether tokens contain every letter of a text, and no token stands for two unknown letters."""
     model, cuts = pipeline.model, _state(pipeline.pre_tokenizer)
     if not isinstance(model, models.BPE) or model.dropout or pipeline.truncation is not None or '"Removed"' in cuts:
         return False
@@ -160,13 +161,13 @@ def _is_byte_level(pipeline: Tokenizer) -> bool:
 
 
 def _state(part: Any) -> str:
-    """A pipeline's part as JSON; "" where there is none, or one of our own (decode/gguf_pieces), which leaves no letter
-    out that the vocabulary, or its bytes, have."""
+    """A pipeline's part as JSON; "" where there is none, or for this project's own part (decode/gguf_pieces), which
+    omits no letter that the vocabulary or its bytes have."""
     return "" if part is None or type(part) is PreTokenizer else part.__getstate__().decode()
 
 
 def _kinds(part: Any) -> set[str]:
-    """Of a normalizer or pre-tokenizer, those of a sequence one by one."""
+    """The types of a normalizer or pre-tokenizer; of a sequence, of each member."""
     return set(_listed(json.loads(state))) if (state := _state(part)) else set()
 
 
@@ -179,7 +180,7 @@ def _listed(state: dict[str, Any]) -> Iterator[str]:
 
 
 def _spellings(pipeline: Tokenizer, added: Iterable[str]) -> Iterator[bytes]:
-    """The bytes of every token. A space that is written as U+2581 may be either."""
+    """The bytes of every token. A token with U+2581 is given with that letter and with a space."""
     letters = byte_letters() if _is_byte_level(pipeline) else {}
     for token in pipeline.get_vocab(with_added_tokens=False):
         if letters and letters.keys() >= set(token):

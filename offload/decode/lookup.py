@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last tokens when they stood in the sequence before.
+"""Prompt lookup: it drafts the tokens that followed an earlier occurrence of the last tokens.
 
-Proposals are point masses: the one rule of verification holds for them as for any other distribution. The idea is
-prompt lookup decoding (Saxena, 2023) with the longest match instead of a fixed n-gram.
+Proposals are point masses, which the acceptance rule treats as any other distribution. The idea is prompt lookup
+decoding (Saxena, 2023), with the longest match instead of a fixed n-gram.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from offload.decode.proposal import Offer, Proposal
 
-COMPARED = 32  # longer matches than this are not preferred to later ones
-LONGEST = 128  # and no match is measured further
+COMPARED = 32  # matches of more tokens count as equally long when one is chosen; the latest wins
+LONGEST = 128  # tokens up to which a match is measured
 
 
 class LookupProposer:
-    """Goes on as the sequence did after the latest of its longest earlier matches of `least` tokens and more."""
+    """A proposer that copies what followed the longest earlier match of the last tokens, the latest one of equally long
+    matches. Matches have `least` tokens or more."""
 
     name = "lookup"
 
@@ -26,10 +27,10 @@ class LookupProposer:
         self._least = least
         self._tokens: NDArray[np.int32] = np.empty(1024, np.int32)
         self._length = 0
-        self._match: tuple[int, int] | None = None  # of the sequence that is held
+        self._match: tuple[int, int] | None = None  # the match of the current sequence
 
     def offer(self, sequence: Sequence[int]) -> Offer:
-        """Grade: the length of the match. A token's own continuation ends where the sequence does."""
+        """See `Proposer.offer`. The grade is by the length of the match; the copy ends at the end of the sequence."""
         start, length = self._find(sequence)
         if length < self._least:
             return Offer(0)
@@ -48,14 +49,14 @@ class LookupProposer:
         return 0.0
 
     def _find(self, sequence: Sequence[int]) -> tuple[int, int]:
-        """Once for an offer and the proposal after it."""
+        """The match of `sequence`, cached between an offer and the proposal after it."""
         if self._match is None or len(sequence) != self._length:
             self._hold(sequence)
             self._match = longest_match(self._tokens[: self._length])
         return self._match
 
     def _hold(self, sequence: Sequence[int]) -> None:
-        """The sequence as an array; what was held of it before and not truncated is the same."""
+        """Hold the sequence as an array. Tokens that are held already, and were not truncated, are not copied again."""
         if len(sequence) > len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * len(sequence))
         self._tokens[self._length : len(sequence)] = sequence[self._length :]
@@ -63,8 +64,9 @@ class LookupProposer:
 
 
 def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
-    """(start, length): before `start` stand the last `length` tokens of `tokens` once more, up to LONGEST of them; the
-    longest such, up to COMPARED, and of these the latest. length 0: the last token was never there before.
+    """The longest earlier match of the last tokens, as (start, length): the `length` tokens before `start` equal the
+    last `length` tokens, up to LONGEST. Matches are compared up to COMPARED tokens; of equally long ones the latest is
+    returned. length 0: the last token does not occur earlier.
     """
     if len(tokens) < 2:
         return 0, 0
@@ -83,12 +85,12 @@ def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
 
 
 def _match_length(tokens: NDArray[np.int32], start: int) -> int:
-    """Of the match that ends before `start`, up to LONGEST."""
+    """The length of the match that ends before `start`, up to LONGEST."""
     most = min(LONGEST, start)
     differs = np.flatnonzero(tokens[start - most : start] != tokens[len(tokens) - most :])
     return most - 1 - int(differs[-1]) if len(differs) else most
 
 
 def match_grade(length: int) -> int:
-    """Matches of 1, 2 to 3, 4 to 7, ... tokens are of grade 0, 1, 2, ..."""
+    """The grade of a match: 0, 1, 2, ... for 1, 2 to 3, 4 to 7, ... tokens."""
     return length.bit_length() - 1

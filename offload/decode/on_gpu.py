@@ -1,9 +1,8 @@
-"""Draws and verifications on a GPU: the decisions of `SeededSource` and `verify`, made where the distributions are.
+"""Draws and verifications on a GPU: the decisions of `SeededSource` and `verify`, on the distributions' device.
 
-A look at a number makes the host wait for all that the GPU has to do before. So the uniforms of several decisions are
-drawn beforehand, and the host looks once at what came of them. `Draw` and `Judge` come after a pass, and are a part of
-its graph where it runs as one. Nothing here depends on the device: tests run it on a CPU, where `verify` is the
-reference.
+Reading a number makes the host wait for all earlier work of the GPU. So the uniforms of several decisions are drawn
+beforehand, and the host reads all results at once. `Draw` and `Judge` follow a pass, and are part of its graph where it
+runs as one. The code does not depend on the device: tests run it on a CPU, where `verify` is the reference.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from offload.transfer.memory import sent
 
 
 class Beforehand:
-    """A seed's uniforms, some decisions at a time, on `device`."""
+    """A seed's uniforms on `device`, drawn for several decisions at a time."""
 
     def __init__(self, source: SeededSource, device: torch.device) -> None:
         self._source, self._device = source, device
@@ -36,21 +35,21 @@ class Beforehand:
 
 @dataclass(frozen=True)
 class Draw:
-    """A token of a draft, from the distribution after its pass."""
+    """The draw of a drafted token from the distribution after its pass."""
 
     warp: Warp
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, ...]:
-        """By its inverse transform, as `SeededSource.draw` does. logits [1, V], uniform [1] -> (probs [1, V], the
-        token, int64 [1], numbers fp64 [4], which `seen` takes)."""
+        """Draw by the inverse transform, as `SeededSource.draw`. logits [1, V], uniform [1] -> (probs [1, V], the
+        token, int64 [1], numbers fp64 [4] for `seen`)."""
         probs = self.warp(logits)
         token, mass = _draw(probs[0], uniform)
         return probs, token, torch.cat([token.double(), mass, sureness(logits, probs)[0].double()])
 
 
 def seen(drawn: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """The tokens that were drawn, and their grades, by the numbers of each draw: the host waits once. Raises ModelError
-    where there was nothing to draw from."""
+    """The drawn tokens and their grades, from the numbers of each draw; the host waits once. Raises ModelError where a
+    distribution had no mass."""
     rows = torch.stack(list(drawn)).tolist()
     for _, mass, _, _ in rows:
         check_mass(mass)
@@ -59,15 +58,15 @@ def seen(drawn: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Judge:
-    """What `offload.decode.verify.verify` decides, after the pass of the level that verifies: the same rule.
-    keeps_logits: they come out too."""
+    """The acceptance rule of `offload.decode.verify.verify`, after the pass of the verifying level. keeps_logits: also
+    return the logits."""
 
     warp: Warp
     keeps_logits: bool = False
 
     def __call__(self, logits: Tensor, uniforms: Tensor, counted: Tensor, draft_probs: Tensor) -> tuple[Tensor, ...]:
-        """logits [m, V] at m places, of which n + 1 count, and what `to_judge` gives, for as many places or more ->
-        (probs [m, V], numbers fp64 [2 + 3 m], which `judged` takes, and the logits where they are kept)."""
+        """logits [m, V] at m places, of which the first n + 1 count, and the tensors of `to_judge` for m places or more
+        -> (probs [m, V], numbers fp64 [2 + 3 m] for `judged`, and the logits where they are kept)."""
         target_probs, places = self.warp(logits), len(logits)
         n, drafted, draft_probs = counted[:1], counted[1:places], draft_probs[: places - 1]
         tokens = drafted.unsqueeze(-1)
@@ -85,9 +84,9 @@ class Judge:
 
 
 def to_judge(drafted: Sequence[int], proposals: Sequence[Proposal], random: Beforehand) -> tuple[Tensor, ...]:
-    """What `Judge` is given besides logits, of n drafted tokens: (n + 1 uniforms [m], n and the tokens int64 [m], the
-    distributions [m - 1, V] that these were drawn from, or no rows where all are point masses). m, a power of two where
-    it can be, and these two kinds make few graphs."""
+    """The inputs of `Judge` besides logits, for n drafted tokens: (n + 1 uniforms [m], n and the tokens int64 [m], the
+    draft distributions [m - 1, V], or no rows where all are point masses). m is a power of two where possible, so that
+    there are few graphs."""
     n, places = len(drafted), power_of_two(len(drafted) + 1)
     uniforms = random.uniforms(n + 1, places)
     counted = sent(torch.tensor([n, *drafted, *[0] * (places - n - 1)], dtype=torch.long), uniforms.device)
@@ -95,7 +94,7 @@ def to_judge(drafted: Sequence[int], proposals: Sequence[Proposal], random: Befo
 
 
 def _stacked(proposals: Sequence[Proposal], tokens: Tensor, more: int) -> Tensor:
-    """tokens: of the proposals, and `more` that do not count."""
+    """The proposals' distributions as rows. tokens: of the proposals, then `more` padding tokens."""
     like = next((each.probs for each in proposals if each.probs is not None), None)
     if like is None:
         return tokens.new_empty((0, 1))
@@ -105,8 +104,8 @@ def _stacked(proposals: Sequence[Proposal], tokens: Tensor, more: int) -> Tensor
 
 
 def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:
-    """The verdict, with the grades of the emitted tokens' distributions: the host waits once. Raises ModelError where
-    there was nothing to draw from."""
+    """The verdict, and the grades of the emitted tokens' distributions; the host waits once. Raises ModelError where a
+    distribution had no mass."""
     accepted, next_token, total, *values = numbers.tolist()
     check_mass(total)
     places, num_accepted = (len(numbers) - 2) // 3, int(accepted)
@@ -116,8 +115,8 @@ def judged(numbers: Tensor, num_drafted: int) -> tuple[Verdict, list[int]]:
 
 
 def _last_row(n: Tensor, drafted: Tensor, draft_probs: Tensor, target_probs: Tensor, accepted: Tensor) -> Tensor:
-    """[V], of the token after the `accepted` ones [1] of n [1]: the residual at a rejection, the target's own after the
-    last."""
+    """The distribution [V] of the token after the `accepted` ones [1] of n [1]: the residual at a rejection, the
+    target's own after the last."""
     target = target_probs.index_select(0, accepted)[0]
     if not len(drafted):
         return target
@@ -129,13 +128,13 @@ def _last_row(n: Tensor, drafted: Tensor, draft_probs: Tensor, target_probs: Ten
 
 
 def _point_masses(tokens: Tensor, like: Tensor) -> Tensor:
-    """At tokens [n] -> [n, V], where `like` is [.., V]."""
+    """Point masses at tokens [n] -> [n, V], where `like` is [.., V]."""
     return like.new_zeros(len(tokens), like.shape[-1]).scatter_(1, tokens.unsqueeze(1), 1.0)
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(token int64 [1], sum of `probs` fp64 [1]). A token of probability zero is never drawn: only others reach a new
-    sum, and however a GPU adds up, sums do not fall."""
+    """A draw from `probs` -> (token int64 [1], sum of `probs` fp64 [1]). A token of probability zero is never drawn:
+    its cumulative sum equals the one before, since sums never fall in any order of a GPU's additions."""
     reached = torch.where(probs > 0, probs.double().cumsum(0), -1.0).cummax(0).values
     total = reached[-1:]
     below = torch.nextafter(total, torch.zeros_like(total))

@@ -1,6 +1,6 @@
-"""What tokens before a place do to its logits: repetitions cost, or are forbidden.
+"""Penalties: adjustments of logits by the tokens before a place. They lower or forbid repetitions.
 
-Each is a function of those tokens alone, drafted ones included, so it can be applied at any place in any order.
+Each is a function of the earlier tokens alone, drafted ones included, so it can be applied to places in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of a sequence, and how many of them are its prompt."""
+    """The tokens of a sequence, and the number of prompt tokens among them."""
 
     tokens: Tokens
     num_prompt: int
@@ -34,16 +34,16 @@ class Text:
 
 class Penalty(Protocol):
     def __call__(self, logits: Tensor, text: Text, first: int) -> Tensor:
-        """logits [n, V] fp32 of n places that follow each other -> the same, changed. The first one is behind the first
-        `first` tokens of `text`, the last behind all of them. A logit of -inf forbids; whoever calls sees to it that
-        none is lifted and something is left (`Adjustment`)."""
+        """Change logits [n, V] fp32 of n consecutive places and return them. The first place is after the first `first`
+        tokens of `text`, the last after all of them. A logit of -inf forbids a token. The caller ensures that no
+        forbidden token is allowed again and that some token remains (`Adjustment`)."""
         ...
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Divides the positive logits of tokens that stand among the last `window` (0: all) by `penalty`, and multiplies
-    the negative ones by it (Keskar et al., 2019, arXiv 1909.05858)."""
+    """Repetition penalty: divides the positive logits of tokens that occur among the last `window` (0: all) by
+    `penalty`, and multiplies the negative ones by it (Keskar et al., 2019, arXiv 1909.05858)."""
 
     penalty: float
     window: int
@@ -55,8 +55,8 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Takes `presence` from the logit of a generated token that stands among the last `window` (0: all), and
-    `frequency` as often as it does."""
+    """Presence and frequency penalties: subtracts `presence` from the logit of a generated token that occurs among the
+    last `window` (0: all), and `frequency` once for each occurrence."""
 
     presence: float
     frequency: float
@@ -69,7 +69,7 @@ class Occurrences:
 
 @dataclass(frozen=True)
 class NoRepeatNgram:
-    """Forbids each token with which the text would have the same `size` tokens in a row a second time."""
+    """No-repeat n-grams: forbids each token that would complete an n-gram of `size` tokens that the text has."""
 
     size: int
 
@@ -80,7 +80,7 @@ class NoRepeatNgram:
         return _without(logits, torch.from_numpy(banned))
 
     def _followers(self, tokens: Tokens) -> Tokens:
-        """What stands behind earlier occurrences of the last size - 1 tokens."""
+        """The tokens after earlier occurrences of the last size - 1 tokens."""
         if len(tokens) < self.size:
             return tokens[:0]
         ends = np.arange(self.size - 1, len(tokens))
@@ -91,9 +91,9 @@ class NoRepeatNgram:
 
 @dataclass(frozen=True)
 class Dry:
-    """Takes multiplier * base^(n - allowed_length) from the logit of a token that would prolong a repetition of n
-    tokens, n >= allowed_length, among the last `window` (0: all); of several the longest counts. A repetition ends at
-    each token with which one of `breakers` is complete, and such a token costs nothing. (DRY: Weidmann, 2024.)"""
+    """DRY (Weidmann, 2024): subtracts multiplier * base^(n - allowed_length) from the logit of a token that would
+    prolong a repetition of n tokens, n >= allowed_length, among the last `window` (0: all); of several repetitions the
+    longest counts. A repetition ends at each token that completes one of `breakers`; such a token has no penalty."""
 
     multiplier: float
     base: float
@@ -111,7 +111,7 @@ class Dry:
         return logits - torch.from_numpy(taken).to(logits.device)
 
     def _repetitions(self, tokens: Tokens) -> tuple[Tokens, NDArray[np.int64]]:
-        """Of each earlier occurrence of the last tokens that is long enough, what stands behind it and its length."""
+        """The earlier occurrences of the last tokens that are long enough, as (token after each, length of each)."""
         longest = self._longest(tokens)
         if longest < self.allowed_length or len(tokens) < 2:
             return tokens[:0], np.zeros(0, np.int64)
@@ -129,7 +129,7 @@ class Dry:
         return followers[enough], lengths[enough]
 
     def _longest(self, tokens: Tokens) -> int:
-        """A repetition reaches back to the last breaker, and no further than its penalty is a number."""
+        """The longest repetition that counts: back to the last breaker, and short enough that its penalty is finite."""
         most = len(tokens)
         if self.base > 1.0:
             most = min(most, self.allowed_length + int(_LARGEST_EXPONENT / math.log(self.base)))
@@ -155,7 +155,7 @@ class MinTokens:
 
 @dataclass(frozen=True)
 class Mark:
-    """What opens thoughts, or closes them: a token, or else a text of several. decode: tokens to text."""
+    """The mark that opens or closes thoughts: one token, or a text of several. decode: from tokens to text."""
 
     text: str
     token: int | None
@@ -165,7 +165,8 @@ class Mark:
         return self.text in self.decode(tokens) if self.token is None else self.token in tokens
 
     def end_at_start(self, tokens: Sequence[int]) -> int | None:
-        """How many of `tokens` it ends with, where they begin with white space and it; else None."""
+        """The number of leading tokens through the end of the mark, if `tokens` begin with it after optional white
+        space; otherwise None."""
         shown = (i for i, token in enumerate(tokens) if token == self.token or self.decode([token]).strip())
         blank = next(shown, len(tokens))
         if self.token is not None:
@@ -179,8 +180,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class ClosedThoughts:
-    """Allows `close` alone, one token after the other, behind `budget` tokens of thoughts that have no `mark` among
-    them. Thoughts begin behind `open`, where the generated text begins with it; None: they begin with that text."""
+    """The thought budget: allows only the tokens of `close`, one after the other, after `budget` tokens of thoughts
+    without `mark` among them. Thoughts begin after `open`, if the generated text begins with it; None: they begin with
+    the text."""
 
     budget: int
     close: tuple[int, ...]
@@ -204,7 +206,8 @@ class ClosedThoughts:
 
 
 def penalties_of(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Collection[int]) -> list[Penalty]:
-    """Those that are on, in the order in which they apply (docs/sampling.md). end_tokens: those that end the text."""
+    """The penalties that are on, in the order in which they apply (docs/sampling.md). end_tokens: the tokens that end
+    the text."""
     found: list[Penalty] = [] if sampling.thoughts is None else [_closed(sampling.thoughts, tokenizer)]
     if sampling.repetition_penalty != 1.0:
         found.append(Repetition(sampling.repetition_penalty, sampling.penalty_window))
@@ -238,8 +241,8 @@ def _without(logits: Tensor, banned: Tensor) -> Tensor:
 
 
 def _counts(text: Text, start: int, first: int, logits: Tensor, window: int) -> Tensor:
-    """How often each token stands among those from `start` on and the last `window` before each of the places of
-    `logits`, [n, V] int32."""
+    """The number of occurrences of each token, among the tokens from `start` on and the last `window` before each place
+    of `logits`, [n, V] int32."""
     rows = np.zeros(logits.shape, dtype=np.int32)
 
     def oldest(place: int) -> int:

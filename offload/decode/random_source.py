@@ -1,4 +1,4 @@
-"""Where the randomness of decoding comes from."""
+"""The random source of decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.errors import ModelError
 
 
 class RandomSource(Protocol):
-    """All randomness of decoding. Tests inject one that takes every branch and weighs it."""
+    """The source of all randomness in decoding. Tests inject one that takes every branch with its probability."""
 
     def accepts(self, probability: float) -> bool:
         """True with `probability` (values of 1 and more: always; 0: never)."""
@@ -23,9 +23,9 @@ class RandomSource(Protocol):
 
 
 class SeededSource:
-    """A `torch.Generator` on the CPU: a fresh uniform for each decision and another for each draw.
+    """A random source over a `torch.Generator` on the CPU: one uniform for each decision and one for each draw.
 
-    torch makes its CPU generator of the lowest 32 bits of a seed: seeds that differ by 2^32 draw alike.
+    torch seeds its CPU generator with the lowest 32 bits of a seed: seeds that differ by 2^32 give the same draws.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -41,7 +41,7 @@ class SeededSource:
     def draw(self, probs: Tensor) -> int:
         """Inverse transform in fp64 over the support, so a token of probability zero is never drawn."""
         support = probs.nonzero().squeeze(-1)
-        if len(support) == 1:  # as of greedy decoding: the uniform is drawn all the same, for those after it
+        if len(support) == 1:  # as in greedy decoding; the uniform is drawn all the same, for the draws after it
             check_mass(probs[support].item())
             self._uniform()
             return int(support)
@@ -61,7 +61,7 @@ class SeededSource:
 
 
 def check_mass(total: float) -> None:
-    """Raise ModelError where probabilities that a token is drawn from sum to nothing, or to no number."""
+    """Raise ModelError where the sum of a distribution is zero or not a number."""
     if not total > 0.0:
         raise ModelError(
             f"the probabilities of the next token sum to {total}: the logits overflowed, or the weights are "

@@ -1,4 +1,4 @@
-"""The text of a reply as its tokens come, up to a stop string, with the places of tokens that it has by name."""
+"""The text of a reply, token by token, up to a stop string, with the places of named tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.decode.tokenizer import Detokenizer, Tokenizer
 
 
 class ReplyText:
-    """Stop strings are looked for in all of it, names of tokens included."""
+    """The growing text of a reply. Stop strings are found anywhere in it, also in names of tokens."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class ReplyText:
         named: Mapping[int, str],
         end_tokens: Collection[int] = (),
     ) -> None:
-        """named: see `Detokenizer`. end_tokens: are no text."""
+        """named: see `Detokenizer`. end_tokens: tokens that add no text."""
         unwritten = tokenizer.unwritten(end_tokens) if stops else {}
         self._stops = StopStrings(stops, {name: token for name, token in unwritten.items() if token not in named})
         self._detokenizer = Detokenizer(tokenizer, prompt, named=named)
@@ -34,7 +34,7 @@ class ReplyText:
         return self._stops.found
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token."""
+        """The text that `token` makes certain: neither part of a character nor of a stop string."""
         text = "" if token in self._end_tokens else self._detokenizer.push(token)
         self._num_read += len(text)
         if text and token in self._named:
@@ -42,12 +42,12 @@ class ReplyText:
         return self._stops.push(text, token)
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """The text that was held back, at the end of the reply."""
         text = self._stops.push(self._detokenizer.flush())
         return text + self._stops.flush()
 
     def named_in(self, text: str) -> tuple[int, ...]:
-        """Where names begin in `text`, which comes after that of the call before."""
+        """The places of names in `text`, which must follow the text of the previous call."""
         start, self._num_shown = self._num_shown, self._num_shown + len(text)
         found = [place - start for place in self._places if place < self._num_shown]
         del self._places[: len(found)]

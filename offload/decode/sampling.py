@@ -1,4 +1,4 @@
-"""What a request asks of the distribution that its tokens are drawn from."""
+"""Sampling parameters of a request, and the table of samplers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.errors import UsageError
 from offload.seeds import NUM_SEEDS
 
 BREAKERS = ("\n", ":", '"', "*")  # strings that end a repetition, as in llama.cpp
-_BIAS = 100.0  # at most
+_BIAS = 100.0  # the largest bias
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class ThoughtBudget:
-    """Thoughts at the beginning of a text: after so many tokens of them `close` is written, unless it was before.
+    """A limit on the thoughts at the beginning of a text: after that many tokens of them, `close` is forced.
 
-    open: what has to be written for thoughts to begin; "" where the prompt has opened them. close: with the white space
-    around it.
+    open: the text that begins thoughts; "" where the prompt has opened them. close: the text that ends them, with the
+    white space around it.
     """
 
     tokens: int
@@ -66,14 +66,14 @@ class ThoughtBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The distribution a request samples from, as a function of the tokens before a place and of the model's logits
-    there. `temperature` 0 is greedy: one-hot, not a limit of soft distributions.
+    """The parameters of the distribution that a request samples from, a function of the tokens before a place and of
+    the model's logits there. `temperature` 0 is greedy: one-hot, not a limit of soft distributions.
 
-    What is on applies in the order of docs/sampling.md: the constraint, biases, the end of thoughts, penalties,
+    Samplers that are on apply in the order of docs/sampling.md: the constraint, biases, the end of thoughts, penalties,
     no-repeat n-grams, DRY, end tokens; temperature; top-n-sigma, top-k, top-p, min-p, typical, XTC, each truncation to
     the renormalised result of the one before.
     Fields with a `Setting` are the table of samplers (`SETTINGS`). Options have the order of fields.
-    logit_bias: pairs of a token, its id or its text, and what is added to its logit; -inf: it is never taken.
+    logit_bias: pairs of a token, as its id or its text, and the number added to its logit; -inf bans the token.
     """
 
     temperature: Annotated[float, Setting("0: the likeliest token.", 0, 100, means={0: "greedy"}, common=True)] = 0.6
@@ -172,7 +172,7 @@ class Row(Setting):
 
     @property
     def optional(self) -> bool:
-        """Whether the value may be None, as where no seed is given."""
+        """Whether the value may be None, as for a seed that is not given."""
         return self.default is None
 
     def check(self, value: Any) -> None:
@@ -192,5 +192,5 @@ def _rows() -> Iterator[Row]:
             yield Row(name=each.name, kind=hints[each.name].__origin__, default=each.default, **vars(setting))
 
 
-# The table of samplers: options, lines of batches, /set and keys of configuration files are made from it.
+# The table of samplers: options, batch lines, /set and configuration keys are generated from it.
 SETTINGS: Mapping[str, Row] = {row.name: row for row in _rows()}

@@ -1,8 +1,8 @@
-"""Proposers, and the speculator that is one itself: draft -> retrieval -> target is one class used twice.
+"""Proposers, and the speculator, which is a proposer itself: draft -> retrieval -> target is one class used twice.
 
 All sequences are lists of token ids from the first prompt token on. A level's cache holds a prefix of the sequence; the
 tokens after it are *pending* and go into the next forward. No other bookkeeping is needed: a rejection truncates the
-caches, and whatever is missing afterwards is pending.
+caches, and the tokens that they lack afterwards are pending.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from offload.decode.verify import Verdict, verify
 from offload.decode.warp import Warp
 from offload.model.passes import Level, Pass, Passes, result_of
 
-# Logits [n, V] of the last n places of a sequence and its tokens -> logits that follow from both.
+# (logits [n, V] of the last n places of a sequence, its tokens) -> logits adjusted by the tokens before each place.
 Adjust = Callable[[Tensor, Sequence[int]], Tensor]
 
-# Rows of a pass, seconds it took, whether it was the first of its kind -> seconds that count.
+# (rows of a pass, its measured seconds, whether it was the first of its kind) -> seconds to charge.
 Charge = Callable[[int, float, bool], float]
 
 
 def measured(num_rows: int, seconds: float, is_first: bool) -> float:
-    """Charge what the clock says."""
+    """Charge the measured seconds."""
     return seconds
 
 
 class ModelProposer:
-    """Draws from a level's own distribution, one token at a time, or on a GPU as many as are asked for. charge: of
-    each step. adjust: what earlier tokens do to logits; with it the host sees each token before the next one."""
+    """A proposer that draws from a level's own distribution, one token at a time, or on a GPU all tokens of a step.
+    charge: of each step. adjust: adjusts logits by earlier tokens; it needs each token on the host before the next
+    pass."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ModelProposer:
         return 0.0
 
     def _propose_on_gpu(self, random: Beforehand, pending: Sequence[int], num_tokens: int) -> Passes[Proposal]:
-        """`num_tokens` tokens: each goes into the next pass before the host has seen it."""
+        """Draft `num_tokens` tokens; each is the input of the next pass before the host has read it."""
         start, uniforms, waited, is_first = time.perf_counter(), random.uniforms(num_tokens), 0.0, False
         tokens: Sequence[int] | Tensor = pending
         draw, rows, drawn = Draw(self._warp), list[Tensor](), list[Tensor]()
@@ -97,18 +98,18 @@ class ModelProposer:
 
 @dataclass(frozen=True)
 class Draft:
-    """One step: at most `num_tokens` tokens by the proposer at `index`."""
+    """One drafting step: at most `num_tokens` tokens from the proposer at `index`."""
 
     index: int
     num_tokens: int
 
 
 class Lengths(Protocol):
-    """Draft lengths of one level. Each round: start; next and drafted in turns; verified; wants and prepared for each
-    proposer. Seconds are measured, or the plan's where a seed has to give the same text again."""
+    """Draft lengths of one level. Calls of a round: `start`; `next` and `drafted` in turns; `verified`; `wants` and
+    `prepared` for each proposer. Seconds are measured, or the plan's where a seed must give the same text again."""
 
     def start(self, limit: int) -> None:
-        """A round begins, with at most `limit` drafted tokens."""
+        """Begin a round of at most `limit` drafted tokens."""
         ...
 
     def next(self, offers: Sequence[Offer]) -> Draft | None:
@@ -116,11 +117,11 @@ class Lengths(Protocol):
         ...
 
     def drafted(self, index: int, grades: Sequence[int], seconds: float) -> None:
-        """The proposer at `index` drafted tokens of these grades."""
+        """Count a step: the proposer at `index` drafted tokens of `grades`."""
         ...
 
     def verified(self, verdict: Verdict, num_rows: int, seconds: float) -> None:
-        """The verification ran `num_rows` rows, padding not counted."""
+        """Count a verification of `num_rows` rows, without padding."""
         ...
 
     def wants(self, index: int) -> bool:
@@ -128,14 +129,15 @@ class Lengths(Protocol):
         ...
 
     def prepared(self, index: int, seconds: float | None) -> None:
-        """It took so long; None: the proposer cannot be used in the next round."""
+        """Count the preparation of the proposer at `index`; None: it cannot be used in the next round."""
         ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """One propose, verify, truncate: the emitted tokens, the level's distributions ([len(tokens), V]) and grades there,
-    and the seconds charged for all of it. logits: the level's own there, if they are kept, until its next pass."""
+    """The result of one round (propose, verify, truncate): the emitted tokens, the level's distributions
+    [len(tokens), V] and grades at their places, and the seconds charged. logits: the level's own at the same places, if
+    they are kept; valid until its next pass."""
 
     tokens: list[int]
     probs: Tensor
@@ -150,14 +152,14 @@ class Round:
 
 
 class Speculator:
-    """Verifies the proposers' tokens at one level. Emitted tokens follow the level's own distribution, whoever
-    proposed them.
+    """Verification of the proposers' tokens at one level. Emitted tokens follow the level's own distribution, whichever
+    proposer drafted them.
 
-    That makes it a `Proposer` for the level above: it hands upwards the distributions its tokens really follow.
-    `lengths` says, step by step, which proposer goes on and how far, by what it knows before the next token is drawn;
-    no drawn token is ever dropped before it was verified.
-    charge: of each verification. adjust: as of a `ModelProposer`. prepare: gets the level ready to propose to the one
-    above (see `Proposer.prepare`); None: it always is. keeps_logits: rounds have them.
+    So it is a `Proposer` for the level above: it proposes tokens with the distributions that they really follow.
+    `lengths` decides step by step which proposer drafts next and how far, from what is known before the next token is
+    drawn. No drawn token is dropped before it was verified.
+    charge: of each verification. adjust: as in `ModelProposer`. prepare: prepares the level to propose to the one above
+    (see `Proposer.prepare`); None: it is always ready. keeps_logits: whether rounds have logits.
     """
 
     def __init__(
@@ -180,13 +182,12 @@ class Speculator:
     def round(self, sequence: Sequence[int], limit: int) -> Round:
         """Emit 1 to `limit` tokens that follow `sequence`. Without drafted tokens this is plain decoding.
 
-        `sequence` is longer than the level's cache: its last token is never in it, for the distribution after it is
-        wanted.
+        `sequence` must be longer than the level's cache: the pass over its last token gives the next distribution.
         """
         return result_of(self.rounding(sequence, limit))
 
     def rounding(self, sequence: Sequence[int], limit: int) -> Passes[Round]:
-        """`round`, in passes: those of the proposers, too."""
+        """`round`, in passes, including the proposers' passes."""
         pending = list(sequence[self._level.length :])
         proposals, names = yield from self._draft(sequence, limit - 1)
         drafted = [token for proposal in proposals for token in proposal.tokens]
@@ -208,7 +209,7 @@ class Speculator:
         return Offer()
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        """The tokens of one round, which is as short as it has to be: no drawn token is thrown away."""
+        """The tokens of one round of at most `num_tokens` tokens. No drawn token is thrown away."""
         return result_of(self.proposing(sequence, num_tokens))
 
     def proposing(self, sequence: Sequence[int], num_tokens: int) -> Passes[Proposal]:
@@ -225,7 +226,7 @@ class Speculator:
         return 0.0 if self._prepare is None else self._prepare(num_rows, wanted)
 
     def _draft(self, sequence: Sequence[int], limit: int) -> Passes[tuple[list[Proposal], list[str]]]:
-        """At most `limit` tokens, in as many steps as the lengths ask for; who proposed each."""
+        """Draft at most `limit` tokens, in the steps that `lengths` asks for -> (proposals, each token's proposer)."""
         self._lengths.start(limit)
         so_far, proposals = Extended(sequence), list[Proposal]()
         names: list[str] = []
@@ -239,7 +240,7 @@ class Speculator:
         return proposals, names
 
     def _asked(self, pending: list[int], drafted: list[int], proposals: Sequence[Proposal]) -> Pass:
-        """The pass that verifies."""
+        """The verification's pass."""
         if not isinstance(self._random, Beforehand):
             return Pass(self._level, pending + drafted, len(drafted) + 1)
         given = to_judge(drafted, proposals, self._random)
@@ -249,7 +250,7 @@ class Speculator:
         self, asked: Pass, tokens: Extended, proposals: Sequence[Proposal]
     ) -> tuple[Tensor, Verdict, list[int]]:
         """The level's distributions at each place and after the last, perhaps with more rows at the end, the verdict,
-        and the emitted tokens' grades. tokens: the sequence and what was drafted."""
+        and the emitted tokens' grades. tokens: the sequence and the drafted tokens."""
         drafted = tokens.tail
         if isinstance(self._random, Beforehand):
             probs, numbers, *_ = asked.made
@@ -262,16 +263,16 @@ class Speculator:
         return probs, verdict, grades_of(logits[:num_emitted], probs[:num_emitted])
 
     def _logits(self, asked: Pass) -> Tensor:
-        """The level's own at each place, where they are kept."""
+        """The level's own logits at each place of a pass; call it only where they are kept."""
         return asked.made[2] if isinstance(self._random, Beforehand) else asked.made[0]
 
     def _commit(self, length: int, names: Sequence[str], verdict: Verdict) -> None:
-        """Keep the first `length` tokens everywhere, forget the rejected rows, and count."""
+        """Truncate the level and the proposers to `length` tokens, and count the round."""
         self.truncate(length)
         self._level.stats.count_round(names, verdict.num_accepted)
 
     def _prepare_proposers(self, num_rows: int) -> float:
-        """For the next round. Returns the seconds charged."""
+        """Prepare the proposers for the next round. Returns the seconds charged."""
         total = 0.0
         for index, proposer in enumerate(self._proposers):
             seconds = proposer.prepare(num_rows, wanted=self._lengths.wants(index))
@@ -281,7 +282,7 @@ class Speculator:
 
 
 def _adjusted(asked: Pass, adjust: Adjust | None, tokens: Sequence[int]) -> Tensor:
-    """The pass's logits, as they are behind these tokens."""
+    """The pass's logits, adjusted by the tokens before each place."""
     [logits] = asked.made
     return logits if adjust is None else adjust(logits, tokens)
 

@@ -1,4 +1,4 @@
-"""Strings that end a text, found in it as it is generated."""
+"""Stop strings, found in a text while it is generated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _FIRST_MARK = 0xD800  # half a surrogate pair, which no text has
 
 
 class StopStrings:
-    """Passes text on until one of `stops` appears in it; holds back what may be the beginning of one.
+    """A filter that passes text on until one of `stops` appears, and holds back text that may begin a stop string.
 
-    unwritten: the tokens that add nothing to the text, by their names. A stop string that has such a name in it is
-    also found where the token stands.
+    unwritten: tokens that add no text, by their names. A stop string that contains such a name also matches the token.
     """
 
     def __init__(self, stops: Sequence[str], unwritten: Mapping[str, int] | None = None) -> None:
@@ -26,9 +25,9 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str, token: int | None = None) -> str:
-        """The text that is safe to show. After the stop string that is the first to be complete nothing more comes.
+        """The text that is safe to show. After the first complete stop string it is always empty.
 
-        token: the one that `text` was complete with.
+        token: the token that completed `text`.
         """
         if self.found:
             return ""
@@ -44,16 +43,16 @@ class StopStrings:
         return self._shown(cut, cut)
 
     def flush(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """The held text at the end, which is no stop string."""
         return self._shown(len(self._held), len(self._held))
 
     def _shown(self, end: int, dropped: int) -> str:
-        """The held text up to `end`, which is let go up to `dropped`."""
+        """The held text up to `end`; text up to `dropped` is removed."""
         shown, self._held = self._held[:end], self._held[dropped:]
         return shown.translate(self._hidden)
 
     def _num_held(self) -> int:
-        """The longest end of the text that is a beginning of some stop string."""
+        """The length of the longest end of the text that begins some stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):
@@ -62,6 +61,6 @@ class StopStrings:
 
 
 def _marked(stop: str, marks: Mapping[str, str]) -> str:
-    """With a mark in place of each name, the longest names first."""
+    """The stop string with a mark in place of each name, the longest names first."""
     names = "|".join(map(re.escape, marks))
     return re.sub(names, lambda found: marks[found[0]], stop) if names else stop

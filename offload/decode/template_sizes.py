@@ -1,7 +1,7 @@
-"""What the steps of a chat template may make in bytes, told before they make it: a template comes with a model.
+"""Upper bounds in bytes on the results of a chat template's steps, known before a step runs: templates are untrusted.
 
-The sizes are upper bounds from the values that a step works on: texts as they are in memory, an ITEM for each value in
-a container. A value may be in a container many times, so it is counted as often as it would be written.
+The bounds follow from a step's inputs: the memory of texts, and an ITEM for each value in a container. A value may be
+in a container many times, so it is counted as often as it would be written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from jinja2.utils import Namespace
 
 ITEM = 64  # bytes of a value in a container: itself and the reference to it
-_WRITTEN = 4 * ITEM  # of one that is written out, also for the time that it takes to count it
+_WRITTEN = 4 * ITEM  # bytes of a value that is written out, also for the time that it takes to count it
 _EMPTY = sys.getsizeof("")
 _BATCH = 1 << 20  # bytes that are charged at a time
-_ESCAPED = 6  # characters that one becomes at most: "\\u0000"
+_ESCAPED = 6  # most characters of one escaped character: "\\u0000"
 _DIGITS = re.compile(r"\d+")
-_MOST_DIGITS = 15  # of a number; a larger one is too large anyway
+_MOST_DIGITS = 15  # of a width or count; larger numbers exceed every allowance
 _PLAIN = {str, bytes, int, float, bool, type(None)}
 _CONTAINERS: tuple[type[Iterable[object]], ...] = (
     list,
@@ -33,11 +33,11 @@ _CONTAINERS: tuple[type[Iterable[object]], ...] = (
 )
 _NESTED = re.compile(r"\{[^{}]*\{")  # a field of a format whose width is another field
 
-Charge = Callable[[int], None]  # raises where it has become too much
+Charge = Callable[[int], None]  # charges bytes; raises where the allowance is exceeded
 
 
 def size(value: object) -> int:
-    """Bytes of a text, or of a container without what is in it; 0 for other values."""
+    """Bytes of a text, or of a container without its contents; 0 for other values."""
     if isinstance(value, str):
         return max(len(value), sys.getsizeof(value) - _EMPTY)
     if isinstance(value, bytes | bytearray):
@@ -46,8 +46,8 @@ def size(value: object) -> int:
 
 
 def written(value: object, charge: Charge, *, indent: int = 1) -> int:
-    """Bytes of a value that is written out with all that is in it. indent: of a line, at each depth. `charge` hears of
-    it on the way, so that what contains itself many times over is refused early."""
+    """Bytes of a value that is written out with all its contents. indent: of a line, at each depth. `charge` is called
+    on the way, so that a value that contains another many times over is refused early."""
     total = pending = 0
     stack: list[Iterator[object]] = [iter((value,))]
     while stack:
@@ -99,7 +99,7 @@ def _bits(operator: str, left: float, right: float) -> int:
 
 
 def formatting(text: object, sign: str, args: Sequence[object], charge: Charge) -> None:
-    """Charge for a text whose fields, which begin with `sign`, become `args`."""
+    """Charge for formatting a text whose fields, which begin with `sign`, are replaced by `args`."""
     if not isinstance(text, str):
         return
     widths = [*map(_number, _DIGITS.findall(text)), *numbers(args)]
@@ -114,12 +114,12 @@ def _number(digits: str) -> int:
 
 
 def numbers(values: Iterable[object]) -> list[int]:
-    """Whole numbers among them: widths, lengths, repetitions."""
+    """The integers among `values`: widths, lengths, repetitions."""
     return [abs(value) for value in values if isinstance(value, int)]
 
 
 def call(name: str, subject: Any, args: Sequence[Any], charge: Charge, *, is_method: bool) -> None:
-    """Charge for a filter or a method of a text. subject: what it is applied to."""
+    """Charge for a filter or a method of a text. subject: the value that it is applied to."""
     if name in ("format", "format_map"):
         values = args if name == "format" else list(chain(*(arg.values() for arg in args if isinstance(arg, Mapping))))
         formatting(subject, "{" if is_method else "%", values, charge)

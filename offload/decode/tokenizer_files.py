@@ -1,8 +1,8 @@
-"""The tokenizer that a model folder's files, or a GGUF file, describe. Never runs remote code, never downloads.
+"""Loading of the tokenizer of a model folder or GGUF file. It never runs remote code and never downloads.
 
-Where there is a tokenizer.json it decides which ids a text has: its normalizer, pre-tokenizer, model, added tokens and
-post-processor, whatever class tokenizer_config.json names. From there come the names of special tokens and the chat
-template. transformers' classes are not asked: those of version 5 rebuild parts of the pipeline by their name.
+A tokenizer.json alone decides the ids of a text: its normalizer, pre-tokenizer, model, added tokens and post-processor,
+whatever class tokenizer_config.json names. tokenizer_config.json gives the names of special tokens and the chat
+template. transformers' classes are not used: in version 5 they rebuild parts of the pipeline by the class's name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from offload.decode import gguf_tokenizer
 from offload.errors import ModelError
 from offload.strict_json import read_json
 
-MAX_FILE_BYTES = 1 << 26  # of a tokenizer's file; the largest published ones are half as large
+MAX_FILE_BYTES = 1 << 26  # limit of a tokenizer's file; the largest published ones have half of it
 FILE, CONFIG_FILE, ADDED_FILE = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 TEMPLATE_FILE, OLDER_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
-OLDER_FILES = (  # that have a vocabulary where there is no tokenizer.json
+OLDER_FILES = (  # vocabulary files of folders without tokenizer.json
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
 _ALL_FILES = (FILE, CONFIG_FILE, ADDED_FILE, *OLDER_FILES, TEMPLATE_FILE, OLDER_TEMPLATE_FILE)
-# Special tokens that a class has where tokenizer_config.json names none.
+# Special tokens of classes, where tokenizer_config.json names none.
 _CLASS_TOKENS = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>"},
     "GPT2Tokenizer": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
@@ -37,9 +37,9 @@ _CLASS_TOKENS = {
 
 
 def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
-    """(transformers' tokenizer, good for special tokens and chat templates; the pipeline from text to ids and back).
+    """(transformers' tokenizer, for special tokens and chat templates; the pipeline from text to ids and back).
 
-    Raises ModelError, and whatever the libraries raise for a damaged file.
+    Raises ModelError, and any error of the libraries for a damaged file.
     """
     if is_gguf(folder):
         return gguf_tokenizer.load(folder)
@@ -58,8 +58,8 @@ def load(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def _with_template(others: object, path: Path) -> object:
-    """The template in a file that processors of text and images have, which goes before tokenizer_config.json, as
-    chat_template.jinja does before both. transformers' tokenizers do not read it, its processors do."""
+    """The chat template of a processor's file at `path`, which takes precedence over tokenizer_config.json, as
+    chat_template.jinja does over both. transformers' processors of text and images read it, its tokenizers do not."""
     template = read_json(path, max_bytes=MAX_FILE_BYTES).get("chat_template")
     if not isinstance(template, str):
         raise ModelError(f'{path} has no text "chat_template"; download it again')
@@ -67,7 +67,8 @@ def _with_template(others: object, path: Path) -> object:
 
 
 def _check_file(path: Path) -> None:
-    """The libraries would say neither which file they may not read, PermissionError here, nor that it is too large."""
+    """Raises PermissionError for an unreadable file, and ModelError for one that is too large: the libraries' own
+    errors name neither."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
             raise ModelError(f"{path} is over the limit of {MAX_FILE_BYTES} bytes; is it really a {path.name}?")
@@ -82,7 +83,7 @@ def _from_file(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
     settings = read_json(folder / CONFIG_FILE, max_bytes=MAX_FILE_BYTES) if (folder / CONFIG_FILE).is_file() else {}
     _check_ids(pipeline, folder / FILE)
     _add_declared(pipeline, settings, folder)
-    # A pipeline of its own keeps transformers from changing the added tokens of ours.
+    # transformers gets an empty pipeline, so that it does not change the added tokens of this one.
     empty = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner = PreTrainedTokenizerFast.from_pretrained(
         str(folder), tokenizer_object=empty, local_files_only=True, trust_remote_code=False
@@ -94,8 +95,8 @@ def _from_file(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def _from_older_files(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
-    """vocab.json and merges.txt, or tokenizer.model, of which the class knows how text is cut: transformers' makes a
-    pipeline of them."""
+    """The tokenizer of vocab.json and merges.txt, or of tokenizer.model. transformers' class builds the pipeline, since
+    the files do not describe the pre-tokenizer."""
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -106,14 +107,14 @@ def _from_older_files(folder: Path) -> tuple[Any, tokenizers.Tokenizer]:
             "or from another version of it"
         )
     added = {str(token) for token in pipeline.get_added_tokens_decoder().values()}
-    if pipeline.get_vocab().keys() <= added:  # a class that found none of its files begins with special tokens alone
+    if pipeline.get_vocab().keys() <= added:  # a class that found none of its files has special tokens alone
         raise ModelError(f"{folder}: no file that a {type(inner).__name__} reads has tokens; {FILE} is needed")
     return inner, pipeline
 
 
 def _check_ids(pipeline: tokenizers.Tokenizer, path: Path) -> None:
-    """ModelError where an added token has not the id that the file gives it: the library counts on from the highest id
-    of the vocabulary, and leaves no gap."""
+    """Raises ModelError where an added token's id differs from the file's: the library numbers added tokens from the
+    highest id of the vocabulary, without gaps."""
     for token in _added_tokens(path):
         text, number = token["content"], token["id"]
         if pipeline.token_to_id(text) != number:
@@ -125,9 +126,9 @@ def _check_ids(pipeline: tokenizers.Tokenizer, path: Path) -> None:
 
 
 def _add_declared(pipeline: tokenizers.Tokenizer, settings: Mapping[str, object], folder: Path) -> None:
-    """Tokens that tokenizer_config.json, or else added_tokens.json, has with their ids and tokenizer.json has not.
+    """Add the tokens of tokenizer_config.json, or else of added_tokens.json, that tokenizer.json does not have.
 
-    Raises ModelError where they cannot have those ids. Of others tokenizer.json decides all."""
+    Raises ModelError where they cannot have the declared ids. For all other tokens tokenizer.json decides."""
     declared, where = settings.get("added_tokens_decoder"), folder / CONFIG_FILE
     if declared is None and (folder / ADDED_FILE).is_file():
         where = folder / ADDED_FILE
@@ -149,7 +150,7 @@ def _add_declared(pipeline: tokenizers.Tokenizer, settings: Mapping[str, object]
 
 
 def _added_tokens(path: Path) -> list[dict[str, Any]]:
-    """The list in a tokenizer.json, of which the rest is not parsed: it is large, and the library has read it."""
+    """The added tokens in a tokenizer.json. The rest is not parsed: it is large, and the library has read it."""
     text = path.read_text(encoding="utf-8")
     start = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
     return cast("list[dict[str, Any]]", json.JSONDecoder().raw_decode(text, start.end())[0]) if start else []

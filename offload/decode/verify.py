@@ -1,4 +1,4 @@
-"""The one rule that keeps speculative output exact, used at every level.
+"""The acceptance rule of speculative sampling, which keeps the output exact at every level.
 
 Speculative sampling: Leviathan et al. 2023 (arXiv 2211.17192, theorem 1 and appendix A.1), Chen et al. 2023
 (arXiv 2302.01318). docs/exactness.md has the proof for two levels.
@@ -17,9 +17,9 @@ from offload.decode.random_source import RandomSource
 
 @dataclass(frozen=True)
 class Verdict:
-    """Tokens that one verification emits: the first `num_accepted` drafted tokens and then `next_token`.
+    """The tokens that one verification emits: the first `num_accepted` drafted tokens and then `next_token`.
 
-    chances: the probability with which each drafted token was to be kept, up to the first that was not.
+    chances: the acceptance probability of each drafted token, up to the first rejected one.
     """
 
     num_accepted: int
@@ -52,11 +52,11 @@ def verify(
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor | None, token: int) -> Tensor:
-    """The distribution of the correction, [V]: normalise(max(target - draft, 0)). Of a point mass, which is at `token`,
-    that is the target's without it.
+    """The distribution of the correction, [V]: normalise(max(target - draft, 0)). For a point mass at `token` it is the
+    target's distribution without that token, renormalised.
 
-    Where rounding leaves nothing of it (target and draft are equal, so a rejection has probability zero), the target's
-    own distribution.
+    Where the residual rounds to zero everywhere (target and draft are equal, so a rejection has probability zero), the
+    target's own distribution.
     """
     if draft_probs is None:
         rest = target_probs.clone()
@@ -68,7 +68,7 @@ def residual(target_probs: Tensor, draft_probs: Tensor | None, token: int) -> Te
 
 
 def _ratios(drafted: Sequence[int], draft_probs: Sequence[Tensor | None], target_probs: Tensor) -> list[float]:
-    """target / draft at each drafted token."""
+    """The ratio target / draft at each drafted token."""
     if not drafted:
         return []
     tokens = torch.tensor(drafted, dtype=torch.long).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from, whatever the text before them."""
+"""The warp from logits to the sampling distribution, by the samplers that do not depend on earlier tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from offload.decode.sampling import SamplingParams
 from offload.transfer.memory import sent
 
 Warp = Callable[[Tensor], Tensor]  # logits [T, V] -> probabilities [T, V]
-Biases = tuple[tuple[int, float], ...]  # (token, what is added to its logit)
+Biases = tuple[tuple[int, float], ...]  # (token, number added to its logit)
 
 _FLOAT = torch.finfo(torch.float32)
-_LIKELIEST = 256  # tokens that top-p looks at before it looks at all
+_LIKELIEST = 256  # most likely tokens that top-p tries before it sorts all
 
 
 class BiasRows:
-    """What biases add to logits, fp32, and which tokens they ban: [1, size] both, on a device."""
+    """Biases as rows on a device: the numbers added to logits, fp32, and the banned tokens, both [1, size]."""
 
     def __init__(self, biases: Biases, size: int, device: torch.device) -> None:
         added, banned = torch.zeros(1, size), torch.zeros(1, size, dtype=torch.bool)
@@ -31,15 +31,15 @@ class BiasRows:
         self._added, self._banned = sent(added, device), sent(banned, device)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits [T, V] fp32, here or where they are."""
+        """Add the biases to logits [T, V] fp32, on their device."""
         device = logits.device
         return without(logits + self._added.to(device), self._banned.to(device))
 
 
 @dataclass(frozen=True)
 class Warping:
-    """`warp` by these, after `biases`: equal for equal ones, which graphs of a GPU are told apart by. rows: of the
-    biases, made before any graph is captured."""
+    """`warp` with fixed parameters, after `biases`. Equal parameters make equal objects, by which GPU graphs are keyed.
+    rows: of the biases, made before any graph is captured."""
 
     params: SamplingParams
     biases: Biases = ()
@@ -50,7 +50,7 @@ class Warping:
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities of the next token: logits [T, V], any float dtype -> [T, V] fp32, each row summing to 1.
+    """The probabilities of the next token: logits [T, V], any float dtype -> [T, V] fp32, each row summing to 1.
 
     A logit that overflowed to +inf counts as the largest number. A row with a NaN, or of -inf only, gives NaN.
     """
@@ -79,20 +79,20 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def finite(logits: Tensor) -> Tensor:
-    """In fp32; a logit that overflowed to +inf counts as the largest number."""
+    """The logits in fp32; a logit that overflowed to +inf becomes the largest number."""
     return logits.float().clamp(max=_FLOAT.max)
 
 
 def without(logits: Tensor, banned: Tensor) -> Tensor:
-    """logits [T, V] with those of `banned` tokens, bool [T or 1, V], at -inf. A row of which nothing would be left
-    stays as it is: something has to come."""
+    """logits [T, V] with the `banned` tokens, bool [T or 1, V], at -inf. A row in which all tokens would be banned is
+    left unchanged, since some token has to follow."""
     left = logits.masked_fill(banned, -torch.inf)
     return torch.where((left == -torch.inf).all(-1, keepdim=True), logits, left)
 
 
 def _keep_top_n_sigma(logits: Tensor, count: float) -> Tensor:
-    """Those within `count` standard deviations of the largest, which is 0 here (Tang et al., 2024, arXiv 2411.07641).
-    Banned tokens do not count."""
+    """Top-n-sigma: keep logits within `count` standard deviations of the largest, which is 0 here (Tang et al., 2024,
+    arXiv 2411.07641). Banned tokens do not count."""
     there = logits > -torch.inf
     numbers, total = logits.double(), there.sum(-1, keepdim=True)
     mean = torch.where(there, numbers, 0.0).sum(-1, keepdim=True) / total
@@ -101,8 +101,8 @@ def _keep_top_n_sigma(logits: Tensor, count: float) -> Tensor:
 
 
 def _keep_typical(probs: Tensor, mass: float) -> Tensor:
-    """The tokens whose surprise is nearest to the expected one, up to this mass, renormalised (Meister et al., 2022,
-    arXiv 2202.00666)."""
+    """Locally typical sampling: the tokens whose surprisal is nearest to the entropy, up to `mass`, renormalised
+    (Meister et al., 2022, arXiv 2202.00666)."""
     surprise = -probs.log()
     expected = torch.where(probs > 0, probs * surprise, 0.0).sum(-1, keepdim=True)
     distance = (surprise - expected).abs()
@@ -113,8 +113,8 @@ def _keep_typical(probs: Tensor, mass: float) -> Tensor:
 
 
 def _without_top_choices(probs: Tensor, threshold: float, probability: float) -> Tensor:
-    """XTC (Exclude Top Choices, Weidmann 2024): with `probability` all tokens of at least `threshold` but the least
-    likely of them are left out. Whoever draws knows nothing of that choice, so this is the mixture of both cases."""
+    """XTC (Exclude Top Choices, Weidmann 2024): with `probability`, all tokens of at least `threshold` except the least
+    likely of them are excluded. The draw does not depend on that choice, so this is the mixture of both cases."""
     likely = probs >= threshold
     least = torch.where(likely, probs, torch.inf).amin(-1, keepdim=True)
     rest = _renormalise(probs.masked_fill(likely & (probs > least), 0.0))
@@ -122,15 +122,15 @@ def _without_top_choices(probs: Tensor, threshold: float, probability: float) ->
 
 
 def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020).
+    """Top-p: the smallest set of most likely tokens whose mass reaches `top_p`, renormalised (Holtzman et al., 2020).
 
-    Of equally likely tokens the first ones. Sorting a whole vocabulary takes longer than a pass of a small model, so
-    the likeliest few are tried first.
+    Of equally likely tokens the first ones are kept. Sorting a whole vocabulary takes longer than a pass of a small
+    model, so the likeliest few are tried first.
     """
-    waits = not probs.is_cuda  # to look at a number: a GPU computes all cases instead
+    waits = not probs.is_cuda  # reading a number makes the host wait: a GPU computes all cases instead
     for count in dict.fromkeys((min(_LIKELIEST, probs.shape[-1]), probs.shape[-1]) if waits else (probs.shape[-1],)):
         likeliest = probs.topk(count, -1).values
-        mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum decides nothing
+        mass_before = likeliest.double().cumsum(-1) - likeliest  # fp64: how a GPU splits the sum has no effect
         kept = mass_before < top_p
         if waits and not kept[:, -1].any():
             break

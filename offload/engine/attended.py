@@ -1,7 +1,7 @@
-"""Where a text comes from: the parts of its prompt that the passes which verified it attended to most.
+"""Passages of a prompt that a text draws on: the ones that its verification passes attended to most.
 
-Masses are recorded for the chunks of the retrieval cache anyway. Their sum over layers and heads is enough to find what
-an answer quotes (docs/measured.md).
+Attention masses are recorded for the chunks of the retrieval cache anyway. Their sum over layers and heads is enough to
+find the passages that an answer quotes (docs/measured.md).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-BESIDE = 1  # chunks on either side of the one with the most mass, which belong to a passage
+BESIDE = 1  # chunks of a passage on either side of the chunk with the most mass
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens from `start` until `end` of the prompt. share: of its chunk with the most mass, in what all of the prompt
-    got but for its first chunk: that one gets what has nowhere else to go (Xiao et al., 2023, arXiv 2309.17453)."""
+    """Tokens `start` to `end` of the prompt. share: the mass of its most attended chunk, as a share of the whole
+    prompt's mass without the first chunk, which is an attention sink (Xiao et al., 2023, arXiv 2309.17453)."""
 
     start: int
     end: int
@@ -24,22 +24,22 @@ class Passage:
 
 
 class Attended:
-    """Masses of a text's tokens, summed. chunk: tokens. num_prompt: of the prompt."""
+    """The summed attention masses of a text's tokens. chunk: tokens of a chunk. num_prompt: tokens of the prompt."""
 
     def __init__(self, chunk: int, num_prompt: int) -> None:
         self._chunk, self._num_chunks = chunk, num_prompt // chunk
         self._total: Tensor | None = None  # [chunks of the prompt] fp32, on the device
-        self._of_prompt = False  # that total
+        self._of_prompt = False  # whether the total is of the prompt's last row alone
 
     def add(self, mass: Tensor, *, of_prompt: bool = False) -> None:
-        """mass [L, H_kv, C]: of one pass's rows that gave tokens of the text, see `FullCache.mass`. of_prompt: of the
-        prompt's last row, which counts where the text has no rows of its own: where it is one token."""
+        """Add mass [L, H_kv, C] of one pass's rows that gave tokens of the text, see `FullCache.mass`. of_prompt: the
+        row is the prompt's last, which counts only until the text has rows of its own."""
         own = mass[..., : self._num_chunks].sum((0, 1))
         self._total = own if self._total is None or self._of_prompt else self._total + own
         self._of_prompt = of_prompt
 
     def passages(self, count: int) -> list[Passage]:
-        """At most so many, the most attended first; none overlaps another."""
+        """At most `count` passages, the most attended first, without overlaps."""
         if self._total is None or self._num_chunks < 2:
             return []
         left = self._total.cpu().clone()

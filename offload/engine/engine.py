@@ -62,10 +62,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """Accepted tokens and the text that is complete with them. `finish` is set on the last step only: "length" where
-    max_tokens cut the text, "stop" where it ended, or a constraint leaves nothing more to say. scores: of each token,
-    where they were asked for. passages: on the last step, where they were. named: where in `text` the names of tokens
-    begin that the request has written by name."""
+    """Accepted tokens and the text that they complete. `finish` is set on the last step only: "length" where max_tokens
+    cut the text, "stop" where it ended, or where a constraint allows only the end. scores: of each token, if requested.
+    passages: on the last step, if requested. named: the places in `text` of tokens that the request has written by
+    name."""
 
     text: str
     tokens: list[int]
@@ -76,23 +76,23 @@ class Step:
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
-    """Why a pass of `model` on `device` runs on torch's operators though there should be kernels, "" where it is as it
-    should be. Raises UsageError for a wrong TRIFORCE_KERNELS."""
+    """The reason why a pass of `model` on `device` runs on torch's operators although kernels should run; "" if none.
+    Raises UsageError for an invalid TRIFORCE_KERNELS."""
     found = of_model(torch.device(device), model)
     return "" if found.reason == OFF else found.reason
 
 
 def prefill_problem(device: str) -> str:
-    """Why a 16-bit prefill on `device` runs on torch's fused kernel though flash-attn could be there, else "". Triton's
-    kernel takes its place."""
+    """The reason why a 16-bit prefill on `device` runs on torch's fused kernel although flash-attn could be installed;
+    "" where there is no problem, or where Triton's kernel runs instead."""
     found = flash(torch.device(device))
     return found.reason if found.avoidable and not gpu_kernels(torch.device(device)).usable else ""
 
 
 def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
-    """The target's tokenizer. Raises ModelError where a folder has none or the draft's vocabulary is another."""
+    """The target's tokenizer. Raises ModelError where a folder has none, or where the draft's vocabulary differs."""
     for folder in (model,) if draft is None else (model, draft):
-        read_config(folder)  # some tokenizers read it too, and say less of what is wrong with it
+        read_config(folder)  # some tokenizers read the config too, with less helpful errors
     tokenizer = Tokenizer.from_folder(model)
     if draft is not None:
         ours, theirs = tokenizer.vocabulary(), Tokenizer.from_folder(draft).vocabulary()
@@ -111,9 +111,9 @@ def plan_request(model: Path, draft: Path | None, options: Options, *, num_promp
 
 
 class Engine:
-    """Answers requests on a worker. A context manager: `close` ends the link's threads.
+    """The engine: it answers requests on a worker. A context manager: `close` ends the link's threads.
 
-    worker: models and caches. prefix: what its full cache keeps from one request to the next. stats: of the latest
+    worker: models and caches. prefix: the rows that the full cache keeps between requests. stats: of the latest
     request.
     """
 
@@ -128,7 +128,7 @@ class Engine:
     def load(
         cls, plan: Plan, model: Path, draft: Path | None, tokenizer: Tokenizer, *, on_progress: OnProgress = ignore
     ) -> Engine:
-        """Read the weights to where the plan wants them, on each of its devices. Raises ModelError, DoesNotFit,
+        """Load the weights to their places in the plan, on each of its devices. Raises ModelError, DoesNotFit,
         RankFailed."""
         start = time.perf_counter()
         folders = {"target": model}
@@ -150,7 +150,7 @@ class Engine:
         return self.worker.retrieval
 
     def generate(self, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> Generator[Step, None, None]:
-        """Yield text as it is accepted. After the last step the caches hold the prompt and the kept tokens, no more.
+        """Yield text as it is accepted. After the last step the caches hold exactly the prompt and the kept tokens.
         Stopping early (closing the iterator, Ctrl-C) leaves the caches consistent.
 
         Raises UsageError, ModelError, DoesNotFit before anything is computed where the request cannot be answered.
@@ -158,8 +158,8 @@ class Engine:
         return alone(self.in_passes(request, on_progress=on_progress))
 
     def in_passes(self, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> Work[Step]:
-        """`generate` for whoever runs the passes: each that is asked for after the prefill comes before the step that
-        needs it. Closing it leaves the caches consistent, too."""
+        """`generate` for a caller that runs the passes: after the prefill, passes are yielded before the steps that
+        need them. Closing it leaves the caches consistent, too."""
         prompt, speculation = request.prompt, request.speculation
         self._check(prompt, request.max_tokens)
         full = self.worker.full
@@ -211,9 +211,9 @@ class Engine:
             self.prefix.generated(text_tokens)
 
     def precompute(self, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> None:
-        """Run `tokens`, with which the next prompt is certain to begin, and get the levels below ready for it.
+        """Run `tokens`, with which the next prompt is certain to begin, and prepare the levels below for it.
 
-        A later `generate(..., reuse=True)` then runs only what comes after them.
+        A later `generate(..., reuse=True)` then runs only the tokens after them.
         """
         self._check(tokens, 0)
         worker, prefix = self.worker, self.prefix
@@ -236,12 +236,12 @@ class Engine:
         reference: Reference | None = None,
         on_progress: OnProgress = ignore,
     ) -> Scores:
-        """How likely the model finds each of `tokens` after those before it. Afterwards the caches hold all but the
-        last.
+        """The log probability of each of `tokens` after the tokens before it. Afterwards the caches hold all tokens but
+        the last.
 
-        num_tokens: of the vocabulary, the first so many can follow; None: all. keep_rows: have a `Scores.reference`.
-        reference: another model's, of the same tokens, to compare with. Raises UsageError, ModelError, DoesNotFit
-        before anything is computed, TriforceError where a probability is no number.
+        num_tokens: only the first `num_tokens` ids of the vocabulary can follow; None: all. keep_rows: make a
+        `Scores.reference`. reference: another model's, of the same tokens, to compare with. Raises UsageError,
+        ModelError, DoesNotFit before anything is computed, TriforceError where a probability is not a number.
         """
         self._check(tokens, 0)
         scoring = Scoring(self.worker, tokens, num_tokens=num_tokens, keep_rows=keep_rows, reference=reference)
@@ -251,11 +251,10 @@ class Engine:
         return scoring.scores()
 
     def replan(self, plan: Plan) -> None:
-        """Go on under another plan, with the rows that are cached. Only where neither plan offloads.
+        """Change to another plan, with the cached rows. Only where neither plan offloads.
 
-        Needs the memory of both plans' caches for a moment. Where that fails (DoesNotFit), or anything else does, the
-        engine is as it was. Where positions are rotated otherwise in a context of the new size (RoPE scaling
-        "dynamic" or "longrope"), no row can be used again.
+        Peak memory: both plans' caches. After an error, such as DoesNotFit, the engine is unchanged. Where the new
+        context size changes the rotation of positions (RoPE scaling "dynamic" or "longrope"), no row can be used again.
         """
         worker = self.worker.replanned(plan)
         prefix = PrefixCache(worker)
@@ -269,37 +268,37 @@ class Engine:
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose rows the full cache holds."""
+        """The number of tokens whose rows the full cache holds."""
         return len(self.prefix.tokens)
 
     def restore(self, store: Store, tokens: Sequence[int], *, on_progress: OnProgress = ignore) -> int:
-        """Read the rows that `store` has of its longest common prefix with `tokens`, where that is more than is cached.
-        Returns how many tokens that prefix has.
+        """Read the rows of the longest common prefix of `store` and `tokens`, if it is longer than the cached one.
+        Returns the number of tokens of that prefix.
 
-        Raises SessionError where a page is damaged; then nothing is cached.
+        Raises SessionError where a page is damaged; then no row is cached.
         """
         return self.prefix.restore(store, tokens, on_progress)
 
     def save(self, store: Store, extra: Mapping[str, object], *, on_progress: OnProgress = ignore) -> None:
-        """Write the rows that are cached to `store`; pages that it has already are not written again.
+        """Write the cached rows to `store`; pages that it has already are not written again.
 
-        `store`: the same from one save to the next, and the one that was restored from. Raises SessionError,
-        DoesNotFit; what was saved before stays.
+        `store`: the same for all saves, and the one that was restored from. Raises SessionError, DoesNotFit; after an
+        error the earlier save remains.
         """
         self.prefix.save(store, extra, on_progress)
 
     def beside(self) -> Engine:
-        """Another one of the same plan, for another sequence: with caches of its own, over the same models. Raises
+        """An engine of the same plan for another sequence: with its own caches, over the same models. Raises
         DoesNotFit."""
         return Engine(self.worker.beside(), self.tokenizer, load_seconds=self._load_seconds)
 
     def borrow(self, others: Sequence[Engine], prompt: Sequence[int]) -> None:
-        """Have what is cached here or in one of `others`, made by `beside`, of the rows that a prefill of `prompt`
-        would give bit for bit. `others` may be in the middle of a text."""
+        """Copy from one of `others`, made by `beside`, the cached rows that a prefill of `prompt` would give bit for
+        bit, if it has more of them. `others` may be in the middle of a text."""
         self.prefix.borrow([other.prefix for other in others], prompt)
 
     def take_prompt(self, other: Engine) -> None:
-        """Copy the prefill that `other` has cached, of the same model, instead of running it again."""
+        """Copy the cached prefill of `other`, of the same model, instead of running it again."""
         self.prefix.take_prefill(other.prefix)
 
     def close(self) -> None:
@@ -313,7 +312,7 @@ class Engine:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The model's own."""
+        """The model's own end tokens."""
         return end_tokens_of(self.worker.target.config, self.tokenizer)
 
     def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -340,8 +339,8 @@ class Engine:
             )
 
     def _start(self, prompt: Sequence[int], *, reuse: bool, record_mass: bool) -> None:
-        """Fresh counters. The full cache keeps the rows that are reused; the levels below start afresh, so that text
-        does not depend on what earlier requests drafted. Only what was precomputed stays in the retrieval cache."""
+        """Start a request, with new counters. The full cache keeps the reused rows. The levels below start empty, so
+        that a text does not depend on earlier requests' drafts, except for a precomputed retrieval cache."""
         use_device(self.worker.memory.device)
         reused = self.prefix.begin(prompt, reuse=reuse)
         if "draft" in self.levels:
@@ -362,7 +361,7 @@ class Engine:
         self._link_at_start = self._link_at_decode = self.worker.link_stats
 
     def _attended(self, num_prompt: int) -> Attended:
-        """Raises UsageError where the plan records no masses."""
+        """The masses of a text, none yet. Raises UsageError where the plan records no masses."""
         if (chunk := self.worker.full.mass_chunk) is None:
             raise UsageError("passages are found by attention masses, and the plan records none; plan with masses=True")
         if not self.worker.full.num_layers:
@@ -374,7 +373,7 @@ class Engine:
         self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
 
     def _measure(self, run: generation.Run) -> None:
-        """What crossed the links; of the other ranks at the end only, since they have to be asked."""
+        """Update the statistics; of the other ranks only at the end, since that takes messages."""
         self.stats.prefill_link = self._link_at_decode - self._link_at_start
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
         for level in self.levels.values():
@@ -386,7 +385,7 @@ class Engine:
             self.stats.ranks = [rank.since(earlier) for rank, earlier in now]
 
     def distribution(self, sampling: SamplingParams, num_prompt: int, end_tokens: Collection[int]) -> Distribution:
-        """Of one text behind a prompt of so many tokens. Raises UsageError."""
+        """The distribution of one text after a prompt of `num_prompt` tokens. Raises UsageError."""
         return distribution_of(
             sampling,
             self.tokenizer,
@@ -399,7 +398,7 @@ class Engine:
     def _make_speculator(
         self, sampling: SamplingParams, distribution: Distribution, *, speculation: bool, keeps_logits: bool = False
     ) -> Speculator:
-        """Without speculation: one that drafts nothing, while the levels below rest."""
+        """The request's speculator; without speculation it drafts no tokens, and the levels below are not used."""
         levels = self.levels if speculation else {"target": self.levels["target"]}
         return build_speculator(
             self.plan if speculation else replace(self.plan, composition=PLAIN),

@@ -1,4 +1,4 @@
-"""The prefix cache: rows that the full cache keeps from one request to the next, and which of them the next reuses."""
+"""The prefix cache: rows that the full cache keeps between requests, and the choice of those that a request reuses."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """Tokens whose rows a worker's full cache holds. A request reuses the longest common prefix of them and its prompt.
+    """The tokens whose rows a worker's full cache holds. A request reuses their longest common prefix with its prompt.
 
     The last `plan.placement.rows` tokens of a prompt are left to the first pass of the target level, which appends to
-    the same cache; tokens that were precomputed are not, but at least one always is.
-    tokens: one for each row. num_precomputed: the first so many were run before the prompt that begins with them was
-    known, and the levels below are ready for it; 0: they are not.
+    the same cache. Precomputed tokens are not left to it, unless one is the prompt's last token.
+    tokens: one for each row. num_precomputed: number of first tokens that were run before the rest of the prompt was
+    known, with the levels below prepared; 0: none.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.tokens: list[int] = []
         self.num_precomputed = 0
         self._worker, self._target = worker, worker.levels["target"]
-        self._num_own = 0  # the first so many have the bits that one prefill of just these tokens would give
-        self._num_saved = 0  # the first so many are on the disk, bit for bit, as a session has them
+        self._num_own = 0  # first rows whose bits equal those of one prefill of these tokens
+        self._num_saved = 0  # first rows that the session on disk has, bit for bit
 
     def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
-        """Keep the rows that `prompt` reuses and forget the rest. Returns how many they are.
+        """Keep the rows that `prompt` reuses and drop the rest. Returns the number of kept rows.
 
-        reuse: rows of the longest common prefix, whichever passes computed them; else only those that a prefill of
-        `prompt` would give bit for bit.
+        reuse: keep rows of the longest common prefix, whichever passes computed them; otherwise only rows that a
+        prefill of `prompt` would give bit for bit.
         """
         kept = self._num_reusable(prompt) if reuse else self.num_alike(prompt)
         if not reuse:
@@ -43,11 +43,11 @@ class PrefixCache:
         return len(self.tokens)
 
     def num_prefilled(self, prompt: Sequence[int]) -> int:
-        """Tokens of `prompt` that no pass of the target level runs."""
+        """The number of first tokens of `prompt` that no pass of the target level runs."""
         return max(len(prompt) - self._worker.plan.placement.rows, self._target.length)
 
     def prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
-        """Add what is missing of `tokens`, which begin with those that are cached. Broken off, it adds nothing.
+        """Add the missing rows of `tokens`, which begin with the cached tokens. An interrupted prefill adds no rows.
         `on_hidden`: see `Worker.prefill`."""
         worker, start = self._worker, self._target.length
         if len(tokens) == start:
@@ -62,39 +62,39 @@ class PrefixCache:
         self.tokens = list(tokens)
 
     def generated(self, tokens: Sequence[int]) -> None:
-        """The full cache has rows of the first of `tokens` now, all but those that are pending."""
+        """Record that the full cache has rows of `tokens`, except the pending ones at the end."""
         self.tokens, self.num_precomputed = list(tokens[: self._target.length]), 0
         self._num_own, self._num_saved = (min(number, len(self.tokens)) for number in (self._num_own, self._num_saved))
 
     def precomputed(self, tokens: Sequence[int]) -> None:
-        """The full cache has rows of all `tokens`, and the levels below are ready for what begins with them."""
+        """Record that the full cache has rows of all `tokens`, and that the levels below are prepared for them."""
         self.tokens, self.num_precomputed = list(tokens), len(tokens)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` rows at most."""
+        """Keep at most the first `length` rows."""
         self.tokens = self.tokens[:length]
         self._num_own = min(self._num_own, length)
         self._num_saved = min(self._num_saved, length)
         if length < self.num_precomputed:
             self.num_precomputed = 0
         self._target.truncate(length)
-        if (held := self._target.length) < length and self.tokens:  # a window has lost tokens that it would need
+        if (held := self._target.length) < length and self.tokens:  # a window has lost rows that it needs
             self.truncate(held)
 
     def take(self, other: PrefixCache) -> None:
-        """Copy the rows of `other`, of the same model, if positions are rotated as there; else nothing is cached."""
+        """Copy the rows of `other`, of the same model. No row is copied where positions are rotated differently."""
         if self._worker.copy_rows(other._worker):
             self.tokens, self.num_precomputed = list(other.tokens), 0
             self._num_own, self._num_saved = other._num_own, other._num_saved
 
     def take_prefill(self, other: PrefixCache) -> None:
-        """The same of the rows that one prefill gave; `other` keeps no others either."""
+        """Copy the rows of `other` that one prefill gave, and truncate `other` to them."""
         other.truncate(other._num_own)
         self.take(other)
 
     def num_alike(self, prompt: Sequence[int]) -> int:
-        """Rows that a prefill of `prompt` would give bit for bit: all of its prefill, or the whole blocks that both
-        prompts begin with."""
+        """The number of cached rows that a prefill of `prompt` would give bit for bit: its whole prefill, or the whole
+        blocks with which both prompts begin."""
         placement = self._worker.plan.placement
         wanted = max(len(prompt) - placement.rows, 0)
         common = min(num_common(self.tokens, prompt), self._num_own, wanted)
@@ -103,8 +103,8 @@ class PrefixCache:
         return common if self._reaches(common) else 0
 
     def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int]) -> None:
-        """Copy those rows from the one of `others`, whose workers have the same plan, that holds the most of them, if
-        that are more than there are here. `others` stay as they are, also where their sequences are running."""
+        """Copy the rows of `num_alike` from the one of `others` that has the most, if it has more than this cache.
+        Workers of `others` have the same plan. `others` do not change; their sequences may be running."""
         counts = [(other.num_alike(prompt), other) for other in others]
         count, best = max(counts, key=lambda pair: pair[0], default=(0, self))
         if count > self.num_alike(prompt) and self._worker.copy_rows(best._worker, count):
@@ -133,7 +133,7 @@ class PrefixCache:
         """See `Engine.save`."""
         worker = self._worker
         self._settle()
-        if worker.windows is not None and not self.tokens:  # what is on the disk may begin the text again
+        if worker.windows is not None and not self.tokens:  # the saved rows may still begin the text
             store.keep(extra)
             return
         total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows)
@@ -151,11 +151,11 @@ class PrefixCache:
         self._num_saved = len(self.tokens)
 
     def _reaches(self, length: int) -> bool:
-        """Whether windows, where the model has some, still have what rows after so many tokens see."""
+        """Whether the model's windows, if any, still hold the rows that a row at `length` attends to."""
         return self._worker.windows is None or self._worker.windows.reaches(length)
 
     def _settle(self) -> None:
-        """A prefill that was broken off may have taken the place of what windows need. Then nothing is cached."""
+        """Drop all rows where an interrupted prefill has overwritten rows that windows need."""
         if not self._reaches(len(self.tokens)):
             self.truncate(0)
 

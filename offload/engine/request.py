@@ -1,4 +1,4 @@
-"""What is asked of an engine: a prompt, and how it is to be continued."""
+"""Generation requests: a prompt, and how to continue it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MOST_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Continue `prompt`, token ids, for at most `max_tokens` tokens.
+    """A request to continue `prompt`, token ids, for at most `max_tokens` tokens.
 
-    stop: strings that end the text before themselves; tokens after the one that completes one are dropped. Where one
-    names a special token, that token counts as its name.
+    stop: strings before which the text ends; tokens after the one that completes a string are dropped. A string that
+    names a special token also matches that token.
     end_tokens: ids that end the text, besides the model's own.
-    reuse: take the cached rows of the longest common prefix, whichever passes computed them: the same rows but for
-    rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are taken over (whole blocks that
-    prompts begin with alike), and the text does not depend on what the engine was asked before.
-    logprobs: how likely the target finds each token, and so many of the likeliest ones in its place; None: not asked.
-    passages: of the prompt, so many that the text's tokens attended to most come with its last step; 0: none. The plan
-    has to record masses.
-    named: tokens that the text has by these names; special ones are no text otherwise.
-    speculation: off, it is decoded plainly, whatever the plan has; what lies where stays as planned.
+    reuse: use the cached rows of the longest common prefix, whichever passes computed them; they may differ in
+    rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are reused (whole blocks with
+    which both prompts begin), and the text does not depend on earlier requests.
+    logprobs: the number of likeliest tokens to return with each token's log probability; None: no log probabilities.
+    passages: the number of most attended passages of the prompt to return with the last step; 0: none. The plan must
+    record masses.
+    named: tokens to write in the text by the given names; otherwise special tokens have no text.
+    speculation: False decodes plainly, whatever the plan says; the placement stays as planned.
     """
 
     prompt: Sequence[int]
@@ -49,22 +49,22 @@ class GenerationRequest:
 
 
 def check_logprobs(count: int | None) -> None:
-    """Raises UsageError."""
+    """Raises UsageError for a number of log probabilities out of range."""
     if count is not None and not 0 <= count <= MOST_LOGPROBS:
         raise UsageError(f"logprobs is {count}, it must be from 0 to {MOST_LOGPROBS}")
 
 
 def end_tokens_of(model: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
-    """The model's own."""
+    """The model's own end tokens, from its config and its tokenizer."""
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return frozenset((*model.eos_token_ids, *own))
 
 
 def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Tokenizer) -> bool:
-    """Whether the distribution of a place depends on the tokens before it, otherwise than through the logits. Raises
-    UsageError, before anything is loaded, for what `sampling` asks and this model cannot do: a bias of what is no token
-    of it, a constraint that cannot be followed."""
-    from offload.decode.distribution import distribution_of  # torch comes with it
+    """Whether the distribution at a place depends on earlier tokens other than through the logits. Raises UsageError,
+    before weights are loaded, for parameters that this model does not support: a bias of an unknown token, a constraint
+    that cannot be used."""
+    from offload.decode.distribution import distribution_of  # imports torch
 
     ends = end_tokens_of(model, tokenizer)
     found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=model.vocab_size, end_tokens=ends)

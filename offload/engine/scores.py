@@ -1,7 +1,7 @@
-"""How likely a model finds the tokens of a text, and how far another model's distributions are from its own.
+"""Scores of a text: the log probabilities of its tokens, and the divergence of another model's distributions.
 
-Both are made of a prefill's rows as they leave the last layer, a few rows at a time, so that logits of a long text
-never exist together.
+They are computed from a prefill's rows after the last layer, a few rows at a time, so that the logits of a long text
+never exist all at once.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from offload.model.decoder import Decoder
 from offload.transfer.memory import sent
 from offload.worker.worker import Worker
 
-_MOST_ROWS = 64  # that the distributions are made of at a time
-_LOGITS_BYTES = 2**27  # that these take at most, where a row takes no more
+_MOST_ROWS = 64  # rows whose distributions are computed at a time, at most
+_LOGITS_BYTES = 2**27  # limit of the distributions' memory, unless one row needs more
 _LARGEST_EXPONENT = 700.0  # of e, in a float
-_NUMBER_BYTES = 32  # of a logit: itself, in fp32, its logarithm, and those of two models beside each other
+_NUMBER_BYTES = 32  # memory for each logit: the logit, its fp32 copy and its logarithm, for two models
 
 
 @dataclass(frozen=True)
 class Head:
-    """What makes distributions of the rows that leave a model's last layer: the final norm and the head, which stay in
-    the device's memory while this is kept, and nothing else of the weights. num_tokens: that can follow."""
+    """The output head of a model: final norm and head matrix, which turn rows of the last layer into distributions.
+    Only these weights stay in the device's memory. num_tokens: number of ids that can follow."""
 
     decoder: Decoder
     num_tokens: int
 
     @property
     def num_rows(self) -> int:
-        """Rows whose distributions are made at a time."""
+        """The number of rows whose distributions are computed at a time."""
         return max(1, min(_MOST_ROWS, _LOGITS_BYTES // (_NUMBER_BYTES * self.decoder.config.vocab_size)))
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] of the last layer -> fp32 [n, V], in nats."""
+        """The log probabilities of rows hidden [n, hidden] of the last layer -> fp32 [n, V], in nats."""
         return self.decoder.logits(hidden)[:, : self.num_tokens].float().log_softmax(1)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the distributions of another model over the same text are compared with, after this one's engine is closed:
+    """The reference for another model's distributions over the same text, valid after this model's engine is closed:
     rows [T - 1, hidden] of the last layer on the host, in the model's dtype, and the head on the device."""
 
     head: Head
@@ -54,11 +54,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a text of T tokens, on the host and in nats, [T - 1] each: of place i the logarithm of the probability that
-    token i + 1 has after all before it, the likeliest token there, and the logarithm of its probability.
+    """The scores of a text of T tokens, on the host and in nats, [T - 1] each: for place i the log probability of token
+    i + 1 after all tokens before it, the likeliest token, and its log probability.
 
-    divergences: KL(reference || this model) of each place, where there was a reference. reference: where it was asked
-    for.
+    divergences: KL(reference || this model) at each place, if there was a reference. reference: if it was requested.
     """
 
     tokens: tuple[int, ...]
@@ -71,28 +70,27 @@ class Scores:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely a model finds texts: tokens that are scored, and their mean log-likelihood in nats."""
+    """The likelihood of texts: the number of scored tokens, and their mean log-likelihood in nats."""
 
     num_scored: int
     mean: float
 
     @classmethod
     def of(cls, scores: Sequence[Scores]) -> Likelihood:
-        """Of all texts together, each token the same weight."""
+        """The likelihood of all texts together, with equal weight for each token."""
         found = torch.cat([each.log_probabilities for each in scores]).double()
         return cls(len(found), float(found.mean()))
 
     @property
     def perplexity(self) -> float:
-        """Of how many equally likely tokens each would be one; infinite beyond what a float holds."""
+        """The perplexity, exp(-mean); infinite where a float cannot hold it."""
         return math.exp(-self.mean) if -self.mean < _LARGEST_EXPONENT else math.inf
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a model's distributions are from a reference's, over all places: the mean of KL(reference || model) in
-    nats, what 99 of 100 places are not above, the largest, and the share of places where the likeliest token is the
-    same."""
+    """The distance of a model's distributions from a reference's, over all places: mean, 99th percentile and maximum of
+    KL(reference || model) in nats, and the share of places with the same likeliest token."""
 
     mean: float
     percentile_99: float
@@ -101,7 +99,7 @@ class Distance:
 
     @classmethod
     def of(cls, reference: Sequence[Scores], other: Sequence[Scores]) -> Distance:
-        """Of all texts together. other: scores with divergences, of the same texts."""
+        """The distance over all texts together. other: scores of the same texts, with divergences."""
         values = torch.cat([each.divergences for each in other if each.divergences is not None]).double()
         pairs = zip(reference, other, strict=True)
         same = torch.cat([ours.likeliest == theirs.likeliest for ours, theirs in pairs])
@@ -111,7 +109,7 @@ class Distance:
 
 
 class Scoring:
-    """Takes the rows of a text's prefill as they leave the last layer, and makes its scores."""
+    """The scoring of a text, from its prefill's rows after the last layer."""
 
     def __init__(
         self,
@@ -122,8 +120,8 @@ class Scoring:
         keep_rows: bool = False,
         reference: Reference | None = None,
     ) -> None:
-        """num_tokens: of the vocabulary, the first so many can follow; None: all. keep_rows: have a `Reference`, for
-        T - 1 rows of host memory. Raises UsageError for fewer than two tokens, DoesNotFit."""
+        """num_tokens: only the first `num_tokens` ids of the vocabulary can follow; None: all. keep_rows: make a
+        `Reference`, which takes T - 1 rows of host memory. Raises UsageError for fewer than two tokens, DoesNotFit."""
         count, width = len(tokens) - 1, worker.vocab_size if num_tokens is None else num_tokens
         if count < 1:
             raise UsageError(f"a text of {len(tokens)} token has none that another comes before; give at least 2")
@@ -144,17 +142,17 @@ class Scoring:
         if keep_rows:
             dtype = worker.target.weights.embedding.dtype
             self._rows = worker.memory.allocate((count, size), dtype, tier="host", purpose="reference rows")
-        self._found: list[tuple[Tensor, ...]] = []  # on the device, of each few rows
+        self._found: list[tuple[Tensor, ...]] = []  # scores of successive rows, on the device
 
     def take(self, start: int, hidden: Tensor) -> None:
-        """The rows [n, hidden] from `start` on. Blocks come in order. Peak memory: distributions of
-        `Head.num_rows` rows, of two models where there is a reference; what stays is a few numbers a row."""
+        """Score the rows [n, hidden] from `start` on. Blocks come in order. Peak memory: distributions of
+        `Head.num_rows` rows, of two models with a reference; a few numbers a row are kept."""
         for part in hidden.split(self._head.num_rows):
             self._found.append(tuple(self._scored(slice(start, start + len(part)), part)))
             start += len(part)
 
     def scores(self) -> Scores:
-        """After the last block. Raises TriforceError where the model computes what is no number."""
+        """The scores, after the last block. Raises TriforceError where a probability is not a number."""
         own, best, likeliest, *divergences = (torch.cat(parts).cpu() for parts in zip(*self._found, strict=True))
         if not bool(own.isfinite().all()):
             place = int((~own.isfinite()).nonzero()[0]) + 1
@@ -169,7 +167,7 @@ class Scoring:
         )
 
     def _scored(self, places: slice, hidden: Tensor) -> list[Tensor]:
-        """Of these places [n] each: see `Scores`."""
+        """The scores of `places`, [n] each, see `Scores`."""
         if self._rows is not None:
             self._rows[places].copy_(hidden)
         logs = self._head.log_probabilities(hidden)
@@ -182,13 +180,13 @@ class Scoring:
 
 
 def divergence(reference: Tensor, other: Tensor) -> Tensor:
-    """KL(reference || other) of distributions fp32 [n, V], given as logarithms -> [n], in nats: the mean, over what the
-    reference would say, of how much likelier it finds that than the other does."""
+    """KL(reference || other) of distributions fp32 [n, V], given as log probabilities -> [n], in nats: the expectation
+    under the reference of the difference in log probability."""
     return (reference.exp() * (reference - other)).sum(1).clamp_min_(0)
 
 
 def give_memory_back() -> None:
-    """After an engine was closed and is referred to no more: have its memory free for the plan of another one."""
+    """Free the memory of an engine that was closed and is not referenced any more, for the plan of another one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Sequences that run at a time and share passes: each layer's weights are read, or cross the link, once for all.
+"""Concurrent sequences that share passes: each layer's weights are read, or cross the link, once for all of them.
 
-Each sequence has an engine of its own and is decoded as it would be alone; only its passes wait until others want one
-of the same level. Everything happens on the caller's thread.
+Each sequence has its own engine and is decoded as it would be alone, but its passes wait to be run together with others
+of the same level. All work runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Sequences(Generic[Key]):
-    """Requests under way, by keys of the caller's. engine: the first sequence's, and whose plan and models all use; it
-    stays the caller's. A context manager: at the end all are broken off and the other engines' memory is given back.
+    """The running requests, by the caller's keys. engine: of the first sequence; all sequences use its plan and models,
+    and the caller still owns it. A context manager: at its end all requests are ended and the other engines released.
 
-    An error of a pass is raised where passes are run, and so is an error of one sequence; all stay consistent and can
-    only be left then.
+    An error in a pass or in a sequence is raised by the call that runs passes. Afterwards all sequences are consistent
+    but can only leave.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Raises DoesNotFit where there is no memory for all sequences of the plan; then nothing stays allocated."""
+        """Raises DoesNotFit where there is no memory for all sequences of the plan; then all memory is released."""
         self._engines = [engine]
         self._running: dict[Key, _Running] = {}
         self._levels = list(engine.levels)[::-1]  # the cheapest first
@@ -46,13 +46,13 @@ class Sequences(Generic[Key]):
         return len(self._running) < len(self._engines)
 
     def __len__(self) -> int:
-        """That are running."""
+        """The number of running requests."""
         return len(self._running)
 
     def join(self, key: Key, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> None:
-        """Begin a request where there is room: its prompt is read, while the others wait, and its first pass waits for
-        theirs. What its prompt and those of others begin with alike is not read again. After an error, such as one that
-        `on_progress` raises, it can only leave."""
+        """Begin a request where there is room. Its prompt is prefilled while the others wait; its first pass is run
+        together with theirs. Whole blocks that its prompt shares with another one are copied, not computed again. After
+        an error, such as one that `on_progress` raises, the request can only leave."""
         taken = [running.engine for running in self._running.values()]
         idle = [engine for engine in self._engines if engine not in taken]
         engine = max(idle, key=lambda each: each.prefix.num_alike(request.prompt))
@@ -61,8 +61,8 @@ class Sequences(Generic[Key]):
         self._running[key].go_on()
 
     def steps(self) -> list[tuple[Key, Step]]:
-        """Run passes until there are steps, at least one, in the order in which the sequences joined. Who has had the
-        last step leaves before the next call."""
+        """Run passes until there is at least one step. Returns the steps in the order in which the sequences joined.
+        The caller must end a sequence with `leave` after its last step and before the next call."""
         while self._running:
             for running in self._running.values():
                 running.go_on()
@@ -73,8 +73,8 @@ class Sequences(Generic[Key]):
         return []
 
     def leave(self, key: Key) -> Stats:
-        """End a request, whether or not it has come to its end. Returns its statistics; the seconds are those that went
-        by, the link's bytes those of all who ran meanwhile."""
+        """End a request, finished or not. Returns its statistics: elapsed seconds, and the link's bytes for all
+        sequences in that time."""
         running = self._running.pop(key)
         running.work.close()
         return running.engine.stats
@@ -92,18 +92,18 @@ class Sequences(Generic[Key]):
         self.close()
 
     def _run_passes(self) -> None:
-        """One pass of the cheapest level that anybody waits for, so that whoever still drafts is there when the next
-        one's turn comes."""
+        """Run a pass of the cheapest level that any sequence waits for, so that drafting sequences catch up before the
+        next level's pass."""
         for part in _parts(self._cheapest(list(self._running.values()))):
             self._run(part)
 
     def _cheapest(self, some: Sequence[_Running]) -> list[_Running]:
-        """Those who wait for a pass of the cheapest level."""
+        """The sequences that wait for a pass of the cheapest level."""
         name = min((each.level_name for each in some), key=self._levels.index)
         return [each for each in some if each.level_name == name]
 
     def _run(self, part: Sequence[_Running]) -> None:
-        """Their passes, as one."""
+        """Run the passes of `part` as one."""
         start = time.perf_counter()
         part[0].level.run([each.waits_for for each in part])
         seconds = time.perf_counter() - start
@@ -111,15 +111,16 @@ class Sequences(Generic[Key]):
             each.ran(seconds * share)
 
     def _shares(self, part: Sequence[_Running]) -> list[float]:
-        """Each one's of a pass's seconds: an equal one of what it takes at any rate, and what the plan says of rows."""
+        """Each sequence's share of a pass's seconds, in proportion to its planned cost: an equal part of the fixed
+        cost, and the cost of its rows."""
         planned = pass_seconds(self._engines[0].plan, part[0].level_name)
         prices = [planned.fixed / len(part) + planned.slope * len(each.waits_for.tokens) for each in part]
         return [price / sum(prices) for price in prices]
 
 
 class _Running:
-    """A request on its engine. step: what came last and was not taken yet, else asked: the pass that it waits for;
-    since: when it began to."""
+    """A running request on its engine. step: the latest step, until it is taken. asked: the pass that it waits for
+    otherwise. since: when the wait began."""
 
     def __init__(self, engine: Engine, work: Work[Step]) -> None:
         self.engine, self.work = engine, work
@@ -135,7 +136,7 @@ class _Running:
 
     @property
     def level(self) -> Level:
-        """Of the pass that it waits for."""
+        """The level of the pass that the request waits for."""
         return _level(self.waits_for)
 
     @property
@@ -143,7 +144,7 @@ class _Running:
         return self.level.stats.name
 
     def go_on(self) -> None:
-        """Up to the next step, or to the next pass, for which it waits from now on."""
+        """Continue the request up to its next step, or up to the next pass, for which it then waits."""
         if self.step is not None or self.asked is not None:
             return
         if (answered := self._answered) is not None:
@@ -156,23 +157,23 @@ class _Running:
             self.step = item
 
     def taken(self) -> Step | None:
-        """The step that came, once."""
+        """Take the latest step, if there is one."""
         step, self.step = self.step, None
         return step
 
     def ran(self, seconds: float) -> None:
-        """Its pass has run. seconds: of it that are its own."""
+        """Record that the request's pass has run. seconds: the request's share of it."""
         self.asked, self._answered, self._own = None, self.asked, seconds
 
 
 def _parts(group: Sequence[_Running]) -> list[list[_Running]]:
-    """Those whose passes, all of one level, can be shared, and each other one by itself."""
+    """The group of sequences whose passes, all of one level, can be shared; every other sequence by itself."""
     together = [each for each in group if each.level.shares(len(each.waits_for.tokens))]
     apart = [[each] for each in group if each not in together]
     return [together, *apart] if together else apart
 
 
 def _level(asked: Pass) -> Level:
-    """The level of a worker."""
+    """The pass's level, which is a worker's."""
     assert isinstance(asked.level, Level)
     return asked.level

@@ -1,4 +1,4 @@
-"""The tokens that several models have in common."""
+"""The common tokens of two models' vocabularies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from offload.worker.models import num_scored
 
 
 def num_common_tokens(model: Path, tokenizer: Tokenizer, other: Path) -> int:
-    """So many ids, from 0 on, that are the same tokens in both models. Reads no weights.
+    """The number of ids, from 0 on, that are the same tokens in both models. Reads no weights.
 
-    What has no name in one of them may have one in the other: GGUF files name the padding of a vocabulary. Raises
-    ModelError where an id stands for two tokens, or where each has tokens that the other has not.
+    An id without a token in one model may have one in the other: GGUF files name a vocabulary's padding. Raises
+    ModelError where an id stands for two tokens, or where each model has tokens that the other lacks.
     """
     theirs = Tokenizer.from_folder(other)
     names = [{number: name for name, number in each.vocabulary().items()} for each in (tokenizer, theirs)]

@@ -1,4 +1,4 @@
-"""Norms of rows: a description and its vectors."""
+"""Norms of rows, from their description and their weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from offload.config.block import Norm
 
 @dataclass(frozen=True)
 class NormWeights:
-    """weight, bias: [size] each, of the rows' dtype or fp32. weight: what a row is multiplied by, with the 1 that
-    `Norm.plus_one` adds."""
+    """A norm with its weights. weight, bias: [size] each, in the rows' dtype or fp32. weight: the factor of a row,
+    including the 1 that `Norm.plus_one` adds."""
 
     norm: Norm
     weight: Tensor
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same, by torch's operators."""
+        """x [..., size] -> the normed rows, by torch's operators."""
         rows = x.to(self.weight.dtype)
         if self.norm.centred:
             return layer_norm(rows, self.weight.shape, self.weight, self.bias, self.norm.eps).to(x.dtype)
@@ -29,8 +29,8 @@ class NormWeights:
 
 
 def normed_heads(x: Tensor, norm: NormWeights | None, size: int) -> Tensor:
-    """x [T, H * D] -> the same, normed by parts of `size` numbers, 0: whole. Where the weight is longer, each part has
-    its own."""
+    """x [T, H * D] -> x, normed in parts of `size` numbers each; 0: each row as a whole. A longer weight has its own
+    numbers for each part."""
     if norm is None or size in (0, len(norm.weight)):
         return x if norm is None else norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
     assert norm.bias is None
@@ -39,17 +39,17 @@ def normed_heads(x: Tensor, norm: NormWeights | None, size: int) -> Tensor:
 
 
 def norm_over(x: Tensor, norm: NormWeights, squares: Tensor, count: int) -> Tensor:
-    """RMS norm of the part x [T, n] of rows of `count` numbers, whose squares' sums are `squares` [T, 1] fp32."""
+    """RMS norm of the part x [T, n] of rows with `count` numbers. squares: [T, 1] fp32, the rows' sums of squares."""
     rows = x.float() * (squares / count + norm.norm.eps).rsqrt()
     return rows.to(norm.weight.dtype).mul_(norm.weight).to(x.dtype)
 
 
 def dtype_of(norm: Norm, dtype: torch.dtype) -> torch.dtype:
-    """Of the norm's vectors in a model of `dtype`."""
+    """The dtype of the norm's weights in a model of `dtype`."""
     return torch.float32 if norm.fp32 else dtype
 
 
 def add_normed(x: Tensor, part: Tensor, norm: NormWeights | None, factor: float) -> None:
-    """x += factor * norm(part), in place."""
+    """The residual addition x += factor * norm(part), in place."""
     part = part if norm is None else norm(part)
     x += part if factor == 1 else part * factor

@@ -1,4 +1,4 @@
-"""The places of new rows, in the device's memory: a pass that runs as a graph finds them there."""
+"""The places of new rows, in device memory, from where a pass that runs as a graph reads them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from offload.kernels.rope import Scoring, rotate, rotate_queries
 
 
 class RowPlaces:
-    """positions: of rows in the sequence; slots: of a buffer that they go to; int64 [T] each.
+    """The places of new rows, int64 [T]. positions: in the sequence. slots: in the buffer that they are written to.
 
-    Whatever is made of them is made once, in the first layer that asks, for all.
+    Results derived from them are computed in the first layer that needs them, and reused by the others.
     """
 
     def __init__(self, positions: Tensor, slots: Tensor) -> None:
@@ -22,12 +22,12 @@ class RowPlaces:
         self._made: dict[tuple[str, int], Tensor] = {}
 
     def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
-        """k [T, H_kv, D], rotated and weighed. scoring: of all positions, kept by the caller."""
+        """Keys k [T, H_kv, D], rotated and weighted. scoring: of all positions; the caller keeps it alive."""
         table = self._rows("cos", scoring.rope.cos), self._rows("sin", scoring.rope.sin)
         return scoring.weighed_keys(rotate(k, *table))
 
     def queries(self, q: Tensor, scoring: Scoring, last: int | None = None) -> Tensor:
-        """q [T, H, D], rotated to the positions, none after `last`, and weighed."""
+        """Queries q [T, H, D], rotated to the positions, but at most to `last`, and weighted."""
         rope = scoring.rope
         table = self._rows("cos", rope.cos, last), self._rows("sin", rope.sin, last)
         growth = None if rope.growth is None else self._rows("growth", rope.growth, last)
@@ -51,12 +51,12 @@ class RowPlaces:
         return self._once(f"{rows} rows", group, filled).unbind()
 
     def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
-        """Rows of a table [positions, ...]."""
+        """The rows of a table [positions, ...] at the positions."""
         at = self.positions if last is None else self._once("up to", last, lambda: self.positions.clamp(max=last))
         return self._once(f"{name} {last}", id(table), lambda: table.index_select(0, at))
 
     def write(self, rows: Sequence[Tensor], held: Tensor) -> None:
-        """Keys and values [T, H_kv, D] into the slots of `held` [2, H_kv, S, D]."""
+        """Write keys and values [T, H_kv, D] to the slots of `held` [2, H_kv, S, D]."""
         for half, new in zip(held, rows, strict=True):
             half.index_copy_(1, self.slots, new.transpose(0, 1))
 
@@ -68,7 +68,7 @@ class RowPlaces:
 
 def append_rows(pages: Tensor, first: int, index: int, rows: tuple[Tensor, Tensor], places: RowPlaces) -> None:
     """Write keys and values `rows`, [T, H_kv, D] each, at positions `index` and on, to `pages` [2, P, H_kv, S, D] whose
-    first position is `first`. places: theirs, by which a single page at 0 is written to: a graph finds them."""
+    first position is `first`. places: of the rows; a single page at 0 is written by them, as a graph needs."""
     _, num_pages, _, page, _ = pages.shape
     if num_pages == 1 and first == 0 and index >= 0 and index + len(rows[0]) <= page:
         places.write(rows, pages[:, 0])
@@ -77,8 +77,8 @@ def append_rows(pages: Tensor, first: int, index: int, rows: tuple[Tensor, Tenso
 
 
 def write_rows(tile: Tensor, base: int, start: int, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """The rows k, v [T, H_kv, D] at positions `start` and on that fall into `tile`, which begins at `base`, page by
-    page. Returns the tile's tokens (first, stop) that they are; none where these are equal or the wrong way round."""
+    """Write the part of the rows k, v [T, H_kv, D] at positions `start` and on that falls into `tile`, which begins at
+    `base`. Returns the written tokens of the tile as (first, stop); no token if first >= stop."""
     _, num_pages, _, page, _ = tile.shape
     first, stop = max(start, base), min(start + len(k), base + num_pages * page)
     position = first

@@ -16,24 +16,24 @@ from offload.plan.sizing import PREFILL_PAGES
 
 
 class PrefillBlock(Protocol):
-    """Rows that attend together to tiles, which come in order. The last one has the key of the last row."""
+    """A block of rows that attend to tiles, which are given in order. The last tile has the key of the last row."""
 
     def attend(self, tile: Tensor, base: int) -> None:
-        """Over the tile [2, P, H_kv, S, D] whose first token is at `base`; a row sees what is at its position and
-        before it. A tile after all rows changes nothing."""
+        """Attend to the tile [2, P, H_kv, S, D] whose first token is at position `base`. A row attends to tokens up to
+        its own position. A tile after all rows has no effect."""
         ...
 
     def attended(self) -> Tensor:
-        """[T, H * D], of the rows' dtype or fp32, over all tiles."""
+        """The attention's output [T, H * D] over all tiles, in the rows' dtype or fp32."""
         ...
 
 
 class PrefillAttention(Protocol):
-    """Attention of many rows. Their bits may depend on how many there are."""
+    """Attention of many rows, whose bits may depend on the number of rows."""
 
     def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> PrefillBlock:
-        """Rows [T, H, D], rotated, at positions `first` and on. window: tokens that a row sees, itself and those before
-        it; None: all."""
+        """Begin a block of rows [T, H, D], rotated, at positions `first` and on. window: number of tokens that a row
+        attends to, up to its own; None: all."""
         ...
 
 

@@ -21,20 +21,21 @@ _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "activate")
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 Matrix = Tensor | Codes | StoredMatrix
 MOST = 16  # steps of one call
-_ALIGNMENT = 32  # inputs: at least what every instruction set's vectors hold
-_TILE = 16  # rows: what one of AMX's tiles holds; as bf16 they take half of the floats
+_ALIGNMENT = 32  # inputs: at least a vector of every instruction set
+_TILE = 16  # rows of an AMX tile; as bf16 they take half the memory of floats
 
 
 @dataclass(frozen=True)
 class Step:
-    """out = ending(norm(x) @ weight^T + bias) for the first rows of x [n, inputs] and out [n, outputs].
+    """A product with its norm and ending: out = ending(norm(x) @ weight^T + bias) for the first rows of x [n, inputs]
+    and out [n, outputs].
 
-    norm: None, x as it is. ending: "write"; "add" factor times it to out; "gate": out is activation(product) * (the
-    product with `up`, the second half of the weight where that is not given); "activate": out is activation(product).
-    Rounded to the dtype after the norm, the product and each step of the ending. With a weight in codes the normed rows
-    are taken to 8 bits (native/codes.h).
+    norm: None leaves x unchanged. ending: "write" stores the product; "add" adds factor times the product to out;
+    "gate": out is activation(product) * (the product with `up`, or with the second half of the weight if `up` is None);
+    "activate": out is activation(product). Rounded to the dtype after the norm, the product and each step of the
+    ending. With a weight in codes the normed rows are quantised to 8 bits (native/codes.h).
 
-    weight: None, there is no product: out [n, inputs] += factor * norm(x).
+    weight: None for no product: out [n, inputs] += factor * norm(x).
     """
 
     x: Tensor
@@ -49,23 +50,22 @@ class Step:
 
 
 class Steps:
-    """Steps one after the other over the same rows, in one call. A row's bits do not depend on the number of rows."""
+    """Consecutive steps over the same rows, in one native call. A row's bits do not depend on the number of rows."""
 
     def __init__(self, kernels: Library, steps: Sequence[Step], widened: Tensor) -> None:
-        """steps: at most MOST, of one dtype, rows and matrices contiguous. widened: from `room_to_widen`, for own
-        use."""
+        """steps: at most MOST, of one dtype, rows and matrices contiguous. widened: scratch from `room_to_widen`."""
         assert len(steps) <= MOST
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
-        self._widened, self._read = widened, steps[0].x  # tensors are kept as long as their addresses
+        self._widened, self._read = widened, steps[0].x  # tensors are kept alive for their addresses
         self._structures = (Product * len(steps))(*(self._structure(step) for step in steps))
 
     def run(self, num_rows: int) -> None:
-        """Of the first rows."""
+        """Run the steps over the first `num_rows` rows."""
         structures = self._structures
         self._library.run_products(self._dtype, structures, len(structures), num_rows, torch.get_num_threads())
 
     def read(self, x: Tensor) -> None:
-        """From now on the first step reads x, [n, inputs] contiguous."""
+        """Make the first step read x, [n, inputs] contiguous, from now on."""
         self._read, self._structures[0].x = x, x.data_ptr()
 
     def _structure(self, step: Step) -> Product:
@@ -100,7 +100,7 @@ class Steps:
 
 
 def halves(weight: Matrix) -> tuple[Matrix, Matrix]:
-    """Of a matrix [2 * outputs, inputs]; of codes the half has whole tiles."""
+    """The two halves of a matrix [2 * outputs, inputs]; a matrix in codes must have whole tiles in each half."""
     if isinstance(weight, Codes):
         tiles = len(weight.blocks) // 2
         assert len(weight.blocks) == 2 * tiles
@@ -116,12 +116,13 @@ def _matrix(weight: Matrix | None) -> native.Matrix:
 
 
 def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
-    """Memory for `Steps` of at most that many rows and inputs."""
+    """Scratch memory for `Steps` of at most `num_rows` rows and `num_inputs` inputs."""
     return torch.empty(max(num_rows, _TILE) * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
 
 
 def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:
-    """RMS norm of every head in x [T, H * D], rows anywhere, in place. A head is as many numbers as the weight has."""
+    """RMS norm of every head in x [T, H * D], in place; rows may be strided. The weight has one number per head
+    dimension."""
     assert not norm.norm.centred
     (num_rows, size), dim = x.shape, len(norm.weight)
     where = x.data_ptr(), norm.weight.data_ptr(), norm.norm.fp32

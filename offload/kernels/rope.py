@@ -21,10 +21,11 @@ from offload.config.rope import PROPORTIONAL, Rope
 
 @dataclass(frozen=True)
 class RopeTable:
-    """cos, sin [num_positions, D], fp32 unless rounded by `to`, for positions 0, 1, ..., times the attention scaling.
+    """A table of rotations: cos, sin [num_positions, D], fp32 unless rounded by `to`, for positions 0, 1, ..., times
+    the attention scaling.
 
-    The first D/2 columns of `sin` are -sin, the others +sin, as `rotate` expects. growth: [num_positions], what queries
-    are multiplied by once they are rotated; None: nothing.
+    The first D/2 columns of `sin` are -sin, the others +sin, as `rotate` expects. growth: [num_positions], factors of
+    rotated queries; None for no factors.
     """
 
     cos: Tensor
@@ -36,27 +37,28 @@ class RopeTable:
         return self.cos[start:stop], self.sin[start:stop]
 
     def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """q and k [T, H, D] at positions `start` and on -> the same, rotated, and q grown."""
+        """q and k [T, H, D] at positions `start` and on -> both rotated, and q times its growth."""
         stop = start + len(q)
         growth = None if self.growth is None else self.growth[start:stop]
         return rotate_queries(q, self.rows(start, stop), growth), rotate(k, *self.rows(start, stop))
 
     def starts_like(self, other: RopeTable) -> bool:
-        """Tell whether the rows that both tables have are equal. What queries grow by follows from positions alone."""
+        """Whether the common rows of both tables are equal. `growth` is not compared: it depends on positions alone."""
         count = min(len(self.cos), len(other.cos))
         ours, theirs = self.rows(0, count), other.rows(0, count)
         return all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))
 
     def to(self, where: torch.dtype | str) -> RopeTable:
-        """The table rounded to the dtype of the rows that it will rotate, so that `rotate` need not round it again; or
-        on another device."""
+        """The table in another dtype, that of the rows to rotate, so that `rotate` need not round it again; or on
+        another device."""
         return RopeTable(self.cos.to(where), self.sin.to(where), None if self.growth is None else self.growth.to(where))
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the queries of a layer meet its keys: rotated by `rope`, then times `weights`, [D] each for queries and for
-    keys, and their products times `scale`, None: D^-0.5, up to `cap`, see `Attention` of a model."""
+    """The attention scores of a layer. Queries and keys are rotated by `rope`, then multiplied by `weights`, [D] each
+    for queries and for keys. Their products are multiplied by `scale`, None for D^-0.5, and capped by `cap`, see
+    `Attention` of a model."""
 
     rope: RopeTable
     scale: float | None = None
@@ -64,16 +66,16 @@ class Scoring:
     weights: tuple[Tensor, Tensor] | None = None
 
     def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """q and k [T, H, D] at positions `start` and on -> the same, rotated and weighed."""
+        """q and k [T, H, D] at positions `start` and on -> both rotated and weighted."""
         q, k = self.rope.rotated(q, k, start)
         return self.weighed_queries(q), self.weighed_keys(k)
 
     def weighed_queries(self, rotated: Tensor) -> Tensor:
-        """In place."""
+        """Rotated queries times their weights, in place."""
         return rotated if self.weights is None else rotated.mul_(self.weights[0])
 
     def weighed_keys(self, rotated: Tensor) -> Tensor:
-        """In place."""
+        """Rotated keys times their weights, in place."""
         return rotated if self.weights is None else rotated.mul_(self.weights[1])
 
 
@@ -88,7 +90,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_queries(q: Tensor, table: tuple[Tensor, Tensor], growth: Tensor | None) -> Tensor:
-    """`rotate`, and then times `growth` [T] in q's dtype."""
+    """Queries rotated by `rotate`, then multiplied by `growth` [T] in q's dtype."""
     rotated = rotate(q, *table)
     return rotated if growth is None else rotated.mul_(growth.to(q.dtype)[:, None, None])
 
@@ -102,9 +104,9 @@ def scorings(
     *,
     weights: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> tuple[Scoring, ...]:
-    """Of each layer, for positions 0 to `num_positions` - 1: layers that are alike share a table, of
-    2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: of each layer's queries and
-    keys, where its attention weighs them rotated."""
+    """The `Scoring` of each layer, for positions 0 to `num_positions` - 1. Layers with equal rotations share a table of
+    2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: factors of each layer's
+    rotated queries and keys, if it has some."""
     tables: dict[tuple[Rope | None, int], RopeTable] = {}
     for kind, _ in config.kinds:
         rope = kind.block.attention.rope
@@ -121,8 +123,8 @@ def rope_table(
 ) -> RopeTable:
     """The table of positions 0 to `num_positions` - 1 on `device`: 8 * num_positions * D bytes.
 
-    rope: of some of its layers; None rotates nothing. capacity: see `inverse_frequencies`. Numbers that know no
-    positions have cos 1 and sin 0. Temporary memory: the same number of bytes on the host.
+    rope: of some of the model's layers; None for no rotation. capacity: see `inverse_frequencies`. Numbers that are not
+    rotated have cos 1 and sin 0. Temporary memory: the same number of bytes on the host.
     """
     half, positions = config.head_dim // 2, torch.arange(num_positions, dtype=torch.float32)
     if rope is None:
@@ -137,23 +139,23 @@ def rope_table(
 
 
 def _growth(rope: Rope, positions: Tensor) -> Tensor:
-    """1 + beta ln(1 + floor(position / original length)), fp32 [n]."""
+    """The growth of queries, 1 + beta ln(1 + floor(position / original length)), fp32 [n]."""
     return 1 + rope.growth * torch.log(1 + torch.floor(positions / _original_positions(rope)))
 
 
 def inverse_frequencies(config: ModelConfig, capacity: int, rope: Rope | None = None) -> tuple[Tensor, float]:
-    """(f fp32 [D/2] on the CPU, of fewer pairs where not all of a head is rotated; attention scaling: the factor on cos
-    and sin) for all kinds of scaling.
+    """The frequencies for all kinds of scaling -> (f fp32 [D/2] on the CPU, fewer pairs where only a part of a head is
+    rotated; attention scaling: the factor on cos and sin).
 
-    rope: of some of its layers. capacity: the largest length in tokens that the request may reach. `dynamic` and
+    rope: of some of the model's layers. capacity: the largest length in tokens that a request may reach; `dynamic` and
     `longrope` depend on it. transformers recomputes these frequencies as the sequence grows, so keys of one sequence
     are rotated at different frequencies and the result depends on how tokens are grouped into forwards. Here a request
-    has one set of frequencies, so speculation, which groups tokens differently, does not change the result. ValueError
-    for an unknown kind.
+    has one set of frequencies, so speculation, which groups tokens differently, does not change the result. Raises
+    ValueError for an unknown kind.
     """
     scaling = rope or config.rope
     theta, dim = scaling.theta, scaling.rotated or config.head_dim
-    if scaling.kind == PROPORTIONAL:  # the first pairs of all of the head's; transformers has no paper for it
+    if scaling.kind == PROPORTIONAL:  # the first pairs of a whole head's; as in transformers, which names no paper
         return _proportional(theta, dim, config.head_dim) / scaling.factor, 1.0
     if scaling.kind == "dynamic":
         theta *= _ntk_stretch(scaling.factor, capacity, config.max_positions) ** (dim / (dim - 2))
@@ -174,18 +176,19 @@ def inverse_frequencies(config: ModelConfig, capacity: int, rope: Rope | None = 
 
 
 def _proportional(theta: float, rotated: int, head_dim: int) -> Tensor:
-    """[rotated / 2]: the frequencies that the first pairs have where a whole head is rotated."""
+    """The frequencies [rotated / 2] of the first pairs, as if the whole head were rotated."""
     return 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / head_dim)
 
 
 def _ntk_stretch(factor: float, capacity: int, max_positions: int) -> float:
-    """Stretch of dynamic NTK (bloc97, emozilla 2023; YaRN, section 3.3), 1 up to a capacity of `max_positions`."""
+    """The stretch of dynamic NTK (bloc97, emozilla 2023; YaRN, section 3.3), 1 up to a capacity of `max_positions`."""
     return factor * max(capacity, max_positions) / max_positions - (factor - 1)
 
 
 def _llama3(frequencies: Tensor, scaling: Rope) -> Tensor:
-    """[D/2] -> [D/2]. Llama 3.1: pairs with at least `high_freq_factor` full turns within the pretrained length keep
-    their frequency, those with fewer than `low_freq_factor` are divided by the factor, those between are blended."""
+    """Llama 3.1's frequencies, [D/2] -> [D/2]: pairs with at least `high_freq_factor` full turns within the pretrained
+    length keep their frequency, pairs with fewer than `low_freq_factor` are divided by the factor, and pairs between
+    are blended."""
     original = _original_positions(scaling)
     wavelengths = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -194,10 +197,10 @@ def _llama3(frequencies: Tensor, scaling: Rope) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, theta: float, scaling: Rope) -> Tensor:
-    """[D/2] -> [D/2]. YaRN (Peng et al. 2023), section 3.2, "NTK-by-parts": pairs with more than `beta_fast` turns
-    within the pretrained length keep their frequency, those with fewer than `beta_slow` are divided by the factor, and
-    a linear ramp over the pair's index blends those between. `truncate` rounds the ends of the ramp outwards to whole
-    pairs, as the authors' code does."""
+    """YaRN's frequencies, [D/2] -> [D/2] (Peng et al. 2023, section 3.2, "NTK-by-parts"): pairs with more than
+    `beta_fast` turns within the pretrained length keep their frequency, pairs with fewer than `beta_slow` are divided
+    by the factor, and a linear ramp over the pair's index blends the pairs between. `truncate` rounds the ends of the
+    ramp outwards to whole pairs, as the authors' code does."""
     original = _original_positions(scaling)
     pairs = len(wavelengths)
 
@@ -215,7 +218,7 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: Rope) -> Tensor:
 
 
 def yarn_attention_scaling(scaling: Rope) -> float:
-    """The factor on cos and sin. Its square is YaRN's 1/t on the logits (section 3.4).
+    """YaRN's factor on cos and sin. Its square is YaRN's 1/t on the logits (section 3.4).
 
     It is `attention_factor` if given, otherwise 0.1 ln(factor) + 1. With DeepSeek's `mscale` and `mscale_all_dim` it is
     the ratio of two such terms, whose logarithms are multiplied by them.
@@ -232,7 +235,7 @@ def yarn_attention_scaling(scaling: Rope) -> float:
 
 
 def _longrope_attention_scaling(scaling: Rope) -> float:
-    """sqrt(1 + ln(factor) / ln(original length)), unless it is given."""
+    """LongRoPE's factor on cos and sin: sqrt(1 + ln(factor) / ln(original length)), unless the config names it."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1:

@@ -1,9 +1,9 @@
-"""Blocks of rows: torch's operators run blocks of one number of rows, so that a row's bits do not depend on how many
-others there are.
+"""Blocks of rows: torch's operators run in blocks of a fixed number of rows, so that a row's bits do not depend on the
+number of other rows.
 
-A matrix product may round differently for different numbers of rows, and for different places in a block. Whether all
-places round alike on this machine is found by a trial with the model's shapes, once, before the first pass. Its inputs
-make every exact sum zero: outputs are rounding errors, and another order of summation shows in nearly all of them.
+A matrix product may round differently for different numbers of rows, and for different places in a block. A trial with
+the model's shapes, once before the first pass, finds out whether all places round alike on this machine. Its inputs
+make every exact sum zero, so outputs are rounding errors, and another order of summation changes nearly all of them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from torch.nn.functional import linear, rms_norm
 
 from offload.kernels.attention import attend, fold, merge
 
-MAX_ROWS = 64  # of a pass that may run as a graph
+MAX_ROWS = 64  # most rows of a pass that runs as a graph
 Product = tuple[int, int, bool]
 
 Run = Callable[[Tensor], list[Tensor]]  # rows in, outputs out, with rows as the first dimension
 
 
 def power_of_two(num_rows: int, most: int = MAX_ROWS) -> int:
-    """The next one, so that there are few numbers of rows; `num_rows` itself where that would be more than `most`."""
+    """The next power of two, so that there are few numbers of rows; `num_rows` itself if that is more than `most`."""
     padded = 1 << (num_rows - 1).bit_length() if num_rows else 0
     return padded if padded <= most else num_rows
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads, and pages [num_pages, num_kv_heads, page_tokens, head_dim] of keys and of values."""
+    """The shape of an attention: heads, and pages [num_pages, num_kv_heads, page_tokens, head_dim] of keys and of
+    values."""
 
     num_heads: int
     num_kv_heads: int
@@ -43,23 +44,24 @@ class AttentionShape:
 
 @cache
 def products_alike(products: tuple[Product, ...], rows: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether a row's place in a block of `rows` rows changes no bit of it in torch's products of these shapes on this
-    CPU with `threads` threads. Temporary memory: the largest product's matrix."""
+    """Whether a row's bits do not depend on its place in a block of `rows` rows, in torch's products of these shapes on
+    this CPU with `threads` threads. Temporary memory: the largest product's matrix."""
     generator = torch.Generator().manual_seed(0)
     return all(same_at_every_place(*_product(each, rows, dtype, generator)) for each in dict.fromkeys(products))
 
 
 @cache
 def attention_alike(shape: AttentionShape, rows: int, dtype: torch.dtype, threads: int) -> bool:
-    """The same of attention by torch's operators to pages of this shape."""
+    """Whether a row's bits do not depend on its place in a block, in attention by torch's operators to pages of this
+    shape."""
     generator = torch.Generator().manual_seed(0)
     trials = (_attention(shape, rows, dtype, generator, scores=scores) for scores in (True, False))
     return all(same_at_every_place(*each) for each in trials)
 
 
 def same_at_every_place(run: Run, rows: Tensor) -> bool:
-    """Whether rows have the same bits one place further on in their block and, since so do those of the next place, at
-    all of its places."""
+    """Whether rows have the same bits one place further on in their block. By induction they then have the same bits at
+    all places."""
     moved = [out.roll(1, 0) for out in run(rows)]
     return all(map(torch.equal, run(rows.roll(1, 0)), moved))
 
@@ -79,7 +81,8 @@ def _product(product: Product, num_rows: int, dtype: torch.dtype, generator: tor
 def _attention(
     shapes: AttentionShape, num_rows: int, dtype: torch.dtype, generator: torch.Generator, *, scores: bool
 ) -> tuple[Run, Tensor]:
-    """scores: expose the rounding of the products of queries and keys; otherwise of those of weights and values."""
+    """A trial of attention -> (run, rows). scores: expose the rounding of the products of queries and keys; otherwise
+    of the products of weights and values."""
     count, dim = num_rows, shapes.head_dim
     tokens = shapes.num_pages * shapes.num_kv_heads * shapes.page_tokens
     queries, keys = _cancelling(count * shapes.num_heads, tokens, dim, dtype, generator)
@@ -104,7 +107,7 @@ def _attention(
 def _cancelling(
     rows: int, columns: int, inner: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] and y [columns, inner] with exactly x · y = 0, whose terms have many magnitudes."""
+    """Matrices x [rows, inner] and y [columns, inner] with exactly x · y = 0, whose terms have many magnitudes."""
     order = torch.randperm(inner // 2, generator=generator)
     x, y = _noise((rows, inner // 2), dtype, generator), _noise((columns, inner // 2), dtype, generator)
     odd = (0, inner % 2)

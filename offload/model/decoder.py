@@ -1,7 +1,7 @@
 """The decoder: rows in, hidden rows out, layer by layer, in a pass or in a prefill.
 
 It reads a model's description (config/model) and no family's name. Rows of several sequences are packed, not padded:
-whatever works on rows works on all of them together, attention works sequence by sequence.
+operators on rows run over all of them together, attention runs sequence by sequence.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
 
-# Called with a block's first row and the block [n, hidden], as the last layer left it; it is written to afterwards.
+# Called with a block's first row and the block [n, hidden], the last layer's output; the block is overwritten later.
 OnHidden = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """New tokens of one sequence, int64 [n], and the cache that takes them in."""
+    """New tokens of one sequence, int64 [n], and the cache to which their rows are appended."""
 
     cache: Cache
     tokens: Tensor
 
 
 class Decoder:
-    """The layer loop. Knows no concrete cache and no sampling.
+    """The layer loop. It depends on no concrete cache and on no sampling.
 
-    config, weights: of the model, or of the shard of it that this rank runs. sums: over the ranks that have the others.
-    kernels: the CPU's, for few rows; without them torch's operators run.
+    config, weights: of the model, or of this rank's shard. sums: over the ranks; None for one rank. kernels: the CPU's,
+    for few rows; without them torch's operators run.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Decoder:
             self._native = NativeLayers(kernels, config, dtype, self._sums)
 
     def over(self, weights: Weights) -> Decoder:
-        """The same model over other weights."""
+        """A decoder of the same model with other weights."""
         return Decoder(self.config, weights, self._sums, self._kernels)
 
     def without_layers(self) -> Decoder:
-        """What makes logits of hidden rows, and keeps nothing else of the weights. On rank 0, which has the head."""
+        """A decoder with the final norm and the head alone, for `logits`. On rank 0, which has the head."""
         nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
         weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), rotated=())
         return Decoder(self.config, weights, None, self._kernels)
@@ -75,26 +75,26 @@ class Decoder:
 
     @property
     def stays_in_place(self) -> bool:
-        """True on a GPU where all that a pass uses is there, at addresses that do not change, and on no other."""
+        """Whether all tensors of a pass are on one GPU at fixed addresses, as graphs need."""
         alone = isinstance(self.weights.layers, ResidentLayers) and isinstance(self._sums, OneRank)
         return self.device.type == "cuda" and alone and not self.weights.embedding.waits
 
     @property
     def streams(self) -> bool:
-        """Whether weights cross a link in a pass: then one pass at a time can be under way."""
+        """Whether weights cross a link in a pass. Then only one pass at a time can run."""
         return not isinstance(self.weights.layers, ResidentLayers)
 
     @property
     def takes_any_rows(self) -> bool:
-        """True where every number of rows is as good as its neighbours, up to FEW_ROWS."""
+        """Whether any number of rows up to FEW_ROWS runs without padding to blocks."""
         return self._native is not None
 
     def forward(self, segments: Sequence[Segment], *, block: int | None = None) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
-        block: torch's products see blocks of so many rows, of which T is a multiple, so that a row's bits do not depend
-        on how many others there are; None: all of a segment at once. With several ranks it ends on all of them.
+        block: torch's products run in blocks of `block` rows, of which T is a multiple, so that a row's bits do not
+        depend on T; None: all rows of a segment at once. With several ranks a forward always runs to its end on all.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         if (native := self._native_for(len(tokens), block)) is not None:
@@ -115,11 +115,12 @@ class Decoder:
         on_rows: Callable[[int], None] = lambda num_rows: None,
         on_hidden: OnHidden | None = None,
     ) -> None:
-        """The same of one segment in phase "prefill", in the blocks of `rows`, so that a layer's intermediates stay
-        small. Nothing comes out but what `rows` keep, and what `on_hidden` makes of each block after the last layer.
+        """Run a segment's tokens through all layers in phase "prefill", layer by layer in the blocks of `rows`, so that
+        a layer's intermediates stay small. `rows` hold the hidden rows between layers.
 
-        `on_rows` is called with each block's number of rows after each layer. With several ranks a prefill can be
-        broken off between two blocks. Peak memory: one block's intermediates besides `rows`.
+        `on_hidden` is called with each block after the last layer, `on_rows` with each block's number of rows after
+        each layer. With several ranks a prefill can be interrupted between two blocks. Peak memory: one block's
+        intermediates besides `rows`.
         """
         rows.begin(len(segment.tokens))
         for layer, weights in enumerate(self.weights.layers):
@@ -134,21 +135,21 @@ class Decoder:
                 on_rows(len(x))
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, hidden], in `out` where that is given."""
+        """The tokens' embeddings [T, hidden], normed and scaled as the model requires; in `out` if it is given."""
         x = self.weights.embedding.rows(tokens, out=out)
         if (norm := self.config.embedding_norm) is not None:
             x.copy_(rms_norm(x.float(), x.shape[1:], eps=norm.eps))
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 
     def _native_for(self, num_rows: int, block: int | None) -> NativeLayers | None:
-        """What runs so many rows by the CPU's kernels; None: torch's operators do."""
+        """The executor by the CPU's kernels, if `num_rows` rows run on it; None where torch's operators run."""
         if self._native is None or (block is None and num_rows > FEW_ROWS):
             return None
         return self._native
 
     def _blocks(self, rows: Sequence[int], block: int | None) -> list[int] | None:
-        """The numbers of rows that torch's products see; None: all. rows: of each segment. A row is a block by itself
-        where its place in one of `block` rows would change its bits."""
+        """The numbers of rows in which torch's products run; None: all at once. rows: number of rows of each segment.
+        Blocks have one row where a row's place in a block of `block` rows would change its bits."""
         if block is None:
             return list(rows) if len(rows) > 1 else None
         if sum(rows) % block:
@@ -157,7 +158,7 @@ class Decoder:
         return [size] * (sum(rows) // size)
 
     def _rounds_alike(self, block: int) -> bool:
-        """Whether a row has the same bits at every place of a block. A GPU's places are tried by its tests."""
+        """Whether a row has the same bits at every place of a block. For GPUs, the tests check this."""
         if self.device.type != "cpu":
             return True
         config, dtype = self.config, self.weights.embedding.dtype
@@ -165,12 +166,12 @@ class Decoder:
         return products_alike(products, block, dtype, torch.get_num_threads())
 
     def finish(self) -> None:
-        """Return when all that was computed is there: on a GPU, calls return before it is."""
+        """Wait until a GPU has computed everything that was launched."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
-        """hidden [n, hidden] -> [n, V] in the model's dtype. block: as of `forward`."""
+        """The logits of hidden rows: hidden [n, hidden] -> [n, V] in the model's dtype. block: as in `forward`."""
         assert self.weights.head is not None, "rank 0 alone has the head"
         norm, head = self.weights.final_norm, self.weights.head
         if (native := self._native_for(len(hidden), block)) is not None:
@@ -184,15 +185,15 @@ class Decoder:
         return logits
 
     def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
-        """The sums over the ranks in so many layers, of all rows: after the attention and after the feed-forward
-        network, and before both where heads are normed together."""
+        """Expect the sums over the ranks of `num_layers` layers: after the attention and after the feed-forward
+        network, and before both where heads are normed over ranks."""
         rows, hidden = x.shape
         squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
         return self._sums.due([*squares, Due(rows, hidden), Due(rows, hidden)] * num_layers, x)
 
 
 def _attend(segments: Sequence[Segment], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each segment's share of the rows q [T, H, D], k and v [T, H_kv, D], through its cache -> [T, H * D]."""
+    """Attention of the rows q [T, H, D], k and v [T, H_kv, D], each segment's through its cache -> [T, H * D]."""
     if len(segments) == 1:
         return segments[0].cache.attend(layer, q, k, v)
     counts = [len(each.tokens) for each in segments]

@@ -1,6 +1,6 @@
-"""Passes as CUDA graphs: a launch in place of many, where all that a pass uses stays where it is on the GPU.
+"""Passes as CUDA graphs: one launch in place of many, where all tensors of a pass stay at fixed addresses on the GPU.
 
-What follows a pass may be part of its graph, such as a draw from its logits.
+A graph may include computations after the pass, such as a draw from its logits.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ VARIABLE = "TRIFORCE_GRAPHS"
 
 Tensors = tuple[Tensor, ...]
 Compute = Callable[..., Tensors]
-Kind = tuple[Hashable, tuple[torch.Size, ...]]  # what follows the pass, and the shapes of what is given
+Kind = tuple[Hashable, tuple[torch.Size, ...]]  # the computation after the pass, and the shapes of the inputs
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The graph, what is given to it, and what it makes of that."""
+    """A recorded graph, its input tensors and its output tensors."""
 
     graph: torch.cuda.CUDAGraph
     given: Tensors
@@ -31,23 +31,24 @@ class _Recorded:
 
 
 class Graphs:
-    """Of one level's passes, by their kinds and what follows them."""
+    """The graphs of one level's passes, by kind."""
 
     def __init__(self) -> None:
-        self._memory: Hashable = None  # what they were recorded with
-        self._follows: Hashable = None  # likewise
+        self._memory: Hashable = None  # of the caches that the graphs use
+        self._follows: Hashable = None  # the computation after the pass that graphs are kept for
         self._seen: set[Kind] = set()
         self._recorded: dict[Kind, _Recorded] = {}
         self._pool: Any = None
-        self.first_passes = 0  # that were launched one by one or recorded
+        self.first_passes = 0  # passes that were launched one by one or recorded
 
     def run(self, memory: Hashable, given: Sequence[Tensor], compute: Compute, *, follows: Hashable = None) -> Tensors:
-        """`compute(*given)`, launched one by one the first time, which compiles kernels, and later as a graph.
+        """The result of `compute(*given)`: kernel by kernel the first time, which compiles kernels, later as a graph.
 
-        memory: of the caches that it uses; where it changes, graphs are recorded anew. given: tokens, and what else may
-        differ in its values; other shapes are another graph. follows: what `compute` does after the pass, None for
-        nothing; graphs of one such thing are kept. `compute` must not wait for the GPU, and may differ between calls of
-        such a kind in what is in memory only. Raises TriforceError where the GPU does not record it, with the remedy.
+        memory: identifies the caches' memory; when it changes, graphs are recorded anew. given: the tokens and all
+        other tensors whose values may change; other shapes are another graph. follows: identifies the computation after
+        the pass, None if there is none; graphs of only one such computation are kept. `compute` must not wait for the
+        GPU, and calls of one kind may differ only in the contents of memory. Raises TriforceError, with the remedy,
+        where the GPU does not record it.
         """
         if memory != self._memory:
             self.forget()
@@ -59,7 +60,7 @@ class Graphs:
         self.first_passes += key not in self._recorded
         if key not in self._seen:
             made = compute(*given)
-            self._seen.add(key)  # not before: a pass that was broken off has not compiled all of its kernels
+            self._seen.add(key)  # after the call: an interrupted pass has not compiled all of its kernels
             return made
         if key not in self._recorded:
             self._recorded[key] = self._record(tuple(tensor.clone() for tensor in given), compute)
@@ -67,20 +68,20 @@ class Graphs:
         for ours, theirs in zip(found.given, given, strict=True):
             ours.copy_(theirs)
         found.graph.replay()
-        return tuple(tensor.clone() for tensor in found.made)  # the next replay writes to them
+        return tuple(tensor.clone() for tensor in found.made)  # the next replay overwrites `made`
 
     def forget(self) -> None:
-        """The next pass of each kind is launched one by one again."""
+        """Drop all graphs: the next pass of each kind launches its kernels one by one."""
         self._seen.clear()
         self._recorded.clear()
 
     def _forget_followed(self) -> None:
-        """Each would keep memory, and a request's parameters may be those of no other."""
+        """Drop the graphs with a computation after the pass: they hold memory, and no other request may use them."""
         self._seen = {key for key in self._seen if key[0] is None}
         self._recorded = {key: graph for key, graph in self._recorded.items() if key[0] is None}
 
     def _record(self, given: Tensors, compute: Compute) -> _Recorded:
-        """Graphs share memory for what they make on the way: they run one after the other."""
+        """Record a graph. All graphs share one pool for intermediates, since they run one after the other."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Queries and keys whose heads are normed together, over all ranks that have some of them."""
+"""Norms of queries and keys over all heads together, including the heads of other ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from offload.weights.layout import LayerWeights
 
 
 def norms_over_ranks(config: ModelConfig, sums: Sums) -> bool:
-    """Whether queries and keys are normed over heads that other ranks have."""
+    """Whether queries and keys are normed over heads of several ranks."""
     return config.block.attention.norms_whole and sums.size > 1
 
 
 def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -> tuple[Tensor, Tensor]:
-    """q [T, H * D] and k [T, H_kv * D] of this rank's heads -> the same, normed over all ranks' heads. Where ranks have
-    the same KV heads, all are had by as many."""
+    """q [T, H * D] and k [T, H_kv * D] of this rank's heads -> the same shapes, normed over all ranks' heads. KV heads
+    may be replicated: every KV head is then on the same number of ranks, so the mean is unchanged."""
     assert weights.q_norm is not None
     assert weights.k_norm is not None
     squares = sums.total(torch.stack([part.float().square().sum(1) for part in (q, k)], 1))

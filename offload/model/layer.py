@@ -1,7 +1,7 @@
 """A layer as a list of steps, made from its description and its weights. Executors run the list over rows: by the CPU's
 kernels (model/native_layers.py) or by torch's operators (model/torch_layers.py).
 
-Every step reads and writes named operands of the rows at hand. A mixer other than attention is a step in place of
+Every step reads and writes named operands of the rows. A mixer other than attention is a step in place of
 `Attend`, a feed-forward network other than a dense one has steps in place of its two products (docs/design.md).
 """
 
@@ -19,8 +19,8 @@ from offload.kernels.products import Ending
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
 
-# x: the hidden rows [T, hidden]. qkv: a product's outputs for attention. attended: [T, H * D]. inner: of the
-# feed-forward network, [T, size]. part: what a sublayer gives before it is normed or summed over ranks, [T, hidden].
+# x: the hidden rows [T, hidden]. qkv: queries, keys, values and gate, [T, outputs]. attended: [T, H * D]. inner: the
+# feed-forward network's inner rows [T, size]. part: a sublayer's output before its norm or sum over ranks, [T, hidden].
 Operand = Literal["x", "qkv", "attended", "inner", "part"]
 # (layer, q [T, H, D], k and v [T, H_kv, D]) -> [T, H * D], contiguous
 AttendRows = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -28,8 +28,8 @@ AttendRows = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Product:
-    """out = ending(norm(read) @ weight^T + bias), rounded to the dtype after the norm, the product and each step of the
-    ending; see `kernels.products.Step`. factor: of the ending "add"."""
+    """A matrix product: out = ending(norm(read) @ weight^T + bias), rounded to the dtype after the norm, the product
+    and each step of the ending; see `kernels.products.Step`. factor: of the ending "add"."""
 
     read: Operand
     linear: Linear
@@ -42,7 +42,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Attend:
-    """attended = attention of the heads in qkv, normed, over their sequences' caches, times the gate's sigmoid."""
+    """Attention: attended = attention of the normed heads in qkv over their sequences' caches, times the gate's sigmoid
+    where the layer has a gate."""
 
     attention: Attention
     weights: LayerWeights
@@ -50,7 +51,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Add:
-    """x += factor * norm(the sum of part over the ranks)."""
+    """A sublayer's residual addition: x += factor * norm(sum of `part` over the ranks)."""
 
     norm: NormWeights | None
     factor: float
@@ -58,7 +59,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Scale:
-    """x *= factor, [1]."""
+    """The layer's scale: x *= factor, [1]."""
 
     factor: Tensor
 
@@ -67,7 +68,8 @@ LayerStep = Product | Attend | Add | Scale
 
 
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
-    """The steps of a layer. alone: one rank has the whole model, so a product may be added to the rows at once."""
+    """The steps of a layer. alone: one rank has the whole model, so products can be added to x without a sum over
+    ranks."""
     attend = [
         Product("x", weights.qkv, "qkv", weights.before_attention),
         Attend(block.attention, weights),

@@ -26,9 +26,9 @@ from offload.transfer.timing import Timing, measured_together
 
 
 class Level:
-    """Passes over one model and cache: `offload.model.passes.Level`.
+    """A model with its cache: implements `offload.model.passes.Level`.
 
-    vocab_size: logits are cut to this width; models may pad theirs.
+    vocab_size: logits are cut to this width; models may pad their vocabulary.
     block: torch's products run in blocks of so many rows, the last one padded, so that a token's bits do not depend on
     how many tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics.
@@ -49,7 +49,7 @@ class Level:
         self._vocab_size, self._block, self._link = vocab_size, block, link
         self._timing = Timing(decoder.device)
         self._graphs = Graphs() if block is None and decoder.stays_in_place and wanted(VARIABLE) else None
-        self._launched: set[int] = set()  # numbers of rows that a GPU has kernels for
+        self._launched: set[int] = set()  # numbers of rows for which a GPU's kernels are compiled
 
     @property
     def length(self) -> int:
@@ -61,14 +61,15 @@ class Level:
         return FEW_ROWS if self._decoder.takes_any_rows else self._block
 
     def shares(self, num_rows: int) -> bool:
-        """Whether a pass of so many rows may be one with those of other sequences: its bits are those it has alone."""
+        """Whether a pass of `num_rows` rows may run together with passes of other sequences, with the same bits as
+        alone."""
         few = self._block is not None or not self._decoder.takes_any_rows or num_rows <= FEW_ROWS
         return few and self._graphs is None
 
     @torch.inference_mode()
     def run(self, passes: Sequence[Pass]) -> None:
-        """See `offload.model.passes.Level`. Each has the bits that it has alone, an equal part of the seconds and of
-        the bytes that cross the link."""
+        """See `offload.model.passes.Level`. Each pass has the same bits as alone, and counts an equal part of the
+        seconds and of the bytes that cross the link."""
         poll()
         levels = [_level(each) for each in passes]
         crossed = self._link.stats.bytes_to_device if self._link else 0
@@ -87,20 +88,20 @@ class Level:
         self._cache.truncate(length)
 
     def forget_graphs(self) -> None:
-        """The next pass is launched one by one, wherever it would run as a graph."""
+        """Drop all graphs: the next pass of each kind launches its kernels one by one."""
         if self._graphs is not None:
             self._graphs.forget()
 
     def settle(self) -> None:
-        """Have the seconds of all passes in `stats` whose results the host has seen."""
+        """Add to `stats` the seconds of all passes whose results the host has seen."""
         self._timing.settle()
 
     def _caught_up(self, asked: Pass) -> Pass:
-        """What is left of it for one pass."""
+        """The part of a pass that remains to run as one pass; here all of it."""
         return asked
 
     def _forward(self, passes: Sequence[Pass]) -> list[tuple[Tensor, ...]]:
-        """What each one computes."""
+        """Run the passes -> what each one's `compute` returns."""
         block = self._block_for(passes)
         rows = self._padded([len(each.tokens) for each in passes], block)
         segments = [self._begin(each, num_rows) for each, num_rows in zip(passes, rows, strict=True)]
@@ -114,13 +115,13 @@ class Level:
         return [each.compute(own, *each.given) for each, own in zip(passes, logits, strict=True)]
 
     def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
-        """See `Graphs.run`; None: these rows are no graph."""
+        """The cache memory that keys a graph, see `Graphs.run`; None where the segments do not run as a graph."""
         [first, *others] = segments
         return None if others or len(first.tokens) > MAX_ROWS else first.cache.graph_memory
 
     def _run_graph(self, graphs: Graphs, memory: Hashable, asked: Pass, segment: Segment) -> tuple[Tensor, ...]:
-        """Numbers of rows and of logits are padded, so that a few graphs serve all. Which rows are wanted is given
-        where not all are."""
+        """Run a pass as a graph. Numbers of rows and of logits are padded to powers of two, so that a few graphs serve
+        all passes. The rows whose logits are wanted are an input of the graph, unless all are."""
         cache, count, num_logits = segment.cache, len(asked.tokens), asked.num_logits
         wanted = [] if num_logits == count else [self._places(count, num_logits)]
 
@@ -137,18 +138,18 @@ class Level:
         return (made[0][:num_logits],) if is_plain else made
 
     def _places(self, count: int, num_logits: int) -> Tensor:
-        """Rows, int64 on the device, of the last `num_logits` of `count` tokens, and more of the last."""
+        """Indices of the last `num_logits` of `count` rows, int64 on the device, padded with the last index."""
         rows = torch.arange(power_of_two(num_logits)).add_(count - num_logits).clamp_(max=count - 1)
         return sent(rows, self._decoder.device)
 
     def _count_first(self, num_rows: int) -> None:
-        """A GPU's kernels are compiled by the first pass that needs them."""
+        """Count a pass as first if a GPU's kernels for `num_rows` rows are not compiled yet."""
         if self._decoder.device.type == "cuda" and num_rows not in self._launched:
             self._launched.add(num_rows)
             self.stats.first_passes += 1
 
     def _begin(self, asked: Pass, num_rows: int) -> Segment:
-        """Begin a forward of `num_rows` rows, the tokens and padding."""
+        """Begin a forward of `num_rows` rows: the tokens, then padding."""
         tokens, padding, cache = asked.tokens, num_rows - len(asked.tokens), _level(asked)._cache
         if isinstance(tokens, Tensor):
             tokens = pad(tokens, (0, padding)) if padding else tokens
@@ -158,11 +159,11 @@ class Level:
         return Segment(cache, tokens)
 
     def _logits(self, passes: Sequence[Pass], parts: Sequence[Tensor], block: int | None) -> list[Tensor]:
-        """The logits that each pass asks for. parts: its hidden rows; padding may follow its tokens'."""
+        """The logits that each pass asks for. parts: each pass's hidden rows, perhaps with padding at the end."""
         ends = [(len(each.tokens), each.num_logits) for each in passes]
         wanted = [hidden[count - num : count] for hidden, (count, num) in zip(parts, ends, strict=True)]
         sizes = [len(rows) for rows in wanted]
-        if block is None:  # bits may depend on the rows beside
+        if block is None:  # bits may depend on the rows of other passes
             return [self._decoder.logits(rows)[:, : self._vocab_size] if len(rows) else rows for rows in wanted]
         if not sum(sizes):
             return wanted
@@ -172,26 +173,27 @@ class Level:
         return list(self._decoder.logits(rows, block=block)[: sum(sizes), : self._vocab_size].split(sizes))
 
     def _block_for(self, passes: Sequence[Pass]) -> int | None:
-        """Rows of a block, which passes may share. Kernels give a row the bits that it has alone among any others."""
+        """Rows of a block, which passes may share. The CPU's kernels need no blocks of several rows: a row has the same
+        bits beside any others."""
         any_rows = self._block is None and len(passes) > 1 and self._decoder.takes_any_rows
         return 1 if any_rows else self._block
 
     def _padded(self, counts: Sequence[int], block: int | None) -> list[int]:
-        """Rows of each pass, with padding: at the end, where all share blocks."""
+        """Rows of each pass with padding, which is at the end of the last one where passes share blocks."""
         if block is None:
             return [self._room(count) for count in counts]
         return [*counts[:-1], counts[-1] + -sum(counts) % block]
 
     def _room(self, num_rows: int) -> int:
-        """Rows that a pass without blocks has: few numbers of them are few graphs."""
+        """Rows of a pass without blocks: a power of two with graphs, so that there are few of them."""
         return num_rows if self._graphs is None else power_of_two(num_rows)
 
 
 class StreamingLevel(Level):
-    """A level over streaming caches, which need not run tokens that no later row will see."""
+    """A level over a streaming cache, which skips tokens that no later row attends to."""
 
     def _caught_up(self, asked: Pass) -> Pass:
-        """Run or skip its first tokens, so that one pass takes the rest."""
+        """Run or skip a pass's first tokens, so that the rest fits one pass."""
         cache, rest = self._cache, asked.tokens
         assert isinstance(cache, StreamingCache)
         missing_sinks = max(cache.sinks - cache.length, 0)
@@ -208,8 +210,8 @@ class StreamingLevel(Level):
         return replace(asked, tokens=rest)
 
     def _room(self, num_rows: int) -> int:
-        """A few rows are padded to a power of two: they cost nothing, but a CPU's libraries spend several passes' time
-        on the first of each number. What catches up with other proposers comes in any."""
+        """A few rows are padded to a power of two: the padding costs nothing, and a CPU's library spends the time of
+        several passes on the first pass of each new number of rows, which vary when the cache catches up."""
         if self._decoder.takes_any_rows:
             return num_rows
         assert isinstance(self._cache, StreamingCache)
@@ -230,8 +232,8 @@ def prefill(
     on_tokens: Callable[[int], None],
     on_hidden: OnHidden | None = None,
 ) -> None:
-    """Fill `cache` with `tokens` (none: nothing happens), layer by layer, in the blocks of `rows`. No logits, but what
-    `on_hidden` makes of the last layer's rows.
+    """Fill `cache` with `tokens`, which may be empty, layer by layer, in the blocks of `rows`. It computes no logits;
+    `on_hidden` is called with the last layer's rows.
 
     `on_tokens` is called with the number of tokens done, counting a block in one layer as its share of the layers.
     """

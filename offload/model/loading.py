@@ -1,4 +1,4 @@
-"""From model folders to decoders."""
+"""Loading of decoders from model folders."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def load_decoders(
     shard: Shard = ALONE,
     sums: Sums | None = None,
 ) -> dict[str, Decoder]:
-    """Check the checkpoint in each folder and read it to its place: on the device, but for the layers of "target" that
-    are offloaded.
+    """Check each folder's checkpoint and load it: onto the device, except for the offloaded layers of "target".
 
-    shard: of "target", with the sums over the ranks that have the rest; other models are whole.
+    shard, sums: this rank's shard of "target", and the sums over all ranks; other models are whole.
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
     """
     dtype = DTYPES[plan.request.dtype]

@@ -1,4 +1,4 @@
-"""Layers by the CPU's kernels, over a few rows: steps between two attentions are one call."""
+"""Layers run by the CPU's kernels over a few rows: all steps between two attentions are one call."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _Prepared = Sequence[Steps | Attend | Add | Scale]
 
 
 class NativeLayers:
-    """Runs the steps of layers over rows that it keeps. A row's bits do not depend on the rows beside it.
+    """Executor of layers' steps over rows in its own buffers. A row's bits do not depend on the rows beside it.
 
-    Calls are prepared once and kept by the weights that they use, which stay where they are: streamed ones come to a
-    few staging buffers.
+    Calls are prepared once for each set of weights, whose addresses do not change: streamed weights use a few staging
+    buffers.
     """
 
     def __init__(self, kernels: Library, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
         self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
         self._alone = isinstance(sums, OneRank)
         self._most = 0
-        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by weights and block
-        self._rooms: list[_Room] = []  # of each layer
+        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by identity of weights and block
+        self._rooms: list[_Room] = []  # one per layer
 
     def rows(self, num_rows: int) -> Tensor:
-        """[num_rows, hidden], for the caller to fill; `run` works on them."""
+        """The hidden rows [num_rows, hidden], for the caller to fill and to give to `run`."""
         if num_rows > self._most:
             self._allocate(max(num_rows, 8))
         return self._operands["x"][:num_rows]
 
     def run(self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows) -> None:
-        """x: from `rows`, in place."""
+        """Run a layer on x [T, hidden], which `rows` returned, in place."""
         num_rows, room, attended = len(x), self._rooms[layer], None
         for step in self._prepared(layer, weights, room):
             match step:
@@ -60,7 +60,7 @@ class NativeLayers:
                     x *= step.factor
 
     def logits(self, hidden: Tensor, norm: NormWeights, head: Linear) -> Tensor:
-        """hidden [n, hidden] -> [n, V]."""
+        """The head's product: hidden [n, hidden] -> logits [n, V]."""
         hidden = hidden.contiguous()
         num_rows = hidden.shape[0]
         out = hidden.new_empty(num_rows, head.weight.shape[0])
@@ -78,7 +78,7 @@ class NativeLayers:
         self._rooms = _rooms(self._config, most, self._dtype)
 
     def _prepared(self, layer: int, weights: LayerWeights, room: _Room) -> _Prepared:
-        """A layer's steps. Those that need no Python between them are one call."""
+        """A layer's prepared steps; consecutive native steps are one call."""
         block = self._config.blocks[layer]
         key = id(weights), id(block)
         if key not in self._layers:
@@ -96,7 +96,7 @@ class NativeLayers:
         return [Steps(self._kernels, products, self._widened)] if products else []
 
     def _native(self, step: Product | Add, room: _Room) -> list[Step]:
-        """The kernels' steps for it; none for what ranks have to sum first."""
+        """The native steps of a step; empty where ranks have to sum first."""
         own = self._operands | {"qkv": room.qkv, "attended": room.attended}
         if isinstance(step, Product):
             described = step.norm, step.ending, step.factor, step.activation
@@ -104,7 +104,7 @@ class NativeLayers:
         return [Step(own["part"], None, None, own["x"], step.norm, "add", step.factor)] if self._alone else []
 
     def _attended(self, layer: int, step: Attend, room: _Room, num_rows: int, attend: AttendRows) -> Tensor:
-        """[T, H * D]. Heads are normed in place, in the room."""
+        """The attention's output [T, H * D]. Heads are normed in place, in the room."""
         attention, weights = step.attention, step.weights
         rows, heads, gate = room.views(num_rows)
         if attention.values_are_keys:
@@ -125,7 +125,7 @@ class NativeLayers:
 
 
 class _Room:
-    """Of heads of one shape: what a layer's first product gives, and what its attention does, for `most` rows."""
+    """Buffers for heads of one shape and up to `most` rows: the first product's output, and the attention's."""
 
     def __init__(self, attention: Attention, most: int, dtype: torch.dtype) -> None:
         self.attention = attention
@@ -135,8 +135,8 @@ class _Room:
         self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
 
     def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
-        """q [T, H * D], k and v [T, H_kv * D], among the products' results where they have their own; the same by
-        heads, [T, H, D]; the gate."""
+        """Views of the first `num_rows` rows: q [T, H * D], k and v [T, H_kv * D]; the same three by heads,
+        [T, H, D]; the gate, if there is one. v has its own buffer where values are the keys."""
         if num_rows not in self._views:
             attention = self.attention
             q, k, *others = self.qkv[:num_rows].split(attention.parts, 1)
@@ -147,7 +147,7 @@ class _Room:
 
 
 def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
-    """Of each layer; those whose heads are alike share theirs."""
+    """A room for each layer; layers with heads of the same shape share one."""
     made: dict[tuple[object, ...], _Room] = {}
     found = []
     for block in config.blocks:
@@ -168,7 +168,7 @@ def _steps_of(
     factor: float = 1.0,
     activation: Activation = "silu",
 ) -> list[Step]:
-    """A step for each part of the operator's matrix, but for a gate: of that both halves are one."""
+    """A step for each part of the matrix. With the ending "gate", both halves are one step."""
     weight, bias = linear.weight, linear.bias
     if not isinstance(weight, Parts):
         return [Step(x, weight, bias, out, norm, ending, factor, activation)]

@@ -1,5 +1,5 @@
-"""Passes: a model's forwards over new tokens, as decoding asks for them. Whoever drives decoding runs them: alone, or
-together with those of other sequences.
+"""Passes: a model's forwards over new tokens, which decoding yields. The driver of decoding runs each pass alone, or
+together with passes of other sequences.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from offload.metrics import LevelStats
 
 T = TypeVar("T")
-# Of a pass's logits [n, V] and of tensors that are given; in a graph more rows may follow, which mean nothing. Equal
-# ones compute the same: graphs are told apart by it.
+# A function of a pass's logits [n, V] and of the tensors given with the pass. In a graph, logits may have meaningless
+# rows at the end. Equal functions must compute the same: graphs are keyed by it.
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def the_logits(logits: Tensor) -> tuple[Tensor, ...]:
-    """Nothing follows the pass."""
+    """The logits themselves: the `Compute` of a pass without further computation."""
     return (logits,)
 
 
 class Level(Protocol):
-    """A model with a cache of one sequence. Decoding sees nothing else of it."""
+    """A model with a cache of one sequence, as decoding sees it."""
 
     @property
     def stats(self) -> LevelStats: ...
@@ -36,13 +36,13 @@ class Level(Protocol):
         ...
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """One pass over the weights for all of `passes`, of this level and of others that differ in their caches alone:
-        each one's tokens are appended to its level's cache, and `made` and `is_first` are set. On a GPU they are
-        computed after the call returned."""
+        """One pass over the weights for all of `passes`, of this level and of levels that differ from it in their
+        caches alone. Appends each pass's tokens to its level's cache, and sets its `made` and `is_first`. A GPU may
+        compute them after the call has returned."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget all after the first `length` tokens; nothing happens if there are fewer."""
+        """Drop all tokens after the first `length`; no effect if there are fewer."""
         ...
 
 
@@ -50,11 +50,11 @@ class Level(Protocol):
 class Pass:
     """A pass of `level` over new tokens (1 or more) of its sequence, as numbers or as int64 [n] on the device.
 
-    num_logits: rows of logits, after each of the last tokens; 0 on a rank that has no head. compute, given: what is
-    computed from the logits, and with which other tensors; it is part of the pass's graph, if there is one.
-    made: what `compute` gives, perhaps with more rows at the end. is_first: the pass's seconds tell nothing of the next
-    one's, see `LevelStats.first_passes`. waited: seconds between the question and the answer that were spent on other
-    sequences.
+    num_logits: rows of logits, one after each of the last tokens; 0 on a rank without the head. compute, given: a
+    function of the logits and of further tensors; it is part of the pass's graph, if there is one. made: the result of
+    `compute`, perhaps with more rows at the end. is_first: the pass's time includes one-time work, so it does not
+    predict the next pass, see `LevelStats.first_passes`. waited: seconds between yielding the pass and its result that
+    were spent on other sequences.
     """
 
     level: Level
@@ -67,16 +67,16 @@ class Pass:
     is_first: bool = False
 
     def run(self) -> None:
-        """Alone."""
+        """Run this pass alone."""
         self.level.run([self])
 
 
-Passes = Generator[Pass, None, T]  # work that is done by passes, and its result at the end
-Work = Generator[Pass | T, None, None]  # passes, and items of the work between them
+Passes = Generator[Pass, None, T]  # yields the passes to run, returns the result
+Work = Generator[Pass | T, None, None]  # yields the passes to run, and result items between them
 
 
 def forward(level: Level, tokens: Sequence[int] | Tensor, num_logits: int) -> Tensor:
-    """A pass, run alone -> its logits [num_logits, V]."""
+    """The logits [num_logits, V] of a pass, run alone."""
     asked = Pass(level, tokens, num_logits)
     asked.run()
     [logits] = asked.made
@@ -84,7 +84,7 @@ def forward(level: Level, tokens: Sequence[int] | Tensor, num_logits: int) -> Te
 
 
 def result_of(passes: Passes[T]) -> T:
-    """The result, each pass run alone."""
+    """The result of `passes`, each run alone."""
     while True:
         try:
             asked = next(passes)
@@ -95,7 +95,7 @@ def result_of(passes: Passes[T]) -> T:
 
 
 def alone(work: Work[T]) -> Generator[T, None, None]:
-    """The items of `work`, each pass run alone. Closing it, or an error of a pass, ends the work."""
+    """The items of `work`, each pass run alone. Closing this generator, or an error in a pass, closes `work`."""
     with closing(work):
         for item in work:
             if isinstance(item, Pass):

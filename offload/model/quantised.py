@@ -1,4 +1,4 @@
-"""A model's quantised weights, made from the exact ones: the target proposes to itself with them."""
+"""Quantised copies of a model's weights, with which the target is its own draft."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
 
 @dataclass(frozen=True)
 class QuantisedWeights:
-    """weights: the matrices of the layers and of the head quantised, resident; norms and biases as they are, and so is
-    a head that the checkpoint stores in blocks. blocks: the memory that was allocated for them."""
+    """A quantised copy of a model's weights. weights: resident; the matrices of the layers and of the head are
+    quantised. Norms and biases are the exact ones, and so is a head that the checkpoint stores in blocks. blocks: the
+    memory that was allocated for the copy."""
 
     weights: Weights
     blocks: Sequence[Tensor]
 
     def release(self, memory: Memory) -> None:
-        """They are not used again."""
+        """Release the copy's memory."""
         for block in self.blocks:
             memory.released(block, tier="device", purpose=LOW_BIT_WEIGHTS)
 
@@ -38,10 +39,10 @@ class QuantisedWeights:
 def quantised_weights(
     weights: Weights, config: ModelConfig, bits: int, memory: Memory, kernels: DeviceKernels
 ) -> QuantisedWeights:
-    """In `bits` bits, 4 or 6. config: of the shard that `weights` are of. Weights that stream cross the link for it
-    once, unless their codes are there already. kernels: the CPU's or the GPU's.
+    """A copy of `weights` in `bits` bits, 4 or 6. config: of the shard that `weights` belong to. Streamed weights cross
+    the link once for it, unless their codes are on the device already. kernels: the CPU's or the GPU's.
 
-    Raises UsageError where the kernels, which passes over them need, do not run; DoesNotFit.
+    Raises UsageError where the kernels, which passes over the copy need, do not run; DoesNotFit.
     """
     if not kernels.usable:
         raise UsageError(
@@ -63,7 +64,7 @@ def quantised_weights(
         fill_coded(layers[-1], exact, kernels)
     layers += made
     head = weights.head
-    if head is not None and isinstance(head.weight, Tensor):  # one that is stored in few bits stays as it is
+    if head is not None and isinstance(head.weight, Tensor):  # a head that is stored in blocks is used as it is
         packed = LayerLayout.pack(in_codes("head", tuple(head.weight.shape), bits))
         coded = Linear(Codes(packed.tensors(allocate(packed))["head.blocks"]), head.bias)
         fill_codes(coded, head, kernels)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Due(NamedTuple):
-    """A sum to come, of [rows, width]. dtype: None, that of the rows that a pass works on."""
+    """An expected sum of [rows, width]. dtype: None for the dtype of the pass's rows."""
 
     rows: int
     width: int
@@ -19,23 +19,23 @@ class Due(NamedTuple):
 
 
 class Sums(Protocol):
-    """Sums over the ranks that share a model. size: how many they are."""
+    """Sums over the ranks that share a model. size: the number of ranks."""
 
     @property
     def size(self) -> int: ...
 
     def due(self, sums: Sequence[Due], like: Tensor) -> AbstractContextManager[None]:
-        """In the body, these sums are made on every rank, of tensors on the device of `like` and of its dtype, or
-        theirs."""
+        """Expect `sums` in the body: every rank makes them there, in this order, of tensors on the device of `like`, in
+        its dtype unless a sum names its own."""
         ...
 
     def total(self, part: Tensor) -> Tensor:
-        """part [n, hidden] of this rank -> the sum over all, the same bits on each. `part` may be used for it."""
+        """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each. `part` may be overwritten."""
         ...
 
 
 class OneRank:
-    """The sums of a model that one rank has to itself."""
+    """The sums of a model on one rank: each part is its own sum."""
 
     size = 1
 

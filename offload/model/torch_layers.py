@@ -1,4 +1,4 @@
-"""Layers by torch's operators, over any number of rows on any device."""
+"""Layers run by torch's operators over any number of rows on any device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from offload.weights.linear import Linear
 
 
 class TorchLayers:
-    """Runs the steps of layers. Steps are kept by the weights that they use, which stay where they are: streamed ones
-    come to a few staging buffers."""
+    """Executor of layers' steps by torch's operators. The list of steps is made once for each set of weights, whose
+    addresses do not change: streamed weights use a few staging buffers."""
 
     def __init__(self, config: ModelConfig, sums: Sums) -> None:
         self._config, self._sums = config, sums
@@ -30,8 +30,8 @@ class TorchLayers:
     def run(
         self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows, blocks: Sequence[int] | None = None
     ) -> None:
-        """x [T, hidden], in place. blocks: the numbers of rows that every matrix product sees, one block after the
-        other (T is their sum), so that a row's bits do not depend on how many others there are; None: all at once."""
+        """Run a layer on x [T, hidden], in place. blocks: numbers of rows of the successive blocks, T in all, in which
+        every matrix product runs, so that a row's bits do not depend on T; None: all rows at once."""
         operands: dict[Operand, Tensor] = {"x": x}
         for step in self._steps_of(layer, weights):
             match step:
@@ -45,7 +45,7 @@ class TorchLayers:
                     x *= step.factor
 
     def logits(self, hidden: Tensor, norm: NormWeights, head: Linear, blocks: Sequence[int] | None = None) -> Tensor:
-        """hidden [n, hidden] -> [n, V]. blocks: as of `run`."""
+        """The head's product: hidden [n, hidden] -> logits [n, V]. blocks: as in `run`."""
         return _by_block(blocks, hidden, lambda rows: head(norm(rows)))
 
     def _steps_of(self, layer: int, weights: LayerWeights) -> list[LayerStep]:
@@ -63,7 +63,7 @@ class TorchLayers:
             operands[step.out] = made
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """qkv [T, outputs] -> [T, H * D]."""
+        """The attention's output: qkv [T, outputs] -> [T, H * D]."""
         own, weights = step.attention, step.weights
         q, k, *others = qkv.split(own.parts, 1)
         values = k if own.values_are_keys else others.pop(0)
@@ -78,7 +78,7 @@ class TorchLayers:
 
 
 def _product(step: Product, rows: Tensor) -> Tensor:
-    """What the step makes of rows [n, inputs], but for the ending "add": the product alone."""
+    """The step's product over rows [n, inputs] with its ending, except for "add"."""
     made = step.linear(rows if step.norm is None else step.norm(rows))
     if step.ending == "gate":
         gate, up = made.chunk(2, -1)
@@ -93,7 +93,7 @@ def _activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
-    """`operator` over x in blocks of exactly these numbers of rows."""
+    """`operator` over x in blocks of the given numbers of rows."""
     if blocks is None or len(blocks) == 1:
         return operator(x)
     return torch.cat([operator(part) for part in x.split(list(blocks))])

@@ -1,1 +1,1 @@
-"""Code that runs on the devices themselves, and how Python calls it: C++ for CPUs, Triton for GPUs."""
+"""Native code for the devices, C++ for CPUs and Triton for GPUs, and its interface to Python."""

@@ -27,13 +27,13 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 
 
 class Matrix(ctypes.Structure):
-    """stored.h"""
+    """A stored weight matrix, see stored.h."""
 
     _fields_ = [*_pointers("rows"), *_integers("kind", "numbers", "nbytes")]
 
 
 class Product(ctypes.Structure):
-    """products.h"""
+    """A product with its norm and ending, see products.h."""
 
     _fields_ = [
         *_pointers("x", "norm", "norm_bias"),
@@ -48,7 +48,7 @@ class Product(ctypes.Structure):
 
 
 class Run(ctypes.Structure):
-    """attention.h"""
+    """A run of keys and values, see attention.h."""
 
     _fields_ = [
         *_pointers("keys", "values"),
@@ -58,7 +58,7 @@ class Run(ctypes.Structure):
 
 
 class Encoding(ctypes.Structure):
-    """kv_codes.h"""
+    """Keys and values to encode, and their blocks of codes, see kv_codes.h."""
 
     _fields_ = [
         *_pointers("keys", "values", "blocks"),
@@ -68,13 +68,13 @@ class Encoding(ctypes.Structure):
 
 
 class PackedShape(ctypes.Structure):
-    """packed.h"""
+    """The shape of a packed block, see packed.h."""
 
     _fields_ = [*_integers("numbers", "group", "room")]
 
 
 class Residual(ctypes.Structure):
-    """residuals.h"""
+    """A weight matrix split into codes and residual, see residuals.h."""
 
     _fields_ = [
         *_pointers("weight", "blocks", "low", "heads", "fours", "escapes"),
@@ -83,13 +83,13 @@ class Residual(ctypes.Structure):
 
 
 class PageShape(ctypes.Structure):
-    """kv_residuals.h"""
+    """The shape of a page of keys and values, see kv_residuals.h."""
 
     _fields_ = [*_integers("kv_heads", "page_tokens", "head_dim")]
 
 
 class Attention(ctypes.Structure):
-    """attention.h"""
+    """An attention of new rows with its results, see attention.h."""
 
     _fields_ = [
         *_pointers("queries", "partials", "masses"),
@@ -102,7 +102,7 @@ class Attention(ctypes.Structure):
 
 
 class Rotation(ctypes.Structure):
-    """rotation.h"""
+    """New rows to rotate and to append to a cache, see rotation.h."""
 
     _fields_ = [
         *_pointers("q", "k", "v", "cos", "sin", "growth", "q_weight", "k_weight", "queries", "runs"),
@@ -137,7 +137,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes the types of all functions."""
+    """Declare the types of all functions to ctypes."""
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

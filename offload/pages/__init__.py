@@ -1,1 +1,1 @@
-"""Where the keys and values of tokens lie, page by page and tile by tile, and what moves them."""
+"""The paged storage of keys and values, in tiles, and the copies between host and device."""

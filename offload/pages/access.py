@@ -1,7 +1,7 @@
-"""The three ways to have a tile at hand during a forward.
+"""Access to tiles during a forward, in three kinds.
 
-`TileAccess` uses tiles at home; `StreamedTiles` cross the link into staging slots, tile after tile; `PrefillTiles` stay
-on the device while their layer is worked on.
+`TileAccess` uses tiles at home. `StreamedTiles` fetches tile after tile over the link into staging slots.
+`PrefillTiles` keeps a layer's tiles on the device while the layer is computed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from offload.pages.tiles import TileStore
 from offload.transfer.arena import Arena
 from offload.transfer.link import Event, Link
 
-_AGAIN_SHARE, _AGAIN_SECONDS = 0.25, 1.0  # of a round, and of any time: for packing pages anew, at most
+_AGAIN_SHARE, _AGAIN_SECONDS = 0.25, 1.0  # time for packing pages anew: at most this share of a round, these seconds
 
 
 class TileAccess:
     """Access to tiles during one forward. Tiles are opened layer by layer, in the order of their places, and closed
     after use.
 
-    Here every tile is on the device: its home is where it is used, and nothing moves.
+    In this class every tile is on the device and is used at its home.
     """
 
     def __init__(self, store: TileStore) -> None:
@@ -36,26 +36,26 @@ class TileAccess:
         self._store.grow(length + num_rows)
 
     def open(self, layer: int, index: int) -> Tensor:
-        """The tile on the device. The caller may write new rows into it, and says so with `wrote`."""
+        """The tile on the device. The caller may write new rows into it, and then calls `wrote`."""
         return self._store.home(layer, index)
 
     def wrote(self, layer: int, index: int, start: int, stop: int) -> None:
-        """Tokens start to stop of the opened tile are new."""
+        """Tokens `start` to `stop` of the opened tile were written."""
 
     def close(self, layer: int, index: int) -> None:
-        """The tile was used."""
+        """The forward does not use the tile any more."""
 
     def end(self) -> None:
-        """The forward is over or was broken off: nothing of it is under way any more but copies home."""
+        """End a forward, which may have been interrupted. Afterwards only copies home may still be in progress."""
 
     def fetch_ahead(self, length: int) -> None:
-        """After a forward, with `length` tokens in the cache: begin to bring what the next one needs first."""
+        """After a forward, with `length` tokens in the cache, begin to fetch the first tiles of the next one."""
 
     def forget(self) -> None:
-        """Homes change by a forward of another access: what was fetched ahead for the next one is stale."""
+        """Drop tiles that were fetched ahead: a forward with another access changes their homes."""
 
     def settle(self) -> None:
-        """Return when no copy reads the homes, also none that was fetched ahead: they are given back next."""
+        """Wait until no copy reads the homes, including fetches ahead, so that the homes can be released or written."""
 
 
 @dataclass
@@ -63,17 +63,17 @@ class _Slot:
     tile: Tensor
     full: Event
     free: Event
-    left: Event  # its last new rows are home, in whichever forward that was
-    staged: StagedPages | None = None  # how its pages lie, if not as they are
-    opened: Tensor | None = None  # where it is used: here, or where it was unpacked
+    left: Event  # the last new rows of the slot are home, from this forward or an earlier one
+    staged: StagedPages | None = None  # formats of the pages; None: raw
+    opened: Tensor | None = None  # the tile in use: the slot itself, or the unpacked tile
 
 
 class StreamedTiles(TileAccess):
-    """Decode with the cache on the host: tiles flow through staging slots in the order in which layers want them.
+    """Decode with the cache on the host: tiles cross into staging slots in the order in which layers use them.
 
-    While one tile is attended the next is on its way, across layer boundaries and, with `fetch_ahead`, across forwards:
-    rows that are in the cache stay as they are. Only pages in use are copied. New rows are written into the staged tile
-    and copied home from there. Whole pages that lie packed at home are packed between passes.
+    While one tile is attended the next one is being copied, across layer boundaries and, with `fetch_ahead`, across
+    forwards, since rows in the cache do not change. Only pages in use are copied. New rows are written into the staged
+    tile and copied home from there. Whole pages are packed between passes, where homes hold packed pages.
     """
 
     def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], mover: Mover) -> None:
@@ -82,10 +82,10 @@ class StreamedTiles(TileAccess):
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
         self._position: dict[tuple[int, int], int] = {}
-        self._length = 0  # tokens in the cache as the forward began
+        self._length = 0  # tokens in the cache at the start of the forward
         self._finished = False  # the last tile of the forward was closed
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
-        self._packed = perf_counter()  # when pages were packed last
+        self._packed = perf_counter()  # time of the last packing
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
@@ -93,7 +93,7 @@ class StreamedTiles(TileAccess):
         self._order = self._store.streamed(length + num_rows)
         self._position = {key: i for i, key in enumerate(self._order)}
         first, ahead = self._order[: len(self._slots)], self._ahead
-        self._ahead = []  # also where what follows is broken off
+        self._ahead = []  # cleared first: the rest may be interrupted
         if first != ahead:
             self._pack(length)
             self._fetch_first(length)
@@ -125,7 +125,7 @@ class StreamedTiles(TileAccess):
         self._finished = self._position[layer, index] + 1 == len(self._order)
 
     def end(self) -> None:
-        if not self._finished:  # the forward broke off: it closed none of what it had opened
+        if not self._finished:  # interrupted: opened tiles were not closed
             for slot in self._slots:
                 slot.full.wait()
                 slot.free = self._link.record()
@@ -135,11 +135,11 @@ class StreamedTiles(TileAccess):
         if self._finished and not self._ahead:
             self._pack(length)
             self._fetch_first(length)
-            self._ahead = self._order[: len(self._slots)]  # now they are, even if the next step is broken off
+            self._ahead = self._order[: len(self._slots)]  # set last: the fetches may be interrupted
 
     def forget(self) -> None:
         for slot in self._slots:
-            slot.full.wait()  # homes that it is read from must not be written meanwhile
+            slot.full.wait()  # its home must not be written during the copy
         self._ahead = []
 
     def settle(self) -> None:
@@ -147,8 +147,9 @@ class StreamedTiles(TileAccess):
             slot.full.synchronize()
 
     def _pack(self, length: int) -> None:
-        """Pack the whole pages of `length` tokens, and anew those that have codes since, for at most a share of the
-        time since the last pass: a short text should not wait for all. An interrupt comes between some and others."""
+        """Pack the whole pages of `length` tokens, then pack anew the pages that have got codes since. The latter takes
+        at most a share of the time since the last packing, so that a short text need not wait for all pages. An
+        interrupt can come between two batches."""
         if (pages := self._mover.packed) is None:
             return
         now = perf_counter()
@@ -168,18 +169,19 @@ class StreamedTiles(TileAccess):
             self._fetch(position, length)
 
     def _fetch(self, position: int, length: int) -> None:
-        """The pages that `length` tokens use."""
+        """Begin to fetch the pages that `length` tokens use of the tile at `position` in the order."""
         layer, index = self._order[position]
         slot = self._slots[position % len(self._slots)]
-        # What was fetched ahead and is not wanted must have come before the slot is anybody else's.
+        # A dropped fetch ahead must have completed before the slot is reused: `full`.
         after = (slot.full, slot.free, slot.left)
         slot.full, slot.staged = self._mover.fetch(slot.tile, layer, index, length, after)
 
 
 class PrefillTiles(TileAccess):
-    """Prefill with the cache on the host: one layer's tiles stay on the device while its rows are worked on.
+    """Prefill with the cache on the host: one layer's tiles stay on the device while the layer is computed.
 
-    Each row crosses the link once, to its home, behind the computation; tiles that had tokens before come over once.
+    Each new row crosses the link once, to its home, while computation goes on. Tiles with earlier tokens are fetched
+    once.
     """
 
     def __init__(self, store: TileStore, link: Link, arena: Arena, mover: Mover) -> None:
@@ -221,7 +223,7 @@ class PrefillTiles(TileAccess):
             self._send(index)
 
     def end(self) -> None:
-        """Send the last layer home. Returns when no copy of the device memory is under way."""
+        """Send the last layer home. Returns when no copy uses the tiles on the device any more."""
         self._leave()
         self._mover.wait()
         for full, _ in self._full.values():
@@ -235,7 +237,8 @@ class PrefillTiles(TileAccess):
         return self._tiles[index - self._store.num_resident(self._layer)]
 
     def _enter(self, layer: int) -> None:
-        """Start to fetch what `layer` has; a tile is overwritten only after the last layer's copy of it left."""
+        """Begin to fetch the tiles of `layer`. A tile is overwritten only after the previous layer's copy of it has
+        left the device."""
         self._leave()
         previous, self._layer = self._layer, layer
         free = self._link.record()

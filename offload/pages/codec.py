@@ -1,4 +1,4 @@
-"""How pages of the cache are written to the host's memory in fewer bits, and read there, whichever way they lie."""
+"""Codec of the cache's pages in host memory: it packs them into fewer bits, and reads packed and residual pages."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from offload.pages.tiles import TileShape
 
 
 class PageCodes(Protocol):
-    """Codes in 4 bits of the full cache's tokens, kept on the device. They stay as long as the rows of their tokens."""
+    """4-bit codes of the full cache's tokens, on the device. Codes exist as long as their tokens' rows."""
 
     @property
     def order(self) -> Order: ...
 
     @property
     def covered(self) -> int:
-        """Tokens up to here have codes, but for the first few."""
+        """Tokens before this position have codes, except the first few."""
         ...
 
     def first_group(self, page: int) -> int:
-        """That a page begins with, of a head; less than 0 where its first tokens have none."""
+        """The first group of a page, within a head; negative where the page's first tokens have no codes."""
         ...
 
     def of_layer(self, layer: int) -> Tensor:
-        """uint8 [H_kv, groups, bytes] on the device."""
+        """The codes of a layer, uint8 [H_kv, groups, bytes] on the device."""
         ...
 
     def of_page(self, layer: int, page: int) -> Tensor:
-        """uint8 [H_kv, groups of a page, bytes] on the host, of a page all of whose tokens have codes."""
+        """The codes of a page, uint8 [H_kv, groups of a page, bytes] on the host. All its tokens must have codes."""
         ...
 
 
 class PageCodec:
-    """Of the pages in `table`. kernels: the CPU's. codes: of these pages' tokens, if there are any."""
+    """Codec of the pages in `table`. kernels: the CPU's. codes: the 4-bit codes of the pages' tokens, if any."""
 
     def __init__(self, shape: TileShape, table: PageTable, kernels: Library) -> None:
         assert shape.dtype == torch.bfloat16
@@ -52,17 +52,17 @@ class PageCodec:
         self.codes: PageCodes | None = None
 
     def outside_code_range(self, page: Page) -> bool:
-        """Nor would it if all tokens that may have codes had theirs."""
+        """Whether the page never gets codes for all its tokens: there are no codes, or its first tokens have none."""
         return self.codes is None or self.codes.first_group(page[1]) < 0
 
     def has_codes(self, page: Page) -> bool:
-        """Whether all of its tokens have theirs now."""
+        """Whether all of the page's tokens have codes now."""
         if self.codes is None or self.outside_code_range(page):
             return False
         return (page[1] + 1) * self._shape.page_tokens <= self.codes.covered
 
     def pack(self, pages: Sequence[Page]) -> None:
-        """Have those of these raw pages lie packed, in their places, that fit there."""
+        """Pack raw pages into their places at home. Pages that do not fit there stay raw."""
         if not pages:
             return
         numbers = self._table.raw.addresses([self._table.slots[page] for page in pages])
@@ -71,7 +71,7 @@ class PageCodec:
         self._table.set_packed([page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits])
 
     def split_off(self, pages: Sequence[Page]) -> set[Page]:
-        """Have these raw pages lie as residuals beside their codes. -> Those that do now."""
+        """Write raw pages home as residuals of their codes -> the pages for which that succeeded."""
         if self.codes is None or not pages:
             return set()
         numbers = self._table.raw.addresses([self._table.slots[page] for page in pages]).tolist()
@@ -94,8 +94,8 @@ class PageCodec:
         return {*done}
 
     def read(self, pages: Sequence[Page], outs: Sequence[Tensor], first: int = 0) -> None:
-        """Pages in outs, bf16 [2, H_kv, tokens, D] each: of each head from that group on, of PACKED_TOKENS, or of GROUP
-        where a page is a residual."""
+        """Read pages into `outs`, bf16 [2, H_kv, tokens, D] each, from group `first` of each head on. A group has
+        PACKED_TOKENS tokens, or GROUP tokens where the page is a residual."""
         packed, beside, kept = [], [], []
         for (layer, number), out in zip(pages, outs, strict=True):
             flag, blocks = int(self._table.flags[layer, number]), self._table.blocks[layer, :, number].tolist()
@@ -120,7 +120,7 @@ class PageCodec:
             restore_pages(torch.tensor(beside), self.page_shape, self.codes.order, self._kernels)
 
     def tokens(self, layer: int, number: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in memory of their own."""
+        """Tokens `start` to `stop` of a page as bf16 [2, H_kv, stop - start, D] on the host, in new memory."""
         shape = self._shape
         stop = shape.page_tokens if stop is None else stop
         step = GROUP if self._table.flags[layer, number] == RESIDUAL else PACKED_TOKENS
@@ -130,10 +130,10 @@ class PageCodec:
         return out[:, :, start - first * step : stop - first * step]
 
     def chunks(self, layer: int, index: int, half: int, runs: Tensor, out: Tensor) -> None:
-        """Runs of tokens of a tile's keys (half 0) or values, each in one head, to the rows of `out` [n, tokens * D] on
-        the host. runs int64 [n]: number of each in the half, which is cut into such runs; the tokens of one are a
-        multiple of PACKED_TOKENS."""
-        assert self.codes is None  # who has codes asks for no chunks
+        """Read runs of tokens of a tile's keys (half 0) or values (half 1), each of one head, to the rows of `out`
+        [n, tokens * D] on the host. runs int64 [n]: index of each run in the half, which is divided into runs of this
+        length; the number of tokens of a run is a multiple of PACKED_TOKENS."""
+        assert self.codes is None  # with codes, no caller reads chunks
         per_run = out.shape[1] // self.packing.group
         page, run = runs // (per_page := self.packing.num_groups // per_run), runs % per_page
         page = page + index * self._shape.num_pages
@@ -151,6 +151,6 @@ class PageCodec:
 
 
 def move(to: int, at: int, size: int) -> None:
-    """So many bytes of the host from one address to another."""
+    """Copy `size` bytes of host memory from address `at` to address `to`."""
     if to != at:
         ctypes.memmove(to, at, size)

@@ -1,4 +1,4 @@
-"""What moves the pages of tiles between their homes and the device: every copy of a decode pass and of a prefill."""
+"""The mover of tiles between their homes and the device: every copy of a decode pass and of a prefill."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from offload.transfer.link import Event, Link
 
 
 class Mover:
-    """Copies over `link`, each ordered after those of its tile's home that `traffic` knows.
+    """Copies of tiles over `link`, each ordered after the registered copies of the same home in `traffic`.
 
-    packed: pages of streamed tiles, which lie packed at home and cross so. They are unpacked by `kernels`, the
-    device's, into `unpacked`, one tile of the device [2, P, H_kv, S, D] for all. None: tiles cross as they are.
+    packed: the pages of streamed tiles, which are packed at home and on the link. kernels: the device's, which unpack
+    them into `unpacked`, one tile on the device [2, P, H_kv, S, D]. packed None: tiles cross raw.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Mover:
         assert (packed is None) == (unpacked is None)
         self.packed, self._unpacked, self._kernels = packed, unpacked, kernels
         self._store, self._link, self._traffic = store, link, traffic
-        self._left: Event = link.record()  # new rows of `unpacked`
+        self._left: Event = link.record()  # the last new rows of `unpacked` are home
 
     def fetch(
         self, slot: Tensor, layer: int, index: int, num_tokens: int, after: tuple[Event, ...]
     ) -> tuple[Event, StagedPages | None]:
-        """Bring the pages of a tile that the first `num_tokens` tokens reach into to `slot`, after these
-        events -> (when they came, how they lie there; None: as they are)."""
+        """Begin to copy the pages of a tile that the first `num_tokens` tokens use into `slot`, after the events
+        `after` -> (event of completion, the pages' formats in the slot; None: raw)."""
         num_pages = self._store.shape.used_pages(index, num_tokens)
         after = (*after, *self._traffic.before((layer, index)))
         if self._crosses_packed(layer, index):
@@ -46,13 +46,13 @@ class Mover:
         home = self._store.home(layer, index)
         if num_pages == slot.shape[1]:
             return self._link.to_device(slot, home, after), None
-        if not num_pages:  # all its rows will be new, it only has to be ours
+        if not num_pages:  # all its rows will be new: no copy
             return All(after), None
         self._link.to_device(slot[0, :num_pages], home[0, :num_pages], after)
         return self._link.to_device(slot[1, :num_pages], home[1, :num_pages], after), None
 
     def opened(self, slot: Tensor, staged: StagedPages | None) -> Tensor:
-        """The tile that came into `slot`, to be used before the next one is opened: the slot itself, or `unpacked`."""
+        """The raw tile of `slot`, valid until the next one is opened: the slot itself, or `unpacked`."""
         if staged is None:
             return slot
         assert self._unpacked is not None
@@ -61,15 +61,16 @@ class Mover:
         return self._unpacked
 
     def open_in_place(self, tile: Tensor, staged: StagedPages | None) -> None:
-        """The same where it came. Packed bytes are no numbers, not even finite ones: none are left."""
+        """Unpack a tile in place. Pages after the staged ones are zeroed, since packed bytes read as numbers may not be
+        finite."""
         if staged is None or not (num_pages := len(staged.flags)):
             return
         tile[:, :num_pages].copy_(self.opened(tile, staged)[:, :num_pages])
         tile[:, num_pages:].zero_()
 
     def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
-        """Send home the pages of `tile` that its tokens `start` to `stop`, new ones, lie in: whole pages are contiguous
-        in each half. Raises DoesNotFit where pages that lie packed find no slot to wait in."""
+        """Begin to copy home the pages of `tile` that contain its new tokens `start` to `stop`. Whole pages are copied,
+        which are contiguous in each half. Raises DoesNotFit where there is no slot for raw pages of a packed tile."""
         if self._crosses_packed(layer, index):
             assert self.packed is not None
             event = self.packed.write(layer, index, tile, start, stop)
@@ -85,11 +86,11 @@ class Mover:
         return event
 
     def before(self, layer: int, index: int) -> tuple[Event, ...]:
-        """What a copy from its home has to wait for."""
+        """The events that a copy from the tile's home has to wait for."""
         return self._traffic.before((layer, index))
 
     def wait(self) -> None:
-        """Return when every home is up to date."""
+        """Wait until every home is up to date."""
         self._traffic.wait()
 
     def _crosses_packed(self, layer: int, index: int) -> bool:

@@ -1,7 +1,7 @@
-"""Pages that lie packed at home, in about 12 of a number's 16 bits, or in 9 where their codes in 4 bits are on the
-device: they take less of the host's memory, and fewer bytes of them cross the link.
+"""Packed pages at home, in about 12 of a number's 16 bits, or in 9 where their 4-bit codes are on the device. They take
+less host memory, and fewer bytes cross the link.
 
-Nothing is lost, so it never matters to what is computed which pages are packed, and when that was done.
+Packing is lossless, so results do not depend on which pages are packed, or when.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from offload.pages.traffic import All, Traffic
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
-_AT_A_TIME = 32  # pages that are packed between two moments in which an interrupt may come
+_AT_A_TIME = 32  # pages that are packed between two points at which an interrupt may come
 
 
 @dataclass(frozen=True)
 class StagedPages:
-    """The first pages of tile `index` of a layer in a staging slot, as they lay at home: of each how it lay, uint8
-    [pages], and where its keys and its values begin, int64 [2, pages] bytes, both on the device. kinds: all that there
-    are of the former."""
+    """The first pages of tile `index` of a layer in a staging slot, in their formats at home. flags: format of each
+    page, uint8 [pages] on the device. starts: byte offsets of the keys and of the values, int64 [2, pages] on the
+    device. kinds: the set of formats among them."""
 
     layer: int
     index: int
@@ -38,12 +38,13 @@ class StagedPages:
 
 
 class PackedPages:
-    """Pages of a store's streamed tiles, on their way home and back.
+    """The pages of a store's streamed tiles, which are packed at home.
 
-    A page is raw from when it is written until it is packed: once its last token was written, and either a pass is over
-    or slots for others are short. Where `codec` has codes, it waits for those of all its tokens, and then is what its
-    numbers have beside them; was it packed without them before, it is packed anew. One that would take too many escapes
-    stays raw. Where nothing that is raw can be packed, there are more slots from then on.
+    A written page is raw, in a slot, until it is packed. It can be packed once its last token is written; that happens
+    between passes, or when slots run short. Where `codec` has codes, packing waits for the codes of all its tokens, and
+    the page is then stored as its residual. A page that was packed without codes is packed anew once it has them. A
+    page that would need too many escapes stays raw. If slots run short and no raw page can be packed, more slots are
+    allocated.
 
     kernels: the CPU's.
     """
@@ -52,16 +53,16 @@ class PackedPages:
         self._store, self._link, self._traffic = store, link, traffic
         self.table = PageTable(store, memory)
         self.codec = PageCodec(store.shape, self.table, kernels)
-        self._new: dict[Page, bool] = {}  # raw ones that nobody tried to pack since they were written: whether whole
-        self._without: dict[Page, None] = {}  # those that were packed while they had no codes
+        self._new: dict[Page, bool] = {}  # raw pages, not tried to pack since they were written: whether whole
+        self._without: dict[Page, None] = {}  # pages that were packed before they had codes
 
     def reserve(self, num_slots: int) -> None:
-        """Have so many slots. Raises DoesNotFit."""
+        """Allocate slots until there are `num_slots`. Raises DoesNotFit."""
         self.table.raw.add(num_slots - self.table.raw.num_slots)
 
     def write(self, layer: int, index: int, tile: Tensor, start: int, stop: int) -> Event:
-        """Tokens `start` to `stop` of `tile`, on the device, are new: send their pages, with all that these hold, to
-        slots. Raises DoesNotFit where all are taken and there is no memory for more."""
+        """Begin to copy whole pages of `tile`, on the device, that contain its new tokens `start` to `stop`, to slots.
+        Raises DoesNotFit where all slots are taken and there is no memory for more."""
         size, ready = self._store.shape.page_tokens, self._link.record()
         numbers = range(start // size, -(-stop // size))
         pages = [(layer, index * self._store.shape.num_pages + number) for number in numbers]
@@ -79,8 +80,8 @@ class PackedPages:
     def fetch(
         self, slot: Tensor, layer: int, index: int, num_pages: int, after: tuple[Event, ...]
     ) -> tuple[Event, StagedPages]:
-        """Bring the first pages of a tile to `slot`, of the tile's shape, one after the other as they lie, and no more
-        than they fill -> (when they came, what did)."""
+        """Begin to copy the first pages of a tile into `slot`, which has the tile's shape, one after the other in their
+        formats; the rest of the slot is not written -> (event of completion, the staged pages)."""
         there = slot.view(-1).view(torch.uint8)
         event: Event = All(after)
         for content in self._contents(layer, index, num_pages):
@@ -96,8 +97,8 @@ class PackedPages:
         return event, StagedPages(layer, index, entries.flags[layer, pages], entries.starts[layer, :, pages], kinds)
 
     def pack_some(self, num_tokens: int) -> int:
-        """Pack some raw whole pages of `num_tokens` tokens, those that were written first. The host waits until they
-        are home and nobody reads them. -> How many, 0 where none are left."""
+        """Pack some raw whole pages of `num_tokens` tokens, the oldest first. The host waits until they are home and
+        nothing reads them -> how many were packed, 0 where none are left."""
         stop = num_tokens // self._store.shape.page_tokens
         whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
         ready = [page for page in whole if self.codec.has_codes(page) or self.codec.outside_code_range(page)]
@@ -105,12 +106,13 @@ class PackedPages:
         return len(ready[:_AT_A_TIME])
 
     def due_again(self) -> list[Page]:
-        """Pages that have codes since they were packed without; first those that are raw, since they did not fit."""
+        """Pages that were packed without codes and have codes now; first the ones that are raw because they did not
+        fit."""
         again = (page for page in self._without if self.codec.has_codes(page))
         return sorted(again, key=lambda page: (page not in self.table.slots, page))
 
     def pack_again(self, pages: list[Page]) -> list[Page]:
-        """Pack some of these anew, as far as there are free slots for them. -> Those that are left."""
+        """Pack some of `pages` anew, as far as free slots allow -> the remaining pages."""
         raw = self.table.raw
         some = pages[: max(min(_AT_A_TIME, raw.num_free), 1)]
         self._lift([page for page in some if page not in self.table.slots][: raw.num_free])
@@ -118,19 +120,19 @@ class PackedPages:
         return pages[len(some) :]
 
     def to_fill(self, number: int) -> dict[int, Tensor]:
-        """Page `number` of the layers in which it streams, [2, H_kv, S, D] each, to be written to on the host. `filled`
-        has to follow. Raises DoesNotFit."""
+        """Page `number` of the layers in which it streams, [2, H_kv, S, D] each, for the caller to fill on the host and
+        then to call `filled`. Raises DoesNotFit."""
         pages = self.table.streaming(number)
         slots = self._slots_for(pages)
         self._set_raw(pages, slots)
         return {layer: self.table.raw.page(slot) for (layer, _), slot in zip(pages, slots, strict=True)}
 
     def filled(self, number: int) -> None:
-        """Pack that page, in all layers."""
+        """Pack page `number` in all layers in which it streams."""
         self._pack([page for page in self.table.streaming(number) if page in self.table.slots])
 
     def keep(self, num_tokens: int) -> None:
-        """Pages after these tokens have no rows any more: they need no slots."""
+        """Free the slots of the pages after the first `num_tokens` tokens, which have no rows any more."""
         first = -(-num_tokens // self._store.shape.page_tokens)
         if dropped := [page for page in self.table.slots if page[1] >= first]:
             self._settle(dropped)
@@ -138,16 +140,16 @@ class PackedPages:
             self._forget(dropped)
 
     def nbytes(self) -> int:
-        """Of slots."""
+        """Bytes of the slots."""
         return self.table.raw.nbytes()
 
     def release(self) -> None:
-        """Give the slots back; the pages are not used again."""
+        """Release the slots; the pages are not used again."""
         self.table.raw.release()
 
     def _contents(self, layer: int, index: int, num_pages: int) -> Iterator[Tensor]:
-        """What the first pages of a tile have, in as few pieces as they lie in: uint8 [1, 1, bytes] of pages at home,
-        [2, n, bytes] of raw ones, keys and then values."""
+        """The bytes of a tile's first pages in as few contiguous pieces as possible: uint8 [1, 1, bytes] of pages at
+        home, uint8 [2, n, bytes] of raw pages, keys and then values."""
         first, at = index * self._store.shape.num_pages, self._store.address(layer, index)
         own, table = slice(first, first + num_pages), self.table
         flags = table.flags[layer, own].tolist()
@@ -165,7 +167,7 @@ class PackedPages:
             start = stop
 
     def _slots_for(self, pages: Sequence[Page]) -> list[int]:
-        """Where these pages will be raw: their own slots, or free ones, for which others are packed first."""
+        """Slots for `pages`: their own, or free ones. Where too few are free, other pages are packed first."""
         missing = [page for page in pages if page not in self.table.slots]
         raw = self.table.raw
         while (short := len(missing) - raw.num_free) > 0:
@@ -177,7 +179,7 @@ class PackedPages:
         return [own[page] for page in pages]
 
     def _lift(self, pages: Sequence[Page]) -> None:
-        """Have these pages, which are at home, in slots, to be packed otherwise."""
+        """Unpack pages from home into slots, to be packed anew."""
         if not pages:
             return
         slots = self._slots_for(pages)
@@ -186,7 +188,7 @@ class PackedPages:
         self._new |= dict.fromkeys(pages, True)
 
     def _pack(self, pages: Sequence[Page]) -> None:
-        """Pack these raw pages home, beside their codes where they have some. Those that do not fit there stay."""
+        """Pack raw pages home, as residuals where they have codes. Pages that do not fit stay raw."""
         if not pages:
             return
         self._settle(pages)
@@ -202,7 +204,7 @@ class PackedPages:
         self._forget(pages)
 
     def _forget(self, pages: Sequence[Page]) -> None:
-        """What was known of these when they lay otherwise."""
+        """Drop the packing state of `pages`, whose format has changed."""
         for page in pages:
             self._new.pop(page, None)
             self._without.pop(page, None)
@@ -212,6 +214,6 @@ class PackedPages:
 
 
 def _together(flags: Sequence[int], end: int, begin: int) -> bool:
-    """Whether two pages cross in one piece: raw ones, or such at home as lie one behind the other."""
+    """Whether two successive pages are copied as one piece: both raw, or both at home and adjacent."""
     are_raw = [flag == RAW for flag in flags]
     return all(are_raw) or (not any(are_raw) and end == begin)

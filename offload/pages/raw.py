@@ -1,4 +1,4 @@
-"""Host memory for pages that lie as they are, while their homes have room for packed ones only."""
+"""Host memory for raw pages of tiles whose homes have room for packed pages alone."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ PURPOSE = "raw pages"
 
 @dataclass(frozen=True)
 class _Slot:
-    """Number `at` of the pages in `block` [2, n, H_kv, S, D], which lies at `address`."""
+    """Page `at` of `block` [2, n, H_kv, S, D], which begins at `address`."""
 
     block: Tensor
     at: int
     address: int
 
     def addresses(self) -> list[int]:
-        """Of the keys and of the values."""
+        """The addresses of the keys and of the values."""
         num_pages, page_bytes = self.block.shape[1], self.block[0, 0].nbytes
         return [self.address + (kind * num_pages + self.at) * page_bytes for kind in range(2)]
 
 
 class RawPages:
-    """Slots of one layer's page each, numbered from 0 on. There are as many as were added; they are never moved."""
+    """Slots for one page of one layer each, numbered from 0. Slots are added and never moved."""
 
     def __init__(self, memory: Memory, shape: TileShape) -> None:
         self._memory, self._shape = memory, shape
@@ -46,7 +46,7 @@ class RawPages:
         return len(self._free)
 
     def add(self, count: int) -> None:
-        """`count` more. Raises DoesNotFit."""
+        """Allocate `count` more slots. Raises DoesNotFit."""
         if count <= 0:
             return
         _, _, *page = self._shape.shape
@@ -56,25 +56,25 @@ class RawPages:
         self._free += range(first, first + count)
 
     def take(self, count: int) -> list[int]:
-        """Of the free ones, of which there have to be so many, the first."""
+        """Take the first `count` free slots; there must be that many."""
         taken, self._free = self._free[:count], self._free[count:]
         assert len(taken) == count
         return taken
 
     def give_back(self, slot: int) -> None:
-        """Nobody reads it or writes to it any more."""
+        """Free a slot, which no copy or kernel uses any more."""
         insort(self._free, slot)
 
     def page(self, slot: int) -> Tensor:
-        """[2, H_kv, S, D], each half contiguous."""
+        """The page in a slot: [2, H_kv, S, D], each half contiguous."""
         return self._slots[slot].block[:, self._slots[slot].at]
 
     def addresses(self, slots: Sequence[int]) -> Tensor:
-        """int64 [n, 2], of keys and of values."""
+        """The addresses of the slots' keys and values, int64 [n, 2]."""
         return torch.tensor([self._slots[slot].addresses() for slot in slots], dtype=torch.long).view(-1, 2)
 
     def runs(self, slots: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
-        """(which of `slots`, their pages [2, n, H_kv, S, D]), of those that lie beside each other together."""
+        """Runs of `slots` that are adjacent in memory, as (their slice of `slots`, their pages [2, n, H_kv, S, D])."""
         start = 0
         for stop in range(1, len(slots) + 1):
             if stop < len(slots) and self._follows(slots[stop - 1], slots[stop]):
@@ -87,7 +87,7 @@ class RawPages:
         return len(self._slots) * self._shape.nbytes // self._shape.num_pages
 
     def release(self) -> None:
-        """Give all back."""
+        """Release the memory of all slots."""
         for slot in self._slots:
             if slot.at == 0:
                 self._memory.released(slot.block, tier="host", purpose=PURPOSE)

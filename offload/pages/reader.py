@@ -1,4 +1,4 @@
-"""Rows of the full cache, read to the device from wherever their tiles live."""
+"""Reads of the full cache's rows to the device, from homes on the device or on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.transfer.memory import Memory, sent
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one tile: where on the device they go, where the tile is, and what writes them to a tensor."""
+    """Rows of one tile. rows: their destination on the device. place: of the tile. write: writes them to a tensor."""
 
     rows: Tensor
     place: Place
@@ -36,12 +36,12 @@ class RowReader:
         self._gathered: Tensor | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """Have host memory for that many bytes to cross at a time: pinning takes time that no refresh should."""
+        """Allocate host memory for reads of `num_bytes` bytes, so that no refresh has to wait for pinning."""
         if self._link is not None:
             self._staging(num_bytes // self._store.shape.dtype.itemsize)
 
     def release(self) -> None:
-        """Give that memory back; the next call has other."""
+        """Release the host memory; the next read allocates it again."""
         if self._gathered is not None:
             self._memory.released(self._gathered, tier="host", purpose="gathered chunks")
             self._gathered = None
@@ -57,7 +57,7 @@ class RowReader:
         num_tiles = self._store.num_tiles
         key, order = (layers * num_tiles + chunks // per_tile).sort()
         within, head = (chunks % per_tile)[order], heads[order]
-        # Keys of a chunk are one run of the tile's bytes, its values another, half a tile further.
+        # A chunk's keys are one run of the tile's bytes; its values are another run, half a tile further.
         run = ((within // per_page) * shape.num_kv_heads + head) * per_page + within % per_page
         run_there = sent(run, device) if self._store.num_resident(0) else run
         half = per_tile * shape.num_kv_heads
@@ -103,7 +103,7 @@ class RowReader:
         return rows
 
     def _collect(self, pieces: Sequence[_Piece]) -> None:
-        """Fill every piece's rows; one copy over the link brings all whose tile is not on the device."""
+        """Fill every piece's rows. All rows of tiles on the host cross the link in one copy."""
         for piece in pieces:
             if piece.place == "device":
                 piece.write(piece.rows)
@@ -120,7 +120,7 @@ class RowReader:
             piece.rows.copy_(part.view(piece.rows.shape))
 
     def _staging(self, num_elements: int) -> Tensor:
-        """Host memory to gather rows in before they cross."""
+        """Host memory in which rows are gathered before they cross the link."""
         if self._gathered is None or self._gathered.numel() < num_elements:
             self.release()
             size = (num_elements,)

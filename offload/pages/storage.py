@@ -1,4 +1,4 @@
-"""Where all pages of one sequence are, and all that moves or reads them: what a cache attends over."""
+"""The storage of one sequence's KV pages: their homes, and the access, copies and readers over them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STAGING = "kv staging"
 
 @dataclass(frozen=True)
 class Offload:
-    """Which tiles are on the host, and how they come to the device over `link`.
+    """The offload of tiles to the host, from which they cross `link`.
 
-    num_resident: see `TileStore`. num_staging: tiles of the device through which others stream. packs: the CPU's
-    kernels, by which pages that stream lie packed at home, bf16 alone; None: they lie as they are. raw_pages: room for
-    so many that are not packed yet, allocated by `reserve`.
+    num_resident: see `TileStore`. num_staging: number of staging slots on the device. packs: the CPU's kernels, which
+    pack the pages of streamed tiles at home, bf16 alone; None: pages are stored raw. raw_pages: number of slots for
+    pages that are not packed yet, allocated by `reserve`.
     """
 
     link: Link
@@ -41,9 +41,11 @@ class Offload:
 
 
 class PageStorage:
-    """store: the homes. reader: rows from wherever they are. packed: None where all pages lie as they are.
-    access: to tiles, by the phase of a forward. num_tokens: the most that there will ever be. arena: a prefill's tiles
-    are from it. kernels: the device's, which unpack. offload: None, all is on the device."""
+    """The KV pages of one sequence, with their homes and everything that moves or reads them.
+
+    store: the homes. reader: reads rows from any home. packed: the packed pages; None where all pages are raw.
+    access: to tiles, by the phase of a forward. num_tokens: the capacity. arena: allocates a prefill's tiles.
+    kernels: the device's, which unpack. offload: None where all tiles are on the device."""
 
     def __init__(
         self,
@@ -82,30 +84,30 @@ class PageStorage:
         self.reader = RowReader(self.store, memory, link, self.packed)
 
     def reserve(self, num_tokens: int) -> None:
-        """Allocate tiles for that many tokens now: pinning takes time that no forward should. Raises DoesNotFit."""
+        """Allocate tiles for `num_tokens` tokens, so that no forward has to wait for pinning. Raises DoesNotFit."""
         if self.packed is not None and self._offload is not None:
             self.packed.reserve(self._offload.raw_pages)
         self.store.grow(num_tokens)
 
     def lie_beside(self, codes: PageCodes) -> None:
-        """From now on pages that lie packed at home may lie there as their residuals beside `codes`."""
+        """Allow packed pages to be stored at home as residuals of `codes` from now on."""
         if self.packed is not None:
             self.packed.codec.codes = codes
 
     def page(self, layer: int, number: int) -> Tensor:
-        """Page `number` of the sequence in `layer`, of a tile that lies as it is: a view of its home, [2, H_kv, S, D],
-        each half contiguous. To be written to after `wait_home` only."""
+        """Page `number` of the sequence in `layer`, whose tile must be raw: a view of its home, [2, H_kv, S, D], each
+        half contiguous. Write to it only after `wait_home`."""
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
 
     def read(self, number: int) -> list[Tensor]:
-        """That page of all layers: the homes themselves, or what is packed there."""
+        """Page `number` of all layers: views of the homes, or unpacked copies."""
         return [self._read(layer, number) for layer in range(self.num_layers)]
 
     def to_fill(self, number: int) -> list[Tensor]:
-        """That page of all layers, to be written to: the homes themselves, or slots for raw pages. `filled` has to
-        follow. Tiles that were fetched ahead may still cross the link: the host waits for them, or for what a slot has
-        to."""
+        """Page `number` of all layers, for the caller to fill: views of the homes, or slots for raw pages. The caller
+        must call `filled` afterwards. Waits on the host for tiles that are being fetched ahead, and for copies that use
+        the slots."""
         if self.packed is None:
             for access in self.access.values():
                 access.settle()
@@ -113,37 +115,37 @@ class PageStorage:
         return [raw[layer] if layer in raw else self.page(layer, number) for layer in range(self.num_layers)]
 
     def filled(self, number: int) -> None:
-        """What is raw of that page is packed."""
+        """Pack page `number` in all layers where it is raw and its tile streams."""
         if self.packed is not None:
             self.packed.filled(number)
 
     def keep(self, num_tokens: int) -> None:
-        """Later pages than those of so many tokens are not used again as they are."""
+        """Drop the pages after the first `num_tokens` tokens: their contents are not used again."""
         if self.packed is not None:
             self.packed.keep(num_tokens)
 
     def changed(self) -> None:
-        """Homes were written from outside: what was fetched ahead is stale."""
+        """Drop tiles that were fetched ahead, since their homes were written from outside."""
         for access in self.access.values():
             access.forget()
 
     def wait_home(self) -> None:
-        """Return when the tiles' homes have all rows, and no kernel reads them."""
+        """Wait until the tiles' homes have all rows and no kernel reads them."""
         if self._traffic is not None:
             self._traffic.wait()
 
     def follow_home(self) -> None:
-        """What the device computes from now on comes after that: on a GPU the host does not wait."""
+        """Make the device's later work wait until the homes have all rows. On a GPU the host does not wait."""
         if self._traffic is not None:
             self._traffic.order()
 
     def read_home(self) -> None:
-        """What the device computes by now reads homes itself: see `wait_home`."""
+        """Note that kernels launched so far read homes directly: `wait_home` waits for them."""
         if self._traffic is not None:
             self._traffic.read_by_kernel()
 
     def release(self) -> None:
-        """Give all memory back; nothing is used again."""
+        """Release all memory; the storage is not used again."""
         self.wait_home()
         for access in self.access.values():
             access.settle()
@@ -156,7 +158,7 @@ class PageStorage:
         self._staging.clear()
 
     def nbytes(self) -> int:
-        """Of the homes."""
+        """Bytes of the homes, with the slots for raw pages."""
         return self.store.nbytes() + (0 if self.packed is None else self.packed.nbytes())
 
     def _read(self, layer: int, number: int) -> Tensor:

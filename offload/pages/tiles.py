@@ -43,7 +43,7 @@ class TileShape:
 
     @property
     def packing(self) -> Packing:
-        """Of a page's keys, or of its values. bf16 alone is packed."""
+        """The packed layout of a page's keys or of its values. Only bf16 pages are packed."""
         return Packing.of_page(self.num_kv_heads, self.page_tokens, self.head_dim)
 
     def count(self, num_tokens: int) -> int:
@@ -59,9 +59,9 @@ class TileShape:
 class TileStore:
     """The homes of one sequence's tiles: the first ones of each layer on the device, the rest on the host.
 
-    num_resident: how many are on the device, of all layers together, spread evenly; None: all.
-    packs: the homes of those which stream are of packed pages, uint8 [pages, 2, bytes of a packed block], see
-    `PackedPages`; the last one's of no more pages than `most_tokens` tokens reach into.
+    num_resident: number of tiles on the device, of all layers together, spread evenly over the layers; None: all.
+    packs: homes of streamed tiles hold packed pages, uint8 [pages, 2, bytes of a packed block], see `PackedPages`; the
+    last home holds only the pages that `most_tokens` tokens need.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class TileStore:
         self.shape, self.num_layers, self._packs, self._most_tokens = shape, num_layers, packs, most_tokens
         self._memory, self._num_resident = memory, num_resident
         self._homes: list[list[Tensor]] = [[] for _ in range(num_layers)]
-        self._addresses: Tensor | None = None  # of these
+        self._addresses: Tensor | None = None  # of the homes, on the device
 
     @property
     def num_tiles(self) -> int:
         """Tiles that are allocated in each layer."""
-        return len(self._homes[-1]) if self._homes else 0  # the last that gets one
+        return len(self._homes[-1]) if self._homes else 0  # the last layer grows last
 
     def num_resident(self, layer: int) -> int:
-        """Tiles of `layer` on the device: the first so many."""
+        """Number of tiles of `layer` on the device; they are its first ones."""
         if self._num_resident is None:
             return sys.maxsize
         share, extra = divmod(self._num_resident, self.num_layers)
@@ -95,13 +95,13 @@ class TileStore:
         return "device" if index < self.num_resident(layer) else "stream"
 
     def streamed(self, num_tokens: int) -> list[tuple[int, int]]:
-        """(layer, index) of all tiles of `num_tokens` tokens that stream, in the order in which layers want them."""
+        """(layer, index) of all streamed tiles of `num_tokens` tokens, in the order in which layers use them."""
         count = self.shape.count(num_tokens)
         layers = range(self.num_layers)
         return [(layer, index) for layer in layers for index in range(self.num_resident(layer), count)]
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate tiles until `num_tokens` tokens have room. After an error it can be asked again."""
+        """Allocate tiles until `num_tokens` tokens have room. After an error it can be called again."""
         if self.num_tiles < self.shape.count(num_tokens):
             self._addresses = None
         for index in range(self.num_tiles, self.shape.count(num_tokens)):
@@ -113,7 +113,7 @@ class TileStore:
                 homes.append(self._memory.allocate(shape, dtype, tier=tier, purpose="kv cache"))
 
     def release(self) -> None:
-        """Give all homes back."""
+        """Release all homes."""
         for layer, homes in enumerate(self._homes):
             for index, home in enumerate(homes):
                 self._memory.released(home, tier=self._tier(layer, index), purpose="kv cache")
@@ -137,11 +137,11 @@ class TileStore:
         return self._homes[layer][index]
 
     def address(self, layer: int, index: int) -> int:
-        """Where a home is."""
+        """The address of a home."""
         return self._homes[layer][index].data_ptr()
 
     def addresses(self) -> Tensor:
-        """Of all of them, int64 [L, num_tiles], on the device."""
+        """The addresses of all homes, int64 [L, num_tiles] on the device."""
         if self._addresses is None:
             addresses = [[self.address(layer, i) for i in range(self.num_tiles)] for layer in range(self.num_layers)]
             self._addresses = sent(torch.tensor(addresses, dtype=torch.long), self._memory.device)

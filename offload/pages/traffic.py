@@ -1,4 +1,4 @@
-"""What is under way to and from the homes of tiles, and who has to wait for it."""
+"""The copies in progress to and from the homes of tiles, and waits for them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 
 from offload.transfer.link import Event, Link
 
-Tile = tuple[int, int]  # its layer, and its number there
+Tile = tuple[int, int]  # layer, index of the tile in the layer
 
 
 class Traffic:
-    """The last copies to and from each tile's home, and the last kernel of the device that reads homes itself."""
+    """The last copies to and from each tile's home, and the last kernel of the device that reads homes directly."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._written, self._read = dict[Tile, Event](), dict[Tile, Event]()  # the last ones last: a lane has an order
+        self._written, self._read = dict[Tile, Event](), dict[Tile, Event]()  # in order of the copies in their lane
         self._last: Event | None = None  # copy to any home
         self._read_by_kernel: Event | None = None
 
     def writes(self, tile: Tile, event: Event) -> None:
-        """New rows of the tile are home then."""
+        """Register a copy of new rows to the tile's home, complete at `event`."""
         self._written.pop(tile, None)
         self._written[tile] = self._last = event
 
     def reads(self, tile: Tile, event: Event) -> None:
-        """A copy of its home has come then."""
+        """Register a copy from the tile's home, complete at `event`."""
         self._read.pop(tile, None)
         self._read[tile] = event
 
     def read_by_kernel(self) -> None:
-        """What the device computes by now reads homes itself."""
+        """Register that kernels launched so far read homes directly."""
         self._read_by_kernel = self._link.record()
 
     def before(self, tile: Tile) -> tuple[Event, ...]:
-        """What a copy of its home has to wait for."""
+        """The events that a copy from the tile's home has to wait for."""
         event = self._written.get(tile)
         return () if event is None else (event,)
 
     def settle(self, tiles: Collection[Tile]) -> None:
-        """Return when the homes of these have all rows, and nobody reads them: the host may write to them."""
+        """Wait until the homes of `tiles` have all rows and nothing reads them, so that the host may write to them."""
         for events in (self._written, self._read):
             if known := [tile for tile in events if tile in tiles]:
                 events[known[-1]].synchronize()
@@ -49,7 +49,8 @@ class Traffic:
             self._settle_kernel()
 
     def wait(self) -> None:
-        """Return when every home is up to date, and no kernel reads it: copies to the host keep their order."""
+        """Wait until every home is up to date and no kernel reads it. Copies to the host complete in order, so the wait
+        is for the last one."""
         if self._last is not None:
             self._last.synchronize()
         self._last = None
@@ -57,7 +58,7 @@ class Traffic:
         self._settle_kernel()
 
     def order(self) -> None:
-        """What the device computes from now on comes after all rows are home. On a GPU the host does not wait."""
+        """Make the device's later work wait until all rows are home. On a GPU the host does not wait."""
         if self._last is not None:
             self._last.wait()
 
@@ -69,7 +70,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class All:
-    """Has happened when all of `events` have."""
+    """An event that is complete when all of `events` are."""
 
     events: tuple[Event, ...]
 

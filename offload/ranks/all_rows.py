@@ -1,4 +1,4 @@
-"""The rows of all ranks as those of one sequence with all heads, which is how a session has them."""
+"""The KV rows of all ranks joined into one sequence with all heads, as sessions save and restore them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from offload.session.page import PagedRows, WindowRows
 
 
 class AllRows:
-    """`PagedRows` over caches of all ranks that are alike, on rank 0. A page is gathered when it is read, and sent out
-    once it is filled: host memory for two of them.
+    """`PagedRows` on rank 0 over the same cache of every rank. A page is gathered when it is read, and scattered once
+    it is filled. Peak host memory: two pages.
 
-    heads: the KV heads of each rank; several may have the same. tell: to the other ranks. record: of rank 0's tokens.
+    heads: the KV heads of each rank; several ranks may have the same heads. tell: sends a command to the other ranks.
+    record: rank 0's token record.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AllRows:
 
 
 class AllWindows(AllRows):
-    """`WindowRows` over those of all ranks."""
+    """`WindowRows` on rank 0 over the windows of every rank."""
 
     def __init__(self, own: WindowRows, *others: Any) -> None:
         super().__init__(own, *others)
@@ -90,7 +91,7 @@ class AllWindows(AllRows):
 
 
 def empty_page(num_layers: int, shape: TileShape) -> Tensor:
-    """Room for a page of all layers, [L, 2, H_kv, S, D] on the host."""
+    """An uninitialised page of all layers, [L, 2, H_kv, S, D] on the host."""
     return torch.empty((num_layers, 2, shape.num_kv_heads, shape.page_tokens, shape.head_dim), dtype=shape.dtype)
 
 
@@ -100,7 +101,7 @@ def packed_page(full: PagedRows, number: int) -> Tensor:
 
 
 def unpack_page(full: PagedRows, number: int, page: Tensor) -> None:
-    """The reverse."""
+    """Copy `page`, as `packed_page` returns it, into page `number` of one rank's cache."""
     layers = full.page_to_fill(number)
     for home, layer in zip(layers, page, strict=True):
         home.copy_(layer)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Message = Mapping[str, Any]
-_LENGTH_BYTES = 4  # before each message; a length of zero is a beat: whoever sends it is alive
+_LENGTH_BYTES = 4  # before each message; a length of zero is a heartbeat
 _PIECE_BYTES = 1 << 16
 
 
@@ -23,13 +23,13 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the other end is gone."""
+        """Send a message. Raises OSError where the other end is closed."""
         content = json.dumps(message).encode()
         with self._sending:
             self._connection.sendall(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
 
     def beat(self) -> None:
-        """Say that this end is alive, unless it is saying something anyway. Raises OSError."""
+        """Send a heartbeat, unless another thread is sending a message. Raises OSError."""
         if self._sending.acquire(blocking=False):
             try:
                 self._connection.sendall(bytes(_LENGTH_BYTES))
@@ -37,8 +37,8 @@ class Channel:
                 self._sending.release()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that are complete with what has come, without beats; waits for at least a byte. Raises EOFError
-        where the other end is gone, OSError where the connection is."""
+        """The messages that the next bytes complete, without heartbeats; waits for at least a byte. Raises EOFError
+        where the other end is closed, OSError where the connection fails."""
         piece = self._connection.recv(_PIECE_BYTES)
         if not piece:
             raise EOFError("the other end is gone")
@@ -54,8 +54,8 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """End the connection at both ends, whoever sends or receives."""
+        """Shut the connection down in both directions, even while other threads send or receive."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it had ended
+        except OSError:  # already closed
             return

@@ -1,4 +1,4 @@
-"""A door: a listening socket that only those pass who know a secret. A stranger costs nothing but his connection."""
+"""A listening socket that admits only connections that know a secret. Other connections are closed unread."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from dataclasses import dataclass
 from offload.interrupts import waiting
 
 SECRET_BYTES = 32
-_MOST = 256  # who came and have not said it yet: with one more, the first of them goes
+_MOST = 256  # connections that have not sent the secret yet; one more closes the oldest
 
 
 @dataclass(eq=False)
 class _Visitor:
     connection: socket.socket
-    latest: float  # by when he has to have said who he is
+    latest: float  # deadline for the secret and the rank, on the monotonic clock
     said: bytes = b""
 
 
 class Door:
-    """Whoever connects says the secret and his rank, a byte, within `patience` seconds. Nobody waits for him meanwhile,
-    and nothing that he says is looked at before the secret. A context; closed, nobody can connect.
+    """A server socket: each client sends the secret and its rank, one byte, within `patience` seconds. A slow client
+    does not delay the others, and no byte is interpreted before the secret has been compared. A context manager; its
+    end closes the socket and all pending connections.
 
-    host: the address to listen at, "" for all of this machine's.
+    host: the address to listen at, "" for all addresses of this machine.
     """
 
     def __init__(self, host: str, secret: bytes, *, patience: float = 5.0) -> None:
         self._secret, self._patience = secret, patience
         self._server = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
         self._server.setblocking(False)
-        self._visitors: list[_Visitor] = []  # who came first is first
+        self._visitors: list[_Visitor] = []  # oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
 
@@ -52,8 +53,8 @@ class Door:
         self._server.close()
 
     def admit(self, ranks: Collection[int], seconds: float) -> Iterator[tuple[int, socket.socket]]:
-        """Each of `ranks` once, with its connection, as they come. Raises TimeoutError where one has not after so many
-        seconds."""
+        """Each of `ranks` once, with its connection, in order of arrival. Raises TimeoutError if one is missing after
+        `seconds`."""
         missing, latest = set(ranks), time.monotonic() + seconds
         while missing:
             now = time.monotonic()
@@ -78,7 +79,7 @@ class Door:
     def _accept(self) -> None:
         try:
             connection, _ = self._server.accept()
-        except OSError:  # gone again
+        except OSError:  # the client has disconnected
             return
         connection.setblocking(False)
         visitor = _Visitor(connection, time.monotonic() + self._patience)
@@ -88,7 +89,7 @@ class Door:
             self._turn_away(self._visitors[0])
 
     def _hear(self, visitor: _Visitor) -> bool:
-        """Whether he has said the secret and a byte more. Who has said anything else is turned away."""
+        """Whether the client has sent the secret and its rank. A client that sent anything else is turned away."""
         try:
             piece = visitor.connection.recv(SECRET_BYTES + 1 - len(visitor.said))
         except BlockingIOError:
@@ -104,7 +105,7 @@ class Door:
         return knows
 
     def _release(self, visitor: _Visitor) -> socket.socket:
-        """His connection, which is no longer the door's."""
+        """Hand over the client's connection, in blocking mode."""
         self._selector.unregister(visitor.connection)
         self._visitors.remove(visitor)
         visitor.connection.setblocking(True)
@@ -115,7 +116,7 @@ class Door:
 
 
 def knock(host: str, port: int, secret: bytes, rank: int, *, seconds: float) -> socket.socket:
-    """Connect to a door, and say both. Raises OSError where nobody answers within so many seconds."""
+    """Connect to a door and send the secret and the rank. Raises OSError where it does not answer within `seconds`."""
     connection = socket.create_connection((host, port), seconds)
     connection.settimeout(None)
     connection.sendall(secret + bytes([rank]))

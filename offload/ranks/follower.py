@@ -1,7 +1,7 @@
-"""A rank other than 0: it does to its part of the model and the caches what rank 0 tells it.
+"""A rank other than 0: it applies rank 0's commands to its shard of the model and of the caches.
 
-Started by rank 0 as `python -m offload.ranks.follower DESCRIPTOR FILE MEMORY START RANK SIZE`, or by torchrun as what
-rank 0 runs. It says nothing: what fails is told to rank 0, and when rank 0 is gone or hangs, it ends.
+Started by rank 0 as `python -m offload.ranks.follower DESCRIPTOR FILE MEMORY START RANK SIZE`, or by torchrun with the
+same command as rank 0. It prints nothing: errors are reported to rank 0, and it ends when rank 0 has ended or hangs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ANSWERED = ("load", "build", "stats")
 
 
 class Follower:
-    """Obeys until the process is told to end. workers: by rank 0's numbers."""
+    """The command loop of a rank, until the process is told to end. Workers are named by rank 0's numbers."""
 
     def __init__(self, shard: Shard, local_rank: int, met: Met) -> None:
         self._shard, self._local_rank, self._store = shard, local_rank, met.store
@@ -49,7 +49,7 @@ class Follower:
         self._records: dict[int, TokenRecord] = {}
 
     def run(self) -> None:
-        """Never returns. Any error that rank 0 does not wait to hear of ends this rank, and with it the others."""
+        """Never returns. An error in a command that rank 0 awaits no reply to ends this rank, and so all ranks."""
         try:
             while True:
                 message = self._orders.next()
@@ -91,21 +91,21 @@ class Follower:
         self._workers[worker], self._records[worker] = made, TokenRecord()
 
     def _go(self) -> None:
-        """Left over from a forward that rank 0 began, and this rank did not need to be told to go on with."""
+        """A "go" of a forward whose sums this rank never waited for: nothing to do."""
 
     def _prefill(self, worker: int, at: int, tokens: Sequence[int]) -> None:
         self._begin(worker, "target", at, tokens, None)
         self._workers[worker].prefill(tokens, lambda num_tokens: None)
 
     def _forward(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """One pass, of one sequence or of several, each a part of it."""
+        """One pass over the weights for one or more sequences. parts: one of each sequence."""
         for part in parts:
             self._begin(**part)
         levels = [self._workers[part["worker"]].levels[part["level"]] for part in parts]
         levels[0].run([Pass(level, part["tokens"], 0) for level, part in zip(levels, parts, strict=True)])
 
     def _begin(self, worker: int, level: str, at: int, tokens: Sequence[int], digest: str | None) -> None:
-        """Forget what rank 0 has not got, and check that the rest is the same."""
+        """Truncate to rank 0's length `at`, and check that the tokens before it are rank 0's."""
         cache = self._workers[worker].levels[level]
         cache.truncate(at)
         if cache.length != at:
@@ -135,7 +135,7 @@ class Follower:
             self._records[worker].take(self._records[other], num_tokens)
 
     def _release(self, worker: int) -> None:
-        """Of a worker that could not be built here there is nothing."""
+        """Release a worker; nothing happens if it could not be built here."""
         if (released := self._workers.pop(worker, None)) is not None:
             released.release()
 
@@ -165,14 +165,14 @@ class Follower:
         self._records[worker].forget(length)
 
     def _rows(self, worker: int, windows: bool) -> PagedRows:
-        """Of the full cache, or of the layers that have a window."""
+        """The rows of the full cache, or of the layers that have a window."""
         own = self._workers[worker]
         rows = own.window_rows if windows else own.rows
         assert rows is not None
         return rows
 
     def _own(self, data: Mapping[str, Any]) -> Plan:
-        """Rank 0's plan on this rank's device: of the same kind, further on by the rank within its machine."""
+        """Rank 0's plan on this rank's device: the same kind, its index increased by the rank within the machine."""
         plan = Plan.from_dict(data)
         kind, _, first = plan.request.device.partition(":")
         if kind == "cpu":
@@ -181,14 +181,14 @@ class Follower:
 
 
 def follow(shard: Shard, local_rank: int, met: Met) -> None:
-    """Obey rank 0, and end with it. A terminal's signals are for rank 0, which ends the others as it has to."""
+    """Run rank 0's commands until it ends. Signals of the terminal are ignored: rank 0 ends the other ranks."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     Follower(shard, local_rank, met).run()
 
 
 def follow_torchrun(launched: Launched) -> None:
-    """The same in a process that torchrun started."""
+    """`follow` in a process that torchrun started."""
     follow(Shard(launched.rank, launched.size), launched.local_rank, rendezvous.meet(launched))
 
 

@@ -1,7 +1,7 @@
-"""Rank 0 of several: it decides, and tells the other ranks what it does before it does it.
+"""Rank 0 of several: it decides, and sends each command to the other ranks before it runs the command itself.
 
-What is told is tokens, lengths and names. A forward says at which length it begins, so a rank that has run more of an
-earlier one, which rank 0 broke off, forgets that first.
+Commands carry tokens, lengths and names. A forward carries the length at which it begins, so a rank that has run more
+of an earlier forward, which rank 0 broke off, truncates first.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from offload.worker.assemble import block_rows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
 
-COMPARED_FORWARDS = 16  # of the target, after which the ranks compare their tokens
+COMPARED_FORWARDS = 16  # forwards of the target between two comparisons of the ranks' tokens
 
 
 def load_worker(plan: Plan, folders: Mapping[str, Path], *, num_tokens: int, on_progress: OnProgress) -> Worker:
-    """The worker of `plan`, alone or, for several devices, leading one on each. See `Worker.load`; raises RankFailed,
-    too."""
+    """The worker of `plan`; for several devices, rank 0's, which leads a worker on each. See `Worker.load`. Also raises
+    RankFailed."""
     if plan.request.num_devices == 1:
         return Worker.load(plan, folders, num_tokens=num_tokens, on_progress=on_progress)
     return LeadingWorker.load(plan, folders, num_tokens=num_tokens, on_progress=on_progress)
 
 
 class Lead:
-    """The other ranks, what is told to them, and the sums that this one takes part in with them."""
+    """Rank 0's connection to the other ranks: commands to them, and the sums over all ranks."""
 
     def __init__(self, plan: Plan) -> None:
         size, launched = plan.request.num_devices, Launched.look()
-        self.whole: ModelConfig | None = None  # of which each rank has a shard
+        self.whole: ModelConfig | None = None  # the unsharded target
         self._threads = torch.get_num_threads()
         torch.set_num_threads(max(self._threads // (launched.local_size if launched else size), 1))
         met = rendezvous.start(size) if launched is None else rendezvous.meet(launched)
@@ -63,7 +63,7 @@ class Lead:
         self._num_workers = 0
 
     def load(self, plan: Plan, folders: Mapping[str, Path], on_progress: OnProgress) -> LoadedModels:
-        """Every rank reads its shard at the same time."""
+        """Load the models; all ranks read their shards at the same time."""
         self.whole, target = read_config(folders["target"]), str(folders["target"].absolute())
         told = self.team.tell("load", plan=plan.as_dict(), target=target, threads=torch.get_num_threads())
         models = LoadedModels.load(plan, folders, on_progress, shard=Shard(0, self.team.size), sums=self.sums)
@@ -77,7 +77,7 @@ class Lead:
         return models
 
     def build(self, plan: Plan, block: int) -> tuple[int, int]:
-        """The others begin to build workers. Returns the number that these have, and that of what they were told."""
+        """Have the other ranks begin to build a worker. Returns the worker's number and the command's."""
         self._num_workers += 1
         number = self._num_workers
         return number, self.team.tell("build", worker=number, plan=plan.as_dict(), block=block)
@@ -95,7 +95,7 @@ class Lead:
 
 
 class LeadingWorker(Worker):
-    """Rank 0's worker: what changes the caches is told to the workers of this number first."""
+    """Rank 0's worker: every change of the caches is sent to the other ranks' workers of this number first."""
 
     def __init__(
         self, lead: Lead, number: int, plan: Plan, models: LoadedModels, *, vocab_size: int, block: int
@@ -121,7 +121,8 @@ class LeadingWorker(Worker):
 
     @classmethod
     def build(cls, lead: Lead, plan: Plan, models: LoadedModels, *, vocab_size: int) -> LeadingWorker:
-        """Raises DoesNotFit where one rank has too little memory; then none keeps any of it."""
+        """Build a worker on every rank. Raises DoesNotFit where one rank has too little memory; then every rank
+        releases what it allocated for the worker."""
         block = block_rows(plan, models.target.config)
         number, told = lead.build(plan, block)
         worker = cls(lead, number, plan, models, vocab_size=vocab_size, block=block)
@@ -144,7 +145,7 @@ class LeadingWorker(Worker):
         return AllWindows(self.windows, self._kv_heads(windows=True), self._lead.sums, tell, self._record)
 
     def _kv_heads(self, *, windows: bool) -> list[range]:
-        """Of each rank, in the layers that have a window or in the others."""
+        """The KV heads of each rank, in the layers that have a window or in the others."""
         whole, size = self._lead.whole, self._lead.team.size
         assert whole is not None
         layers = whole.windowed if windows else whole.growing
@@ -152,11 +153,11 @@ class LeadingWorker(Worker):
         return [Shard(rank, size).kv_heads(alike) for rank in range(size)]
 
     def tell(self, verb: str, **arguments: Any) -> int:
-        """See `Team.tell`."""
+        """Send a command for this worker; see `Team.tell`."""
         return self._lead.team.tell(verb, worker=self.number, **arguments)
 
     def tell_all(self, verb: str, **arguments: Any) -> int:
-        """The same of what is not for this worker alone."""
+        """Send a command that is not for this worker alone; see `Team.tell`."""
         return self._lead.team.tell(verb, **arguments)
 
     def check(self) -> None:
@@ -196,7 +197,7 @@ class LeadingWorker(Worker):
         return LeadingWorker.build(self._lead, self.plan, self.models, vocab_size=self.vocab_size)
 
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
-        """Of a worker of the same ranks; False for any other."""
+        """See `Worker.copy_rows`. False if `other` is not a worker of the same ranks."""
         if not isinstance(other, LeadingWorker) or other._lead is not self._lead:
             return False
         self.tell("copy_rows", other=other.number, num_tokens=num_tokens)
@@ -207,7 +208,7 @@ class LeadingWorker(Worker):
 
     def release(self) -> None:
         super().release()
-        with suppress(RankFailed):  # then they are gone, and their memory with them
+        with suppress(RankFailed):  # then the ranks have ended, and their memory is free
             self.tell("release")
 
     def close(self) -> None:
@@ -223,14 +224,15 @@ class LeadingWorker(Worker):
 
 
 class LeadingLevel(Level):
-    """A level that all ranks run. record: of the target's tokens; now and then the others compare theirs with it."""
+    """A level that all ranks run. record: the tokens in the target's cache, with which the other ranks compare theirs
+    every COMPARED_FORWARDS forwards; None at other levels."""
 
     def __init__(self, worker: LeadingWorker, record: TokenRecord | None, name: str, *args: Any, **more: Any) -> None:
         super().__init__(name, *args, **more)
         self._worker, self._record, self._name, self._num_forwards = worker, record, name, 0
 
     def truncate(self, length: int) -> None:
-        with suppress(RankFailed):  # then they are gone, and their rows with them: a text may end after its engine
+        with suppress(RankFailed):  # then the ranks have ended: a text may be closed after its engine
             self._worker.tell("truncate", level=self._name, length=length)
         super().truncate(length)
 
@@ -239,11 +241,11 @@ class LeadingLevel(Level):
         self._worker.tell_all("forward", parts=parts)
         super().run(passes)
         self._decoder.finish()
-        self._worker.check()  # what a GPU computed beside a rank that died is not the model's
+        self._worker.check()  # a GPU's sums with a rank that died are wrong
 
     def _part(self, tokens: Sequence[int] | Tensor) -> dict[str, Any]:
-        """Of a forward: what the other ranks have to know of this level's sequence."""
-        assert not isinstance(tokens, Tensor)  # the other ranks are told them
+        """This sequence's part of the command "forward"; records its tokens."""
+        assert not isinstance(tokens, Tensor)  # tokens are sent to the other ranks
         at, digest = self.length, None
         if self._record is not None:
             if self._num_forwards % COMPARED_FORWARDS == 0:

@@ -1,4 +1,4 @@
-"""How ranks meet: rank 0 starts the others on this machine, or torchrun has started all, on one machine or several."""
+"""The ranks' rendezvous: rank 0 starts the others on this machine, or torchrun has started all, on one or several."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ MEET_SECONDS = 60.0  # for ranks that torchrun started, once rank 0 needs them
 _FOR_EVER = timedelta(days=1)
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # keep torch.distributed on this machine
-_DOOR = "triforce/door"  # where rank 0's door is, in torchrun's store
+_DOOR = "triforce/door"  # key of rank 0's port and secret in torchrun's store
 _starts = count()
-_WORDS = 400  # characters of what a rank that died wrote last
+_WORDS = 400  # characters of the last line that a dead rank wrote to standard error
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank on this machine. words: where its standard error goes."""
+    """A rank's process on this machine. words: the file of its standard error."""
 
     process: subprocess.Popen[bytes]
     words: IO[bytes]
 
     def epitaph(self) -> str:
-        """How it ended, and its last words."""
+        """The exit code or signal, and the last line of standard error; empty while the process runs."""
         try:
             code = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -57,10 +57,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Met:
-    """The other ranks: channels to them by rank, their processes if they are rank 0's, and the store that
-    torch.distributed meets by, once it is wanted: who waits for it in vain has to be watching already. Of rank 0 there
-    is one channel, of the others one to rank 0. memory: the file of a memory for their sums, if they share one; for
-    this process alone to close."""
+    """The connections to the other ranks.
+
+    channels: by rank; rank 0 has one to each other rank, the others have one to rank 0. processes: of the ranks that
+    rank 0 started. store: makes torch.distributed's store; called after the watch has started, which notices ranks that
+    never come. memory: the file of the memory that ranks share for sums, if any; this process alone closes it."""
 
     channels: Mapping[int, Channel]
     processes: tuple[Process, ...]
@@ -69,9 +70,8 @@ class Met:
 
 
 def start(size: int) -> Met:
-    """Start ranks 1 to size - 1 on this machine. Each has an end of a pair of sockets, and all of them the open file
-    that they meet by and the memory that they share: nobody else can reach these. Raises UsageError where a system has
-    no such files."""
+    """Start ranks 1 to size - 1 on this machine. Each inherits one end of a socket pair, the open file of the store and
+    the shared memory, which no other process can open. Raises UsageError where the system has no memfd_create."""
     if not hasattr(os, "memfd_create"):
         raise UsageError(f"{size} ranks on one machine need Linux; leave out --gpus")
     os.environ.update(_LOOPBACK_ONLY)
@@ -95,15 +95,15 @@ def start(size: int) -> Met:
 
 @cache
 def _meeting_file() -> int:
-    """An open file without a name, for all starts. It is never closed: a store writes to it when it goes, and by then
-    its number could be another file's."""
+    """The store's file, which is open and has no name; all starts share it. It is never closed: a store writes to its
+    descriptor when it is destroyed, and another file could have that descriptor by then."""
     return os.memfd_create("ranks")
 
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """A process that is started in the body is born with a terminal's signals blocked: until it ignores them, they
-    would end it before rank 0 has said what is to be done."""
+    """Block the terminal's signals for processes that are started in the body: a signal would end them before they
+    ignore it, and before rank 0 has decided what to do."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         yield
@@ -112,17 +112,17 @@ def _signals_later() -> Iterator[None]:
 
 
 def started(descriptor: int, file: int, memory: int, number: int) -> Met:
-    """The same, seen by a rank that was started."""
+    """The connections of a rank that `start` started."""
     return Met({0: Channel(socket.socket(fileno=descriptor))}, (), lambda: _store_in(file, number), memory)
 
 
 def _store_in(file: int, number: int) -> Store:
-    """The store of that start in an open file, which it opens anew, and locks, for every access."""
+    """The store of start `number` in an open file, which the store reopens and locks for every access."""
     return PrefixStore(str(number), FileStore(f"/proc/self/fd/{file}"))
 
 
 def meet(launched: Launched) -> Met:
-    """Meet the ranks that torchrun started, by its store. Whoever connects has to know a secret from there."""
+    """Connect to the ranks that torchrun started. Connections are authenticated by a secret from torchrun's store."""
     if launched.num_hosts == 1:
         os.environ.update(_LOOPBACK_ONLY)
     store, _, _ = next(rendezvous("env://", launched.rank, launched.size))
@@ -149,7 +149,7 @@ def _wait_for_others(launched: Launched, store: Store) -> dict[int, socket.socke
 
 
 def _connect(launched: Launched, store: Store) -> socket.socket:
-    """Rank 0 is on the machine that torchrun's rendezvous names as master."""
+    """Connect to rank 0, on the machine that torchrun's rendezvous names as master."""
     port, secret = store.get(_DOOR).decode().split()
     host = _LOOPBACK if launched.num_hosts == 1 else os.environ["MASTER_ADDR"]
     return knock(host, int(port), bytes.fromhex(secret), launched.rank, seconds=MEET_SECONDS)

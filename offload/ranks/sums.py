@@ -1,9 +1,9 @@
-"""Sums over ranks of what each has computed of the same rows: on CPUs of one machine in memory that they share, on
-others over torch.distributed, NCCL on GPUs and gloo on CPUs.
+"""Sums over ranks of their partial results for the same rows: through shared memory between CPUs of one machine,
+otherwise over torch.distributed, with NCCL on GPUs and gloo on CPUs.
 
-Every rank gathers all parts and adds them in fp32 in the order of the ranks. So all have the same bits, and a row's
-bits do not depend on the rows beside it, as they would where a library cuts a tensor into pieces and sums each in
-another order.
+Every rank gathers all parts and adds them in fp32 in the order of the ranks. So all ranks have the same bits, and a
+row's bits do not depend on the rows beside it. With a library's all-reduce they would: it cuts a tensor into pieces and
+sums each in another order.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from offload.kernels.cpu import CpuKernels, kernels
 from offload.model.sums import Due
 from offload.ranks.shared import SharedMemory
 
-_LOOK = timedelta(seconds=0.5)  # how often a rank that waits looks whether the others are still there
-_WHY_SECONDS = 3.0  # in which a rank that ended is found and named
-_FOR_EVER = timedelta(days=1)  # whether somebody hangs is for the watch to say: processes may be stopped (Ctrl-Z)
+_LOOK = timedelta(seconds=0.5)  # interval at which a waiting rank checks that the others are alive
+_WHY_SECONDS = 3.0  # in which the watch finds and names a rank that ended
+_FOR_EVER = timedelta(days=1)  # the watch detects hung ranks, not this timeout: processes may be stopped (Ctrl-Z)
 
 
 class Sums:
-    """The sums of one rank of `size`. Over torch.distributed a context for the whole process, as that has one default
-    group.
+    """The sums of one rank of `size`. Over torch.distributed there is one per process, which has one default group.
 
-    check: called now and then by who waits for the others; raises what has become of them. go: called before each part
-    of a forward, whose sums rank 0 then takes part in whatever happens: tells the others so, or waits to be told.
-    memory: the file of a memory that the ranks share, which is this object's from now on; for CPUs that have kernels.
-    seconds: in sums, with the wait for slower ranks, since the process began.
+    check: called at intervals while this rank waits; raises where another rank is lost. go: called before each part of
+    a forward: rank 0 tells the others that it takes part in all of the part's sums, even after an error; the others
+    wait for that. memory: the file of the ranks' shared memory, which this object takes over; used on CPUs that have
+    kernels. seconds: spent in sums since the process began, with the wait for slower ranks.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Sums:
         self._connected = self._out_of_step = False
 
     def connect(self, store: Callable[[], Store]) -> None:
-        """Meet the other ranks, each of which calls this, by a store that all have. Raises UsageError if this process
-        is in a group already."""
+        """Join the other ranks' process group; every rank calls this. store: makes the store that all ranks use. Raises
+        UsageError if this process is in a group already."""
         if self._shared is not None:
             return
         if dist.is_initialized():
@@ -81,10 +80,10 @@ class Sums:
                     timeout=_FOR_EVER,
                     device_id=self._device if on_gpu else None,
                 )
-            except BaseException as error:  # raised by whoever waits
+            except BaseException as error:  # raised again on the thread that waits
                 failed.append(error)
 
-        meeting = threading.Thread(target=meet, daemon=True)  # it would wait for ever for one who died on the way
+        meeting = threading.Thread(target=meet, daemon=True)  # it would wait for ever for a rank that died
         meeting.start()
         while meeting.is_alive():
             meeting.join(_LOOK.total_seconds())
@@ -97,10 +96,10 @@ class Sums:
 
     @contextmanager
     def due(self, sums: Sequence[Due], like: Tensor) -> Iterator[None]:
-        """In the body, these sums are due, see `model.sums`.
+        """Expect `sums` in the body, see `model.sums`.
 
-        If the body raises, this rank takes part in those that are left, with zeros: the others wait for it. What comes
-        out of their forward is then dropped.
+        If the body raises, this rank takes part in the remaining sums with zeros, since the others wait for it. The
+        results of their forward are then dropped.
         """
         if self._out_of_step:
             raise RankFailed("a forward was broken off before all ranks had ended it; start again")
@@ -117,7 +116,7 @@ class Sums:
             raise RuntimeError(f"{len(self._due)} sums over the ranks were due and not made")
 
     def total(self, part: Tensor) -> Tensor:
-        """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each. `part` may be used for it."""
+        """part [n, hidden] of this rank -> the sum over all ranks, the same bits on each. `part` may be overwritten."""
         due = self._due.popleft()
         if part.shape != due[:2]:
             raise RuntimeError(f"a sum of {tuple(part.shape)} where {due[:2]} is due")
@@ -142,7 +141,7 @@ class Sums:
         return self._seconds
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """part, on the CPU and of one shape on all ranks -> all ranks' on rank 0, nothing on the others."""
+        """part, on the CPU and of one shape on all ranks -> all ranks' parts on rank 0, an empty list on the others."""
         if self._shared is not None:
             return self._shared.gather(part)
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
@@ -150,15 +149,15 @@ class Sums:
         return parts
 
     def scatter(self, parts: Sequence[Tensor], own: Tensor) -> None:
-        """The reverse: `own` is filled with this rank's of the `parts` on rank 0."""
+        """Fill `own` with this rank's part of rank 0's `parts`."""
         if self._shared is not None:
             self._shared.scatter(parts, own)
         else:
             self._wait(dist.scatter(own, list(parts) or None, async_op=True))
 
     def abort(self) -> None:
-        """End what a GPU waits for in sums that will never be: NCCL's kernels would wait for a dead rank for ever.
-        Called on any thread. gloo notices by itself that a process has gone."""
+        """Abort NCCL's kernels, which would wait for a dead rank for ever. Called on any thread. gloo notices by itself
+        that a process has ended."""
         if self._device.type == "cuda" and dist.is_initialized():
             assert dist.group.WORLD is not None
             dist.group.WORLD.abort()
@@ -183,12 +182,12 @@ class Sums:
         return parts
 
     def _wait(self, work: dist.Work) -> None:
-        """On a CPU, where the others may be gone."""
+        """Wait for a collective operation on a CPU, checking that the other ranks are alive."""
         self._running = work
         while not work.is_completed():
             try:
                 work.wait(_LOOK)
-            except RuntimeError:  # not yet, or it has failed, as is said below
+            except RuntimeError:  # not complete yet, or failed, which the last `wait` raises
                 self._check()
         try:
             work.wait()
@@ -198,8 +197,8 @@ class Sums:
         self._running = None
 
     def _hear_why(self) -> None:
-        """A connection has failed, most likely since a rank has ended. Raises that as soon as it is known; on a rank
-        other than 0, which would only be blamed in its place, wait to be ended."""
+        """Find out why a connection failed, most likely since a rank has ended. Raises that as soon as it is known. A
+        rank other than 0 waits to be ended, since its own error would hide the cause."""
         latest = time.monotonic() + _WHY_SECONDS
         while time.monotonic() < latest:
             self._check()
@@ -207,7 +206,7 @@ class Sums:
 
     def _take_part(self) -> None:
         assert self._template is not None
-        if self._shared is not None:  # an interrupt may have waited for too long
+        if self._shared is not None:  # an exchange may have been interrupted
             self._shared.finish()
         if self._running is not None:
             self._wait(self._running)

@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them: processes that it starts and ends, tells what to do, and asks."""
+"""The other ranks as rank 0 manages them: their processes, commands to them, and their replies."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from offload.ranks.rendezvous import Met
 from offload.ranks.watch import Watch
 
 _END_SECONDS = 5.0  # for a rank to end by itself
-_LOOK_SECONDS = 0.2  # how often who waits for an answer looks whether anybody is left to give it
+_LOOK_SECONDS = 0.2  # interval at which a wait for a reply checks that the ranks are alive
 _KINDS: dict[str, type[TriforceError]] = {
     kind.kind: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TriforceError)
 }
 
 
 class Team:
-    """Ranks 1 to size - 1. `tell` sends all of them the same message; `replies` waits for the answers to it, where it
-    is one that is answered.
+    """Ranks 1 to size - 1. `tell` sends the same message to all of them; `replies` waits for their answers, if the
+    message is of a kind that is answered.
 
-    A rank that is lost ends the others: from then on whatever is asked of the team raises RankFailed, which names it.
-    on_failure: called then, on the watch's thread. A team that nobody closed ends with the interpreter, which may wait
-    for the ranks, as they wait for what it tells them.
+    The loss of a rank ends the others: from then on every call raises RankFailed, which names the lost rank.
+    on_failure: called then, on the watch's thread. A team that is still open at the interpreter's exit is closed, since
+    rank 0 and the ranks might otherwise wait for each other.
     """
 
     def __init__(self, met: Met, on_failure: Callable[[], None]) -> None:
@@ -60,8 +60,8 @@ class Team:
         return self._num_told
 
     def replies(self, told: int) -> list[Any]:
-        """What ranks 1 and on answer to the message of that number. Raises the error of the first one that has none:
-        its own kind, with its rank."""
+        """The answers of ranks 1 and on to message `told`. Raises the error of the first rank that answers with one: of
+        that error's kind, naming the rank."""
         answers = [self._reply(rank, told) for rank in self._answers]
         for rank, answer in enumerate(answers, 1):
             if "error" in answer:
@@ -72,10 +72,10 @@ class Team:
         """Raises RankFailed where a rank is lost."""
         if self._failed.is_set():
             assert self._failure is not None
-            raise RankFailed(str(self._failure)) from self._failure.__cause__  # each time with a trace of its own
+            raise RankFailed(str(self._failure)) from self._failure.__cause__  # a new error has its own traceback
 
     def close(self) -> None:
-        """Let the others end, and end those that do not. From then on, too, whatever is asked raises RankFailed."""
+        """Tell the ranks to end, and kill those that do not. Later calls raise RankFailed."""
         atexit.unregister(self.close)
         self._watch.end()
         for channel in self._channels.values():
@@ -90,7 +90,7 @@ class Team:
             except subprocess.TimeoutExpired:
                 each.process.kill()
                 each.process.wait()
-        self._watch.join(_END_SECONDS)  # it may be reading their last words
+        self._watch.join(_END_SECONDS)  # it may be reading the processes' standard error
         for each in self._processes:
             each.words.close()
         for channel in self._channels.values():
@@ -100,7 +100,7 @@ class Team:
             self._failed.set()
 
     def _reply(self, rank: int, told: int) -> dict[str, Any]:
-        """Answers to earlier messages, for which nobody waited in the end, are dropped."""
+        """A rank's answer to message `told`. Answers to earlier messages, which were not waited for, are dropped."""
         while True:
             try:
                 answer = self._answers[rank].get(timeout=_LOOK_SECONDS)
@@ -123,7 +123,7 @@ class Team:
         self._fail(f"rank {rank} {what}{epitaph}")
 
     def _fail(self, what: str, traceback: str = "") -> None:
-        """End all others: they, and this process, may wait for the one that is lost."""
+        """Kill the remaining ranks: they, and this process, may be waiting for the lost one."""
         if not self._failed.is_set():
             self._failure = RankFailed(f"{what}; the other ranks are ended, and what came so far is kept")
             if traceback:

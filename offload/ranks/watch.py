@@ -1,4 +1,4 @@
-"""A watch over channels: a thread that hands over what comes and notices who has died or hangs."""
+"""A watch over channels: a thread that receives messages, and detects ranks that have died or hang."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from offload.ranks.channel import Channel
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 7.0  # after which a rank counts as hung: with what has to be ended then, ten seconds are kept
-START_SECONDS = 120.0  # the same of one that has not been heard at all: it reads libraries, perhaps from a slow disk
-_STOPPED_SECONDS = 2.0  # between two looks: this process did not run itself (Ctrl-Z), so silence says nothing
+SILENCE_SECONDS = 7.0  # after which a rank counts as hung; with the time to end the others, less than ten seconds
+START_SECONDS = 120.0  # the same before a rank's first message: it imports libraries, perhaps from a slow disk
+_STOPPED_SECONDS = 2.0  # between two looks: this process was stopped itself (Ctrl-Z), so silence is no evidence
 
 OnMessage = Callable[[int, dict[str, Any]], None]  # rank, message
-OnLost = Callable[[int, str], None]  # rank, what is known of it
+OnLost = Callable[[int, str], None]  # rank, how it was lost
 
 
 class Hearing:
-    """When each rank was last heard, in seconds of the caller's clock, and which of them are silent for too long."""
+    """The time at which each rank was last heard, in seconds of the caller's clock, and the ranks that are hung."""
 
     def __init__(self, ranks: Collection[int], now: float) -> None:
         self._since = dict.fromkeys(ranks, now)
@@ -28,13 +28,13 @@ class Hearing:
         self._looked = now
 
     def heard(self, ranks: Collection[int], now: float) -> None:
-        """These since the last look. Where this process did not run meanwhile, nobody is to blame for silence."""
+        """`ranks` were heard since the last look. If this process was stopped meanwhile, all ranks count as heard."""
         self._since |= dict.fromkeys(self._since if now - self._looked > _STOPPED_SECONDS else ranks, now)
         self._begun.update(ranks)
         self._looked = now
 
     def silent(self, ranks: Collection[int], now: float) -> dict[int, str]:
-        """Of these, with words that say so, those that count as hung."""
+        """The hung ranks among `ranks`, each with a description."""
         return {rank: self._words(rank, now - self._since[rank]) for rank in ranks if self._is_silent(rank, now)}
 
     def _is_silent(self, rank: int, now: float) -> bool:
@@ -46,8 +46,8 @@ class Hearing:
 
 
 class Watch(threading.Thread):
-    """Beats to every channel, by rank, and expects beats from there. Both callbacks are called on its thread; a rank is
-    lost once."""
+    """A thread that sends heartbeats to every channel, by rank, and expects heartbeats from it. Both callbacks run on
+    the thread; a rank is reported lost once."""
 
     def __init__(self, channels: Mapping[int, Channel], on_message: OnMessage, on_lost: OnLost) -> None:
         super().__init__(name="ranks", daemon=True)
@@ -55,7 +55,7 @@ class Watch(threading.Thread):
         self._ending = threading.Event()
 
     def end(self) -> None:
-        """Look no more: whoever goes now is not missed."""
+        """Stop watching: a rank that ends from now on is not reported as lost."""
         self._ending.set()
 
     def run(self) -> None:

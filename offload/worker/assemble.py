@@ -1,4 +1,4 @@
-"""The caches that a plan wants, and the kernels and blocks that its passes run on."""
+"""Assembly of a plan's caches, with the kernels and row blocks of its passes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from offload.transfer.memory import Memory
 from offload.worker.models import tile_shape, window_shape
 
 Rotated = Sequence[tuple[torch.Tensor, torch.Tensor]]
-MAX_REACH = 32  # tokens: dilation reaches as far as blocks usually go
+MAX_REACH = 32  # tokens: the limit of a selection's dilation, about the usual length of a block
 
 
 def full_cache(
     plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, arena: Arena | None = None, *,
     rotated: Rotated = (),
 ) -> FullCache:  # fmt: skip
-    """The cache of the plan's target, or of a shard of it. rotated: see `Weights`."""
+    """The full cache of the plan's target, or of a shard of it. rotated: see `Weights`."""
     composition, placement = plan.composition, plan.placement
     return FullCache(
         memory,
@@ -52,7 +52,7 @@ def full_cache(
 
 
 def window_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotated) -> WindowCache | None:
-    """Of the target's layers that have a window, if it has some, or of a shard of it."""
+    """The window cache of the target's layers that have a window, or of a shard's; None without such layers."""
     if not config.windowed:
         return None
     return WindowCache(
@@ -82,8 +82,8 @@ def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
 
 
 def _packs(plan: Plan, config: ModelConfig) -> CpuKernels | None:
-    """The kernels that pack pages where these cross the link packed. Raises UsageError where they should and kernels
-    do not run."""
+    """The CPU's kernels, if the plan's pages cross the link packed; otherwise None. Raises UsageError where the plan
+    packs pages and the kernels do not run."""
     if plan.placement.link_bits == 16:
         return None
     host, device = fitting(torch.device("cpu"), config.head_dim, ()), _attention_kernels(plan, config)
@@ -110,7 +110,7 @@ def retrieval_cache(plan: Plan, config: ModelConfig, full: FullCache) -> Retriev
 
 
 def quantised_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Memory) -> QuantisedCache:
-    """Raises DoesNotFit."""
+    """The quantised cache over `full`. Raises DoesNotFit."""
     return QuantisedCache(
         full,
         memory,
@@ -136,16 +136,16 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Ro
 
 
 def block_rows(plan: Plan, config: ModelConfig) -> int:
-    """Rows of a block, of which the target's passes have whole ones. 1 where the CPU's kernels run, which give a row
-    its bits among any others. config: of this rank's shard."""
+    """The number of rows of a block; the target's passes run in whole blocks. 1 where the CPU's kernels run, with which
+    a row's bits do not depend on other rows. config: of this rank's shard."""
     if plan.request.device != "cpu":
         return plan.placement.rows
     return 1 if of_model(torch.device("cpu"), config).usable else BLOCK_ROWS
 
 
 def _attention_kernels(plan: Plan, config: ModelConfig, *, windows: bool = False) -> DeviceKernels:
-    """Those of the plan's device, for attention of few rows in growing layers or in those with a window. A CPU has them
-    for all layers or for none."""
+    """The kernels of the plan's device for attention of few rows, in growing layers or in layers with a window. A CPU
+    has kernels for all layers or for none."""
     device = torch.device(plan.request.device)
     if device.type == "cpu":
         return choice.of_model(device, config)
@@ -154,7 +154,7 @@ def _attention_kernels(plan: Plan, config: ModelConfig, *, windows: bool = False
 
 
 def _prefill_attention(plan: Plan, config: ModelConfig, *, windows: bool = False) -> PrefillAttention:
-    """In growing layers or in those with a window."""
+    """The prefill attention of growing layers or of layers with a window."""
     device, placement = torch.device(plan.request.device), plan.placement
     num_kv_heads, head_dim = _kv_shape(config, windows=windows)
     found = None
@@ -164,12 +164,12 @@ def _prefill_attention(plan: Plan, config: ModelConfig, *, windows: bool = False
 
 
 def _kv_shape(config: ModelConfig, *, windows: bool) -> tuple[int, int]:
-    """KV heads and their size in growing layers or in those with a window."""
+    """(number of KV heads, head dimension) of growing layers or of layers with a window."""
     return config.kv_shapes[config.windowed[0]] if windows else (config.num_kv_heads, config.head_dim)
 
 
 def scorings_of(plan: Plan, config: ModelConfig, rotated: Rotated = ()) -> tuple[Scoring, ...]:
-    """Of each layer, for all positions that a pass may reach. rotated: see `Weights`."""
+    """The `Scoring` of each layer, for all positions that a pass may reach. rotated: see `Weights`."""
     request, dtype = plan.request, DTYPES[plan.request.dtype]
     most = request.capacity + MAX_ROWS
     return scorings(config, most, request.capacity, request.device, dtype, weights=rotated)

@@ -1,4 +1,4 @@
-"""What outlives the plan of a worker: its models, the memory that they are in, and the link that some of them cross."""
+"""Loaded models, with their memory and their link, which outlive a worker's plan."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ from offload.weights.layout import LayerLayout
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """What outlives a plan: models, the memory they are in, and the link that some of them cross. decoders: by name,
-    "target" and, where there is one, "draft". rows: a prefill's on the host, where the cache streams."""
+    """The loaded models with the memory they are in and the link that streamed weights cross; they outlive a plan.
+    decoders: by name, "target" and, if there is one, "draft". rows: a prefill's hidden rows on the host, where the
+    cache streams."""
 
     decoders: Mapping[str, Decoder]
     memory: Memory
     link: Link | None
     rows: StreamedRows | None = None
-    _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # of the target, by the number of bits
-    _users: Counter[int] = field(default_factory=Counter)  # of these, likewise
+    _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # copies of the target's, by number of bits
+    _users: Counter[int] = field(default_factory=Counter)  # number of users of each copy, by number of bits
 
     @classmethod
     def load(
@@ -54,10 +55,10 @@ class LoadedModels:
         shard: Shard = ALONE,
         sums: Sums | None = None,
     ) -> LoadedModels:
-        """Read the models in `folders`, of "target" a shard, to where the plan wants them. Meanwhile host memory is
-        pinned for them, for hidden rows and for the cache's tiles; an error of that is raised where it is wanted.
+        """Load the models in `folders`, of "target" a shard, to their places in the plan. Meanwhile host memory is
+        pinned for them, for hidden rows and for the cache's tiles; an error in pinning is raised at its first use.
 
-        Raises ModelError, DoesNotFit. On an error nothing stays allocated."""
+        Raises ModelError, DoesNotFit. After an error all memory is released."""
         memory = Memory(torch.device(plan.request.device))
         use_device(memory.device)
         sum_in_fp32(memory.device)
@@ -79,8 +80,8 @@ class LoadedModels:
         return self.decoders["target"]
 
     def coded_target(self, bits: int) -> Decoder:
-        """The target over weights in so many bits, made when they are first wanted and kept until all who have asked
-        for them gave them up. Raises UsageError, DoesNotFit."""
+        """The target over a copy of its weights in `bits` bits. The copy is made at the first call and kept until each
+        call was matched by a release. Raises UsageError, DoesNotFit."""
         if bits not in self._quantised:
             config, device = self.target.config, self.memory.device
             on_cpu = device.type == "cpu"
@@ -90,13 +91,13 @@ class LoadedModels:
         return self.target.over(self._quantised[bits].weights)
 
     def release_quantised_target(self, bits: int) -> None:
-        """One of those who have asked for it uses it no more."""
+        """Give up one use of the copy in `bits` bits; the last one frees its memory."""
         self._users[bits] -= 1
         if not self._users[bits]:
             self._quantised.pop(bits).release(self.memory)
 
     def num_scored(self, num_tokens: int) -> int:
-        """See `num_scored`, of the target. Raises ModelError where a draft scores fewer."""
+        """The function `num_scored` for the target. Raises ModelError where a draft scores fewer tokens."""
         width = num_scored(self.target.config, num_tokens)
         if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
             raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
@@ -109,26 +110,26 @@ class LoadedModels:
 
 
 def num_scored(config: ModelConfig, num_tokens: int) -> int:
-    """Entries of a model's logits that are tokens: models may pad theirs. num_tokens: one more than the highest id of
-    the tokenizer; ids that end a text count too."""
+    """The number of a model's logits that stand for tokens: models may pad their vocabulary. num_tokens: one more than
+    the highest id of the tokenizer; ids that end a text count too."""
     return min(max(num_tokens, *(1 + end for end in config.eos_token_ids), 0), config.vocab_size)
 
 
 def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
-    """Of the full cache. config: of the target, or of a shard of it."""
+    """The shape of the full cache's tiles. config: of the target, or of a shard of it."""
     placement = plan.placement
     pages = placement.tile_tokens // placement.page_tokens
     return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
 
 
 def window_shape(plan: Plan, config: ModelConfig) -> TileShape:
-    """Of a page of the window cache, which is a tile of its own."""
+    """The shape of the window cache's pages, each of which is a tile."""
     kv_heads, head_dim = config.kv_shapes[config.windowed[0]]
     return replace(tile_shape(plan, config), num_pages=1, num_kv_heads=kv_heads, head_dim=head_dim)
 
 
 def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | None) -> StreamedRows | None:
-    """For prefills of all sequences, where the target's cache streams. Raises DoesNotFit."""
+    """The hidden rows on the host for all sequences' prefills, where the target's cache streams. Raises DoesNotFit."""
     if link is None or "kv" not in plan.placement.offload:
         return None
     return StreamedRows(
@@ -143,8 +144,8 @@ def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | 
 
 
 def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
-    """Bytes of each layer, of the hidden rows, and then of each block of the full cache, that the plan has on the host,
-    in the order in which they are allocated."""
+    """The sizes in bytes of the plan's allocations on the host, in their order: each layer, the hidden rows, then each
+    block of the full cache."""
     placement, blocks = plan.placement, list[int]()
     itemsize = DTYPES[plan.request.dtype].itemsize
     if "weights" in placement.offload:

@@ -1,8 +1,8 @@
-"""Measures the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
+"""Measurement of the seconds of a model's passes on this CPU, over made-up weights of its shapes: see `PassTimes`.
 
-As many layers are made as leave the CPU's caches, none of which a pass uses twice: a large model is measured by
-a layer or two, and its runs take turns, so that none finds its memory in these caches. A small model is measured whole,
-in runs that follow each other as passes do. It takes less than a second.
+The trial model has as many layers as exceed the CPU's caches, each used once in a pass. A large model is measured by a
+layer or two, and different runs take turns, so that none finds its memory in the caches. A small model is measured
+whole, in consecutive runs, as passes follow each other. A measurement takes less than a second.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout
 from offload.weights.linear import Linear
 
-LAYER_BYTES = 32 * 2**20  # of weights, as far as a model has so many
+LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold
-NEAR_BYTES = 32 * 2**20  # of keys and values that they keep beside a small model's weights
+NEAR_BYTES = 32 * 2**20  # of keys and values that the CPU's caches hold beside a small model's weights
 MAX_TOKENS = 16384
 MASS_ROWS, MASS_CHUNK = 8, 16
-CODED_ROWS = ROWS[:5]  # more of them take as much more time
+CODED_ROWS = ROWS[:5]  # the time of more rows is proportional to their number
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
 MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
-LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # past them, and a layer's bytes by the rate, others have the CPU
-_VALUE = 0.01  # of all weights: how long a product takes does not depend on it
-_LEAST = 1e-13  # seconds: below what a clock tells
+LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # beyond these seconds, plus a layer's bytes at this rate, the CPU is too busy
+_VALUE = 0.01  # of all weights: a product's time does not depend on it
+_LEAST = 1e-13  # seconds: below a clock's resolution
 
-Point = tuple[str, int]  # what is measured, and its rows or tokens
+Point = tuple[str, int]  # the measured part, and its rows or tokens
 Run = Callable[[], object]
-Model = tuple[ModelConfig, int]  # and the bits of its weights, 16 where they are as they are
+Model = tuple[ModelConfig, int]  # a model, and the bits of its weights; 16 where they are not quantised
 
 
 def timed(request: Request) -> Request:
-    """`request` with the times of its models' passes, the target's over quantised weights too. On a CPU those that no
-    file has yet are measured and kept; what cannot be kept is not used, since the next start would make another plan.
-    """
+    """`request` with the times of its models' passes, including the target's over quantised weights. On a CPU missing
+    times are measured and saved to a file. Times that cannot be saved are not used, since the next start would make
+    another plan."""
     if not request.hardware.is_cpu or request.hardware.num_devices > 1:
         return request
     models = _models(request)
@@ -81,25 +81,25 @@ def timed(request: Request) -> Request:
         return request
     known = request.with_known_times()
     coded = {bits: each for bits, each in known.times.coded.items() if (request.target, bits) in models}
-    return replace(known, times=replace(known.times, coded=coded))  # kernels may be gone since they were timed
+    return replace(known, times=replace(known.times, coded=coded))  # saved times may be of kernels that do not run now
 
 
 def time_again(target: Path, draft: Path | None) -> None:
-    """Time the passes of two models on this CPU whatever is known, and forget those of others, which are timed when
-    they are used: the machine may have changed. Where nothing can be kept, nothing happens."""
+    """Time the passes of two models on this CPU anew, and drop other models' saved times: the machine may have changed.
+    Nothing is done where times cannot be saved."""
     request = Request.on_this_machine(target, draft, Options(device="cpu"))
     with suppress(OSError):
         _remember(_models(request), request.dtype, anew=True)
 
 
 def _models(request: Request) -> list[Model]:
-    """Those whose passes are timed."""
+    """The models whose passes are timed."""
     models = [(config, 16) for config in (request.target, request.draft) if config is not None]
     return [*models, *((request.target, bits) for bits in _code_bits(request))]
 
 
 def _code_bits(request: Request) -> Sequence[int]:
-    """With which bits of its weights the target may propose to itself."""
+    """The bits of quantised weights with which the target may be its own draft."""
     options, products = request.options, request.target.all_products
     wanted = options.speculation and options.gamma != 0
     if not wanted or request.target.stored_in or not takes_codes(products) or not _kernels(request.target).usable:
@@ -108,7 +108,7 @@ def _code_bits(request: Request) -> Sequence[int]:
 
 
 def _remember(models: Sequence[Model], dtype: str, *, anew: bool = False) -> None:
-    """Time the passes of `models` and keep what was measured. anew: see `save_times`. OSError."""
+    """Time the passes of `models` and save the times. anew: see `save_times`. Raises OSError."""
     found = {key_of(config, dtype, bits): time_passes(config, dtype, bits) for config, bits in models}
     measured = {key: times for key, times in found.items() if times is not None}
     if measured:
@@ -117,27 +117,28 @@ def _remember(models: Sequence[Model], dtype: str, *, anew: bool = False) -> Non
 
 @torch.inference_mode()
 def time_passes(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes | None:
-    """None where the CPU is too busy. dtype: bf16, fp16 or fp32. Temporary memory: LAYER_BYTES of weights (at
-    least a layer), as much for logits and CACHE_BYTES. weight_bits: fewer than 16 without a prefill."""
+    """The times of a model's passes; None where the CPU is too busy. dtype: bf16, fp16 or fp32. weight_bits: fewer than
+    16 for quantised weights, without a prefill. Temporary memory: LAYER_BYTES of weights (at least a layer), as much
+    for logits, and CACHE_BYTES."""
     return _Trial(config, DTYPES[dtype], weight_bits).times()
 
 
 def _is_timed(model: Model, dtype: str) -> bool:
-    """Whether there are times of the kernels that would run now."""
+    """Whether there are saved times of the kernels that would run now."""
     config, bits = model
     known = load_times(machine_name(), rates_key("cpu"), key_of(config, dtype, bits))
     return known is not None and known.kernels == _kernels_name(config)
 
 
 class _Trial:
-    """A model of a few layers, all like the growing ones, and part of a vocabulary, and its full cache."""
+    """A trial model: a few layers, all of the growing kind, part of a vocabulary, and a full cache."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weight_bits: int) -> None:
         item, config = dtype.itemsize, replace(config, blocks=(config.block,) * config.num_layers)
         self._config, self._kernels, self._coded = config, _kernels(config), weight_bits < 16
         self._block = 1 if self._kernels.usable else BLOCK_ROWS
         self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
-        room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # of the exact ones
+        room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # bytes of the exact layers
         self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
         self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
         per_token = config.layer_kv_bytes(item)
@@ -166,7 +167,7 @@ class _Trial:
             return [taken[part, rows] for rows in ROWS]
 
         def attended(part: str, num_tokens: int) -> tuple[float, ...]:
-            """Seconds of one layer and each of `num_tokens` tokens."""
+            """Seconds of one layer for each of `num_tokens` tokens."""
             more = [much - least for much, least in zip(of(part), of("short"), strict=True)]
             return _rising([seconds / (self._num_layers * num_tokens) for seconds in more])
 
@@ -196,7 +197,7 @@ class _Trial:
         )
 
     def _passes(self) -> dict[Point, Run]:
-        """With logits of all rows: of no layer, of all over an empty cache, over some tokens, and over a full one."""
+        """Passes with logits of all rows: of no layer, and of all layers over an empty cache, a part and a full one."""
         none, whole = self._with_layers(0), self._with_layers(self._num_layers)
 
         def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
@@ -215,7 +216,7 @@ class _Trial:
         return points
 
     def _run_coded(self, quantised: QuantisedCache, rows: int) -> None:
-        """A pass over the tokens in 4 bits."""
+        """Run a pass over the tokens in 4 bits."""
         quantised.truncate(self._num_tokens)
         level = Level("self", self._decoder(self._num_layers), quantised, vocab_size=self._vocab_size)
         forward(level, [0] * rows, rows)
@@ -233,13 +234,14 @@ class _Trial:
         for rows in ROWS:
             hidden = torch.full((rows + -rows % self._block, config.hidden_size), _VALUE, dtype=dtype)
             logits = torch.zeros(rows, config.vocab_size, dtype=dtype)
-            logits[:, 0] = 50.0  # as sure as most are
+            logits[:, 0] = 50.0  # a sure distribution, as most are
             points["logits", rows] = partial(decoder.logits, hidden, block=self._block)
             points["draw", rows] = partial(draw, logits)
         return points
 
     def _prefill_seconds(self, taken: Mapping[Point, float]) -> tuple[float, float]:
-        """Of a row, and of a pair of a row and a token that it sees. None over quantised weights: the least."""
+        """(seconds of a row, seconds of a pair of a row and a token that it attends to) in a prefill. The least value
+        for quantised weights, which have no prefill."""
         if self._coded:
             return _LEAST, _LEAST
         rows, before = self._prefill_rows, self._prefill_before
@@ -247,7 +249,7 @@ class _Trial:
         return max(taken["prefill", 0] / rows - pair * rows / 2, _LEAST), pair
 
     def _prefills(self) -> dict[Point, Run]:
-        """A block of one layer, after no tokens and after some. None over quantised weights."""
+        """Prefills of a block by one layer, after no tokens and after some; empty for quantised weights."""
         if self._coded:
             return {}
         decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)
@@ -262,11 +264,11 @@ class _Trial:
         return {("prefill", before): partial(run, before) for before in (0, self._prefill_before)}
 
     def _with_layers(self, count: int) -> Level:
-        """The first `count` layers; 0: what a pass does besides."""
+        """A level with the first `count` layers; with 0, only the rest of a pass."""
         return Level("target", self._decoder(count), self._cache, vocab_size=self._vocab_size, block=self._block)
 
     def _quantised_cache(self) -> QuantisedCache | None:
-        """Of all tokens of the full cache; None where no kernel attends to it."""
+        """The quantised cache of all tokens of the full cache; None where no kernel attends to it."""
         if not self._kernels.usable or not takes_kv_codes(self._config.head_dim):
             return None
         memory, num_tokens = Memory(torch.device("cpu")), self._num_tokens
@@ -292,7 +294,7 @@ class _Trial:
         )
         cache.reserve(room)
         for layer in range(self._num_layers):
-            cache.pages.store.home(layer, 0).fill_(_VALUE)  # a page that was never written to is in no memory
+            cache.pages.store.home(layer, 0).fill_(_VALUE)  # an unwritten page has no physical memory
         return cache
 
 
@@ -320,7 +322,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
 
 
 def _kernels_name(config: ModelConfig) -> str:
-    """What the model's passes run on here."""
+    """The name of the kernels on which the model's passes run here."""
     return _kernels(config).name
 
 
@@ -329,8 +331,8 @@ def _kernels(config: ModelConfig) -> CpuKernels | NoKernels:
 
 
 def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, float] | None:
-    """The shortest run of each: other load only makes them longer. They take turns because a machine has pauses. None:
-    two turns took more than `limit` seconds."""
+    """The seconds of the shortest run of each point, since other load only makes runs longer. Points take turns, since
+    a machine has pauses. None where two turns took more than `limit` seconds."""
     taken, start, num_turns = dict.fromkeys(points, inf), time.perf_counter(), 0
     while num_turns < 2 or (num_turns < MAX_TURNS and time.perf_counter() - start < ENOUGH_SECONDS):
         for point, run in points.items():
@@ -346,7 +348,7 @@ def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, flo
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Positive, and for no number of rows more than for a larger one: what was more is what other load took."""
+    """The seconds made positive and monotone: no more than for any larger number of rows. The excess is other load."""
     least, risen = inf, []
     for value in reversed(seconds):
         least = min(least, max(value, _LEAST))

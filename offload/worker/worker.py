@@ -1,4 +1,4 @@
-"""A worker: what one rank owns, made from a plan."""
+"""The worker: the models, caches, link and memory of one rank, built from a plan."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from offload.worker.models import LoadedModels
 
 
 class Worker:
-    """Models, levels with their caches, link and memory of one rank.
+    """The models, levels with their caches, link and memory of one rank.
 
-    Whatever changes the caches is asked for with tokens and lengths alone: `prefill`, `forward` and `truncate` of the
-    `levels` (by name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_copies`,
-    `fetch_ahead`, `copy_rows`. `full` is the target's cache.
+    All calls that change the caches take only tokens and lengths: `prefill`, `run` and `truncate` of the `levels` (by
+    name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_copies`, `fetch_ahead`,
+    `copy_rows`. `full` is the target's cache.
     """
 
     def __init__(self, plan: Plan, models: LoadedModels, *, vocab_size: int, block: int | None = None) -> None:
-        """Allocate the plan's caches, empty. vocab_size: the width of all logits. block: rows of a block, of which the
-        target's passes have whole ones on all ranks; None: as this machine's kernels want it.
+        """Allocate the plan's caches, empty. vocab_size: the width of all logits. block: rows of a block; the target's
+        passes run in whole blocks on all ranks. None: this machine's default.
 
-        Raises DoesNotFit, with the context that there is memory for. On an error nothing stays allocated.
+        Raises DoesNotFit, with the context that fits into memory. After an error all memory is released.
         """
         self.plan, self.models, self.vocab_size = plan, models, vocab_size
         self.block = block or block_rows(plan, models.target.config)
@@ -75,7 +75,7 @@ class Worker:
         num_tokens: int,
         on_progress: OnProgress,
     ) -> Worker:
-        """Read the models in `folders` ("target", "draft") to where the plan wants them. num_tokens: in the tokenizer's
+        """Load the models in `folders` ("target", "draft") to their places in the plan. num_tokens: of the tokenizer's
         vocabulary. on_progress: stages "load" and "pin". Raises ModelError, DoesNotFit."""
         models = LoadedModels.load(plan, folders, on_progress)
         try:
@@ -85,14 +85,14 @@ class Worker:
             raise
 
     def replanned(self, plan: Plan) -> Worker:
-        """A worker for `plan` with the same models, while this one keeps its caches. Only where neither plan offloads:
-        weights stay where they are. Raises DoesNotFit."""
+        """A worker for `plan` with the same models; this one keeps its caches. Only where neither plan offloads, since
+        weights do not move. Raises DoesNotFit."""
         if plan.placement.offload or self.plan.placement.offload:
             raise ValueError("an engine that offloads is made for one plan")
         return self._another(plan)
 
     def beside(self) -> Worker:
-        """A worker of the same plan, for another sequence: with caches of its own, over the same models. Raises
+        """A worker of the same plan for another sequence: with its own caches, over the same models. Raises
         DoesNotFit."""
         return Worker(self.plan, self.models, vocab_size=self.vocab_size, block=self.block)
 
@@ -110,56 +110,56 @@ class Worker:
 
     @property
     def rows(self) -> PagedRows:
-        """The target's cached rows, which a session saves and fills."""
+        """The target's cached rows, which sessions save and restore."""
         return self.full
 
     @property
     def window_rows(self) -> WindowRows | None:
-        """The same of the layers that have a window, where there are any."""
+        """The cached rows of the target's layers that have a window; None without such layers."""
         return self.windows
 
     @property
     def link_stats(self) -> LinkStats:
-        """Totals since the worker was loaded; zeros where there is no link."""
+        """The link's totals since the worker was loaded; zeros without a link."""
         return self.link.stats if self.link is not None else LinkStats()
 
     def rank_stats(self) -> list[RankStats]:
-        """Totals of each rank since the worker was loaded; none where there is one rank."""
+        """The totals of each rank since the worker was loaded; empty with one rank."""
         return []
 
     def prefill(
         self, tokens: Sequence[int], on_tokens: Callable[[int], None], on_hidden: OnHidden | None = None
     ) -> None:
-        """Append `tokens` to the full cache, and to a quantised copy; the other levels below see what they need of
-        them later. Broken off, it appends nothing. `on_tokens` is called with how many are done, `on_hidden` with the
-        last layer's rows: of the tokens that are appended, the first is row 0."""
+        """Append `tokens` to the full cache and to a quantised copy, if there is one; the levels below catch up later.
+        An interrupted prefill appends no tokens. `on_tokens` is called with the number of tokens that are done,
+        `on_hidden` with the last layer's rows, where row 0 is the first appended token."""
         rows = self._hidden_rows
         prefill(self.target, self._target_cache, tokens, rows=rows, on_tokens=on_tokens, on_hidden=on_hidden)
         if isinstance(self._copies, QuantisedCache):
             self._copies.refresh()
 
     def record_mass(self, wanted: bool) -> None:
-        """From the target's next pass on, record the masses that chunks are chosen by, or no longer."""
+        """Switch the recording of attention masses, by which chunks are chosen, from the target's next pass on."""
         self.full.record_mass = wanted
 
     def refresh(self, num_rows: int) -> None:
-        """Have the copies of the full cache's tokens over which the target proposes to itself, if there are any, follow
-        its last pass, of which the first `num_rows` rows count: by them chunks are chosen."""
+        """Update the copies of the full cache's tokens over which the target is its own draft, if any, after its last
+        pass. Chunks are chosen by the first `num_rows` rows of that pass."""
         if self._copies is not None:
             self._copies.refresh(num_rows)
 
     def prepare_copies(self, num_rows: int, *, wanted: bool) -> bool:
-        """The same where it is wanted and possible, see `RetrievalCache.prepare`. False where there are none."""
+        """Update the copies if `wanted` and possible, see `RetrievalCache.prepare`. False where there are none."""
         return self._copies is not None and self._copies.prepare(num_rows, wanted=wanted)
 
     def fetch_ahead(self) -> None:
-        """Start to fetch the tiles that the target's next pass needs first."""
+        """Begin to fetch the first tiles of the target's next pass."""
         self.full.fetch_ahead()
 
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
-        """Hold the rows that the target's cache of `other` holds, of the same model, or the first `num_tokens` of them.
-        False, and nothing is copied, where positions are rotated otherwise (RoPE scaling "dynamic" or
-        "longrope" in a context of another size), or where a window has lost some that it would need."""
+        """Copy the rows of the target's cache of `other`, of the same model, or the first `num_tokens` of them. Returns
+        False and copies no row where positions are rotated differently (RoPE scaling "dynamic" or "longrope" with
+        another context size), or where a window has lost rows that it needs."""
         scorings = (scorings_of(each.plan, each.target.config) for each in (self, other))
         if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in zip(*scorings, strict=True)):
             return False
@@ -172,8 +172,8 @@ class Worker:
         return True
 
     def release(self) -> None:
-        """Give the memory of the caches back, and that of quantised weights if nobody else uses them; they are not
-        used again."""
+        """Release the memory of the caches, and of quantised weights that no other worker uses. The worker is not used
+        again."""
         for cache in reversed(self._caches):
             cache.release()
         self._caches.clear()
@@ -223,13 +223,13 @@ class Worker:
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
 
     def _with_windows(self, growing: Cache, *, drafts: bool = True) -> Cache:
-        """`growing`, or that and the windows where the target has any."""
+        """`growing`, joined with the target's windows if it has any."""
         if self.windows is None:
             return growing
         return MixedCache(self.target.config, growing, self.windows, drafts=drafts)
 
     def _own_target(self) -> Decoder:
-        """That with which the target proposes to itself."""
+        """The decoder with which the target is its own draft."""
         if (bits := self.plan.composition.weight_bits) == 16:
             return self.target
         coded = self.models.coded_target(bits)
@@ -237,8 +237,8 @@ class Worker:
         return coded
 
     def _level(self, name: str, decoder: Decoder, cache: Cache, block: int | None) -> Level:
-        """A level of the target, over one of its weights and caches. Where neither streams, what crosses the link
-        meanwhile is for others."""
+        """A level of the target, over one of its weights and caches. Where neither streams, bytes that cross the link
+        during its passes are not the level's."""
         link = self.link if cache is self._target_cache or decoder.streams else None
         return Level(name, decoder, cache, vocab_size=self.vocab_size, block=block, link=link)
 
@@ -254,7 +254,7 @@ class Worker:
 
 
 def stats_of_rank(rank: int, worker: Worker, sum_seconds: float) -> RankStats:
-    """What a rank's worker did since it was loaded, and what it has allocated."""
+    """The statistics of a rank's worker since it was loaded, with its allocated memory."""
     link, allocated = worker.link_stats, worker.memory.allocated()
     return RankStats(
         rank=rank,

@@ -94,7 +94,7 @@ class Dialogue:
         try:
             prompt = self.format.prompt(asked)
             self._check_room(len(prompt.tokens) + 1)
-            answer, stopped = self._show_reply(prompt)
+            answer, stopped = self._show_reply(prompt, asked)
         except TriforceError:
             self.draft = question
             raise
@@ -104,9 +104,6 @@ class Dialogue:
             self.output.note(f"stopped before the first word; {stays}")
             early.end()
             return
-        self._num_replies += 1
-        spoken = self.format.spoken(answer.tokens, answer.written)
-        self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
         if answer.finish == "length":
             full = len(prompt.tokens) + answer.num_tokens >= self.engine.limit
             constraint = self.settings.sampling.constraint
@@ -207,9 +204,9 @@ class Dialogue:
     def close(self) -> None:
         self._background.close()
 
-    def _show_reply(self, prompt: Prompt) -> tuple[Answer, Stopped | None]:
-        """Show the reply and return it, possibly incomplete, with the signal that stopped it. Raises Stopped and
-        TimedOut before the first word."""
+    def _show_reply(self, prompt: Prompt, asked: Conversation) -> tuple[Answer, Stopped | None]:
+        """Show the reply, as far as it came, and add it to the conversation. Returns what stopped it, too, if anything
+        did. Raises Stopped, and TimedOut, before the first word."""
         settings, deadline, stopped = self.settings, Deadline(None), None
         wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
         answer = Answer(prompt, wanted, self.format.tokenizer)
@@ -224,17 +221,14 @@ class Dialogue:
                 if not answer.parts:
                     raise
                 stopped = error
-            if (rest := answer.break_off()) is not None:
-                self._form.add(rest, [])
-            if answer.finish is None:
-                self.output.end_line()
-                self.output.note("out of time; what had come is kept" if stopped is None else "stopped")
-            stats = None if self.engine.stats is None else self.engine.stats.as_dict()
-            finish = answer.finish or (TIMEOUT if stopped is None else INTERRUPTED)
-            self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
-        self.citations = answer.citations or []
-        if prompt.documents and answer.citations is not None:
-            self.output.note(render_chat.cited(answer.citations))
+            self._num_replies += 1
+            spoken = self.format.spoken(answer.tokens, answer.written)
+            self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
+            try:
+                with self._stoppable():
+                    self._show_end(answer, prompt, is_stopped=stopped is not None)
+            except Stopped as error:
+                stopped = error
         return answer, stopped
 
     def _show_steps(self, answer: Answer, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> None:
@@ -244,6 +238,20 @@ class Dialogue:
                 self._form.add(answer.add(step), [])
                 if step.finish is None and deadline.has_passed:
                     return
+
+    def _show_end(self, answer: Answer, prompt: Prompt, *, is_stopped: bool) -> None:
+        """Text that was held back, how the reply ended, and its citations."""
+        if (rest := answer.break_off()) is not None:
+            self._form.add(rest, [])
+        if answer.finish is None:
+            self.output.end_line()
+            self.output.note("stopped" if is_stopped else "out of time; what had come is kept")
+        stats = None if self.engine.stats is None else self.engine.stats.as_dict()
+        finish = answer.finish or (INTERRUPTED if is_stopped else TIMEOUT)
+        self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
+        self.citations = answer.citations or []
+        if prompt.documents and answer.citations is not None:
+            self.output.note(render_chat.cited(answer.citations))
 
     def _wait_ahead(self) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""

@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, which not every machine has: `kernels.choice` imports them where it is."""
+"""GPU kernels in Triton. `kernels.choice` imports them only where Triton is installed."""

@@ -1,9 +1,9 @@
 """Attention of new rows over spans of keys and values in a GPU's memory, and the merge of the spans.
 
-Every span is attended to by itself. The spans of a run are folded into a running result by the launch of the run after
-it, one after the other: a row's bits depend on the order of the spans that it sees, which is that in which runs come,
-and neither on how they are cut into runs nor on rows beside it. A span's steps and its blocks of rows do not depend on
-the number of rows, and what a row does not see adds exact zeros.
+Every span is attended to by itself. The spans of a run are folded into a running result one after the other, by the
+launch of the next run. So a row's bits depend on the order of its spans, which is the order of the runs, but not on how
+spans are divided into runs, nor on other rows. A span's steps and its blocks of rows do not depend on the number of
+rows, and tokens that a row does not attend to add exact zeros.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from offload.kernels.places import append_rows
 from offload.kernels.runs import Rows, Run
 from offload.native.launch import launch
 
-_COLUMNS = 256  # of masses that are joined at a time
+_COLUMNS = 256  # columns of masses that a program joins
 
 
 @dataclass(frozen=True)
 class _Partials:
-    """Results of one run's spans, out and log-sum-exp."""
+    """The partial results of one run's spans: output and log-sum-exp."""
 
     out: Tensor
     sums: Tensor
 
 
 class GpuAttention:
-    """See `RunAttention`: a launch for each run and one or two to merge. Runs are folded in the order in which they
-    come, and of their tokens those after the last of the rows do not count. Scratch, from `begin` to `merge`: the
-    results of two runs, since one is folded while the next is made, and of all runs. It is not kept: a graph has memory
-    of its own."""
+    """`RunAttention` on a GPU: a launch for each run, and one or two to merge. Runs are folded in the order in which
+    they are given; their tokens after the last row do not count. Scratch memory, from `begin` to `merge`: the partial
+    results of two runs, since one is folded while the next is computed, and the running result. It is released after
+    each pass, since a graph has its own memory."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class GpuAttention:
         chunk: int | None = None,
         mass_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """span: tokens of a span, a power of two. chunk: tokens of a chunk. mass_dtype: in which `merge` gives
-        masses."""
+        """span: tokens of a span, a power of two. chunk: tokens of a chunk. mass_dtype: dtype of the masses that
+        `merge` returns."""
         self.span, self._dtype, self._mass_dtype = span, dtype, mass_dtype
         self._chunk = chunk or 0
-        self._num_runs = self._num_left = 0  # runs attended to, and spans of the last one
-        self._slot = 0  # spans of the runs so far
+        self._num_runs = self._num_left = 0  # number of runs so far, and of spans of the last one
+        self._slot = 0  # number of spans of all runs so far
         self._rows: Rows | None = None
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
-        """See `RunAttention`. Keys are rotated, too."""
+        """See `RunAttention`. Also rotates the keys."""
         (num_rows, num_heads, dim), self._num_kv_heads = rows.q.shape, rows.k.shape[1]
         self._tiling = Tiling(dim, self._dtype.itemsize)
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
@@ -68,7 +68,7 @@ class GpuAttention:
         self._places, scoring = rows.in_memory(), rows.scoring
         self._running, self._masses = self._floats(dim), self._floats(self._columns)
         self._tops, self._totals = self._floats(1), self._floats(1)
-        self._partials = _Partials(*[self._totals] * 2)  # of no run
+        self._partials = _Partials(*[self._totals] * 2)  # a placeholder: no run yet
         stop = rows.position + num_rows
         ends = [None if last >= stop else last for last in lasts or (stop,)]
         self._queries, self._keys = self._places.rotated(rows.q, rows.k, scoring, ends)
@@ -81,7 +81,7 @@ class GpuAttention:
         append_rows(run.pages, run.first, self._rows.index, (self._keys, self._rows.v), self._places)
 
     def attend(self, run: Run) -> None:
-        """See `RunAttention`. Spans of the run before are folded."""
+        """See `RunAttention`. Also folds the spans of the previous run."""
         if not run.tokens:
             return
         dim, num_spans = self._tiling.head_dim, -(-run.tokens // self.span)
@@ -119,7 +119,7 @@ class GpuAttention:
         )  # fmt: skip
 
     def _attend_codes(self, run: Run, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
-        """Codes in order "matrices"."""
+        """Attend to a run of codes, in order "matrices"."""
         blocks, queries = run.held, self._queries[0]
         assert run.tokens % GROUP == 0
         assert self.span % (self._tiling.blocks * GROUP) == 0
@@ -139,14 +139,14 @@ class GpuAttention:
 
     @property
     def _earlier(self) -> tuple[int, int, float]:
-        """Spans of the run before, whether there are runs before it, and the scale of scores."""
+        """(spans of the previous run, whether there are runs before it, scale of scores)."""
         assert self._rows is not None
         scale = self._rows.scoring.scale or self._tiling.head_dim**-0.5
         return self._num_left, int(self._num_runs > 1), scale
 
     @property
     def _constants(self) -> dict[str, object]:
-        """That all programs that attend have in common."""
+        """The common constants of the attention programs."""
         assert self._rows is not None
         tiling = self._tiling
         return {
@@ -181,7 +181,7 @@ class GpuAttention:
         return Part(out, lse.squeeze(-1), self._whole_chunks(mass))
 
     def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], log-sum-exp [H_kv, R] fp32) of all runs, whose scratch is given back."""
+        """(out [T, H, D], log-sum-exp [H_kv, R] fp32) of all runs; releases the scratch memory."""
         assert self._rows is not None
         out = torch.empty(self._rows.q.shape, dtype=dtype, device=self._places.slots.device)
         logs, last = self._totals.new_empty(self._num_kv_heads, self._folded), self._partials
@@ -199,14 +199,14 @@ class GpuAttention:
         return out, logs
 
     def _by_rows(self, folded: Tensor) -> Tensor:
-        """[H_kv, T * G, N] -> [T, H, N]"""
+        """Folded rows by query rows: [H_kv, T * G, N] -> [T, H, N]."""
         return folded.view(len(folded), -1, self._group, folded.shape[2]).transpose(0, 1).flatten(1, 2)
 
     def _floats(self, number: int) -> Tensor:
-        """fp32, `number` of them for each folded row and KV head."""
+        """Uninitialised fp32 memory for `number` numbers per folded row and KV head."""
         return torch.empty(number * self._folded * self._num_kv_heads, device=self._places.slots.device)
 
     def _whole_chunks(self, mass: Tensor) -> Tensor:
-        """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
+        """Masses of parts summed to chunks: [..., parts] -> [..., chunks]; the last chunk may have fewer parts."""
         parts = self._chunk // self._part
         return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)

@@ -1,7 +1,7 @@
-"""Copies by a GPU's kernels, in Triton, which read the host's pinned memory themselves: chunks of tiles from their
-homes, and rows of a table."""
+"""Copies by a GPU's kernels, in Triton, which read pinned host memory directly: chunks of tiles from their homes, and
+rows of a table."""
 
-# Triton reads the annotations of programs: they are not postponed.
+# Triton evaluates the annotations of programs, so they are not postponed.
 import torch
 import triton
 import triton.language as tl
@@ -10,9 +10,9 @@ from torch import Tensor
 from offload.formats.layout import ALL_TOKENS
 from offload.native.launch import launch
 
-_BLOCK_WORDS = 2048  # of four bytes: four 16-byte loads of each thread are under way together
+_BLOCK_WORDS = 2048  # of four bytes: four concurrent 16-byte loads of each thread
 _WARP_WORDS = 128  # by one 16-byte load of each thread
-_ROW_WORDS = 1024  # of a program: of four bytes, two 16-byte loads of each of its threads
+_ROW_WORDS = 1024  # of four bytes, of a program: two 16-byte loads of each thread
 _ROW_WARPS = 4
 
 
@@ -27,12 +27,13 @@ def chunks(
     slot: int = 0,
     tokens: range = ALL_TOKENS,
 ) -> None:
-    """Copy chunks' keys and values into `held` [L, 2, H_kv, rows, D], contiguous, by one launch: from tiles [2, P,
-    H_kv, S, D], of `page` tokens S and `tile` tokens P * S, in chunks of `chunk` tokens. All three divide the next.
+    """Copy chunks' keys and values into `held` [L, 2, H_kv, rows, D], contiguous, by one launch. Chunks have `chunk`
+    tokens; tiles are [2, P, H_kv, S, D], with `page` tokens S and `tile` tokens P * S. `chunk` divides `page`, which
+    divides `tile`.
 
     homes: int64 [L, number of tiles], addresses of the tiles as the GPU reads them, multiples of 16. wanted: int64 [L,
-    H_kv, n] or, for all layers and heads, [n]: the chunk for each slot from `slot` on, negative for none. tokens: of
-    the sequence; others of the chunks are left out.
+    H_kv, n] or, for all layers and heads, [n]: the chunk for each slot from `slot` on, negative for none. tokens: range
+    of the sequence; tokens of the chunks outside it are not copied.
     """
     held = held.view(torch.int32)
     num_layers, _, num_heads, num_rows, words = held.shape
@@ -56,18 +57,19 @@ def chunks(
 
 
 def rows_at_once(chunk: int, padded: int) -> int:
-    """Tokens that a program copies at a time, a power of two. padded: words of a token, to a power of two."""
+    """The number of tokens that a program copies at a time, a power of two. padded: words of a token, rounded up to a
+    power of two."""
     return min(1 << (chunk - 1).bit_length(), max(_BLOCK_WORDS // padded, 1))
 
 
 def warps(num_words: int) -> int:
-    """Of a program that copies so many words at a time: no more than 16-byte loads keep busy."""
+    """The number of warps of a program that copies `num_words` words at a time: as many as 16-byte loads keep busy."""
     return min(max(num_words // _WARP_WORDS, 1), 4)
 
 
 def table_rows(address: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """Row tokens[t] of the table at `address`, int64 [1] on the GPU, to row t of out [T, width], contiguous, whose
-    rows are whole words of four bytes: one launch. tokens: int64 [T]."""
+    """Copy row tokens[t] of the table at `address`, int64 [1] on the GPU, to row t of out [T, width], contiguous, by
+    one launch. Rows are whole words of four bytes. tokens: int64 [T]."""
     words = out.view(torch.int32)
     launch(
         copy_rows,
@@ -85,10 +87,10 @@ def copy_chunks(
     wanted,  # [L * H_kv, n] by the stride, int64: the chunk for each slot, negative: none
     held,  # [L, 2, H_kv, num_rows, WORDS] int32, contiguous
     num_tiles,
-    wanted_stride,  # 0: the same for all heads and layers
+    wanted_stride,  # 0: one list for all heads and layers
     num_rows,
     slot,  # the first one
-    start,  # tokens of the sequence that are copied
+    start,  # tokens of the sequence from `start` to `stop` are copied
     stop,
     CHUNK: tl.constexpr,
     PER_PAGE: tl.constexpr,  # chunks

@@ -1,7 +1,7 @@
 """Attention of a prefill's rows over a tile by flash-attn, the extra `flash`, where it is installed.
 
-Its paged cache is [blocks, page, H_kv, D] by any strides with rows of D in one piece, so a tile is passed as it is. A
-block table numbers the pages of one tensor, and tiles are tensors of their own: one call takes one tile, not all.
+Its paged cache is [blocks, page, H_kv, D] with any strides and contiguous rows of D, so a tile can be passed directly.
+A block table numbers the pages of one tensor, and each tile is its own tensor, so a call takes one tile, not all.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from offload.kernels.cpu import OFF, VARIABLE, wanted
 from offload.kernels.rope import Scoring
 from offload.plan.machine import installed_version
 
-PAGE_STEP = 256  # a page has a multiple of so many tokens
+PAGE_STEP = 256  # a page's tokens are a multiple of this
 WIDEST_HEAD = 256
-_OLDEST = (8, 0)  # compute capability
+_OLDEST = (8, 0)  # least compute capability
 
 
 @dataclass(frozen=True)
 class Flash:
-    """flash-attn's version, else the reason why it is not used. avoidable: an installation would end that."""
+    """The availability of flash-attn: its version, or the reason why it is not used. avoidable: installing it would
+    help."""
 
     version: str = ""
     reason: str = ""
@@ -39,8 +40,8 @@ class Flash:
 
 @cache
 def flash(device: torch.device) -> Flash:
-    """What this process may use on `device`; imports the package. Errors: UsageError if TRIFORCE_KERNELS is neither on
-    nor off."""
+    """The flash-attn that this process can use on `device`; imports the package. Raises UsageError if TRIFORCE_KERNELS
+    is neither on nor off."""
     if not wanted(VARIABLE):
         return Flash(reason=OFF)
     if device.type != "cuda":
@@ -61,8 +62,8 @@ def flash(device: torch.device) -> Flash:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows start to stop of a block, and the first `tokens` tokens of the tile. causal: the last row sees all of them
-    and each one before it a token less, else every row sees them all."""
+    """Rows `start` to `stop` of a block, and the first `tokens` tokens of the tile. causal: the last row attends to all
+    of them and each row before it to one token less; otherwise every row attends to all."""
 
     start: int
     stop: int
@@ -71,8 +72,8 @@ class _Piece:
 
 
 def _pieces(first: int, count: int, base: int, tokens: int) -> Iterator[_Piece]:
-    """Rows at positions `first` to first + count over the `tokens` tokens from position `base` on. Rows that see none
-    are in no piece."""
+    """The pieces of rows at positions `first` to first + count over the `tokens` tokens from position `base` on. Rows
+    that attend to none of them are in no piece."""
     start = min(max(base - first, 0), count)
     stop = min(max(base + tokens - first, start), count) if first + 1 < base + tokens else start
     if start < stop:
@@ -94,14 +95,15 @@ class FlashTiles:
         return FlashBlock(self, rows, first, scoring)
 
     def numbers(self, most: int, device: torch.device) -> Tensor:
-        """0, 1, ... `most` and maybe more, int32: lengths and tables of pages are views of it, and cost no copy."""
+        """The numbers 0, 1, ... `most`, perhaps more, int32. Lengths and page tables are views of it, not copies."""
         if len(self._numbers) <= most:
             self._numbers = torch.arange(most + 1, dtype=torch.int32, device=device)
         return self._numbers
 
 
 class FlashBlock:
-    """Rows that attend together to tiles, which come in order; what comes of each is kept in 16 bits until the end."""
+    """A block of rows that attend to tiles, which are given in order. Each tile's result is kept in 16 bits until the
+    end."""
 
     def __init__(self, tiles: FlashTiles, rows: Tensor, first: int, scoring: Scoring) -> None:
         self._tiles, self._rows, self._first = tiles, rows, first
@@ -110,7 +112,7 @@ class FlashBlock:
         self._sums: list[Tensor] = []  # [H, T] fp32: log-sum-exp of each
 
     def attend(self, tile: Tensor, base: int) -> None:
-        """Over the tile whose first token is at `base`; a row sees what is at its position and before it."""
+        """Attend to the tile whose first token is at position `base`; a row attends to tokens up to its own."""
         count, heads = self._rows.shape[:2]
         pieces = list(_pieces(self._first, count, base, tile.shape[1] * tile.shape[3]))
         parts = [self._attend(tile, piece) for piece in pieces]
@@ -126,7 +128,7 @@ class FlashBlock:
             self._sums.append(lse)
 
     def attended(self) -> Tensor:
-        """[T, H * D] fp32, over all tiles."""
+        """The attention's output [T, H * D] fp32, over all tiles."""
         sums = torch.stack(self._sums)
         shares = (sums - sums.logsumexp(0)).exp().transpose(1, 2)[..., None]  # [tiles, T, H, 1]
         total = self._outs[0] * shares[0]
@@ -147,7 +149,7 @@ class FlashBlock:
             softmax_scale=self._scale,
             softcap=self._cap,
             causal=piece.causal,
-            num_splits=1,  # sums in one order, whatever the GPU
+            num_splits=1,  # one order of sums on every GPU
             return_softmax_lse=True,
         )
         return out[0], lse[0]

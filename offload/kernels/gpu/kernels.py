@@ -1,4 +1,4 @@
-"""A GPU's own kernels: Triton's programs, which are compiled when they are first launched."""
+"""A GPU's kernels: Triton programs, which are compiled at their first launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload.kernels.runs import MASS_DTYPE, RunAttention
 
 @dataclass(frozen=True)
 class GpuKernels(DeviceKernels):
-    """See `DeviceKernels`."""
+    """`DeviceKernels` of a GPU."""
 
     whose: str = "GPU"
     order: ClassVar[Order] = "matrices"

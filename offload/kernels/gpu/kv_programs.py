@@ -2,11 +2,11 @@
 
 Letters as in `programs`. A block is a KV head's codes of 32 tokens, `formats.quantised_kv` in order "matrices": step
 and low of the keys' channels, codes of the keys, step and low of the values' tokens by 64 channels, codes of the
-values. A byte has the codes of two tokens, 16 apart: so keys and values are two matrices each, of the near tokens and
-the far ones, and no code has to change its place among the registers.
+values. A byte has the codes of two tokens, 16 apart. So keys and values are two matrices each, of the near tokens and
+of the far ones, and codes need not be moved between registers.
 """
 
-# Triton reads the annotations: they are not postponed.
+# Triton evaluates the annotations, so they are not postponed.
 import triton
 import triton.language as tl
 
@@ -16,11 +16,11 @@ from offload.kernels.gpu.programs import capped, with_run
 @triton.jit
 def _numbers(
     codes,  # uint8 [..., N]
-    units,  # int32, broadcast over them: step, in the low half, and low, both bf16
-    like,  # a pointer to numbers of the dtype that the result is rounded to
+    units,  # int32, broadcast over codes: step, in the lower half, and low, both bf16
+    like,  # a pointer whose dtype the result is rounded to
     WIDEN: tl.constexpr,
 ):
-    """low + step * code, computed in fp32."""
+    """The numbers of codes: low + step * code, computed in fp32."""
     step = tl.broadcast_to((units << 16).to(tl.float32, bitcast=True), codes.shape)
     low = tl.broadcast_to((units & -65536).to(tl.float32, bitcast=True), codes.shape)
     exact = tl.fma(codes.to(tl.float32), step, low).to(like.dtype.element_ty)
@@ -31,14 +31,14 @@ def _numbers(
 
 @triton.jit
 def _keys(codes, units, like, WIDEN: tl.constexpr):
-    """[BLOCKS, 16, D] and [BLOCKS, D] -> [D, BLOCKS * 16]"""
+    """Keys of codes: [BLOCKS, 16, D] and [BLOCKS, D] -> [D, BLOCKS * 16]."""
     exact = _numbers(codes, units[:, None, :], like, WIDEN)
     return tl.trans(tl.reshape(exact, (codes.shape[0] * codes.shape[1], codes.shape[2])))
 
 
 @triton.jit
 def _values(codes, units, like, WIDEN: tl.constexpr):
-    """[BLOCKS, D / 64, 64, 16] and [BLOCKS, D / 64, 16] -> [BLOCKS * 16, D]"""
+    """Values of codes: [BLOCKS, D / 64, 64, 16] and [BLOCKS, D / 64, 16] -> [BLOCKS * 16, D]."""
     exact = tl.permute(_numbers(codes, units[:, :, None, :], like, WIDEN), (1, 2, 0, 3))
     shape: tl.constexpr = (codes.shape[1] * codes.shape[2], codes.shape[0] * codes.shape[3])
     return tl.trans(tl.reshape(exact, shape))
@@ -49,36 +49,36 @@ def attend_codes(
     queries,  # [T, H_kv * G, D] by the stride; a row contiguous
     blocks,  # [H_kv, groups, BYTES] uint8 by the stride
     units,  # the same memory as int32
-    partials,  # [spans, H_kv, R, D]: out of every span, normalised over it
+    partials,  # [spans, H_kv, R, D]: output of every span, normalised over it
     sums,  # [spans, H_kv, R]: its log-sum-exp
-    earlier_partials,  # of the run before, to be folded
+    earlier_partials,  # of the previous run, to be folded
     earlier_sums,
-    running,  # [H_kv, R, D]: of the runs before, see `programs.with_run`
+    running,  # [H_kv, R, D]: of the earlier runs, see `programs.with_run`
     tops,  # [H_kv, R]
     totals,  # [H_kv, R]
     query_stride,  # from row to row
     head_stride,  # bytes
-    tokens,  # whole groups; all rows see all of them
+    tokens,  # whole groups; all rows attend to all of them
     num_folded,  # R
-    num_earlier,  # spans of the run before; 0: there is nothing to fold
-    begun,  # 0: `running` is to be made, 1: it is there
+    num_earlier,  # spans of the previous run; 0: no fold
+    begun,  # 0: `running` is not initialised yet, 1: it is
     scale,
-    CAP: tl.constexpr,  # c tanh(score / c) in place of a score; 0: it stays
+    CAP: tl.constexpr,  # scores are c tanh(score / c); 0: no cap
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,  # a multiple of 16
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time
-    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
 ):
-    """Program (s, h, b): block b of the folded rows attends to span s of the codes in KV head h. After the last span
-    comes one that folds the run before: what that left is complete when this launch begins."""
+    """Program (s, h, b): block b of the folded rows attends to span s of the codes in KV head h. Programs after the
+    last span fold the previous run, whose results are complete when this launch begins."""
     TOKENS: tl.constexpr = 32  # of a block
     HALF: tl.constexpr = 16
-    CHANNELS: tl.constexpr = 64  # of the values that share a step
+    CHANNELS: tl.constexpr = 64  # of values that share a step
     LANES: tl.constexpr = min(CHANNELS, DIM_PADDED)
-    KEYS: tl.constexpr = 4 * DIM  # bytes of a block before them
+    KEYS: tl.constexpr = 4 * DIM  # offset in bytes of the keys' codes in a block
     VALUE_UNITS: tl.constexpr = KEYS + HALF * DIM
     VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + CHANNELS - 1) // CHANNELS)
     BYTES: tl.constexpr = VALUES + HALF * DIM

@@ -1,4 +1,4 @@
-"""Attention of a prefill's rows over a tile by a GPU's own kernel: one launch a tile."""
+"""Attention of a prefill's rows over tiles by a Triton kernel, one launch a tile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from offload.kernels.gpu.prefill_programs import attend_tile
 from offload.kernels.rope import Scoring
 from offload.native.launch import launch
 
-PAGE_STEP = 64  # a page has a multiple of so many tokens
+PAGE_STEP = 64  # a page's tokens are a multiple of this
 
 
 @dataclass(frozen=True)
 class PrefillTiling:
-    """How the kernel is cut for heads of `head_dim` numbers of 16 bits: what has room in the registers of a program and
-    in 99 KiB of shared memory. rows: of a program; step: keys at a time."""
+    """The kernel's tiling for heads of `head_dim` numbers of 16 bits, within a program's registers and 99 KiB of shared
+    memory. rows: of a program; step: keys at a time."""
 
     head_dim: int
     warps: int = 8
@@ -33,13 +33,13 @@ class PrefillTiling:
 
     @property
     def step(self) -> int:
-        """Heads that are padded take registers for what is left out of each load."""
+        """Keys at a time; fewer for padded heads, whose masked loads take more registers."""
         return PAGE_STEP if self.padded == self.head_dim <= 128 else PAGE_STEP // 2
 
 
 class TritonTiles:
-    """Attention over tiles [2, P, H_kv, S, D], S a multiple of PAGE_STEP, by any strides with rows of D in one
-    piece."""
+    """Prefill attention over tiles [2, P, H_kv, S, D] with S a multiple of PAGE_STEP, any strides, and contiguous rows
+    of D."""
 
     def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> TritonBlock:
         """See `PrefillAttention`."""
@@ -47,7 +47,7 @@ class TritonTiles:
 
 
 class TritonBlock:
-    """See `PrefillBlock`. Memory: the result and, where there are several tiles, what was gathered so far, in fp32."""
+    """`PrefillBlock` on a GPU. Memory: the result and, with several tiles, the running result in fp32."""
 
     def __init__(self, rows: Tensor, first: int, scoring: Scoring, window: int) -> None:
         assert rows.stride(2) == 1
@@ -71,7 +71,7 @@ class TritonBlock:
         return self._mean.flatten(1)
 
     def _gathered(self, num_rows: int) -> tuple[Tensor, ...]:
-        """Of so many rows, not written yet."""
+        """Uninitialised memory for the running result of `num_rows` rows."""
         _, heads, dim = self._rows.shape
         sizes = (num_rows, heads, dim), (num_rows, heads), (num_rows, heads)
         return tuple(torch.empty(size, dtype=torch.float32, device=self._rows.device) for size in sizes)

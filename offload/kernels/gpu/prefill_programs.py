@@ -1,10 +1,10 @@
 """The program of a GPU's attention of a prefill, in Triton. `offload.kernels.gpu.prefill` launches it.
 
 Letters: T rows, H query heads, H_kv KV heads, P pages of S tokens, D head dimension. Scores, weights, their sums and
-what is gathered are fp32. Logarithms are to the base 2, since a GPU computes powers of 2.
+running results are fp32. Logarithms are to the base 2, since a GPU computes powers of 2.
 """
 
-# Triton reads the annotations: they are not postponed.
+# Triton evaluates the annotations, so they are not postponed.
 import triton
 import triton.language as tl
 
@@ -14,10 +14,10 @@ from offload.kernels.gpu.programs import capped
 @triton.jit
 def _over_steps(
     out,  # [ROWS, DIM_PADDED]: weighted values so far, relative to `top`
-    top,  # [ROWS]: the largest score so far; -inf: nothing was seen
+    top,  # [ROWS]: the largest score so far; -inf: no token so far
     total,  # [ROWS]: the sum of weights so far, relative to `top`
     query,  # [ROWS, DIM_PADDED]
-    own,  # [ROWS]: the rows' own places in the tile
+    own,  # [ROWS]: places of the rows' own tokens in the tile
     keys,  # of the KV head
     values,
     page_stride,
@@ -26,7 +26,7 @@ def _over_steps(
     stop,
     factor,  # of products of queries and keys, or of capped scores
     scale,  # of products that are capped
-    MASKED: tl.constexpr,  # some rows do not see some tokens, or tokens from `stop` on are no numbers
+    MASKED: tl.constexpr,  # some rows do not attend to some tokens, or tokens from `stop` on may not be finite
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
@@ -35,7 +35,7 @@ def _over_steps(
     STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """(out, top, total) with tokens `start` to `stop` of the tile."""
+    """The running result (out, top, total) after tokens `start` to `stop` of the tile."""
     dims, inside = tl.arange(0, DIM_PADDED), tl.arange(0, DIM_PADDED) < DIM
     for base in range(start, stop, STEP):
         token = base % PAGE + tl.arange(0, STEP)
@@ -78,7 +78,7 @@ def attend_tile(
     queries,  # [T, H, D] by the strides; a head contiguous
     keys,  # [P, H_kv, S, D] by the strides; rows of D contiguous
     values,  # likewise
-    running,  # [T, H, D]: weighted values of the tiles before, relative to `tops`; not read where there are none
+    running,  # [T, H, D]: weighted values of the earlier tiles, relative to `tops`; not read without any
     tops,  # [T, H]: the largest scores
     totals,  # [T, H]: sums of weights
     mean,  # [T, H, D]: attention over all tiles
@@ -88,23 +88,23 @@ def attend_tile(
     head_stride,
     token_stride,
     num_rows,
-    own_first,  # the first row's own place in the tile, negative before it
+    own_first,  # place of the first row's own token in the tile; negative if it is before the tile
     tokens,  # of the tile
     begun,  # 0: this is the first tile
-    last,  # 1: no other comes after it, and `mean` is wanted
+    last,  # 1: this is the last tile, and `mean` is written
     scale,
-    CAP: tl.constexpr,  # c tanh(score / c) in place of a score; 0: it stays
-    WINDOW: tl.constexpr,  # tokens that a row sees up to itself; 0: all
+    CAP: tl.constexpr,  # scores are c tanh(score / c); 0: no cap
+    WINDOW: tl.constexpr,  # tokens that a row attends to, up to its own; 0: all
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,  # PAGE is a multiple
-    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
 ):
-    """Program (b, h): block b of the rows attends in query head h to what it sees of a tile. Steps of which its rows
-    see nothing are left out, and those that all of them see whole are not masked."""
+    """Program (b, h): block b of the rows attends in query head h to a tile. Steps without any token for its rows are
+    skipped, and steps in which all rows attend to all tokens are not masked."""
     block, head = tl.program_id(0), tl.program_id(1)
     row, dims = block * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
     real = row < num_rows
@@ -121,7 +121,7 @@ def attend_tile(
     out = tl.load(running + place, mask=whole & (begun != 0), other=0.0)
 
     own = own_first + row
-    lowest = own_first + block * ROWS  # of the block's rows
+    lowest = own_first + block * ROWS  # place of the block's first row
     stop = tl.minimum(tl.minimum(lowest + ROWS, own_first + num_rows), tokens)
     kv_head = (head // GROUP).to(tl.int64) * head_stride
     start = 0

@@ -4,7 +4,7 @@ Letters: T rows, G query heads for each of H_kv KV heads, R = T * G folded rows 
 All scores, weights, sums and partial results are fp32.
 """
 
-# Triton reads the annotations: they are not postponed.
+# Triton evaluates the annotations, so they are not postponed.
 import triton
 import triton.language as tl
 
@@ -12,20 +12,21 @@ import triton.language as tl
 @triton.jit
 def _folded_in(
     out,  # [ROWS, DIM_PADDED]: weighted values of the spans so far
-    top,  # [ROWS]: their largest log-sum-exp
-    total,  # [ROWS]: their sum of weights, relative to `top`
+    top,  # [ROWS]: largest log-sum-exp of the spans so far
+    total,  # [ROWS]: sum of the spans' weights, relative to `top`
     partials,  # [spans, H_kv, R, D]
     sums,  # [spans, H_kv, R]
     num_spans,
     stride,  # H_kv * R
-    row,  # [ROWS]: the rows' places among these
+    row,  # [ROWS]: indices of the rows among R
     real,
     dims,
     DIM: tl.constexpr,
-    UNROLL: tl.constexpr,  # spans whose loads may be under way together
+    UNROLL: tl.constexpr,  # spans whose loads may overlap
 ):
-    """The same with the spans of a run, one after the other: what it gives does not depend on where a run ends. A span
-    of which a row sees nothing changes none of its bits. Multiplications are fused here, not where a compiler likes."""
+    """The running result (out, top, total) after folding in the spans of a run, one after the other, so that it does
+    not depend on where a run ends. A span without any token for a row does not change the row's bits. Multiplications
+    are fused explicitly, not at the compiler's choice."""
     for span in tl.range(0, num_spans, loop_unroll_factor=UNROLL):
         source = row + span * stride
         log = tl.load(sums + source, mask=real, other=float("-inf"))
@@ -44,7 +45,7 @@ def _folded_in(
 
 @triton.jit
 def capped(score, CAP: tl.constexpr):
-    """CAP tanh(score / CAP), as cap_scores of native/attention.h."""
+    """The capped score CAP tanh(score / CAP), as cap_scores of native/attention.h."""
     x = score / CAP
     u = x * x
     far = CAP - 2 * CAP / (1 + tl.exp(2 * tl.minimum(tl.maximum(x, -30.0), 30.0)))
@@ -54,21 +55,21 @@ def capped(score, CAP: tl.constexpr):
 
 @triton.jit
 def with_run(
-    running,  # [H_kv, R, D]: of the runs before, see `_folded_in`; not read where there is none
+    running,  # [H_kv, R, D]: of the earlier runs, see `_folded_in`; not read without one
     tops,  # [H_kv, R]
     totals,  # [H_kv, R]
     partials,  # [spans, H_kv, R, D]: of the run
     sums,  # [spans, H_kv, R]
     num_spans,
     stride,  # H_kv * R
-    row,  # [ROWS]: the rows' places among these
+    row,  # [ROWS]: indices of the rows among R
     real,
     dims,
-    begun,  # 0: there is no run before
+    begun,  # 0: there is no earlier run
     DIM: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """(out, top, total) of the runs before, with the spans of a run."""
+    """The running result (out, top, total) of the earlier runs, with the spans of a run folded in."""
     there = real & (begun != 0)
     top = tl.load(tops + row, mask=there, other=float("-inf"))
     total = tl.load(totals + row, mask=there, other=0.0)
@@ -83,11 +84,11 @@ def attend_spans(
     places,  # [T] int64, rising: position of every row
     keys,  # [P, H_kv, S, D] by the strides; rows of D contiguous
     values,  # likewise
-    partials,  # [spans, H_kv, R, D]: out of every span, normalised over it
-    sums,  # [spans, H_kv, R]: its log-sum-exp, -inf for a row that sees nothing of it
-    earlier_partials,  # of the run before, to be folded
+    partials,  # [spans, H_kv, R, D]: output of every span, normalised over it
+    sums,  # [spans, H_kv, R]: its log-sum-exp, -inf for a row that attends to none of it
+    earlier_partials,  # of the previous run, to be folded
     earlier_sums,
-    running,  # [H_kv, R, D]: see `_folded_in`, of the runs before
+    running,  # [H_kv, R, D]: of the earlier runs, see `_folded_in`
     tops,  # [H_kv, R]
     totals,  # [H_kv, R]
     masses,  # [H_kv, R, num_columns]: log-sum-exp of every chunk
@@ -96,15 +97,15 @@ def attend_spans(
     head_stride,
     token_stride,
     first,  # position of the run's first token
-    tokens,  # of the run that count, but for those after the last row
+    tokens,  # of the run that count; tokens after the last row are masked
     column,  # of the run's first chunk
     num_columns,
     num_folded,  # R
-    num_earlier,  # spans of the run before; 0: there is nothing to fold
-    begun,  # 0: `running` is to be made, 1: it is there
+    num_earlier,  # spans of the previous run; 0: no fold
+    begun,  # 0: `running` is not initialised yet, 1: it is
     scale,
-    CAP: tl.constexpr,  # c tanh(score / c) in place of a score; 0: it stays
-    WINDOW: tl.constexpr,  # tokens that a row sees up to itself; 0: all
+    CAP: tl.constexpr,  # scores are c tanh(score / c); 0: no cap
+    WINDOW: tl.constexpr,  # tokens that a row attends to, up to its own; 0: all
     SPANS_OF_PAGE: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -113,10 +114,10 @@ def attend_spans(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,  # a power of two up to STEP; 0: no masses
-    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
 ):
-    """Program (s, h, b): block b of the folded rows attends to span s of the run in KV head h. After the last span
-    comes one that folds the run before: what that left is complete when this launch begins."""
+    """Program (s, h, b): block b of the folded rows attends to span s of the run in KV head h. Programs after the last
+    span fold the previous run, whose results are complete when this launch begins."""
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     folded = block * ROWS + tl.arange(0, ROWS)
@@ -142,19 +143,19 @@ def attend_spans(
     place = (span // SPANS_OF_PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
     start = span % SPANS_OF_PAGE * SPAN  # in its page
     base = span * SPAN  # in the run
-    own = tl.load(places + row, mask=real, other=0).to(tl.int32) - first  # the row's own place in the run
+    own = tl.load(places + row, mask=real, other=0).to(tl.int32) - first  # place of the row's own token in the run
     last = tl.load(places + num_folded // GROUP - 1).to(tl.int32) - first
     tokens = tl.minimum(tokens, last + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     stop = SPAN
-    if CHUNK == 0:  # else masses of chunks that nobody sees are wanted, too
+    if CHUNK == 0:  # otherwise masses of chunks to which no row attends are written, too
         stop = tl.where(base < tokens, SPAN, 0)
     for offset in range(0, stop, STEP):
         token = offset + tl.arange(0, STEP)
         held = base + token < tokens
-        # A hidden key of a row may be anything finite; past `tokens` there may be anything.
+        # A masked key may be any finite number; past `tokens` memory may hold anything.
         source = place + (start + token).to(tl.int64)[:, None] * token_stride + dims[None, :]
         mask = held[:, None] & inside[None, :]
         key = tl.load(keys + source, mask=mask, other=0.0)
@@ -198,14 +199,14 @@ def attend_spans(
 def merge_spans(
     partials,  # [spans, H_kv, R, D], of the last run
     sums,  # [spans, H_kv, R]
-    running,  # [H_kv, R, D]: see `_folded_in`, of the runs before
+    running,  # [H_kv, R, D]: of the earlier runs, see `_folded_in`
     tops,  # [H_kv, R]
     totals,  # [H_kv, R]
     out,  # [T, H_kv * G, D], contiguous
     logs,  # [H_kv, R]: log-sum-exp over all spans
     num_spans,
     num_folded,  # R
-    begun,  # 0: there is no run before
+    begun,  # 0: there is no earlier run
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
@@ -232,7 +233,7 @@ def merge_spans(
 @triton.jit(do_not_specialize=["num_columns", "num_folded"])
 def join_masses(
     masses,  # [H_kv, R, num_columns]: log-sum-exp of every chunk
-    logs,  # [H_kv, R]: log-sum-exp over all of them, of a row that sees something
+    logs,  # [H_kv, R]: log-sum-exp over all chunks, finite for rows that attend to any token
     joined,  # [T, H_kv, num_columns]
     num_columns,
     num_folded,  # R

@@ -1,12 +1,12 @@
 """Products of rows with weights in 4 or 6 bits on a GPU, in Triton.
 
-A block of such weights, of 16 outputs and a group of 64 inputs, is words of four bytes (native/codes.h): a word of step
+A block of 16 outputs and a group of 64 inputs is stored in words of four bytes (native/codes.h): a word of step
 and low for each output, then [8, 16 outputs] words of the upper 4 bits of eight codes. Bits 8 * i and on of word j hold
 input 4 * j + i of the group, four bits further there is input 32 + 4 * j + i. Of 6 bits the lower 2 follow as [8, 16
 outputs] halves of words in the same order: bits 4 * i and on hold input 4 * j + i, two bits further is the other.
 """
 
-# Triton reads the annotations of programs: they are not postponed.
+# Triton evaluates the annotations of programs, so they are not postponed.
 import torch
 import triton
 import triton.language as tl
@@ -16,19 +16,19 @@ from offload.formats.quantised import GROUP, TILE, Codes
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
-ROWS = 16  # of a program: the least that tensor cores take
-TILES = 8  # of a program: the more, the less often rows are read
-GROUPS = 2  # at a time: a word of each input is one of 16, the least that tensor cores take
-STAGES = 3  # two of which are on their way
+ROWS = 16  # of a program: the minimum of tensor cores
+TILES = 8  # of a program: with more tiles, rows are read less often
+GROUPS = 2  # at a time: their words give 16 inputs of one place, the minimum of tensor cores
+STAGES = 3  # of the pipeline: two are being loaded
 WARPS = 4
-_PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, so that all of its memory is asked
-_LEAST_GROUPS = 8  # of a split: below that more is written than saved
+_PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, to use its full memory bandwidth
+_LEAST_GROUPS = 8  # of a split: smaller splits write more than they save
 
 
 def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
-    """x [T, inputs] of 16 bits, times the matrix rounded to its dtype and transposed, plus bias [outputs] -> [T,
-    outputs]. Sums are fp32; the order in which they are made depends on the matrix's shape alone, so a row's bits do
-    not depend on the rows beside it. Scratch: fp32 [splits, T, outputs]."""
+    """The product of x [T, inputs] of 16 bits with the transposed matrix, rounded to x's dtype, plus bias [outputs] ->
+    [T, outputs]. Sums are fp32; their order depends on the matrix's shape alone, so a row's bits do not depend on the
+    rows beside it. Scratch memory: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows = codes.shape, len(x)
     if x.dtype.itemsize != 2:
         raise ValueError(f"rows are {x.dtype}; a GPU multiplies quantised weights with bf16 and fp16")
@@ -52,9 +52,9 @@ def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
 
 
 def split_groups(outputs: int, inputs: int) -> int:
-    """Groups of inputs that a program sums up: with few outputs the inputs are split, so that there are programs enough
-    for a GPU. A multiple of GROUPS; the last split may have fewer. Of the shape alone: the order of sums depends on
-    it."""
+    """The number of groups of inputs that a program sums. With few outputs the inputs are split, so that there are
+    enough programs for a GPU. A multiple of GROUPS; the last split may have fewer. It depends on the shape alone, since
+    it determines the order of sums."""
     num_groups, columns = inputs // GROUP, -(-outputs // (TILES * TILE))
     most = max(num_groups * columns // _PROGRAMS, _LEAST_GROUPS)
     num_splits = -(-num_groups // most)
@@ -74,10 +74,10 @@ def multiply_codes(
     TILES: tl.constexpr,  # at a time
     GROUPS: tl.constexpr,  # at a time
     BITS: tl.constexpr,  # of a code, 4 or 6
-    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
 ):
     """Program (b, c, s): block b of the rows times column c of `TILES` tiles, over the groups of split s in their
-    order. A product takes eight codes of a word in turns, so its inputs are those of one place in all words."""
+    order. The eight codes of a word are used in turn, so each product has the inputs of one place in all words."""
     block, column, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     OUTPUTS: tl.constexpr = 16 * TILES
     WORDS: tl.constexpr = 8 * GROUPS
@@ -98,7 +98,7 @@ def multiply_codes(
     first = split * groups_each
     last = tl.minimum(first + groups_each, num_groups)
     for begun in tl.range(first, last, GROUPS):
-        # What is past the last group counts as zeros.
+        # Groups past the last one count as zeros.
         source = home + begun * BLOCK + at_output[None, :]
         held = there[None, :] & (begun + group < last)[:, None]
         scale = tl.load(source + group[:, None] * BLOCK, mask=held, other=0)

@@ -1,6 +1,6 @@
-"""Sums of products whose inputs were split among a GPU's programs."""
+"""Sums of the partial products of a GPU's programs that split the inputs."""
 
-# Triton reads the annotations of programs: they are not postponed.
+# Triton evaluates the annotations of programs, so they are not postponed.
 import torch
 import triton
 import triton.language as tl
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from offload.native.launch import launch
 
-COLUMNS = 256  # outputs that are joined at a time
+COLUMNS = 256  # outputs of a program
 
 
 def joined(partials: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """partials fp32 [splits, T, outputs], contiguous -> their sums, split after split, and bias [outputs], [T, outputs]
+    """The sum of partials fp32 [splits, T, outputs], contiguous, split after split, plus bias [outputs] -> [T, outputs]
     of `dtype`."""
     num_splits, num_rows, outputs = partials.shape
     out = torch.empty(num_rows, outputs, dtype=dtype, device=partials.device)

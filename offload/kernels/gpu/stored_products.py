@@ -1,7 +1,7 @@
-"""Products of a few rows with matrices as quantised checkpoints store them on a GPU, in Triton: blocks are read as they
-are, and their numbers made in registers. See `offload.formats.stored_gpu`."""
+"""Products of a few rows with matrices in the encodings of quantised checkpoints on a GPU, in Triton: blocks are read
+in their stored form and decoded in registers. See `offload.formats.stored_gpu`."""
 
-# Triton reads the annotations of programs: they are not postponed.
+# Triton evaluates the annotations of programs, so they are not postponed.
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,16 @@ from offload.formats.stored_gpu import codes_of, constants, form, heads_of, in_t
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
-MOST_ROWS = 64  # that are multiplied with blocks: with more of them numbers are made once and kept
-ROWS = (16, 32)  # of a program: the least that tensor cores take, and with more rows twice that
-_PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, so that all of its memory is asked
-_LEAST_INPUTS = 512  # of a split: below that more is written than saved
+MOST_ROWS = 64  # of a product with stored blocks; for more rows the matrix is decoded once
+ROWS = (16, 32)  # of a program: the minimum of tensor cores, and twice that for more rows
+_PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, to use its full memory bandwidth
+_LEAST_INPUTS = 512  # of a split: smaller splits write more than they save
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of a program. words: of codes of an output at a time. stages: all but one of which are on their way."""
+    """The tiling of a program. words: words of an output's codes at a time. stages: of the pipeline; all but one are
+    being loaded."""
 
     outputs: int = 64
     words: int = 32
@@ -31,12 +32,12 @@ class Tiling:
     stages: int = 3
 
     def blocks(self, encoding: Encoding) -> int:
-        """At a time."""
+        """The number of blocks at a time."""
         return self.words // form(encoding).words
 
 
 def tiling_of(encoding: Encoding) -> Tiling:
-    """Such that nothing spills."""
+    """The tiling for an encoding, chosen so that no register spills."""
     if encoding.kind == "Q6_K":
         return Tiling(words=16, stages=2)  # three were slower on an H200
     if encoding.kind.startswith("Q5"):
@@ -45,10 +46,10 @@ def tiling_of(encoding: Encoding) -> Tiling:
 
 
 def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
-    """x [T, inputs] of 16 bits, times the matrix rounded to its dtype and transposed, plus bias [outputs] -> [T,
-    outputs]. Sums are fp32; the order in which they are made depends on the matrix's shape and encoding alone, so a
-    row's bits do not depend on the rows beside it. The matrix begins at a multiple of 4 bytes, and x of 8.
-    Scratch: fp32 [splits, T, outputs]."""
+    """The product of x [T, inputs] of 16 bits with the transposed matrix, rounded to x's dtype, plus bias [outputs] ->
+    [T, outputs]. Sums are fp32; their order depends on the matrix's shape and encoding alone, so a row's bits do not
+    depend on the rows beside it. The matrix must begin at a multiple of 4 bytes, and x at a multiple of 8. Scratch
+    memory: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows, encoding = stored.shape, len(x), stored.encoding
     if x.dtype.itemsize != 2:
         raise ValueError(f"rows are {x.dtype}; a GPU multiplies stored matrices with bf16 and fp16")
@@ -75,9 +76,9 @@ def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling
 
 
 def split_blocks(outputs: int, inputs: int, encoding: Encoding, tiling: Tiling) -> int:
-    """Blocks of a row that a program sums up: with few outputs rows of blocks are split, so that there are programs
-    enough for a GPU. A multiple of those at a time; the last split may have fewer. Of the shape alone: the order of
-    sums depends on it."""
+    """The number of blocks of a matrix row that a program sums. With few outputs rows are split, so that there are
+    enough programs for a GPU. A multiple of `Tiling.blocks`; the last split may have fewer. It depends on the shape and
+    encoding alone, since it determines the order of sums."""
     num_blocks, columns = inputs // encoding.numbers, -(-outputs // tiling.outputs)
     most = max(num_blocks * columns // _PROGRAMS, _LEAST_INPUTS // encoding.numbers)
     num_splits, at_once = -(-num_blocks // most), tiling.blocks(encoding)
@@ -96,7 +97,7 @@ def multiply_stored(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time
-    WIDEN: tl.constexpr,  # products of fp32: the interpreter knows no bf16
+    WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -108,13 +109,13 @@ def multiply_stored(
     CODES: tl.constexpr,
 ):
     """Program (b, c, s): block b of the rows times column c of `OUTPUTS` outputs, over the blocks of split s in their
-    order. A product takes a part of a byte of all words at a time, so its inputs are those that lie there. Outputs
-    behind the last are the column's first again, and not stored."""
+    order. Each product takes the inputs of one part of a byte in all words. Outputs after the last one repeat the
+    column's first and are not stored."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, split = tl.program_id(1), tl.program_id(2)
     SIZE: tl.constexpr = BLOCKS * WORDS
     word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
-    # Rows of blocks that are no whole words begin at whole ones in turns: a program has those of one kind.
+    # Where blocks are not whole words, every other row may begin inside a word: a program has rows of one kind.
     TURNED: tl.constexpr = (BLOCK % 4 != 0) and (KIND != "Q5_0")
     turns = 1 + num_blocks % 2 if TURNED else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
@@ -124,7 +125,7 @@ def multiply_stored(
     home, before = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     if TURNED:
         before = column % turns * num_blocks * BLOCK % 4
-    # Inputs, four at a time, as many as a word has bytes; or two.
+    # Pointers to inputs, four at a time, as many as a word has bytes, or two at a time.
     fours = rows.to(tl.pointer_type(tl.int64)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS))[:, None]
     twos = rows.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS * 2))[:, None]
     at_four = word // RUN * (RUN * PARTS) + word % RUN
@@ -134,7 +135,7 @@ def multiply_stored(
     last = tl.where(first_output < num_outputs, last, first_block)
     near, near_units = tl.full([SIZE], 1, tl.int1), tl.full([BLOCKS * UNITS], 1, tl.int1)
     for begun in tl.range(first_block, last, BLOCKS):
-        # What is past the last block counts as zeros.
+        # Blocks past the last one count as zeros.
         if BLOCKS > 1:
             near, near_units = begun + word // WORDS < last, begun + unit // UNITS < last
         source, odd = home + begun * BLOCK // 4, before

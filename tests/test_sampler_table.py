@@ -113,7 +113,7 @@ def test_each_is_a_field_of_a_line_of_a_batch(row: Row) -> None:
     for value in others(row):
         [record] = read_records(json.dumps({"prompt": "x", row.name: value}), "lines", defaults)
         assert record.wanted.sampling == replace(DEFAULTS, **{row.name: value})
-    with pytest.raises(UsageError, match=f'line 1: {row.name} is "much", it must be '):
+    with pytest.raises(UsageError, match=f'line 1: {row.name} is "much"; it must be '):
         read_records(json.dumps({"prompt": "x", row.name: "much"}), "lines", defaults)
 
 

@@ -20,8 +20,7 @@ from gguf_models import write_gguf
 from models import byte_tokenizer, random_model, save, save_pair
 from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Engine
-from offload.engine.scores import Distance, Likelihood, Scores
-from offload.engine.vocabulary import num_common_tokens
+from offload.engine.scores import Distance, Likelihood, Scores, num_common_tokens
 from offload.errors import ModelError, UsageError
 from offload.plan.planner import Plan
 from test_cli_prompt import Terminal, piped

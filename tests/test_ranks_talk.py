@@ -16,9 +16,9 @@ import pytest
 
 from forked import PATIENCE_SECONDS, forked
 from offload.errors import DoesNotFit, RankFailed
-from offload.ranks import orders, watch
+from offload.ranks import follower, watch
 from offload.ranks.channel import Channel
-from offload.ranks.orders import LOST, GivenUp, Orders
+from offload.ranks.follower import LOST, GivenUp, Orders
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.team import Team
@@ -102,7 +102,7 @@ def test_an_end_is_noticed_at_both_ends() -> None:
 def ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Orders, Channel]]:
     """Orders, and rank 0's end; when that has gone, so would the process have."""
     ended = queue.SimpleQueue[int]()
-    monkeypatch.setattr(orders, "os", SimpleNamespace(_exit=ended.put))
+    monkeypatch.setattr(follower, "os", SimpleNamespace(_exit=ended.put))
     with pair() as (ours, there):
         yield Orders(ours), Channel(there)
         there.shutdown(socket.SHUT_RDWR)

@@ -27,8 +27,8 @@ from torch import Tensor
 from offload.errors import DoesNotFit, SessionError
 from offload.formats.layout import Packing
 from offload.formats.packed import unpack_with_torch
-from offload.session import blocks, page
 from offload.session import manifest as manifests
+from offload.session import page
 from offload.session.catalogue import inspect, summaries
 from offload.session.folder import Folder
 from offload.session.layout import PageFile, PageFormat
@@ -379,8 +379,8 @@ def test_nothing_is_unpacked_before_the_checksum_is_right(
     put(file, file.read_bytes()[:-1] + b"\xff")
     unpacked = list[Tensor]()
     for name in ("check", "unpack", "unpack_with_torch"):
-        real = getattr(blocks, name)
-        monkeypatch.setattr(blocks, name, lambda *args, real=real: (unpacked.append(args[0]), real(*args))[1])
+        real = getattr(page, name)
+        monkeypatch.setattr(page, name, lambda *args, real=real: (unpacked.append(args[0]), real(*args))[1])
     with process_uses(reading), pytest.raises(SessionError, match=f"{file.name}: its checksum differs"):
         restore(path, PACKED)
     assert len(unpacked) == 2 * 2 * LAYERS  # of the first page: each was checked, then unpacked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from offload.config.families.common import token_ids
 from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
 from offload.config.model import ModelConfig
-from offload.config.stored_scales import stored_scales
 from offload.errors import ModelError
 from offload.fields import Fields
 from offload.strict_json import read_json
@@ -38,3 +38,28 @@ def read_config(path: str | Path) -> ModelConfig:
         return config
     more = token_ids(Fields(read_json(generation), str(generation)), "eos_token_id", config.vocab_size)
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+
+
+_MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
+_NAME = re.compile(r"\.(scales|weight_scale)$")
+_ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16|BF16|F32)"')
+
+
+def stored_scales(folder: Path) -> str:
+    """The dtype of the scales: F16, BF16 or F32; "" if the folder has no weights yet, or none with scales. Reading the
+    weights checks all scales and reports faults of the files."""
+    path = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    try:
+        if not path.is_file() and index.is_file():
+            weight_map = read_json(index, max_bytes=_MAX_BYTES).get("weight_map")
+            shards = weight_map if isinstance(weight_map, dict) else {}
+            path = folder / Path(str(next((shards[name] for name in shards if _NAME.search(name)), ""))).name
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            found = _ENTRY.search(file.read(min(length, _MAX_BYTES)))
+    except (OSError, ModelError, ValueError):
+        return ""
+    return found[1].decode() if found else ""

@@ -107,7 +107,7 @@ class Score:
         """The number of tokens in all models' vocabularies; None with one model. Raises ModelError."""
         if not self._compares:
             return None
-        from offload.engine.vocabulary import num_common_tokens
+        from offload.engine.scores import num_common_tokens
 
         target, tokenizer = prepared.models.target, prepared.tokenizer
         return min(num_common_tokens(target, tokenizer, each.target) for each in list(self.models.values())[1:])

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 import torch
@@ -54,6 +55,11 @@ OPERATORS = ("torch", "kernels")  # what few rows run on
 def of(operators: str) -> DeviceKernels:
     """The kernels where `operators` are those, none where they are torch's. Skips where this machine has no kernels."""
     return best() if operators == "kernels" else NONE
+
+
+def left_to_torch(kernels: DeviceKernels) -> set[str]:
+    """What the table `kernels` has as it is without kernels."""
+    return {field.name for field in fields(NONE) if getattr(kernels, field.name) == getattr(NONE, field.name)}
 
 
 def swapped(patch: pytest.MonkeyPatch, kernels: DeviceKernels, **operations: Callable[..., object]) -> None:

@@ -35,6 +35,7 @@ from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
+from processor import left_to_torch  # noqa: E402
 
 CUDA = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +83,10 @@ def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> N
     assert gpu_kernels(CUDA) == fitting(CUDA, 128, ()) == GPU_KERNELS
     assert kernels_problem("cuda", LLAMA2_7B) == ""
     assert f"kernels by Triton {triton.__version__} for few rows and for 16-bit prefill" in software().attention
+
+
+def test_a_gpu_leaves_no_operation_to_torch() -> None:
+    assert left_to_torch(GPU_KERNELS) == {"name"}
 
 
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from offload.kernels.cpu import CpuKernels, instruction_sets, load
 from offload.kernels.device import DeviceKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.what_if import LLAMA2_7B
-from processor import SETS, best, built, on_this_machine
+from processor import SETS, best, built, left_to_torch, on_this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,6 +140,10 @@ class TestWithoutTheLibraryTheReasonIsSaid:
         anew.setenv(cpu.VARIABLE, "no")
         with pytest.raises(UsageError, match="TRIFORCE_KERNELS is 'no'; on and off are known"):
             cpu.kernels()
+
+
+def test_what_a_library_has_no_function_for_is_left_to_torch(here: CpuKernels) -> None:
+    assert left_to_torch(here) == {"whose", "order", "prefill", "multiply", "copies"}
 
 
 def test_two_threads_that_call_at_once_get_right_results(here: CpuKernels) -> None:

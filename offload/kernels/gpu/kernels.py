@@ -1,4 +1,4 @@
-"""The table of a GPU's own kernels: Triton's programs, which are compiled when they are first launched."""
+"""The table of a GPU's kernels: Triton programs, which are compiled at their first launch."""
 
 from __future__ import annotations
 

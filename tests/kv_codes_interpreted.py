@@ -12,7 +12,7 @@ from interpreter import products_by_row, without_idle_work
 from models import LateLink
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.quantised_kv_gpu import encode
-from offload.kernels.gpu.kernels import GpuKernels
+from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.rope import Scoring
 from offload.kernels.runs import Rows, Run
@@ -205,7 +205,7 @@ def test_the_cache_on_a_gpu_follows_the_full_one(
         scorings=[Scoring(rope)] * LAYERS,
         offload=Offload(LateLink(late_in=True, late_out=True), num_resident=1) if streams else None,
     )  # fmt: skip
-    cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GpuKernels())
+    cache = QuantisedCache(full, memory, num_tokens=400, drafted=20, kernels=GPU_KERNELS)
     assert isinstance(cache._fetch, GpuFetch)
     most = 0
     for number, (kept, count) in enumerate([(0, 5), (5, 30), (35, 80), (115, 90), (205, 1), (150, 20), (170, 70)]):

@@ -39,8 +39,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer
-from offload.kernels.cpu import CpuKernels
-from offload.kernels.device import NONE, DeviceKernels, NoKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
 from offload.kv.fetch import Tail
@@ -169,7 +168,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     link: Link | None = None,
     num_staging: int = 2,
-    kernels: CpuKernels | NoKernels = NONE,
+    kernels: DeviceKernels = NONE,
     config: ModelConfig | None = None,
 ) -> Decoder:
     """A folder's model in our code: all resident, or, with a link, its layers streamed. config: None, the folder's."""
@@ -181,7 +180,7 @@ def load(
     return Decoder(config, weights, kernels=kernels)
 
 
-def kernels_of(decoder: Decoder) -> CpuKernels | NoKernels:
+def kernels_of(decoder: Decoder) -> DeviceKernels:
     """Those that the decoder's few rows run on, which its caches should use too."""
     return decoder._kernels
 

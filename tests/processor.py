@@ -6,15 +6,16 @@ import ctypes
 import mmap
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 import torch
 
 from offload.kernels import cpu
 from offload.kernels.cpu import CpuKernels, instruction_sets, load
-from offload.kernels.device import NONE, NoKernels
+from offload.kernels.device import NONE, DeviceKernels
 
 SETS = {
     "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
@@ -51,9 +52,21 @@ _NOTHING = 0  # PROT_NONE
 OPERATORS = ("torch", "kernels")  # what few rows run on
 
 
-def of(operators: str) -> CpuKernels | NoKernels:
+def of(operators: str) -> DeviceKernels:
     """The kernels where `operators` are those, none where they are torch's. Skips where this machine has no kernels."""
     return best() if operators == "kernels" else NONE
+
+
+def left_to_torch(kernels: DeviceKernels) -> set[str]:
+    """What the table `kernels` has as it is without kernels."""
+    return {field.name for field in fields(NONE) if getattr(kernels, field.name) == getattr(NONE, field.name)}
+
+
+def swapped(patch: pytest.MonkeyPatch, kernels: DeviceKernels, **operations: Callable[..., object]) -> None:
+    """Put `operations` into the table `kernels` in place of its own, as long as the patch lasts."""
+    for name, operation in operations.items():
+        assert name in vars(kernels)
+        patch.setitem(vars(kernels), name, operation)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import decode
-from offload.kernels.gpu.kernels import GpuKernels
+from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
 from stored import NAMES, made_up
 
@@ -132,7 +132,7 @@ def test_rows_may_lie_apart() -> None:
 
 
 def test_many_rows_and_other_dtypes_meet_the_numbers() -> None:
-    stored, kernels = made_up("Q4_0", 16, 64, seed=10), GpuKernels()
+    stored, kernels = made_up("Q4_0", 16, 64, seed=10), GPU_KERNELS
     for x in (normal(65, 64, seed=11).half(), normal(3, 64, seed=12)):
         assert torch.equal(
             kernels.multiply_stored(x, stored, None), torch.nn.functional.linear(x, stored.matrix(x.dtype))

@@ -15,7 +15,7 @@ from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
 from offload.errors import DoesNotFit
 from offload.kernels import cpu
-from offload.kernels.cpu import CpuKernels
+from offload.kernels.cpu import kernels
 from offload.kernels.products import Steps
 from offload.kv.full import FullCache
 from offload.model.level import Level
@@ -25,7 +25,7 @@ from offload.plan.what_if import LLAMA31_8B
 from offload.transfer.link import PacedLink
 from offload.worker import pass_timer
 from offload.worker.pass_timer import time_passes
-from processor import best
+from processor import best, swapped
 
 EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"
 SMALL = LLAMA31_8B.changed(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -142,13 +142,13 @@ def test_a_cache_that_streams_and_computes_otherwise_is_found(failed: Failed, mo
 @pytest.mark.usefixtures("no_texts")
 def test_pages_that_are_unpacked_wrongly_are_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
-    real = CpuKernels.unpack_tile
+    real = kernels().unpack_tile
 
-    def unpack_tile(kernels: CpuKernels, tile: Tensor, *others: Any) -> None:
-        real(kernels, tile, *others)
+    def unpack_tile(tile: Tensor, *others: Any) -> None:
+        real(tile, *others)
         tile[0, 0, 0, 5, 3] += 1
 
-    monkeypatch.setattr(CpuKernels, "unpack_tile", unpack_tile)
+    swapped(monkeypatch, kernels(), unpack_tile=unpack_tile)
     assert failed() == {"packed tiles"}
 
 
@@ -158,14 +158,14 @@ def test_pages_that_are_unpacked_wrongly_are_found(failed: Failed, monkeypatch: 
 @pytest.mark.usefixtures("no_texts")
 def test_weights_that_arrive_with_another_bit_are_found(failed: Failed, monkeypatch: Patch, function: str) -> None:
     best()
-    real = getattr(CpuKernels, function)
+    real = getattr(kernels(), function)
 
     def off(*arguments: Any) -> None:
         real(*arguments)
-        out = arguments[3 if function == "unpack_numbers" else 4]
+        out = arguments[2 if function == "unpack_numbers" else 3]
         out.view(-1)[77] *= 1.01
 
-    monkeypatch.setattr(CpuKernels, function, off)
+    swapped(monkeypatch, kernels(), **{function: off})
     assert failed() == {"packed weights"}
 
 
@@ -173,13 +173,13 @@ def test_weights_that_arrive_with_another_bit_are_found(failed: Failed, monkeypa
 def test_another_text_of_pages_beside_codes_is_found(failed: Failed, monkeypatch: Patch) -> None:
     best()
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT)
-    real = CpuKernels.restore_tile
+    real = kernels().restore_tile
 
-    def restore_tile(kernels: CpuKernels, tile: Tensor, *others: Any) -> None:
-        real(kernels, tile, *others)
+    def restore_tile(tile: Tensor, *others: Any) -> None:
+        real(tile, *others)
         tile[1] = -20
 
-    monkeypatch.setattr(CpuKernels, "restore_tile", restore_tile)
+    swapped(monkeypatch, kernels(), restore_tile=restore_tile)
     assert failed() == {"text"}
 
 

@@ -136,7 +136,7 @@ def test_one_that_is_missing_or_does_not_load_is_named_with_the_remedy(
 def test_tritons_kernel_takes_its_place(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers with a window, too, and of heads that flash-attn does not take; then a prefill has torch's operators
     only where heads or pages fit neither."""
-    kernels = pytest.importorskip("offload.kernels.gpu.kernels").GpuKernels()
+    kernels = pytest.importorskip("offload.kernels.gpu.kernels").GPU_KERNELS
     for module_of_it in (engine, choice):
         monkeypatch.setattr(module_of_it, "gpu_kernels", lambda device: kernels)
     monkeypatch.setattr(module, "installed_version", lambda name: None)

@@ -27,14 +27,15 @@ from offload.formats.packed_gpu import warps as warps_of  # noqa: E402
 from offload.formats.residuals_gpu import WEIGHT_WARPS  # noqa: E402
 from offload.kernels.choice import fitting, gpu_kernels  # noqa: E402
 from offload.kernels.cpu import VARIABLE  # noqa: E402
-from offload.kernels.device import NoKernels  # noqa: E402
+from offload.kernels.device import DeviceKernels  # noqa: E402
 from offload.kernels.gpu import copies, kv_programs, prefill_programs, programs, splits, stored_products  # noqa: E402
 from offload.kernels.gpu import quantised_products as products  # noqa: E402
 from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
-from offload.kernels.gpu.kernels import GpuKernels  # noqa: E402
+from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
+from processor import left_to_torch  # noqa: E402
 
 CUDA = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,9 +80,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> None:
-    assert gpu_kernels(CUDA) == fitting(CUDA, 128, ()) == GpuKernels()
+    assert gpu_kernels(CUDA) == fitting(CUDA, 128, ()) == GPU_KERNELS
     assert kernels_problem("cuda", LLAMA2_7B) == ""
     assert f"kernels by Triton {triton.__version__} for few rows and for 16-bit prefill" in software().attention
+
+
+def test_a_gpu_leaves_no_operation_to_torch() -> None:
+    assert left_to_torch(GPU_KERNELS) == {"name"}
 
 
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
@@ -105,7 +110,7 @@ def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
 
 def test_the_user_may_turn_them_off(on_a_gpu: pytest.MonkeyPatch) -> None:
     on_a_gpu.setenv(VARIABLE, "off")
-    assert gpu_kernels(CUDA) == NoKernels("TRIFORCE_KERNELS is off", "GPU")
+    assert gpu_kernels(CUDA) == DeviceKernels(reason="TRIFORCE_KERNELS is off", whose="GPU")
     assert not gpu_kernels(CUDA).usable
     assert kernels_problem("cuda", LLAMA2_7B) == ""
 

@@ -17,7 +17,7 @@ from offload.errors import UsageError
 from offload.formats.layout import WEIGHT_BYTES, Packing, home_bytes
 from offload.formats.residuals import Residual, split_off
 from offload.kernels import cpu
-from offload.kernels.device import NoKernels
+from offload.kernels.device import DeviceKernels
 from offload.plan.planner import Plan
 from offload.transfer.memory import Memory
 from offload.weights import homes
@@ -123,7 +123,7 @@ def test_layers_that_are_opened_are_there_also_after_a_pass_was_broken_off(
 def test_kernels_that_are_missing_are_an_error_that_says_what_to_do(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "kernels", lambda: NoKernels("none here"))
+    monkeypatch.setattr(cpu, "kernels", lambda: DeviceKernels(reason="none here"))
     with pytest.raises(UsageError, match=r"cross the link in 12 bits .* none here; add --link-bits 16"):
         HomeMaker(memory, 12)
 

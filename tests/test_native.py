@@ -19,10 +19,10 @@ from offload.engine.engine import kernels_problem
 from offload.errors import UsageError
 from offload.kernels import cpu
 from offload.kernels.cpu import CpuKernels, instruction_sets, load
-from offload.kernels.device import NoKernels
+from offload.kernels.device import DeviceKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.what_if import LLAMA2_7B
-from processor import SETS, best, built, on_this_machine
+from processor import SETS, best, built, left_to_torch, on_this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,7 +89,9 @@ def test_the_instruction_sets_suit_the_machine(
 def test_a_library_that_the_system_forbids_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     if "amx" not in on_this_machine() or not built("amx"):
         pytest.skip("this machine has one kind of instructions that always may be used")
-    monkeypatch.setattr(cpu, "load", lambda folder, name: NoKernels("no") if name == "amx" else load(folder, name))
+    monkeypatch.setattr(
+        cpu, "load", lambda folder, name: DeviceKernels(reason="no") if name == "amx" else load(folder, name)
+    )
     cpu.kernels.cache_clear()
     assert cpu.kernels().instruction_set == "avx512"
     cpu.kernels.cache_clear()
@@ -105,12 +107,12 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 class TestWithoutTheLibraryTheReasonIsSaid:
     def test_it_was_not_built(self, tmp_path: Path) -> None:
-        assert load(tmp_path, "avx2") == NoKernels("the kernels were not built; run pip install again")
+        assert load(tmp_path, "avx2") == DeviceKernels(reason="the kernels were not built; run pip install again")
 
     def test_the_compiler_failed(self, tmp_path: Path) -> None:
         (tmp_path / "unbuilt.txt").write_text("No module named ziglang\n")
         reason = "the kernels were not built (No module named ziglang); run pip install again"
-        assert load(tmp_path, "avx2") == NoKernels(reason)
+        assert load(tmp_path, "avx2") == DeviceKernels(reason=reason)
 
     def test_it_is_of_other_sources(self, here: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu, "ABI", cpu.ABI + 1)
@@ -127,7 +129,7 @@ class TestWithoutTheLibraryTheReasonIsSaid:
 
     def test_the_user_turned_it_off(self, anew: pytest.MonkeyPatch) -> None:
         anew.setenv(cpu.VARIABLE, "off")
-        assert cpu.kernels() == NoKernels("TRIFORCE_KERNELS is off")
+        assert cpu.kernels() == DeviceKernels(reason="TRIFORCE_KERNELS is off")
 
     def test_the_processor_is_another(self, anew: pytest.MonkeyPatch) -> None:
         anew.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
@@ -138,6 +140,10 @@ class TestWithoutTheLibraryTheReasonIsSaid:
         anew.setenv(cpu.VARIABLE, "no")
         with pytest.raises(UsageError, match="TRIFORCE_KERNELS is 'no'; on and off are known"):
             cpu.kernels()
+
+
+def test_what_a_library_has_no_function_for_is_left_to_torch(here: CpuKernels) -> None:
+    assert left_to_torch(here) == {"whose", "order", "prefill", "multiply", "copies"}
 
 
 def test_two_threads_that_call_at_once_get_right_results(here: CpuKernels) -> None:

@@ -24,7 +24,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
-from offload.kernels.cpu import CpuKernels
+from offload.kernels.cpu import kernels
 from offload.kv import quantised
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
@@ -35,7 +35,7 @@ from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
-from processor import best, process_uses
+from processor import best, process_uses, swapped
 from quantised import engine_of, level_stats, saved
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, kv_bits=4, any_rows=True, page=32, capacity=600)
@@ -139,7 +139,7 @@ def test_a_refresh_that_is_broken_off_is_made_up_for(
 
     with monkeypatch.context() as patch:
         if broken == "encode":
-            patch.setattr(CpuKernels, "quantise_kv", interrupted)
+            swapped(patch, cache._kernels, quantise_kv=interrupted)
         else:
             patch.setattr(cache._fetch, "fetch", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -226,13 +226,13 @@ def test_a_prompt_after_what_was_precomputed_finds_room(decoder: Decoder) -> Non
 
 def test_tokens_that_stay_are_encoded_once(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """From one request to the next, too; and not again for rows that the tail has."""
-    encoded, read, encode = list[int](), list[int](), CpuKernels.quantise_kv
+    encoded, read, encode = list[int](), list[int](), kernels().quantise_kv
 
-    def counted(kernels: CpuKernels, rows: torch.Tensor, into: KVCodes) -> None:
+    def counted(rows: torch.Tensor, into: KVCodes) -> None:
         encoded.append(rows.shape[3])
-        encode(kernels, rows, into)
+        encode(rows, into)
 
-    monkeypatch.setattr(CpuKernels, "quantise_kv", counted)
+    swapped(monkeypatch, kernels(), quantise_kv=counted)
     with make(folders, replace(SIZES, draft_gamma=0)) as engine:
         reader = engine.worker.full.pages.reader
         tokens = reader.tokens

@@ -28,7 +28,7 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.formats.layout import code_bytes
 from offload.formats.quantised import Codes
-from offload.kernels.device import NONE, NoKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kv.full import AheadCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
@@ -120,7 +120,7 @@ def test_without_kernels_they_are_refused(pair: tuple[Decoder, Decoder]) -> None
     with pytest.raises(UsageError, match="weights in 4 bits need the CPU's kernels"):
         quantised_weights(exact.weights, exact.config, 4, memory, replace(NONE, reason="none"))
     with pytest.raises(UsageError, match="weights in 6 bits need the GPU's kernels, which do not run: no Triton"):
-        quantised_weights(exact.weights, exact.config, 6, memory, NoKernels("no Triton", "GPU"))
+        quantised_weights(exact.weights, exact.config, 6, memory, DeviceKernels(reason="no Triton", whose="GPU"))
 
 
 # The cache that both levels write to.

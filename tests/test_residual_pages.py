@@ -20,7 +20,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.layout import PACKED, RAW, RESIDUAL, Packing
-from offload.kernels.cpu import CpuKernels
+from offload.kernels.device import Copies, DeviceKernels
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
 from offload.kv.quantised import EXACT, QuantisedCache
@@ -224,19 +224,21 @@ def fetch_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose kernel reads homes itself and knows no residuals."""
 
     def copy(
-        kernels: CpuKernels, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *,
+        blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *,
         chunk: int, page: int, slot: int, tokens: range,
     ) -> None:  # fmt: skip
         assert not (flags[:, wanted * chunk // page] == RESIDUAL).any()
         at = slot * chunk + tokens.start - int(wanted[0]) * chunk
         held[:, :, :, at : at + len(tokens)] = reading[0].tokens(tokens.start, tokens.stop)
 
-    def make(full: FullCache, chunk: int, kernels: CpuKernels, num_bytes: int) -> GpuFetch:
+    def make(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> GpuFetch:
         reading.append(full.pages.reader)
-        return GpuFetch(full, chunk, kernels)
+        return GpuFetch(full, chunk, Copies(chunks=never, packed_chunks=copy, rows=never, quantise_kv=never))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError
 
     reading: list[RowReader] = []
-    monkeypatch.setattr(CpuKernels, "copy_packed_chunks", copy)
     monkeypatch.setattr("offload.kv.quantised.make_fetch", make)
 
 

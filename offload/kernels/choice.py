@@ -11,7 +11,7 @@ from offload.config.model import ModelConfig
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.kernels import cpu
 from offload.kernels.cpu import OFF, VARIABLE, wanted
-from offload.kernels.device import DeviceKernels, NoKernels
+from offload.kernels.device import DeviceKernels
 from offload.kernels.gpu.flash import PAGE_STEP, WIDEST_HEAD, FlashTiles, flash
 from offload.kernels.prefill import PrefillAttention
 from offload.plan.machine import installed_version
@@ -24,18 +24,18 @@ _NARROWEST_HEAD = 16
 def gpu_kernels(device: torch.device) -> DeviceKernels:
     """What this process may use on `device`, a GPU. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
     if not wanted(VARIABLE):
-        return NoKernels(OFF, "GPU")
+        return DeviceKernels(reason=OFF, whose="GPU")
     if device.type != "cuda":
-        return NoKernels(f"they are for CUDA devices, not for {device.type}", "GPU")
+        return DeviceKernels(reason=f"they are for CUDA devices, not for {device.type}", whose="GPU")
     if torch.version.cuda is None:
-        return NoKernels("torch was built without CUDA", "GPU")
+        return DeviceKernels(reason="torch was built without CUDA", whose="GPU")
     if installed_version("triton") is None:
-        return NoKernels("triton is not installed; pip install triton", "GPU")
+        return DeviceKernels(reason="triton is not installed; pip install triton", whose="GPU")
     if torch.cuda.get_device_capability(device) <= _NEWEST_WITHOUT:
-        return NoKernels("they need a GPU of compute capability 8.0 or later", "GPU")
-    from offload.kernels.gpu.kernels import GpuKernels  # it imports Triton, which not every machine has
+        return DeviceKernels(reason="they need a GPU of compute capability 8.0 or later", whose="GPU")
+    from offload.kernels.gpu.kernels import GPU_KERNELS  # it imports Triton, which not every machine has
 
-    return GpuKernels()
+    return GPU_KERNELS
 
 
 def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> DeviceKernels:
@@ -43,7 +43,7 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
     if device.type == "cpu":
         return cpu.fitting(device, head_dim, products)
     if not _NARROWEST_HEAD <= head_dim <= WIDEST_GPU_HEAD or head_dim % 16:
-        return NoKernels(f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}", "GPU")
+        return DeviceKernels(reason=f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}", whose="GPU")
     return gpu_kernels(device)
 
 

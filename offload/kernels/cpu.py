@@ -10,11 +10,10 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import gcd
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,14 +23,11 @@ from offload import native
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
-from offload.formats.layout import Packing, PageShape
-from offload.formats.quantised import Codes
-from offload.formats.quantised_kv import KVCodes, Order
 from offload.formats.stored import StoredMatrix, decode
-from offload.kernels.device import NONE, DeviceKernels, NoKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
-from offload.native.interface import declare
+from offload.native.interface import Library, declare
 from offload.plan.machine import KERNELS
 
 VARIABLE = KERNELS
@@ -46,72 +42,62 @@ _AGAIN = "run pip install again"
 
 FEW_ROWS = 64  # up to so many the kernels are used where torch's operators would do, too
 _WIDEST_HEAD = 1024
-_spare: dict[torch.dtype, Tensor] = {}  # by `multiply_stored`, which takes it out while it uses it
+_spare: dict[torch.dtype, Tensor] = {}  # by `_multiply_stored`, which takes it out while it uses it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CpuKernels(DeviceKernels):
-    """A loaded library and its instruction set."""
+    """The table of a loaded library, with the library and its instruction set."""
 
     library: ctypes.CDLL
     instruction_set: str
-    order: ClassVar[Order] = "lanes"
 
-    @property
-    def name(self) -> str:
-        return f"{self.instruction_set} {ABI}"
 
-    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
-        return SpanAttention(self, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
+def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
+    own = CpuKernels(name=f"{instruction_set} {ABI}", library=library, instruction_set=instruction_set)
+    return replace(
+        own,
+        attention=partial(_attention, own),
+        multiply_stored=partial(_multiply_stored, own),
+        decode_stored=partial(_decode_stored, own),
+        quantise=partial(quantised.encode, kernels=own),
+        quantise_kv=partial(quantised_kv.encode, kernels=own),
+        unpack_numbers=partial(packed.unpack_numbers, kernels=own),
+        unpack_tile=partial(packed.unpack_tile, kernels=own),
+        restore=partial(residuals.restore, kernels=own),
+        restore_tile=partial(residuals.restore_tile, kernels=own),
+    )
 
-    def multiply_stored(self, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
-        """The memory that numbers are decoded to is kept for the next matrix: new memory would take longer to get than
-        they take to decode."""
-        (outputs, inputs), buffer = stored.shape, _spare.pop(x.dtype, None)
-        if buffer is None or len(buffer) < outputs * inputs:
-            buffer = torch.empty(outputs * inputs, dtype=x.dtype)
-        decoded = buffer[: outputs * inputs].view(outputs, inputs)
-        decode(stored, decoded, self)
-        found = linear(x, decoded, bias)
-        _spare[x.dtype] = buffer
-        return found
 
-    def decode_stored(self, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(stored.shape, dtype=dtype)
-        decode(stored, out, self)
-        return out
+def _attention(own: Library, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
+    return SpanAttention(own, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
 
-    def quantise(self, weight: Tensor, into: Codes) -> None:
-        quantised.encode(weight, into, self)
 
-    def quantise_kv(self, rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
-        assert wanted is None
-        quantised_kv.encode(rows, into, self)
+def _multiply_stored(own: Library, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+    """The memory that numbers are decoded to is kept for the next matrix: new memory would take longer to get than they
+    take to decode."""
+    (outputs, inputs), buffer = stored.shape, _spare.pop(x.dtype, None)
+    if buffer is None or len(buffer) < outputs * inputs:
+        buffer = torch.empty(outputs * inputs, dtype=x.dtype)
+    decoded = buffer[: outputs * inputs].view(outputs, inputs)
+    decode(stored, decoded, own)
+    found = linear(x, decoded, bias)
+    _spare[x.dtype] = buffer
+    return found
 
-    def unpack_numbers(self, content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
-        packed.unpack_numbers(content, starts, out, packing, self)
 
-    def unpack_tile(self, tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing) -> None:
-        packed.unpack_tile(tile, slot, flags, starts, packing, self)
-
-    def restore(self, content: Tensor, escapes: int, codes: Codes, out: Tensor) -> None:
-        residuals.restore(content, escapes, codes, out, self)
-
-    def restore_tile(
-        self, tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, codes: Tensor, first_group: int,
-        shape: PageShape,
-    ) -> None:  # fmt: skip
-        residuals.restore_tile(tile, slot, flags, starts, codes, first_group, shape, self)
+def _decode_stored(own: Library, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(stored.shape, dtype=dtype)
+    decode(stored, out, own)
+    return out
 
 
 @cache
-def kernels() -> CpuKernels | NoKernels:
+def kernels() -> DeviceKernels:
     """This process's kernels. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
     if not wanted(VARIABLE):
-        return NoKernels(OFF)
-    found: CpuKernels | NoKernels = NoKernels(
-        "there are no kernels for this CPU; they need Linux and AVX2 or 64-bit ARM"
-    )
+        return DeviceKernels(reason=OFF)
+    found = DeviceKernels(reason="there are no kernels for this CPU; they need Linux and AVX2 or 64-bit ARM")
     for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
         found = load(FOLDER, name)
         if found.usable:
@@ -119,19 +105,19 @@ def kernels() -> CpuKernels | NoKernels:
     return found
 
 
-def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> CpuKernels | NoKernels:
+def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> DeviceKernels:
     """This process's kernels, or none where a model cannot run on them. products: (outputs, inputs, has a bias) of its
     operators; 16-bit numbers are read in pairs."""
     if device.type != "cpu":
         return NONE
     if head_dim > _WIDEST_HEAD or head_dim % 2:
-        return NoKernels(f"the kernels know heads of 2, 4, ... {_WIDEST_HEAD} numbers, not of {head_dim}")
+        return DeviceKernels(reason=f"the kernels know heads of 2, 4, ... {_WIDEST_HEAD} numbers, not of {head_dim}")
     if odd := [inputs for _, inputs, _ in products if inputs % 2]:
-        return NoKernels(f"the kernels know weights of an even number of inputs, not of {odd[0]}")
+        return DeviceKernels(reason=f"the kernels know weights of an even number of inputs, not of {odd[0]}")
     return kernels()
 
 
-def of_model(device: torch.device, config: ModelConfig) -> CpuKernels | NoKernels:
+def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """The same of a model whose layers may have heads of several sizes."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
     return next((each for each in found if not each.usable), found[0])
@@ -147,22 +133,24 @@ def instruction_sets(system: str, machine: str, capability: str, has_amx: bool) 
     return ("neon",) if machine == "aarch64" else ()
 
 
-def load(folder: Path, name: str) -> CpuKernels | NoKernels:
+def load(folder: Path, name: str) -> DeviceKernels:
     """The library of the instruction set `name` in `folder`. Its threads wait as OMP_WAIT_POLICY asks for."""
     path = folder / f"{name}.so"
     if not path.exists():
-        return NoKernels(_why_unbuilt(folder))
+        return DeviceKernels(reason=_why_unbuilt(folder))
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return NoKernels(f"the kernels cannot be loaded: {error}")
+        return DeviceKernels(reason=f"the kernels cannot be loaded: {error}")
     if (found := library.abi()) != ABI:
-        return NoKernels(f"the kernels were built from other sources (interface {found}, not {ABI}); {_AGAIN}")
+        return DeviceKernels(
+            reason=f"the kernels were built from other sources (interface {found}, not {ABI}); {_AGAIN}"
+        )
     if not library.permitted():
-        return NoKernels(f"the system does not let this process use {name}")
+        return DeviceKernels(reason=f"the system does not let this process use {name}")
     declare(library)
     library.wait_by(WAITING.get(os.environ.get(WAIT_POLICY, "").lower(), 0))
-    return CpuKernels(library, name)
+    return _table(library, name)
 
 
 def _has_amx() -> bool:

@@ -1,9 +1,13 @@
-"""What a device's own kernels do for caches and weights, whichever device it is. `kernels.choice` finds them."""
+"""The table of a device's kernels: each operation that caches and weights ask of the device their tensors are on.
+
+`cpu.py` and `gpu/kernels.py` fill it, `choice.py` finds the table of a device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,102 +22,102 @@ from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import RunAttention
 
 
-class DeviceKernels:
-    """Kernels of one device, on which all tensors are. Here: what there is without them.
+class MakeAttention(Protocol):
+    """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that a
+    mass is of."""
 
-    usable: whether they run; reason: else, why not, in words for the user. whose: the device's kind, for messages.
-    order: of codes of keys and values. reads_host: whether `copy_rows` and copies of chunks are there, which read the
-    host's pinned memory themselves.
-    """
+    def __call__(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention: ...
 
-    usable: ClassVar[bool] = True
-    whose: str = "CPU"
-    order: ClassVar[Order] = "lanes"
-    reads_host: ClassVar[bool] = False
-    reason: str = ""
 
-    @property
-    def name(self) -> str:
-        """Of what runs, with the number of its interface, for measurements."""
-        return "torch 2"  # blocks of 16 rows
+class CopyChunks(Protocol):
+    """See `kernels.gpu.copies.chunks`."""
 
-    def attention(self, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
-        """Attention of few rows over pages of `page` tokens, None: over single pages of any length. chunk: tokens that
-        a mass is of."""
-        return OperatorAttention(dtype=dtype, chunk=chunk)
-
-    def prefill(self, page: int) -> PrefillAttention | None:
-        """Attention of many rows of 16 bits over pages of `page` tokens. None: torch's operators attend."""
-        return None
-
-    def multiply(self, x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
-        """x [T, inputs] times the matrix, transposed, plus bias [outputs], in the dtype of x."""
-        return linear(x, codes.matrix(x.dtype), bias)
-
-    def multiply_stored(self, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
-        """The same with a matrix as a checkpoint stores it. Temporary memory: its numbers in the dtype of x, unless
-        the kernels know how to do without."""
-        return linear(x, self.decode_stored(stored, x.dtype), bias)
-
-    def decode_stored(self, stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
-        """Its numbers, [outputs, inputs] of `dtype`, in memory of their own."""
-        return stored.matrix(dtype)
-
-    def quantise(self, weight: Tensor, into: Codes) -> None:
-        """Fill `into` with the codes of weight, [outputs, inputs] contiguous."""
-        raise NotImplementedError
-
-    def quantise_kv(self, rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
-        """Fill `into` with the codes of rows, [L, 2, H_kv, tokens, D]. wanted, of a GPU's kernels: int64 [L, H_kv,
-        groups], the groups that are negative stay as they are."""
-        assert wanted is None
-        encode_with_torch(rows, into)
-
-    def unpack_numbers(self, content: Tensor, starts: Tensor, out: Tensor, packing: Packing) -> None:
-        """See `formats.packed.unpack_numbers`."""
-        raise NotImplementedError
-
-    def unpack_tile(self, tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, packing: Packing) -> None:
-        """See `formats.packed.unpack_tile`."""
-        raise NotImplementedError
-
-    def restore(self, content: Tensor, escapes: int, codes: Codes, out: Tensor) -> None:
-        """See `formats.residuals.restore`."""
-        raise NotImplementedError
-
-    def restore_tile(
-        self, tile: Tensor, slot: Tensor, flags: Tensor, starts: Tensor, codes: Tensor, first_group: int,
-        shape: PageShape,
-    ) -> None:  # fmt: skip
-        """See `formats.residuals.restore_tile`."""
-        raise NotImplementedError
-
-    def copy_chunks(
+    def __call__(
         self, homes: Tensor, wanted: Tensor, held: Tensor, *, chunk: int, page: int, tile: int, slot: int = 0,
         tokens: range = ALL_TOKENS,
-    ) -> None:  # fmt: skip
-        """See `kernels.gpu.copies.chunks`."""
-        raise NotImplementedError
+    ) -> None: ...  # fmt: skip
 
-    def copy_packed_chunks(
+
+class CopyPackedChunks(Protocol):
+    """See `formats.packed_gpu.packed_chunks`."""
+
+    def __call__(
         self, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int, page: int,
         slot: int = 0, tokens: range = ALL_TOKENS,
-    ) -> None:  # fmt: skip
-        """See `formats.packed_gpu.packed_chunks`."""
-        raise NotImplementedError
-
-    def copy_rows(self, address: Tensor, tokens: Tensor, out: Tensor) -> None:
-        """See `kernels.gpu.copies.table_rows`."""
-        raise NotImplementedError
+    ) -> None: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
-class NoKernels(DeviceKernels):
-    """The reason for none. torch's operators run, where they can."""
+class Copies:
+    """Copies by a GPU's own kernels, which read the host's pinned memory themselves.
 
-    reason: str
+    rows: see `kernels.gpu.copies.table_rows`. quantise_kv: of what was copied; see `formats.quantised_kv_gpu.encode`.
+    """
+
+    chunks: CopyChunks
+    packed_chunks: CopyPackedChunks
+    rows: Callable[[Tensor, Tensor, Tensor], None]
+    quantise_kv: Callable[[Tensor, KVCodes, Tensor], None]
+
+
+def _operator_attention(*, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
+    return OperatorAttention(dtype=dtype, chunk=chunk)
+
+
+def _no_prefill(page: int) -> None:
+    return None
+
+
+def _multiply(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    return linear(x, codes.matrix(x.dtype), bias)
+
+
+def _multiply_stored(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
+    return linear(x, stored.matrix(x.dtype), bias)
+
+
+def _refused(*_: object) -> None:
+    raise NotImplementedError("this needs a device's own kernels; `usable` says whether they run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKernels:
+    """Kernels of one device, on which all tensors are. Defaults: torch's operators, or a refusal.
+
+    reason: why the device's own kernels do not run, in words for the user; "" where they do. whose: the device's kind,
+    for messages. name: of what runs, with the number of its interface, for measurements. order: of codes of keys and
+    values.
+    """
+
+    reason: str = ""
     whose: str = "CPU"
-    usable: ClassVar[bool] = False
+    name: str = "torch 2"  # blocks of 16 rows
+    order: Order = "lanes"
+
+    attention: MakeAttention = _operator_attention
+    # Attention of many rows of 16 bits over pages of so many tokens. None: torch's operators attend.
+    prefill: Callable[[int], PrefillAttention | None] = _no_prefill
+    # x [T, inputs] times the matrix, transposed, plus bias [outputs] or None, in the dtype of x.
+    multiply: Callable[[Tensor, Codes, Tensor | None], Tensor] = _multiply
+    # The same with a matrix as a checkpoint stores it. Temporary memory: its numbers in the dtype of x, unless the
+    # kernels know how to do without.
+    multiply_stored: Callable[[Tensor, StoredMatrix, Tensor | None], Tensor] = _multiply_stored
+    # Its numbers, [outputs, inputs] of that dtype, in memory of their own.
+    decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix
+    # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.
+    quantise: Callable[[Tensor, Codes], None] = _refused
+    # See `formats.quantised_kv.encode`, `formats.packed` and `formats.residuals`.
+    quantise_kv: Callable[[Tensor, KVCodes], None] = encode_with_torch
+    unpack_numbers: Callable[[Tensor, Tensor, Tensor, Packing], None] = _refused
+    unpack_tile: Callable[[Tensor, Tensor, Tensor, Tensor, Packing], None] = _refused
+    restore: Callable[[Tensor, int, Codes, Tensor], None] = _refused
+    restore_tile: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, PageShape], None] = _refused
+    copies: Copies | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device's own kernels run."""
+        return not self.reason
 
 
-NONE = NoKernels("not asked for")
+NONE = DeviceKernels(reason="not asked for")

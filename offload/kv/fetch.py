@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.formats.layout import RESIDUAL
 from offload.formats.quantised_kv import KVCodes
-from offload.kernels.device import DeviceKernels
+from offload.kernels.device import Copies, DeviceKernels
 from offload.kv.full import FullCache
 from offload.plan.sizing import FETCH_BYTES
 from offload.transfer.memory import kernels_read_host, sent
@@ -112,8 +112,8 @@ class GpuFetch:
     They run on the stream that computes: a retrieval pass, which is next but for a short draft, needs them all.
     """
 
-    def __init__(self, full: FullCache, chunk: int, kernels: DeviceKernels) -> None:
-        self._full, self._chunk, self._kernels = full, chunk, kernels
+    def __init__(self, full: FullCache, chunk: int, copies: Copies) -> None:
+        self._full, self._chunk, self._copies = full, chunk, copies
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """See `Fetch`."""
@@ -136,7 +136,7 @@ class GpuFetch:
             part = wanted[..., first : first + most].contiguous()
             own = codes.groups(first, first + part.shape[-1])
             self._copy(part, rows)
-            self._kernels.quantise_kv(rows[:, :, :, : part.shape[-1] * self._chunk], own, part)
+            self._copies.quantise_kv(rows[:, :, :, : part.shape[-1] * self._chunk], own, part)
         self._full.pages.read_home()
 
     def tokens(self, start: int, stop: int) -> Tensor:
@@ -167,10 +167,10 @@ class GpuFetch:
         full, packed = self._full, self._full.pages.packed
         more |= {"chunk": self._chunk, "page": full.shape.page_tokens}
         if packed is None:
-            self._kernels.copy_chunks(full.pages.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
+            self._copies.chunks(full.pages.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
         else:
             there, packing = packed.table.on_device(), packed.codec.packing
-            self._kernels.copy_packed_chunks(there.blocks, there.flags, wanted, held, packing, **more)
+            self._copies.packed_chunks(there.blocks, there.flags, wanted, held, packing, **more)
 
     def _rows(self, num_tokens: int) -> Tensor:
         """[L, 2, H_kv, num_tokens, D], not filled."""
@@ -189,6 +189,6 @@ def _read_tail(full: FullCache, held: Tensor, tail: Tail) -> None:
 
 def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> Fetch:
     """By the GPU's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
-    if kernels.reads_host and (full.pages.all_on_device or kernels_read_host(full.device)):
-        return GpuFetch(full, chunk, kernels)
+    if kernels.copies is not None and (full.pages.all_on_device or kernels_read_host(full.device)):
+        return GpuFetch(full, chunk, kernels.copies)
     return HostFetch(full, chunk, kernels, num_bytes)

@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm
 from offload.config.model import ModelConfig
 from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
-from offload.kernels.device import NONE, NoKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rows import products_alike
 from offload.kv import Cache
 from offload.model.heads import norms_over_ranks
@@ -49,7 +49,7 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: CpuKernels | NoKernels = NONE
+        self, config: ModelConfig, weights: Weights, sums: Sums | None = None, kernels: DeviceKernels = NONE
     ) -> None:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype

@@ -47,9 +47,9 @@ class Embedding:
             return torch.index_select(self.table, 0, tokens, out=out)
         if out is None:
             out = torch.empty((len(tokens), self.table.shape[1]), dtype=self.dtype, device=self.device)
-        if self._address is None:
+        if self._address is None or (copies := choice.gpu_kernels(self.device).copies) is None:
             return out.copy_(self.table[tokens.cpu()])
-        choice.gpu_kernels(self.device).copy_rows(self._address, tokens, out)
+        copies.rows(self._address, tokens, out)
         return out
 
     @cached_property
@@ -59,7 +59,7 @@ class Embedding:
         if (
             isinstance(self.table, StoredMatrix)
             or self.table.device == self.device
-            or not choice.gpu_kernels(self.device).usable
+            or choice.gpu_kernels(self.device).copies is None
             or not kernels_read_host(self.device)
         ):
             return None

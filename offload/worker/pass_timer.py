@@ -26,8 +26,8 @@ from offload.decode.warp import warp
 from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
 from offload.formats.stored import StoredMatrix
 from offload.interrupts import poll
-from offload.kernels.cpu import CpuKernels, of_model
-from offload.kernels.device import NoKernels
+from offload.kernels.cpu import of_model
+from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import scorings
 from offload.kv.full import FullCache
@@ -326,7 +326,7 @@ def _kernels_name(config: ModelConfig) -> str:
     return _kernels(config).name
 
 
-def _kernels(config: ModelConfig) -> CpuKernels | NoKernels:
+def _kernels(config: ModelConfig) -> DeviceKernels:
     return of_model(torch.device("cpu"), config)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
@@ -16,8 +16,7 @@ from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.packed import pack, unpack, unpack_with_torch
 from offload.formats.quantised_kv import Order
 from offload.formats.residuals import restore_pages, split_off_pages
-from offload.kernels.device import DeviceKernels
-from offload.kernels.gpu.kernels import GpuKernels
+from offload.kernels.gpu.kernels import COPIES
 from offload.kv import quantised, retrieved
 from offload.kv.fetch import GpuFetch
 from offload.native.interface import Library
@@ -37,7 +36,7 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     there = pages_by_host(gpu, patch)
 
     def run(
-        _: DeviceKernels, homes: Homes, wanted: Tensor, held: Tensor, *, chunk: int, page: int, tile: int,
+        homes: Homes, wanted: Tensor, held: Tensor, *, chunk: int, page: int, tile: int,
         slot: int = 0, tokens: range = ALL_TOKENS,
     ) -> None:  # fmt: skip
         def rows(layer: int, head: int, token: int) -> Tensor:
@@ -50,7 +49,7 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             _copy_chunks(chunk, rows, _raw(wanted), _raw(held), slot, tokens)
 
     def run_packed(
-        _: DeviceKernels, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int,
+        blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int,
         page: int, slot: int = 0, tokens: range = ALL_TOKENS,
     ) -> None:  # fmt: skip
         tensors = [cast(PaperTensor, each) for each in (blocks, flags, wanted, held)]
@@ -62,11 +61,9 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             _copy_chunks(chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
-    for kernels in (DeviceKernels, GpuKernels):
-        patch.setattr(kernels, "copy_chunks", run)
-        patch.setattr(kernels, "copy_packed_chunks", run_packed)
-    for copies in (retrieved, quantised):
-        patch.setattr(copies, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, kernels))
+    copies = replace(COPIES, chunks=run, packed_chunks=run_packed)
+    for module in (retrieved, quantised):
+        patch.setattr(module, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, copies))
 
 
 def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.kernels import choice
 from offload.kernels.gpu import attention, copies, prefill, quantised_products, splits, stored_products
-from offload.kernels.gpu.kernels import GpuKernels
+from offload.kernels.gpu.kernels import GPU_KERNELS
 from paper.gpu import PaperGpu
 from paper.tensors import PaperTensor, launch, stored
 
@@ -33,7 +33,7 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             widened = {"WIDEN": True} if "WIDEN" in constants else {}
             program[grid](*raw, **constants | widened)
 
-    patch.setattr(choice, "gpu_kernels", lambda device: GpuKernels())
+    patch.setattr(choice, "gpu_kernels", lambda device: GPU_KERNELS)
     for module in (
         *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
         *(attention, copies, prefill, quantised_products, splits, stored_products),

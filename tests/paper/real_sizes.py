@@ -24,7 +24,7 @@ from offload.config.model import ModelConfig
 from offload.formats.layout import PageShape
 from offload.kernels import choice
 from offload.kernels.gpu.flash import Flash
-from offload.kernels.gpu.kernels import GpuKernels
+from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kv import fetch
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
@@ -74,7 +74,7 @@ def worker_without_bytes(
 ) -> Iterator[tuple[Worker, PaperGpu]]:
     """The worker of the first GPU, with a cache that holds the prompt. with_flash: flash-attn is installed."""
     with on_paper(without_values=True) as gpu, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "gpu_kernels", lambda device: GpuKernels())
+        patch.setattr(choice, "gpu_kernels", lambda device: GPU_KERNELS)
         patch.setattr(JITFunction, "run", lambda program, *args, **more: _launched(gpu, program, *args, **more))
         for reader in (fetch, embedding):
             patch.setattr(reader, "kernels_read_host", lambda device: True)

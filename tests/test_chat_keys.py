@@ -14,18 +14,22 @@ from terminals import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITER = """
-import signal, sys
+import time
 from offload.interrupts import interruptible, poll
 from triforce_cli.chat.keys import Keys
 
+class Told(Keys):
+    def _return(self, *args):
+        super()._return(*args)
+        print("goes on", flush=True)
+
 def main():
     with interruptible():
-        with Keys(edited=EDITED).hidden():
+        with Told(edited=EDITED).hidden():
             print("writes", flush=True)
             while True:
-                signal.pause()
+                time.sleep(0.02)
                 poll()
-                print("goes on", flush=True)
 try:
     main()
 except KeyboardInterrupt:

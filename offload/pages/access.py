@@ -139,7 +139,7 @@ class StreamedTiles(TileAccess):
 
     def forget(self) -> None:
         for slot in self._slots:
-            slot.full.wait()  # its home must not be written during the copy
+            slot.full.wait()  # homes that it is read from must not be written meanwhile
         self._ahead = []
 
     def settle(self) -> None:

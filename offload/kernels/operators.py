@@ -97,6 +97,10 @@ class OperatorAttention:
 
     def attend(self, run: Run) -> None:
         """See `RunAttention`."""
+        if run.windowed and run.held.dim() == 4:
+            for block in self._blocks:
+                self._attend_window(block, run)
+            return
         for pages, at in self._coded(run) if run.coded else _pieces(run):
             for block in self._blocks:
                 self._attend(block, run, pages, at)
@@ -128,6 +132,23 @@ class OperatorAttention:
         num_kv_heads, head_dim = rows.k.shape[1:]
         shape = AttentionShape(rows.q.shape[1], num_kv_heads, head_dim, PAGES, CODED_PAGE)
         return ROWS if attention_alike(shape, ROWS, self._dtype, torch.get_num_threads()) else 1
+
+    def _attend_window(self, block: _Block, run: Run) -> None:
+        """Attend to the rows' windows in a run of one page. The keys that the block sees are copied together first, so
+        that a row's bits do not depend on their places in the page."""
+        assert self._rows is not None
+        window, scoring, first = self._rows.window, self._rows.scoring, block.own[:1] - run.first
+        seen = torch.arange(window + block.count - 1, device=first.device) + (first + 1 - window)
+        keys, values = run.held.index_select(2, seen.clamp(0, run.held.shape[2] - 1))[:, None]
+        row = torch.arange(block.count, device=first.device).repeat(block.group)
+        first_visible = torch.maximum(row, window - 1 - first)
+        block.add(
+            attend(
+                block.queries[run.query], keys, values, row + window, first_visible=first_visible, scale=scoring.scale,
+                cap=scoring.cap,
+            ),
+            0,
+        )  # fmt: skip
 
     def _attend(self, block: _Block, run: Run, pages: Tensor, at: int) -> None:
         """To a piece of the run that begins with its token `at`."""

@@ -102,9 +102,10 @@ class Decoder:
         else:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks)
+        attend = partial(_attend, segments)
         with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
-                run(layer, weights, x, partial(_attend, segments))
+                run(layer, weights, x, attend)
         return x
 
     def prefill(

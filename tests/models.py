@@ -52,7 +52,7 @@ from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.metrics import LinkStats, Stats
 from offload.model.decoder import Decoder
-from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.level import Level, StreamingLevel
 from offload.model.passes import alone
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
@@ -403,12 +403,8 @@ class Stack:
         runs = generation.in_passes(
             prompt,
             speculator,
-            prefill=lambda tokens: prefill(
-                self.target,
-                self.full,
-                tokens,
-                rows=resident_rows(self.target, self.sizes.prefill_block),
-                on_tokens=lambda num_tokens: None,
+            prefill=lambda tokens: self.target.prefill(
+                self.full, tokens, resident_rows(self.target, self.sizes.prefill_block)
             ),
             num_pending=self.sizes.rows,
             max_tokens=num_tokens,

@@ -49,7 +49,7 @@ from offload.kv import Phase
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.model.decoder import Decoder
-from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.level import Level, StreamingLevel
 from offload.model.native_layers import NativeLayers
 from offload.model.passes import Pass, forward
 from offload.model.torch_layers import TorchLayers
@@ -255,7 +255,7 @@ def verified_together(target: Decoder, sizes: Sizes, ragged: Sequence[tuple[int,
         tokens = random_tokens(length, seed=length)
         link = LateLink(late_in=True, late_out=True) if place % 2 else None
         cache = full_cache(target, sizes, mass=True, link=link)
-        prefill(target, cache, tokens[:-count], rows=resident_rows(target, 7), on_tokens=lambda num_tokens: None)
+        target.prefill(cache, tokens[:-count], resident_rows(target, 7))
         level = Level("target", target, cache, vocab_size=VOCABULARY, block=sizes.block)
         caches.append(cache)
         asked.append(Pass(level, tokens[-count:], count))

@@ -39,7 +39,6 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.kernels import choice, cpu
-from offload.model.level import prefill
 from offload.plan.planner import Options, make_plan
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
@@ -94,7 +93,7 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(
     assert_same_logits(in_decoding(decoder, target_cache(decoder, SIZES), tokens, 5), theirs)
     late = LateLink(late_in=True, late_out=True)
     mixed = target_cache(decoder, SIZES, link=late if decoder.config.growing else None)
-    prefill(decoder, mixed, tokens[:20], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+    decoder.prefill(mixed, tokens[:20], resident_rows(decoder, 7))
     parts = [in_decoding(decoder, mixed, tokens[20:27], 3), in_prefill(decoder, mixed, tokens[27:50], 9)]
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
     assert_same_logits(torch.cat(parts), theirs[20:])

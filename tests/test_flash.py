@@ -22,7 +22,6 @@ from offload.kernels.gpu import flash as module
 from offload.kernels.gpu.flash import Flash, FlashTiles
 from offload.kernels.rope import Scoring, scorings
 from offload.kv.full import FullCache
-from offload.model.level import prefill
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
@@ -87,13 +86,7 @@ def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
         )
         for count in cuts:
             done = cache.length
-            prefill(
-                decoder,
-                cache,
-                tokens[done : done + count],
-                rows=resident_rows(decoder, 200),
-                on_tokens=lambda num_tokens: None,
-            )
+            decoder.prefill(cache, tokens[done : done + count], resident_rows(decoder, 200))
         return cache.pages.reader.tokens(0, sum(cuts)).float()
 
     expected, got = filled(None), filled(FlashTiles(counted))

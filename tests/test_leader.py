@@ -79,7 +79,7 @@ def following(worker: object) -> Follower:
     "call",
     [
         *[("record_mass", (wanted,), {}) for wanted in (True, False)],
-        *[("prepare_copies", (3,), {"wanted": wanted}) for wanted in (True, False)],
+        *[("prepare_copies", (3, wanted), {}) for wanted in (True, False)],
         ("refresh", (3,), {}),
         ("fetch_ahead", (), {}),
         ("release", (), {}),

@@ -35,7 +35,7 @@ from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.metrics import LinkStats
 from offload.model.decoder import Decoder
-from offload.model.level import Level, prefill
+from offload.model.level import Level
 from offload.model.passes import forward
 from offload.transfer.link import Link, PacedLink
 from offload.weights.homes import AsTheyAre
@@ -478,9 +478,7 @@ def test_a_decode_forward_moves_the_used_pages_and_no_more(decoder: Decoder, len
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
         level = Level("target", decoder, cache, vocab_size=config.vocab_size, block=sizes.block, link=link)
-        prefill(
-            decoder, cache, random_tokens(length), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None
-        )
+        decoder.prefill(cache, random_tokens(length), resident_rows(decoder, 7))
         pages = -(-length // sizes.page)
         resident = num_resident * sizes.pages
         streamed = max(pages - resident, 0) * config.num_layers
@@ -509,7 +507,7 @@ def test_what_was_fetched_ahead_is_not_fetched_again(decoder: Decoder) -> None:
     with paced() as link:
         cache = full_cache(decoder, sizes, link=link)
         level = Level("target", decoder, cache, vocab_size=config.vocab_size, block=sizes.block, link=link)
-        prefill(decoder, cache, random_tokens(33), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+        decoder.prefill(cache, random_tokens(33), resident_rows(decoder, 7))
         for _ in range(10):
             forward(level, [5, 6], 1)
             level.truncate(33)
@@ -530,13 +528,7 @@ def test_a_prefill_makes_what_was_fetched_ahead_stale(decoder: Decoder) -> None:
         logits = []
         for seed in (1, 2, 1):
             level.truncate(0)
-            prefill(
-                decoder,
-                cache,
-                random_tokens(30, seed=seed),
-                rows=resident_rows(decoder, 7),
-                on_tokens=lambda num_tokens: None,
-            )
+            decoder.prefill(cache, random_tokens(30, seed=seed), resident_rows(decoder, 7))
             logits.append(forward(level, [5, 6], 2))
             cache.fetch_ahead()
     assert torch.equal(logits[0], logits[2])
@@ -552,7 +544,7 @@ def test_prefill_after_prefill_fetches_what_is_there_once_and_sends_what_is_new(
         for start, stop in ((0, 21), (21, 60)):
             before = link.stats
             tokens = random_tokens(stop - start)
-            prefill(decoder, cache, tokens, rows=resident_rows(decoder, 5), on_tokens=lambda num_tokens: None)
+            decoder.prefill(cache, tokens, resident_rows(decoder, 5))
             moved = link.stats - before
             assert moved.bytes_to_device == -(-start // sizes.page) * page_bytes
             assert moved.bytes_to_host == (-(-stop // sizes.page) - start // sizes.page) * page_bytes
@@ -564,7 +556,7 @@ def test_rows_of_streamed_tiles_cross_the_link_once_and_rows_of_resident_ones_do
     row_bytes = 2 * config.head_dim * 4
     with paced() as link:
         cache = full_cache(decoder, Sizes(page=8, pages=2, num_resident=config.num_layers), link=link)
-        prefill(decoder, cache, random_tokens(33), rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+        decoder.prefill(cache, random_tokens(33), resident_rows(decoder, 7))
         assert [cache.pages.store.place(0, index) for index in range(3)] == ["device", "stream", "stream"]
         cache.pages.reader.tokens(10, 30)
         moved = 14 * config.num_layers * config.num_kv_heads * row_bytes

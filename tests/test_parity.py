@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
 from offload.config.rope import Rope
 from offload.kv import Cache
-from offload.model.decoder import Decoder, Segment
-from offload.model.level import Level, prefill
+from offload.model.decoder import Decoder
+from offload.model.level import Level
 from offload.model.passes import Pass, forward
 from processor import OPERATORS, of
 
@@ -94,10 +94,8 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 @torch.inference_mode()
 def in_prefill(decoder: Decoder, cache: Cache, tokens: list[int], prefill_block: int) -> Tensor:
     """The logits of all rows of one forward in phase "prefill"."""
-    cache.begin("prefill", len(tokens))
     rows = resident_rows(decoder, prefill_block)
-    decoder.prefill(Segment(cache, torch.tensor(tokens)), rows)
-    cache.advance(len(tokens))
+    decoder.prefill(cache, tokens, rows)
     return decoder.logits(rows.rows)
 
 
@@ -125,7 +123,7 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder:
     assert_same_logits(in_decoding(decoder, full_cache(decoder, SIZES), tokens, 5), theirs)
     link = LateLink(late_in=True, late_out=True)
     mixed = full_cache(decoder, SIZES, link=link)
-    prefill(decoder, mixed, tokens[:20], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+    decoder.prefill(mixed, tokens[:20], resident_rows(decoder, 7))
     parts = [in_decoding(decoder, mixed, tokens[20:27], 3)]
     parts.append(in_prefill(decoder, mixed, tokens[27:50], 9))
     parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
@@ -142,7 +140,7 @@ def test_sequences_of_any_lengths_in_one_pass_give_the_logits_of_transformers(fo
     texts = [random_tokens(21 + count, seed=count) for count in rows]
     caches = [full_cache(decoder, sizes) for _ in texts]
     for cache, text in zip(caches, texts, strict=True):
-        prefill(decoder, cache, text[:21], rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+        decoder.prefill(cache, text[:21], resident_rows(decoder, 7))
     sizes = {"vocab_size": decoder.config.vocab_size, "block": SIZES.block}
     levels = [Level("target", decoder, cache, **sizes) for cache in caches]
     asked = [Pass(level, text[21:], len(text) - 21) for level, text in zip(levels, texts, strict=True)]

@@ -22,7 +22,6 @@ from offload.config.config_json import config_of
 from offload.config.reading import read_config
 from offload.engine.engine import load_tokenizer
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
-from offload.model.decoder import Segment
 from offload.weights.checkpoint import Checkpoint, check_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -83,9 +82,8 @@ def ours(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) ->
     """Our engine's logits after each token [n, V]."""
     decoder = load(folder, dtype=dtype)
     cache = full_cache(decoder, Sizes(capacity=len(tokens), page=64))
-    cache.begin("prefill", len(tokens))
     rows = resident_rows(decoder, 64)
-    decoder.prefill(Segment(cache, torch.tensor(tokens)), rows)
+    decoder.prefill(cache, tokens, rows)
     return decoder.logits(rows.rows).float()
 
 

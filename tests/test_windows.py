@@ -40,7 +40,7 @@ from offload.kv.full import AheadCache, FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.window import WindowCache
 from offload.model.decoder import Decoder
-from offload.model.level import Level, prefill
+from offload.model.level import Level
 from offload.model.passes import forward
 from offload.pages.tiles import TileShape
 from offload.plan.planner import Options, Plan, make_plan
@@ -300,7 +300,7 @@ def scripted(decoder: Decoder, seed: int, *, undo: int, acts: Sequence[str]) -> 
         elif act == "prefill":
             for cache in (small, large):
                 some = tokens[cache.length : cache.length + count]
-                prefill(decoder, cache, some, rows=resident_rows(decoder, 7), on_tokens=lambda num_tokens: None)
+                decoder.prefill(cache, some, resident_rows(decoder, 7))
         else:
             count = min(count, 9)
             some = tokens[large.length : large.length + count]

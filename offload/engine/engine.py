@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,6 @@ from offload.plan.request import Request
 from offload.progress import OnProgress, ignore
 from offload.ranks.leader import load_worker
 from offload.transfer.device import use_device
-from offload.transfer.timing import Timing
 from offload.worker.pass_timer import time_again, timed
 from offload.worker.worker import Worker
 
@@ -120,7 +120,6 @@ class Engine:
     def __init__(self, worker: Worker, tokenizer: Tokenizer, *, load_seconds: float = 0.0) -> None:
         self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
         self._load_seconds = load_seconds
-        self._refreshes, self._refresh_timing = LevelStats("refresh"), Timing(worker.memory.device)
         self._link_at_start = self._link_at_decode = LinkStats()
         self._ranks_at_decode: list[RankStats] = []
 
@@ -175,7 +174,7 @@ class Engine:
         runs = generation.in_passes(
             prompt,
             speculator,
-            prefill=lambda tokens: self._prefill(tokens, on_progress),
+            prefill=partial(self._prefill, on_progress=on_progress),
             num_pending=num_pending,
             max_tokens=request.max_tokens,
             end_tokens=end_tokens,
@@ -356,7 +355,7 @@ class Engine:
         )
         for level in self.levels.values():
             level.stats = LevelStats(level.stats.name)
-        self._refreshes = LevelStats("refresh")
+        self.worker.refreshes = LevelStats("refresh")
         self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self.worker.link_stats
 
@@ -378,8 +377,7 @@ class Engine:
         self.stats.decode_link = self.worker.link_stats - self._link_at_decode
         for level in self.levels.values():
             level.settle()
-        self._refresh_timing.settle()
-        self.stats.refresh_seconds = self._refreshes.seconds
+        self.stats.refresh_seconds = self.worker.settled_refreshes().seconds
         if run.finish is not None:
             now = zip(self.worker.rank_stats(), self._ranks_at_decode, strict=True)
             self.stats.ranks = [rank.since(earlier) for rank, earlier in now]
@@ -406,14 +404,10 @@ class Engine:
             sampling,
             distribution,
             device=self.worker.memory.device,
-            prepare_copies=self._prepare_copies,
+            prepare_copies=self.worker.prepare_copies,
             block=self.levels["target"].block,
             keeps_logits=keeps_logits,
         )
-
-    def _prepare_copies(self, num_rows: int, wanted: bool) -> bool:
-        with self._refresh_timing.measure(self._refreshes, num_rows):
-            return self.worker.prepare_copies(num_rows, wanted=wanted)
 
 
 def _show(run: generation.Run, written: ReplyText) -> Step:

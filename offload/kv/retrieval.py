@@ -119,19 +119,19 @@ class RetrievalCache:
             self.refresh(num_rows)
         return ready
 
-    @torch.inference_mode()
     def refresh(self, num_rows: int) -> None:
         """Fetch the chunks that the last verification attended to most; the tokens of its first `num_rows` rows stayed.
 
         The full cache has been truncated to the verified tokens; this cache then has exactly these.
         """
-        self._open()
-        length = self.full.length
-        whole = (length - self._chosen.latest) // self.chunk * self.chunk
-        self._exact = self._tail_start = max(whole, self._chosen.leading)
-        slots = self._choose(num_rows)
-        chunks, wanted = (None, None) if slots is None else (slots.held, slots.wanted)
-        self._fill(length, chunks, wanted)
+        with torch.inference_mode():
+            self._open()
+            length = self.full.length
+            whole = (length - self._chosen.latest) // self.chunk * self.chunk
+            self._exact = self._tail_start = max(whole, self._chosen.leading)
+            slots = self._choose(num_rows)
+            chunks, wanted = (None, None) if slots is None else (slots.held, slots.wanted)
+            self._fill(length, chunks, wanted)
 
     def _scores(self, num_rows: int) -> Tensor:
         """Scores of the whole chunks, [L, H_kv, C] fp32."""

@@ -110,30 +110,40 @@ class Decoder:
 
     def prefill(
         self,
-        segment: Segment,
+        cache: Cache,
+        tokens: Sequence[int],
         rows: HiddenRows,
         *,
-        on_rows: Callable[[int], None] = lambda num_rows: None,
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
         on_hidden: OnHidden | None = None,
     ) -> None:
-        """Run a segment's tokens through all layers in phase "prefill", layer by layer in the blocks of `rows`, so that
-        a layer's intermediates stay small. `rows` hold the hidden rows between layers.
+        """Append `tokens`, which may be empty, to `cache`, layer by layer in the blocks of `rows`, so that a layer's
+        intermediates stay small. `rows` hold the hidden rows between layers.
 
-        `on_hidden` is called with each block after the last layer, `on_rows` with each block's number of rows after
-        each layer. With several ranks a prefill can be interrupted between two blocks. Peak memory: one block's
-        intermediates besides `rows`.
+        on_tokens: called with the number of tokens done; a block in one layer counts as its share of the layers.
+        on_hidden: called with each block after the last layer. With several ranks a prefill can be interrupted between
+        two blocks. Peak memory: one block's intermediates besides `rows`.
         """
-        rows.begin(len(segment.tokens))
-        for layer, weights in enumerate(self.weights.layers):
-            for start, x in rows.blocks(layer):
-                if layer == 0:
-                    self._embedded(segment.tokens[start : start + len(x)], x)
-                with self._due(x, 1):
-                    self._operators.run(layer, weights, x, segment.cache.attend)
-                if on_hidden is not None and layer == self.config.num_layers - 1:
-                    on_hidden(start, x)
-                poll()
-                on_rows(len(x))
+        if not tokens:
+            return
+        row_layers, num_layers = 0, self.config.num_layers
+        with torch.inference_mode():
+            cache.begin("prefill", len(tokens))
+            ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
+            rows.begin(len(tokens))
+            for layer, weights in enumerate(self.weights.layers):
+                for start, x in rows.blocks(layer):
+                    if layer == 0:
+                        self._embedded(ids[start : start + len(x)], x)
+                    with self._due(x, 1):
+                        self._operators.run(layer, weights, x, cache.attend)
+                    if on_hidden is not None and layer == num_layers - 1:
+                        on_hidden(start, x)
+                    poll()
+                    row_layers += len(x)
+                    on_tokens(row_layers // num_layers)
+            cache.advance(len(tokens))
+            self.finish()
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         """The tokens' embeddings [T, hidden], normed and scaled as the model requires; in `out` if it is given."""
@@ -166,11 +176,6 @@ class Decoder:
         products = (*config.all_products, (config.vocab_size, config.hidden_size, False))
         return products_alike(products, block, dtype, torch.get_num_threads())
 
-    def finish(self) -> None:
-        """Wait until a GPU has computed everything that was launched."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
         """The logits of hidden rows: hidden [n, hidden] -> [n, V] in the model's dtype. block: as in `forward`."""
         assert self.weights.head is not None, "rank 0 alone has the head"
@@ -184,6 +189,11 @@ class Decoder:
         if (cap := self.config.logits_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    def finish(self) -> None:
+        """Wait until a GPU has computed everything that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
         """Expect the sums over the ranks of `num_layers` layers: after the attention and after the feed-forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,10 +16,9 @@ from offload.kernels.rows import MAX_ROWS, power_of_two
 from offload.kv import Cache
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
-from offload.model.decoder import Decoder, OnHidden, Segment
+from offload.model.decoder import Decoder, Segment
 from offload.model.graphs import VARIABLE, Graphs
 from offload.model.passes import Pass, the_logits
-from offload.transfer.hidden_rows import HiddenRows
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
 from offload.transfer.timing import Timing, measured_together
@@ -221,34 +220,3 @@ class StreamingLevel(Level):
 def _level(asked: Pass) -> Level:
     """Passes that share one are all of this class."""
     return cast(Level, asked.level)
-
-
-def prefill(
-    decoder: Decoder,
-    cache: Cache,
-    tokens: Sequence[int],
-    *,
-    rows: HiddenRows,
-    on_tokens: Callable[[int], None],
-    on_hidden: OnHidden | None = None,
-) -> None:
-    """Fill `cache` with `tokens`, which may be empty, layer by layer, in the blocks of `rows`. It computes no logits;
-    `on_hidden` is called with the last layer's rows.
-
-    `on_tokens` is called with the number of tokens done, counting a block in one layer as its share of the layers.
-    """
-    if not tokens:
-        return
-    row_layers = 0
-
-    def count(num_rows: int) -> None:
-        nonlocal row_layers
-        row_layers += num_rows
-        on_tokens(row_layers // decoder.config.num_layers)
-
-    with torch.inference_mode():
-        cache.begin("prefill", len(tokens))
-        segment = Segment(cache, torch.tensor(tokens, dtype=torch.long, device=decoder.device))
-        decoder.prefill(segment, rows, on_rows=count, on_hidden=on_hidden)
-        cache.advance(len(tokens))
-        decoder.finish()

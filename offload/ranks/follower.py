@@ -173,7 +173,7 @@ class Follower:
         self._workers[worker].refresh(num_rows)
 
     def _prepare_copies(self, worker: int, num_rows: int, wanted: bool) -> None:
-        self._workers[worker].prepare_copies(num_rows, wanted=wanted)
+        self._workers[worker].prepare_copies(num_rows, wanted)
 
     def _fetch_ahead(self, worker: int) -> None:
         self._workers[worker].fetch_ahead()

@@ -185,9 +185,9 @@ class LeadingWorker(Worker):
         self.tell("refresh", num_rows=num_rows)
         super().refresh(num_rows)
 
-    def prepare_copies(self, num_rows: int, *, wanted: bool) -> bool:
+    def prepare_copies(self, num_rows: int, wanted: bool) -> bool:
         self.tell("prepare_copies", num_rows=num_rows, wanted=wanted)
-        return super().prepare_copies(num_rows, wanted=wanted)
+        return super().prepare_copies(num_rows, wanted)
 
     def fetch_ahead(self) -> None:
         self.tell("fetch_ahead")

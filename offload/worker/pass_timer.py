@@ -32,7 +32,7 @@ from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import scorings
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
-from offload.model.decoder import Decoder, Segment
+from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.loading import DTYPES
 from offload.model.passes import forward
@@ -252,14 +252,13 @@ class _Trial:
         """Prefills of a block by one layer, after no tokens and after some; empty for quantised weights."""
         if self._coded:
             return {}
-        decoder, tokens = self._decoder(1), torch.zeros(self._prefill_rows, dtype=torch.long)
+        decoder, tokens = self._decoder(1), [0] * self._prefill_rows
         dtype = self._weights.embedding.dtype
         rows = ResidentRows(self._cache.arena, self._config.hidden_size, dtype, block=len(tokens))
 
         def run(before: int) -> None:
             self._cache.restored(before)
-            self._cache.begin("prefill", len(tokens))
-            decoder.prefill(Segment(self._cache, tokens), rows)
+            decoder.prefill(self._cache, tokens, rows)
 
         return {("prefill", before): partial(run, before) for before in (0, self._prefill_before)}
 

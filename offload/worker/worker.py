@@ -13,9 +13,9 @@ from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
-from offload.metrics import LinkStats, RankStats
+from offload.metrics import LevelStats, LinkStats, RankStats
 from offload.model.decoder import Decoder, OnHidden
-from offload.model.level import Level, StreamingLevel, prefill
+from offload.model.level import Level, StreamingLevel
 from offload.model.loading import DTYPES
 from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
@@ -25,6 +25,7 @@ from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
+from offload.transfer.timing import Timing
 from offload.worker.assemble import (
     block_rows,
     full_cache,
@@ -42,7 +43,7 @@ class Worker:
 
     All calls that change the caches take only tokens and lengths: `prefill`, `run` and `truncate` of the `levels` (by
     name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_copies`, `fetch_ahead`,
-    `copy_rows`. `full` is the target's cache.
+    `copy_rows`. `full` is the target's cache. refreshes: of the copies over which the target is its own draft.
     """
 
     def __init__(self, plan: Plan, models: LoadedModels, *, vocab_size: int, block: int | None = None) -> None:
@@ -54,6 +55,7 @@ class Worker:
         self.plan, self.models, self.vocab_size = plan, models, vocab_size
         self.block = block or block_rows(plan, models.target.config)
         self.levels: dict[str, Level] = {}
+        self.refreshes, self._refresh_timing = LevelStats("refresh"), Timing(models.memory.device)
         self.retrieval: RetrievalCache | None = None
         self._copies: RetrievalCache | QuantisedCache | None = None  # see `Composition.keeps_copies`
         self._caches: list[Arena | FullCache | WindowCache | RetrievalCache | QuantisedCache | StreamingCache] = []
@@ -133,8 +135,8 @@ class Worker:
         """Append `tokens` to the full cache and to a quantised copy, if there is one; the levels below catch up later.
         An interrupted prefill appends no tokens. `on_tokens` is called with the number of tokens that are done,
         `on_hidden` with the last layer's rows, where row 0 is the first appended token."""
-        rows = self._hidden_rows
-        prefill(self.target, self._target_cache, tokens, rows=rows, on_tokens=on_tokens, on_hidden=on_hidden)
+        cache, rows = self._target_cache, self._hidden_rows
+        self.target.prefill(cache, tokens, rows, on_tokens=on_tokens, on_hidden=on_hidden)
         if isinstance(self._copies, QuantisedCache):
             self._copies.refresh()
 
@@ -148,9 +150,17 @@ class Worker:
         if self._copies is not None:
             self._copies.refresh(num_rows)
 
-    def prepare_copies(self, num_rows: int, *, wanted: bool) -> bool:
+    def prepare_copies(self, num_rows: int, wanted: bool) -> bool:
         """Update the copies if `wanted` and possible, see `RetrievalCache.prepare`. False where there are none."""
-        return self._copies is not None and self._copies.prepare(num_rows, wanted=wanted)
+        if self._copies is None:
+            return False
+        with self._refresh_timing.measure(self.refreshes, num_rows):
+            return self._copies.prepare(num_rows, wanted=wanted)
+
+    def settled_refreshes(self) -> LevelStats:
+        """The statistics of `prepare_copies`, with the seconds of everything that has ended."""
+        self._refresh_timing.settle()
+        return self.refreshes
 
     def fetch_ahead(self) -> None:
         """Begin to fetch the first tiles of the target's next pass."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import forked_ranks
 from models import changed
 from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams
@@ -27,6 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 # Not in the ledger at the end of a run.
 TEMPORARY = {"workspace", "selection", "fetched chunks", "rope tables", "reserve"}
 PROMPT = [7 + i * i % 3900 for i in range(1100)]
+SHORT = PROMPT[:200]  # where a plan for all of PROMPT counts, and not how much is said
 
 
 def request(**options: object) -> Plan:
@@ -36,11 +38,11 @@ def request(**options: object) -> Plan:
     return plan_request(TARGET, DRAFT, Options(device="cpu", **options), num_prompt_tokens=len(PROMPT), max_tokens=12)  # type: ignore[arg-type]
 
 
-def run(plan: Plan) -> tuple[list[int], dict[str, dict[str, int]]]:
+def run(plan: Plan, prompt: list[int]) -> tuple[list[int], dict[str, dict[str, int]]]:
     """(tokens, ledger after the run)."""
     with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         tokens = [
-            token for step in engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12)) for token in step.tokens
+            token for step in engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=12)) for token in step.tokens
         ]
         return tokens, dict(engine.worker.memory.allocated())  # type: ignore[arg-type]
 
@@ -68,7 +70,7 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
     if {"weight_bits", "kv_bits", "link_bits"} & options.keys():
         best()  # skips where there are no kernels
     plan = request(**options)
-    _, ledger = run(plan)
+    _, ledger = run(plan, PROMPT if {"budget", "kv_bits"} & options.keys() else SHORT)
     gathered = ledger["host"].pop("gathered chunks", 0)
     assert gathered <= plan.placement.host_bytes.pop("gathered chunks", 0)
     for tier, planned in (("device", plan.placement.device_bytes), ("host", plan.placement.host_bytes)):
@@ -82,8 +84,8 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(options: dict[str,
 @pytest.mark.parametrize("offload", [frozenset({"kv"}), frozenset[str]()])
 def test_each_of_two_ranks_allocates_what_was_planned_for_it(offload: frozenset[str]) -> None:
     plan = request(gamma=7, gpus=2, offload=offload)
-    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        list(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12)))
+    with forked_ranks(), Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        list(engine.generate(GenerationRequest(SHORT, GREEDY, max_tokens=12)))
         first, second = engine.worker.rank_stats()
         own = dict(engine.worker.memory.allocated()["device"])
     placement = plan.placement
@@ -101,24 +103,26 @@ def test_each_of_two_ranks_allocates_what_was_planned_for_it(offload: frozenset[
 
 
 def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
-    options = {"gamma": 7, "budget": 512}  # which a timed machine might choose otherwise
-    expected, _ = run(request(**options))
-    for memory, offload in [(0.076, ("kv",)), (0.073, ("kv",)), (0.062, ("kv", "weights"))]:
+    options = {"gamma": 7, "budget": 128}  # which a timed machine might choose otherwise
+    prompt = PROMPT[:300]
+    expected, _ = run(request(**options), prompt)
+    for memory, offload in [(0.062, ("kv",)), (0.056, ("kv",)), (0.05, ("kv", "weights"))]:
         plan = request(**options, device_memory=memory)
         assert plan.placement.offload == offload
         assert plan.placement.total_device_bytes <= memory * 1e9
-        assert run(plan)[0] == expected
+        assert run(plan, prompt)[0] == expected
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("num_resident", [9, 1, 0, 3, 7, 8])
 def test_tiles_on_the_device_do_not_cross_the_link_when_decoding(num_resident: int) -> None:
-    plan = changed(request(gamma=0, offload=frozenset({"kv"})), resident_tiles=num_resident, tile_tokens=1024)
+    plan = request(gamma=0, offload=frozenset({"kv"}))
+    plan = changed(plan, resident_tiles=num_resident, page_tokens=64, tile_tokens=128)
     with Engine.load(plan, TARGET, None, load_tokenizer(TARGET, None)) as engine:
-        list(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=8)))
+        list(engine.generate(GenerationRequest(PROMPT[:140], GREEDY, max_tokens=8)))
         passes = engine.stats.levels[0].passes
         moved = engine.stats.decode_link.bytes_to_device
-    page = 512 * 12288 // 8  # a page of one layer; the first tile has two, the second is used up to its first one
+    page = 64 * 12288 // 8  # a page of one layer; the first tile has two, the second is used up to its first one
     pages = [3, 1, 0]  # that stream in a layer with 0, 1, 2 resident tiles
     share, extra = divmod(num_resident, 8)
     per_pass = page * (extra * pages[min(share + 1, 2)] + (8 - extra) * pages[share])

@@ -43,11 +43,13 @@ from offload.plan.planner import Options, make_plan
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
 from processor import OPERATORS, of
-from quantised import DRAFTED, PLAIN, engine_of, level_stats
+from quantised import DRAFTED as IN_SHORT_BLOCKS
+from quantised import engine_of, level_stats
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
-LENGTH = 61
+LENGTH = 45
 SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
+IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
@@ -93,10 +95,10 @@ def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(
     assert_same_logits(in_decoding(decoder, target_cache(decoder, SIZES), tokens, 5), theirs)
     late = LateLink(late_in=True, late_out=True)
     mixed = target_cache(decoder, SIZES, link=late if decoder.config.growing else None)
-    decoder.prefill(mixed, tokens[:20], resident_rows(decoder, 7))
-    parts = [in_decoding(decoder, mixed, tokens[20:27], 3), in_prefill(decoder, mixed, tokens[27:50], 9)]
-    parts.append(in_decoding(decoder, mixed, tokens[50:], 1))
-    assert_same_logits(torch.cat(parts), theirs[20:])
+    decoder.prefill(mixed, tokens[:16], resident_rows(decoder, 7))
+    parts = [in_decoding(decoder, mixed, tokens[16:22], 3), in_prefill(decoder, mixed, tokens[22:41], 9)]
+    parts.append(in_decoding(decoder, mixed, tokens[41:], 1))
+    assert_same_logits(torch.cat(parts), theirs[16:])
 
 
 WRAPPER: dict[str, object] = {
@@ -366,7 +368,7 @@ def assert_counts(folders: Callable[[str], Path], name: str, flag: str) -> None:
     tokens, changed = random_tokens(LENGTH), FLAGS[flag](read_config(folders(name)))
     try:
         decoder = load(folders(name), config=changed)
-        ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+        ours = in_prefill(decoder, target_cache(decoder, IN_ONE_BLOCK), tokens, LENGTH)
     except (ModelError, RuntimeError):  # a checkpoint or factors of other shapes
         return
     theirs = reference(name, tokens)
@@ -380,6 +382,8 @@ SHAPES: dict[str, object] = {
     "vocab_size": 264, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
     "max_position_embeddings": 1024,
 }  # fmt: skip
+DRAFTED = replace(IN_SHORT_BLOCKS, prefill_block=48)
+PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
@@ -410,7 +414,7 @@ MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
     "both in few bits": (replace(DRAFTED, budget=0, weight_bits=6, kv_bits=4), frozenset(("kv", "weights"))),
 }
 PROMPT = random_tokens(150, seed=7)
-NUM_NEW = 32
+NUM_NEW = 26
 Pair = tuple[Path, Path]
 
 
@@ -446,7 +450,7 @@ def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair], name: str, mode: str) -> None:
@@ -506,7 +510,7 @@ def test_the_layers_of_gemma_4_may_be_numbered_with_zeros() -> None:
     assert config_of({**fields, "per_layer_config": None}).has_one_shape
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ENGINES)
 def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
@@ -521,8 +525,8 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 
 
 @pytest.mark.usefixtures("forked_here")
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", sorted(ENGINES, key="olmo2".__ne__))  # whose norms are of the heads of all ranks
 def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
     sizes = replace(DRAFTED, draft_gamma=0, **proposing(pair))
@@ -537,7 +541,7 @@ def forked_here() -> Iterator[list[Forked]]:
 
 
 @pytest.mark.usefixtures("forked_here")
-@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.deep), "gemma4"])
 def test_a_session_of_windows_is_of_any_number_of_ranks(
     pairs: Callable[[str], Pair], name: str, tmp_path: Path
 ) -> None:
@@ -555,7 +559,7 @@ def test_a_session_of_windows_is_of_any_number_of_ranks(
             engine.save(store, {})
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_session_is_gone_on_with(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
     pair = pairs(name)

@@ -137,47 +137,49 @@ def planned(bits: int, **options: object) -> Plan:
     return plan
 
 
-def said(engine: Engine, params: SamplingParams) -> list[int]:
-    return [
-        token
-        for step in engine.generate(GenerationRequest(PROMPT[:300], params, max_tokens=16))
-        for token in step.tokens
-    ]
+def said(bits: int, weight_bits: int, *, temperature: float = 0.0, wider: int = 0) -> tuple[int, ...]:
+    """wider: layers that are counted as such."""
+    plan = planned(bits, gamma=5, budget=64, weight_bits=weight_bits, draft_gamma=2)
+    request = GenerationRequest(PROMPT[:150], SamplingParams(temperature=temperature, seed=7), max_tokens=16)
+    with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+        text = tuple(token for step in engine.generate(request) for token in step.tokens)
+        num_coded = len(engine.worker.models.target.weights.layers.coded)
+        assert num_coded == (engine.worker.target.config.num_layers if bits < 12 else 0)
+        assert engine.stats.wider_layers == wider
+    return text
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.usefixtures("_small_blocks")
-def test_the_engine_says_the_same_however_weights_cross(temperature: float) -> None:
-    params, texts = SamplingParams(temperature=temperature, seed=7), []
-    for bits, weight_bits in ((16, 16), (12, 16), (16, 4), (9, 4), (16, 6), (8, 6)):
-        plan = planned(bits, gamma=5, budget=256, weight_bits=weight_bits, draft_gamma=2)
-        with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-            texts.append(said(engine, params))
-            num_coded = len(engine.worker.models.target.weights.layers.coded)
-            assert num_coded == (engine.worker.target.config.num_layers if bits < 12 else 0)
-    assert texts[0] == texts[1]
-    assert texts[2] == texts[3]
-    assert texts[4] == texts[5]
-    if temperature == 0.0:
-        assert texts[0] == texts[2] == texts[4]
+@pytest.fixture(scope="module")
+def greedy() -> tuple[int, ...]:
+    """With weights that cross as they are."""
+    return said(16, 16)
 
 
 @pytest.mark.usefixtures("_small_blocks")
-def test_a_layer_that_would_not_come_back_is_counted_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, texts = SamplingParams(temperature=0.0), []
-    for refused in (0, 2):
-        left = iter(range(refused))
+@pytest.mark.parametrize(("bits", "weight_bits"), [(12, 16), pytest.param(9, 4, marks=pytest.mark.deep), (8, 6)])
+def test_the_engine_says_the_same_however_weights_cross(greedy: tuple[int, ...], bits: int, weight_bits: int) -> None:
+    assert said(bits, weight_bits) == greedy
 
-        def refuse(*args: Any) -> Residual | None:
-            return split_off(*args) if next(left, None) is None else None  # noqa: B023
 
-        monkeypatch.setattr(homes, "split_off", refuse)
-        plan = planned(9, gamma=5, budget=256, weight_bits=4, draft_gamma=2)
-        with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-            texts.append(said(engine, params))
-            assert engine.stats.wider_layers == refused
-    assert texts[0] == texts[1]
+@pytest.mark.deep
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize(("bits", "weight_bits"), [(12, 16), (9, 4), (8, 6)])
+def test_so_it_is_where_it_samples(bits: int, weight_bits: int) -> None:
+    assert said(bits, weight_bits, temperature=0.8) == said(16, weight_bits, temperature=0.8)
+
+
+@pytest.mark.usefixtures("_small_blocks")
+def test_a_layer_that_would_not_come_back_is_counted_and_says_the_same(
+    greedy: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside layers that come back from 9 bits."""
+    left = iter(range(2))
+
+    def refuse(*args: Any) -> Residual | None:
+        return split_off(*args) if next(left, None) is None else None
+
+    monkeypatch.setattr(homes, "split_off", refuse)
+    assert said(9, 4, wider=2) == greedy
 
 
 @pytest.mark.parametrize(

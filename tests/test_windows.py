@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Sequence
@@ -75,18 +76,21 @@ def decoder(folder: Path, request: pytest.FixtureRequest) -> Decoder:
 ONE_LAYER = llama_shaped("llama", 32, 64, 32, 1, 2 * HEADS, HEADS, DIM, 400)
 
 
+TABLE = rope_table(ONE_LAYER, 400, 400, "cpu", ONE_LAYER.rope)
+
+
 def ring(operators: str, *, num_pages: int, windows: Sequence[int] = (WINDOW,)) -> WindowCache:
-    table = rope_table(ONE_LAYER, 400, 400, "cpu", ONE_LAYER.rope)
     return WindowCache(
         Memory(torch.device("cpu")),
         TileShape(HEADS, DIM, PAGE, 1, torch.float32),
         num_pages=num_pages,
         windows=windows,
-        scorings=[Scoring(table)] * len(windows),
+        scorings=[Scoring(TABLE)] * len(windows),
         kernels=of(operators),
     )
 
 
+@functools.cache
 def rows(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(count, heads, DIM, generator=generator) for heads in (2 * HEADS, HEADS, HEADS))  # type: ignore[return-value]
@@ -168,13 +172,20 @@ def go_on(cache: WindowCache, qkv: tuple[Tensor, Tensor, Tensor], stop: int) -> 
     return torch.cat(out)
 
 
+@functools.cache
+def written() -> Tensor:
+    """What a cache has of the rows of seed 5: [2, H, n, D]."""
+    k, v = rows(200, 5)[1:]
+    return torch.stack([Scoring(TABLE).rotated(k, k, 0)[1], v]).transpose(1, 2)
+
+
 def has_all_seen(cache: WindowCache, length: int) -> bool:
     """Whether the tokens before `length` that the next row sees are what was written there."""
-    k, v = rows(200, 5)[1:]
-    keys = Scoring(rope_table(ONE_LAYER, 400, 400, "cpu", ONE_LAYER.rope)).rotated(k, k, 0)[1]
-    for at in range(max(length + 1 - WINDOW, 0), length):
-        [page] = cache.page_of_all(at // PAGE)
-        if not torch.equal(page[:, :, at % PAGE], torch.stack([keys[at], v[at]])):
+    oldest = max(length + 1 - WINDOW, 0)
+    for number in range(oldest // PAGE, -(-length // PAGE)):
+        [page] = cache.page_of_all(number)
+        first, last = max(oldest, number * PAGE), min(length, (number + 1) * PAGE)
+        if not torch.equal(page[:, :, first - number * PAGE : last - number * PAGE], written()[:, :, first:last]):
             return False
     return True
 
@@ -224,7 +235,7 @@ def test_rows_that_were_drafted_far_ahead_took_the_place_of_pages_whatever_is_dr
 
 def test_what_was_copied_goes_on_with_the_same_bits() -> None:
     qkv = rows(200, 5)
-    for count in (50, 61, 64, 70):
+    for count in (50, 61, 64):
         source = filled(9, 80)
         other = ring("torch", num_pages=5)
         go_on(other, qkv, 90)
@@ -320,17 +331,17 @@ def test_any_script_gives_the_bits_of_a_cache_that_forgets_nothing(decoder: Deco
 
 
 def test_a_level_that_drafts_in_the_ring_leaves_the_targets_logits_alone(decoder: Decoder) -> None:
-    tokens = random_tokens(90, seed=9)
-    whole = target_cache(decoder, SIZES)
+    tokens = random_tokens(60, seed=9)  # more than the ring's
+    whole = target_cache(decoder, SIZES, undo=8)
     theirs = in_prefill(decoder, whole, tokens, 7)
-    cache = target_cache(decoder, SIZES)
+    cache = target_cache(decoder, SIZES, undo=8)
     assert isinstance(cache, MixedCache)
     assert isinstance(cache._growing, FullCache)
     ahead = MixedCache(decoder.config, AheadCache(cache._growing), cache._windows, drafts=True)
     own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
     target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
-    plain = Level("target", decoder, target_cache(decoder, SIZES), vocab_size=264, block=SIZES.block)
-    for start in range(0, 90, 3):
+    plain = Level("target", decoder, target_cache(decoder, SIZES, undo=8), vocab_size=264, block=SIZES.block)
+    for start in range(0, 60, 3):
         some = tokens[start : start + 3]
         forward(own, [*some[:1], 0], 1)
         forward(own, [1, 2, 3], 1)
@@ -344,7 +355,7 @@ def test_a_level_that_drafts_in_the_ring_leaves_the_targets_logits_alone(decoder
 
 # Engines: what comes back is what a fresh start says.
 
-PLAIN = Sizes(rows=4, page=32, prefill_block=16, any_rows=True, capacity=600)
+PLAIN = Sizes(rows=4, page=32, prefill_block=32, any_rows=True, capacity=600)
 
 
 def engine_plan(folder: Path) -> Plan:
@@ -356,7 +367,7 @@ def engine(folder: Path) -> Engine:
 
 
 def say(
-    made: Engine, prompt: Sequence[int], num_tokens: int = 20, *, reuse: bool = True, seed: int | None = None
+    made: Engine, prompt: Sequence[int], num_tokens: int = 12, *, reuse: bool = True, seed: int | None = None
 ) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
     steps = made.generate(GenerationRequest(list(prompt), sampling, max_tokens=num_tokens, reuse=reuse))
@@ -592,8 +603,9 @@ def test_what_would_be_cut_off_again_is_not_loaded(folder: Path, tmp_path: Path)
         first = store._manifest.first_window_page * 32  # type: ignore[union-attr]
         prompts = [PROMPT[:count] for count in range(first, first + 40, 3)]
     found = []
-    for prompt in prompts:
-        with engine(folder) as later, Store.open(tmp_path / "session", identity_of(folder, later.plan)) as store:
+    with engine(folder) as later, Store.open(tmp_path / "session", identity_of(folder, later.plan)) as store:
+        for prompt in prompts:
+            later.prefix.truncate(0)
             restored = later.restore(store, prompt)
             later.prefix.begin(prompt, reuse=True)
             assert (len(later.prefix.tokens) > 0) == (restored > 0)
@@ -653,7 +665,7 @@ def test_a_forged_manifest_of_windows_is_refused(record: dict[str, Any], change:
 
 
 DRAFTED = Sizes(
-    gamma=6, draft_gamma=3, budget=32, chunk=8, window=16, lookup=True, rows=4, page=32, prefill_block=16, capacity=600
+    gamma=6, draft_gamma=3, budget=32, chunk=8, window=16, lookup=True, rows=4, page=32, prefill_block=48, capacity=600
 )
 
 
@@ -666,7 +678,7 @@ def test_speculation_says_what_plain_decoding_says(folder: Path, tmp_path: Path,
             wanted = draft if sizes.draft_gamma else None
             plan = tiny_plan(folder, wanted, sizes, num_prompt_tokens=200, max_tokens=50, dtype="fp32")
             with tiny_engine(plan, folder, wanted) as made:
-                said.append(say(made, PROMPT[:200], 50))
+                said.append(say(made, PROMPT[:200], 30))
                 assert not wanted or sum(level.accepted for level in made.stats.levels) > 0
     assert said[0] == said[1]
 
@@ -681,7 +693,7 @@ def test_sequences_share_passes_and_say_what_each_says_alone(
         num_sequences=3,
     )  # fmt: skip
     with tiny_engine(plan, folder, draft) as made:
-        asked.check(made, asked.some(6, seed=3, most=90, output=24))
+        asked.check(made, asked.some(5, seed=3, most=90, output=16))
 
 
 # Plans.

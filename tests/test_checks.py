@@ -208,6 +208,7 @@ def test_products_whose_bits_depend_on_the_number_of_rows_are_found(failed: Fail
     assert failed() == {"products"}
 
 
+@pytest.mark.usefixtures("no_texts")
 def test_a_byte_that_changes_on_its_way_is_found(failed: Failed, monkeypatch: Patch) -> None:
     real = PacedLink.to_host
 

@@ -217,6 +217,13 @@ DEEP = {  # one is as large and has more in it, or is smaller and alike
     "two levels, adaptive",
     "two levels, adaptive, lookups",
     "two levels, V 3, gamma 3, draft_gamma 2",
+    "one level, V 4, gamma 2",
+    "two levels, V 4",
+    "lookups at two levels",
+    "one level, adaptive, dear",
+    "two levels, adaptive, dear",
+    "a draft of two levels, in turns",
+    "a draft of two levels, adaptive",
 }
 
 
@@ -375,7 +382,7 @@ class Long(list[int]):
 
 def test_no_round_copies_the_prompt() -> None:
     """Two levels, each of which drafts."""
-    case = two_levels(3, 3, 2)
+    case = two_levels(3, 2, 1)
 
     def run(source: Branching) -> int:
         stack = build(case, REAL, source)

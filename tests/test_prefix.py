@@ -298,14 +298,15 @@ def test_a_seeds_text_depends_on_what_is_cached_and_not_on_what_was_drafted_befo
     for earlier in ((), (1,), (2, 3)):
         with make(folders) as engine:
             for seed in earlier:
-                say(engine, text, 30, seed=seed)
+                say(engine, text, 16, seed=seed)
             reply = say(engine, text)
             if precomputed:
                 engine.precompute(text + reply[:8])
-            replies.add(tuple(say(engine, text + reply, 30, seed=5)))
+            replies.add(tuple(say(engine, text + reply, 16, seed=5)))
     assert len(replies) == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", [(), ("kv",)], ids=str)
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_a_restored_run_says_what_the_run_that_saved_it_says(
@@ -313,18 +314,18 @@ def test_a_restored_run_says_what_the_run_that_saved_it_says(
 ) -> None:
     text = tokens_of(60, seed=7, vocabulary=256)
     with make(folders) as engine, keep(engine, folders, tmp_path) as store:
-        text += say(engine, text, 20, seed=1)
+        text += say(engine, text, 12, seed=1)
         if precomputed:
             engine.precompute(text)
         engine.save(store, {"kind": "text"})
         saved = rows_of(engine, len(store.tokens))
-        wanted = [say(engine, [*text, 5], 30, seed=2), say(engine, [*text, 6], 30)]
+        wanted = [say(engine, [*text, 5], 16, seed=2), say(engine, [*text, 6], 16)]
     with make(folders, offload=offload) as later, keep(later, folders, tmp_path, read_only=True) as store:
         later.restore(store, text)
         assert torch.equal(rows_of(later, len(store.tokens)), saved)
         if precomputed:
             later.precompute(text)
-        assert [say(later, [*text, 5], 30, seed=2), say(later, [*text, 6], 30)] == wanted
+        assert [say(later, [*text, 5], 16, seed=2), say(later, [*text, 6], 16)] == wanted
         assert later.stats.reused_tokens > 60
 
 

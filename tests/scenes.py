@@ -203,7 +203,11 @@ SCENES: dict[str, Scene] = {
     "error-2-option": Scene("generate --max-token 3"),
     "error-2-command": Scene("generat"),
     "error-2-document": Scene("tokens papers scan.pdf", some_documents),
-    "error-3": Scene(f"plan {PAIR} --gpus 1 --host-memory 10 --context 120000", some_configs, modes="terminal"),
+    "error-3": Scene(
+        f"plan {PAIR} --gpus 1 --host-memory 10 --context 120000 --gamma 7 --draft-gamma 2",
+        some_configs,
+        modes="terminal",
+    ),
     "error-4-model": Scene("verify --model yarn-llama-2-13b-128k --prompt x"),
     "error-4-session": Scene("sessions info torn", some_sessions),
     "error-5": Scene(f"verify {ASKED}", a_verification(holds=False), modes=OUTPUT_MODES),

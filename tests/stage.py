@@ -2,7 +2,7 @@
 
 A scene is played in a fork of a process that has imported everything, in a folder of its own, so that what it replaces
 need not be put back. Models are not run: the stand-in of test_cli_fake says a text that is written here. Hardware,
-versions, clocks and measurements are fixed; plans are real, for this hardware.
+versions, clocks and measurements are fixed; plans are real, for this hardware, and made once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -27,31 +27,33 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import typer
 
 from hearing import hear_signals
+from planned import Plans
 from terminals import ENTER, Terminal
+from triforce_cli import tree
 
 NOW = 1_800_000_000  # 2027-01-15 08:00:00 UTC
 GIB = 2**30
 BROKEN = 99  # no exit code of the program's
 ROWS = 300  # of the terminal: more than any output, so that nothing scrolls away
+MODELS = ("demo-target", "demo-draft")
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n"
 PIECES = ["The hallway smelt", " of boiled cabbage", " and old rag mats.\n", "At one end of it"]
 
+_KEPT = ExitStack()  # to the end of the process
+
 Prepare = Callable[[], None]
 HEAVY = (
-    *("torch", "huggingface_hub", "prompt_toolkit.shortcuts", "rich.progress", "hub", "test_cli_bench"),
-    *(
-        "test_cli_models",
-        "test_cli_plan",
-        "test_cli_sessions",
-        "test_doctor",
-        "offload.engine.engine",
-        "offload.hub.convert",
-    ),
-    *("offload.hub.pull", "offload.bench.exactness", "offload.bench.trial", "triforce_cli.app"),
-    "triforce_cli.chat.engine",
+    *("torch", "huggingface_hub", "prompt_toolkit.shortcuts", "rich.progress", "platformdirs", "encodings.idna"),
+    *("hub", "test_cli_bench", "test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor"),
+    *("lxml.etree", "webencodings", "fontTools.ttLib", "llguidance", "offload.bench.environment"),
+    *("offload.engine.engine", "offload.engine.sequences", "offload.hub.convert", "offload.hub.pull"),
+    *("offload.bench.exactness", "offload.bench.trial", "offload.plan.what_if", "triforce_cli.app"),
+    *("triforce_cli.chat.engine", "triforce_cli.chat.background", "triforce_cli.chat.reader"),
+    *("triforce_cli.chat.script", "triforce_cli.chat.slash", "triforce_cli.render.plan"),
 )
 
 
@@ -139,9 +141,24 @@ def rehearse() -> None:
         import_module(name)
     import_module("torch").set_num_threads(1)
     typer.main.get_command = cache(typer.main.get_command)  # type: ignore[assignment]
+    app = import_module("triforce_cli.app")
     with redirect_stdout(StringIO()):  # what is imported, and made of options, in any run
-        assert import_module("triforce_cli.app").main(["plan", "--help"]) == 0
+        assert app.main(["plan", "--help"]) == 0
+    for words, command in tree.commands(typer.main.get_command(app.app)).items():
+        command.make_context(words[-1], [], resilient_parsing=True)  # what reads the values of its options
+    _read_tokenizers_once()
+    Plans(Path(_KEPT.enter_context(tempfile.TemporaryDirectory()))).keep(pytest.MonkeyPatch())
     gc.freeze()  # or every fork would copy what the collector looks at
+
+
+def _read_tokenizers_once() -> None:
+    """Those of the embedded models, which most scenes have by these names."""
+    from offload.decode import tokenizer_files
+    from triforce_cli.choice import embedded_model
+
+    load = tokenizer_files.load
+    kept = {name: load(embedded_model(name)) for name in MODELS}
+    tokenizer_files.load = lambda folder: kept[folder.name] if folder.name in kept else load(folder)
 
 
 def _fix_the_machine() -> None:
@@ -175,7 +192,7 @@ def _fix_the_machine() -> None:
     background.ThreadPoolExecutor = _AtOnce
     for module in (choice, models):
         module.embedded_model = Path
-    for name in ("demo-target", "demo-draft"):
+    for name in MODELS:
         os.symlink(Path(choice.__file__).parent / "models" / name, name)
     diagnosis.software = lambda: LAPTOP.software
     machine.driver = lambda: None

@@ -39,6 +39,7 @@ class Terminal:
         """begin: in the child, before its program starts, or instead of it."""
         self.written = ""
         self._screen = pyte.HistoryScreen(columns, rows, history=2000)
+        self._lines: list[str] | None = None  # of the screen as it is
         self._stream = pyte.ByteStream(self._screen)
         self._begin = begin
         self._child = self._start(command, env, rows, columns)
@@ -58,7 +59,14 @@ class Terminal:
     @property
     def lines(self) -> list[str]:
         """The screen, without white space at the ends of lines."""
-        return [line.rstrip() for line in self._screen.display]
+        if self._lines is None:
+            self._lines = [self._line(row) for row in range(self._screen.lines)]
+        return self._lines
+
+    def _line(self, row: int) -> str:
+        """As the screen's own `display` has it, which takes milliseconds for all of them."""
+        cells = self._screen.buffer.get(row)
+        return "".join(cells[column].data for column in range(max(cells) + 1)).rstrip() if cells else ""
 
     @property
     def shown(self) -> str:
@@ -90,6 +98,7 @@ class Terminal:
     def resize(self, rows: int, columns: int) -> None:
         """The program gets SIGWINCH."""
         self._screen.resize(rows, columns)
+        self._lines = None
         self._child.setwinsize(rows, columns)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
@@ -160,6 +169,7 @@ class Terminal:
             return False
         self.written += self._decoder.decode(data)
         self._stream.feed(data)
+        self._lines = None
         if _CURSOR_ASKED in data:
             self._child.send(f"\x1b[{self._screen.cursor.y + 1};{self._screen.cursor.x + 1}R")
         return bool(data)

@@ -43,6 +43,10 @@ def test_the_systems_counters_are_read() -> None:
 Generate = Callable[..., str]
 
 
+def model(folder: Path) -> str:
+    return str(save(random_model(vocab_size=264), folder / "model", tokenizer=True))
+
+
 @pytest.fixture
 def generate(
     monkeypatch: pytest.MonkeyPatch, triforce: Callable[..., tuple[int, str, str]], tmp_path: Path
@@ -50,8 +54,7 @@ def generate(
     """generate(share, *args): what is said where others use so much of the CPU, in a home of its own."""
     (tmp_path / "prompt.txt").write_text("Anne")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
-    model = save(random_model(vocab_size=264), tmp_path / "model", tokenizer=True)
-    asked = ("--model", str(model), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "1")
+    asked = ("--model", model(tmp_path), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "1")
 
     def run(share: float, *args: str) -> str:
         monkeypatch.setattr(OtherPrograms, "share", lambda self: share)
@@ -91,10 +94,12 @@ def test_others_are_not_named_before_a_usage_error(generate: Generate, monkeypat
 
 
 def test_a_bench_always_names_others(
-    monkeypatch: pytest.MonkeyPatch, triforce: Callable[..., tuple[int, str, str]]
+    monkeypatch: pytest.MonkeyPatch, triforce: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     """Also where nothing is timed for the first time, and what it measures is short."""
     monkeypatch.setattr(OtherPrograms, "share", lambda self: 0.5)
+    (tmp_path / "prompt.txt").write_text("Anne was there. " * 4)
+    asked = ("--model", model(tmp_path), "--prompt-file", str(tmp_path / "prompt.txt"), "--contexts", "40")
     for _ in range(2):
-        code, _, err = triforce("bench", "--contexts", "40", "--max-tokens", "2", "--repeats", "1", "--device", "cpu")
+        code, _, err = triforce("bench", *asked, "--max-tokens", "2", "--repeats", "1", "--device", "cpu")
         assert (code, NOTE in err) == (0, True)

@@ -59,7 +59,11 @@ class TestText:
             process.kill()
 
     @pytest.mark.parametrize(
-        "locale", [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+        "locale",
+        [
+            pytest.param({"LC_ALL": "C"}, marks=pytest.mark.deep),  # Python itself makes it another
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        ],
     )
     def test_is_utf8_in_any_locale(self, locale, model):
         script = {"pieces": ["naïve ", "€ 😀"], "notes": ["a note: é"]}
@@ -89,7 +93,7 @@ class TestClosedPipe:
         done = shell(line, "--model", model, "--prompt", "x", script=script)
         assert done.stdout == b"0\n"
 
-    @pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-"])
+    @pytest.mark.parametrize("redirection", [">&-", pytest.param(">&- 2>&-", marks=pytest.mark.deep)])
     def test_from_the_start_ends_quietly(self, redirection, model):
         done = shell(f'"$@" --quiet {redirection}', "--model", model, "--prompt", "x")
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

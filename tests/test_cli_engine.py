@@ -7,7 +7,6 @@ import os
 import signal
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -16,7 +15,7 @@ import pytest
 
 from models import byte_tokenizer, save_pair
 from programs import begin
-from test_cli_fake import ROOT, environment
+from test_cli_fake import environment
 from triforce_cli import choice
 
 CONTEXT = 1024
@@ -215,22 +214,30 @@ class TestUnusableModel:
 
 def program(folder: Path, *args: str) -> list[str]:
     model = ("--model", str(folder / "target"), "--draft", str(folder / "draft"), *SMALL_LEVELS, "--dtype", "fp32")
-    return [sys.executable, "-m", "triforce_cli", "generate", *model, "--quiet", *args]
+    return ["generate", *model, "--quiet", *args]
 
 
 def test_pipe_in_and_head_out(folder):
-    line = 'set -o pipefail; cat "$0" | "$@" | head -c 20'
-    done = subprocess.run(
-        ["bash", "-c", line, str(folder / "prompt.txt"), *program(folder, "--prompt", "In short:", "--seed", "1")],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-    )
-    assert (done.returncode, len(done.stdout), done.stderr) == (0, 20, b"")
+    reading, writing = os.pipe()
+    with (folder / "prompt.txt").open() as prompt, open(reading, "rb", buffering=0) as out, TemporaryFile() as errors:
+        args = program(folder, "--prompt", "In short:", "--seed", "1", "--max-tokens", "400")
+        cat = subprocess.Popen(["cat"], stdin=prompt, stdout=subprocess.PIPE)
+        assert cat.stdout is not None
+        process = begin(args, env=environment(), streams=(cat.stdout.fileno(), writing, errors.fileno()))
+        cat.stdout.close()
+        os.close(writing)
+        read = b""
+        while len(read) < 20 and (data := out.read(20 - len(read))):
+            read += data
+        out.close()  # as head does
+        process.join()
+        assert cat.wait() == 0
+        assert (process.exitcode, os.pread(errors.fileno(), 1 << 16, 0)) == (0, b"")
+    assert len(read) == 20
 
 
 def test_interrupt_keeps_the_text_so_far(folder):
-    args = program(folder, "--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "400")[3:]
+    args = program(folder, "--prompt-file", str(folder / "prompt.txt"), "--max-tokens", "400")
     reading, writing = os.pipe()
     with open(reading, "rb", buffering=0) as out, open(os.devnull) as nothing, TemporaryFile() as errors:
         process = begin(

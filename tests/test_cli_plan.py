@@ -7,22 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offload.errors import DoesNotFit
 from offload.formats.layout import CACHED_SHARE
-from offload.plan import request
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.rates import RTX_4090, TWO_CORES, save_rates
 from offload.units import size
+from planned import Plans
 from terminals import Terminal
-from test_cli_fake import ROOT, environment
+from test_cli_fake import ROOT, environment, play
 from test_doctor import pretend_gpus
 from triforce_cli.render.text import duration, latency, significant
 
@@ -44,23 +42,9 @@ DRAFT = LLAMA | {
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_same_is_planned_once() -> Iterator[None]:
-    """A plan follows from its arguments alone, and most of these commands ask for one that another asked for."""
-    kept: dict[str, object] = {}
-
-    def once(function: Callable[..., object], *args: object, **sizes: object) -> object:
-        asked = f"{function.__name__} {args} {sizes}"
-        if asked not in kept:
-            try:
-                kept[asked] = function(*args, **sizes)
-            except DoesNotFit as error:
-                kept[asked] = error
-        if isinstance(found := kept[asked], DoesNotFit):
-            raise found
-        return found
-
+    """Most of these commands ask for one that another asked for."""
     with pytest.MonkeyPatch.context() as patch:
-        for function in (request.make_plan, request.largest_context):
-            patch.setattr(request, function.__name__, partial(once, function))
+        Plans().keep(patch)
         yield
 
 
@@ -124,7 +108,7 @@ def test_a_13b_model_at_120k_on_two_gpus_and_on_one(plan: Plan) -> None:
 def test_it_answers_without_torch(plan: Plan) -> None:
     program = (
         "import sys; from triforce_cli.app import main; "
-        f"code = main(['plan', '--model', {str(plan.models / '13b')!r}, '--gpus', '2', '--json']); "
+        f"code = main(['plan', '--model', {str(plan.models / '13b')!r}, '--gpus', '2', '--gamma', '7', '--json']); "
         "sys.exit(code or ('torch' in sys.modules) * 99)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -238,10 +222,11 @@ class TestReport:
 
     def test_rates_are_called_typical_given_or_measured(self, plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
         """A link that was only assumed was called measured, and one that the user gave was called typical."""
-        assert "link 25.0 GB/s, device memory 1,000 GB/s (typical rates)" in plan.report("--gpus", "1", "--fit")
+        gpu = ("--gpus", "1", "--context", "120000", "--no-speculation")
+        assert "link 25.0 GB/s, device memory 1,000 GB/s (typical rates)" in plan.report(*gpu)
         given = "link 12.0 GB/s (given), device memory 1,000 GB/s (typical)"
-        assert given in plan.report("--gpus", "1", "--fit", "--link-gbps", "12")
-        here = ("--model", str(plan.models / "68m"), "--device", "cpu")
+        assert given in plan.report(*gpu, "--link-gbps", "12")
+        here = ("--model", str(plan.models / "68m"), "--device", "cpu", "--no-speculation")
         monkeypatch.setenv("TRIFORCE_CACHE_DIR", str(tmp_path))
         assert any("(typical rates)" in line for line in plan.report(*here))
         rates = {"to_device": 7e9, "device_read": 9e9}
@@ -274,8 +259,9 @@ class TestReport:
         shares = [round(100 * rank["device_bytes"] / 24e9) for rank in (first, second)]
         bars = [line for line in lines if line.startswith("rank") and "[" in line]
         assert [line.split()[-1] for line in bars] == [f"{share}%" for share in shares]
-        assert any("ranks 1-3" in line for line in plan.report("--context", "120000", "--gpus", "4"))
-        assert len(plan.document("--context", "120000", "--gpus", "4")["ranks"]) == 4
+        four = ("--context", "120000", "--gpus", "4", "--no-speculation")
+        assert any("ranks 1-3" in line for line in plan.report(*four))
+        assert len(plan.document(*four)["ranks"]) == 4
         assert "over each link" not in plan.text("--context", "120000", "--gpus", "1")
 
     def test_the_memory_of_the_host_slows_the_links_of_several(self, plan: Plan) -> None:
@@ -293,7 +279,9 @@ class TestReport:
         fast = plan.document(*args, "--link-gbps", "50")["hardware"]
         assert (fast["rates"]["to_device"], fast["link_rate"]) == (50e9, 36e9)
 
-    @pytest.mark.parametrize("args", [(), ("--link-gbps", "12.5"), ("--host-gbps", "42")])
+    @pytest.mark.parametrize(
+        "args", [(), pytest.param(("--link-gbps", "12.5"), marks=pytest.mark.deep), ("--host-gbps", "42")]
+    )
     def test_what_the_documents_say_of_two_gpus_is_what_it_says(self, plan: Plan, args: tuple[str, ...]) -> None:
         found = plan.document("--context", "120000", "--gpus", "2", *args)
         predicted, link = found["plan"]["predicted"], found["hardware"]["link_rate"] / 1e9
@@ -313,16 +301,17 @@ class TestReport:
         monkeypatch.setenv("TRIFORCE_CACHE_DIR", str(tmp_path))
         measured = replace(RTX_4090, to_device=20e9, to_host=20e9, links=30e9)
         save_rates(machine_name(), {rates_key("cuda:0"): measured})
-        found = plan.document("--context", "60000", "--gpus", "2", "--device", "cuda", "--host-memory", "128")
+        two = ("--context", "60000", "--gpus", "2", "--no-speculation")
+        found = plan.document(*two, "--device", "cuda", "--host-memory", "128")
         assert (found["hardware"]["device_name"], found["hardware"]["num_devices"]) == ("RTX", 2)
         assert found["hardware"]["link_rate"] == found["plan"]["placement"]["link_bytes_per_second"] == 15e9
         assert set(found["hardware"]["origin"].values()) == {"measured"}
         assert found["what_if"]["before"]["plan"]["placement"]["link_bytes_per_second"] == 20e9
-        one = ("--context", "30000", "--gpus", "1", "--device", "cuda")
+        one = ("--context", "30000", "--gpus", "1", "--device", "cuda", "--no-speculation")
         assert plan.document(*one, "--host-memory", "128")["what_if"]["name"] == "this machine"
         changed = plan.document(*one, "--host-memory", "128", "--host-gbps", "10")
         assert (changed["hardware"]["link_rate"], changed["what_if"]["name"]) == (10e9, "this machine")
-        assert plan.document("--context", "60000", "--gpus", "2")["hardware"]["device_name"] == "RTX 4090"
+        assert plan.document(*two)["hardware"]["device_name"] == "RTX 4090"
 
     def test_processes_on_a_cpu_share_it(self, plan: Plan) -> None:
         here = ("--model", str(plan.models / "68m"), "--device", "cpu", "--context", "1000", "--no-speculation")
@@ -355,7 +344,7 @@ class TestFit:
         assert "this is the longest context that fits (as long as the model knows)" in plan.report(*args)
 
     def test_nothing_fits_exits_3(self, plan: Plan) -> None:
-        done = plan.run("--gpus", "1", "--host-memory", "1", "--fit")
+        done = plan.run("--gpus", "1", "--host-memory", "1", "--fit", "--no-speculation")
         assert (done.returncode, done.stdout) == (3, "")
         assert "not even one token of context fits" in done.stderr
 
@@ -364,7 +353,7 @@ class TestWhatIf:
     """Should I buy the second GPU?"""
 
     def test_several_gpus_are_held_against_one(self, plan: Plan) -> None:
-        args = ("--context", "120000", "--host-memory", "120")
+        args = ("--context", "120000")
         found = plan.document(*args, "--gpus", "2")
         one, two = plan.planned(*args, "--gpus", "1"), found["plan"]
         what_if = found["what_if"]
@@ -372,7 +361,7 @@ class TestWhatIf:
         assert what_if["before"]["plan"] == one
         ratio = one["predicted"]["seconds_per_token"] / two["predicted"]["seconds_per_token"]
         assert what_if["token_ratio"] == pytest.approx(ratio)
-        longest = plan.document("--host-memory", "120", "--gpus", "1", "--fit")["fit"]["longest_context"]
+        longest = plan.document("--gpus", "1", "--fit")["fit"]["longest_context"]
         assert what_if["before"]["longest_context"] == longest
         lines = plan.report(*args, "--gpus", "2")
         assert any(line.startswith("a token") and f"{significant(ratio)}x as fast" in line for line in lines)
@@ -408,34 +397,49 @@ class TestWhatIf:
 
 
 class TestScreen:
-    def command(self, models: Path) -> list[str]:
-        names = ("--model", str(models / "13b"), "--draft", str(models / "68m"))
-        return [sys.executable, "-m", "triforce_cli", "plan", *names, "--gpus", "2", "--host-memory", "120"]
+    """In forks of this process, which have its plans."""
+
+    @pytest.fixture
+    def arguments(self, plan: Plan) -> list[str]:
+        plan.text("--context", "120000", "--gpus", "2")
+        names = ("--model", str(plan.models / "13b"), "--draft", str(plan.models / "68m"))
+        return ["plan", *names, "--context", "120000", "--gpus", "2"]
+
+    @staticmethod
+    def terminal(arguments: list[str], *, columns: int = 80, **variables: str) -> Terminal:
+        def begin() -> None:
+            play(arguments, environment(**variables), stand_in=False)
+
+        return Terminal(["true"], env={}, rows=70, columns=columns, begin=begin)
 
     @pytest.mark.few(1)
     @pytest.mark.parametrize("columns", [60, 80])
-    def test_it_fits_the_terminal(self, models: Path, columns: int) -> None:
-        terminal = Terminal(self.command(models), env=environment(PYTHONPATH=str(ROOT)), rows=70, columns=columns)
+    def test_it_fits_the_terminal(self, arguments: list[str], columns: int) -> None:
+        terminal = self.terminal(arguments, columns=columns)
         assert terminal.finish() == 0
         bar = next(line for line in terminal.lines if line.startswith("rank 1       ["))
         assert bar.endswith("%")
         token = next(line for line in terminal.lines if line.startswith("a token"))
-        assert token.split()[2:7] == ["96.0", "ms", "1.38", "s", "without"]
+        assert token.split()[2:7] == ["71.9", "ms", "1.23", "s", "without"]
         assert "\x1b[1m" in terminal.written  # headings are bold
+        assert "\x1b[32m" in terminal.written
         terminal.close()
 
-    def test_without_colour_where_none_is_wanted(self, models: Path) -> None:
-        env = environment(PYTHONPATH=str(ROOT), NO_COLOR="1")
-        terminal = Terminal(self.command(models), env=env, rows=70)
+    def test_without_colour_where_none_is_wanted(self, arguments: list[str]) -> None:
+        terminal = self.terminal(arguments, NO_COLOR="1")
         assert terminal.finish() == 0
+        assert "a token" in terminal.shown
         assert "\x1b[32m" not in terminal.written
         assert "\x1b[33m" not in terminal.written
         terminal.close()
 
     def test_a_pipe_gets_the_same_80_columns_without_codes_whatever_the_terminal(self, models: Path) -> None:
+        """In processes of their own, for the locale."""
+        names = ("--model", str(models / "13b"), "--draft", str(models / "68m"))
+        sizes = ("--gpus", "1", "--context", "99000", "--gamma", "7", "--draft-gamma", "2", "--weight-bits", "6")
         said = {
             subprocess.run(
-                [*self.command(models), "--gpus", "1", "--context", "99000"],  # which says what streams in a note
+                [sys.executable, "-m", "triforce_cli", "plan", *names, *sizes],
                 env=environment(**variables),
                 cwd=ROOT,
                 capture_output=True,
@@ -448,3 +452,4 @@ class TestScreen:
         lines = text.decode("ascii").splitlines()
         assert max(map(len, lines)) <= 80
         assert lines == [line.rstrip() for line in lines]
+        assert any(line.startswith("note") for line in lines)  # which says what streams

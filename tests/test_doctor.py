@@ -23,7 +23,7 @@ from offload.bench.checks import Check
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
 from offload.kernels import cpu
 from offload.plan import hardware as probing
-from offload.plan import machine
+from offload.plan import machine, what_if
 from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
 from offload.plan.machine import KERNELS, Driver, Machine, Pcie, machine_name
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
@@ -37,6 +37,7 @@ from triforce_cli.render.advice import advice
 
 GIB = 2**30
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+ONE_MODEL = {"Llama-3.1-8B": MODELS["Llama-3.1-8B"]}
 MEASURED = Rates(1e9, 2e9, 3e9, 4e9, 5e9, measured=True)
 
 LAPTOP = Diagnosis(
@@ -111,7 +112,8 @@ def rates_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, rates_folder: Path) -> Mock:
-    """Measures little, in a fraction of a second. Returns what times passes of models."""
+    """Measures little, in a fraction of a second, and plans for one model. Returns what times passes of models."""
+    monkeypatch.setattr(what_if, "MODELS", ONE_MODEL)
     monkeypatch.setattr(checks, "check_device", lambda hardware, target, draft, on_step: [])
     timed = Mock()  # what it stands for has tests of its own
     monkeypatch.setattr("offload.engine.engine.time_again", timed)
@@ -125,7 +127,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, rates_folder: Path) -> Mock:
 
 
 class TestCommand:
-    def test_json_is_one_object_with_the_facts(self, quick, capfd):
+    def test_json_is_one_object_with_the_facts(self, quick, capfd, monkeypatch):
+        monkeypatch.setattr(what_if, "MODELS", MODELS)
         assert main(["doctor", "--json"]) == 0
         out, err = capfd.readouterr()
         found = json.loads(out)
@@ -679,12 +682,15 @@ class TestExpectations:
         assert target.kv_bytes_per_token(2) == kv_bytes
         assert target.context_limit == 131_072
 
-    def test_are_those_of_the_rates(self):
+    def test_are_those_of_the_rates(self, monkeypatch):
+        monkeypatch.setattr(what_if, "MODELS", ONE_MODEL)
+
         def seconds(rates: Rates) -> list[float | None]:
             hardware = Hardware("cuda:0", "RTX", 23 * GIB, 500 * GIB, True, rates)
             return [e.plan.predicted.seconds_per_token if e.plan else None for e in expectations(hardware)]
 
         fast, slow = seconds(RTX_4090), seconds(replace(RTX_4090, to_device=RTX_4090.to_device / 2))
+        assert len(fast) == len(CONTEXTS)
         assert None not in fast
         assert sum(filter(None, slow)) > 1.2 * sum(filter(None, fast))
 

@@ -14,7 +14,7 @@ import programs
 from models import TOKENIZER_SIZE, random_model, save
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE as CACHE_VARIABLE
-from test_cli_fake import ROOT, command, environment
+from test_cli_fake import ROOT, command, environment, load, play
 from test_cli_terminal import Screen, shown_at_the_end
 from triforce_cli.choice import choose_models
 
@@ -77,15 +77,17 @@ def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:
 
 @apart_from(*DEEP, *WITH_COMMANDS)
 def test_text_and_errors_come_as_they_are(tmp_path: Path, variables: dict[str, str]) -> None:
-    def run(script: dict[str, Any]) -> tuple[int, bytes, bytes]:
-        args = ("--model", str(tmp_path), "--prompt", "x")
-        env = surroundings(variables, script)
-        done = subprocess.run(command(*args), env=env, stdin=subprocess.DEVNULL, capture_output=True)
-        return done.returncode, done.stdout, done.stderr
-
-    code, out, _ = run({"pieces": ["naïve ", "€"], "notes": ["a note: é"]})
-    assert (code, out) == (0, "naïve €".encode())
-    code, out, err = run({"load_fail": "ModelError"})
+    args, streams = ("--model", str(tmp_path), "--prompt", "x"), {"stdin": subprocess.DEVNULL, "capture_output": True}
+    env = surroundings(variables, {"pieces": ["naïve ", "€"], "notes": ["a note: é"]})
+    done = subprocess.run(command(*args), env=env, **streams)
+    assert (done.returncode, done.stdout) == (0, "naïve €".encode())
+    env = surroundings(variables, {"load_fail": "ModelError"})
+    if "LC_ALL" in variables:
+        done = subprocess.run(command(*args), env=env, **streams)
+    else:  # a fork, since the interpreter takes nothing else from them
+        load()
+        done = subprocess.run(["true"], preexec_fn=lambda: play(["generate", *args], env), **streams)
+    code, out, err = done.returncode, done.stdout, done.stderr
     assert (code, out) == (4, b"")
     assert err.startswith(b"error: ModelError happened; do something else") or "FORCE_COLOR" in variables
 

@@ -18,7 +18,7 @@ from offload.decode.stops import StopStrings
 from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from test_cli_fake import ROOT, Engine, Step, environment, install
+from test_cli_fake import ROOT, Engine, Step, environment, install, load, play
 from triforce_cli.app import main
 from triforce_cli.choice import choose_models
 from triforce_cli.utf8 import read_text
@@ -136,18 +136,32 @@ class Echo(Engine):
 
 
 def given_back(data: bytes, tmp_path: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
-    """`triforce generate` on `Echo`: standard input, tokens, pieces of text, standard output."""
-    return subprocess.run(
-        [sys.executable, __file__, "generate", "--model", str(tmp_path), "--quiet", *args],
+    """`triforce generate` on `Echo`, in a fork: standard input, tokens, pieces of text, standard output."""
+
+    def begin() -> None:
+        say_the_prompt()
+        play(["generate", *arguments], environment(), stand_in=False)
+
+    arguments = ("--model", str(tmp_path), "--quiet", *args)
+    load()
+    embedded()
+    return subprocess.run(["true"], preexec_fn=begin, input=data, capture_output=True)
+
+
+def say_the_prompt() -> None:
+    install()
+    vars(sys.modules["offload.engine.engine"]).update(Engine=Echo, load_tokenizer=lambda model, draft: embedded())
+
+
+def test_any_text_goes_through_the_pipe_and_comes_back(tmp_path: Path, num_cases: Callable[[int], int]) -> None:
+    """In a process with another encoding than the text's."""
+    data = ordinary(any_text(num_cases(NUM_CHARACTERS))).encode()
+    done = subprocess.run(
+        [sys.executable, __file__, "generate", "--model", str(tmp_path), "--quiet"],
         env=environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONPATH=str(ROOT)),
         input=data,
         capture_output=True,
     )
-
-
-def test_any_text_goes_through_the_pipe_and_comes_back(tmp_path: Path, num_cases: Callable[[int], int]) -> None:
-    data = ordinary(any_text(num_cases(NUM_CHARACTERS))).encode()
-    done = given_back(data, tmp_path)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == data
 
@@ -190,6 +204,5 @@ def test_invalid_bytes_in_a_pipe_end_with_2(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    install()
-    vars(sys.modules["offload.engine.engine"]).update(Engine=Echo, load_tokenizer=lambda model, draft: embedded())
+    say_the_prompt()
     sys.exit(main())

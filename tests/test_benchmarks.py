@@ -171,7 +171,7 @@ def test_batches_has_a_row_for_each_number_of_prompts_and_way(
 
 def test_decode_measures_every_setting_on_one_prompt(run: Run) -> None:
     settings = ["plain", "default", "gamma=3+draft=no", "lookup=no", "transformers"]
-    args = ("--lengths", "300", "--max-tokens", "12", "--turns", "2", "--temperatures", "0", "--settings")
+    args = ("--lengths", "100", "--max-tokens", "6", "--turns", "2", "--temperatures", "0", "--settings")
     written, table = run("decode.py", *args, ",".join(settings), "--offload", "kv", "--link-gbps", "1")
     _, runs = read(written)
     assert [(measured["setting"], measured["turn"]) for measured in runs] == [

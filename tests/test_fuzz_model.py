@@ -199,11 +199,12 @@ DENSE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "config-objects": ("config.json", lambda: ('{"a":[' + listed("{}", MAX_JSON_BYTES) + "]}").encode()),
     "config-keys": ("config.json", lambda: ("{" + listed('"#":[]', MAX_JSON_BYTES) + "}").encode()),
 }
+DEEP = ("tensors", "shards")  # keys as dense are in "metadata", and other indices in "objects" and "deep"
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [pytest.param(*dense, marks=[pytest.mark.deep] * (what == "tensors"), id=what) for what, dense in DENSE.items()],
+    [pytest.param(*dense, marks=[pytest.mark.deep] * (what in DEEP), id=what) for what, dense in DENSE.items()],
 )
 def test_the_densest_json_takes_the_stated_memory_at_most(
     tmp_path: Path, name: str, content: Callable[[], bytes]

@@ -309,11 +309,6 @@ def test_an_end_in_the_middle_of_moving_is_seen_and_mended(hub, triforce, folder
     assert pulled(folder) == plain
 
 
-def command(hub: Hub, *args: str, **variables: str) -> tuple[list[str], dict[str, str]]:
-    variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **variables}
-    return [sys.executable, "-m", "triforce_cli", *args], variables
-
-
 def begin(**variables: str) -> None:
     """`triforce pull` in a fork of this process, which knows the stand-in's address."""
     play(["pull", NAME], environment(**variables), stand_in=False)
@@ -357,12 +352,12 @@ def test_at_a_terminal_there_is_one_bar_with_time_left_and_then_none(hub, folder
     assert pulled(folder) == plain
 
 
-def test_offline_says_what_to_unset(hub, plain):
+def test_offline_says_what_to_unset(hub, triforce, monkeypatch, plain):
     hub.put(NAME, plain)
-    args, variables = command(hub, "pull", NAME, HF_HUB_OFFLINE="1")
-    done = subprocess.run(args, env=variables, capture_output=True, text=True)
-    assert (done.returncode, hub.requests) == (4, [])
-    assert f"HF_HUB_OFFLINE is set, so {NAME} cannot be pulled; unset it and run" in done.stderr
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # read from the variable at import
+    code, _, err = triforce("pull", NAME)
+    assert (code, hub.requests) == (4, [])
+    assert f"HF_HUB_OFFLINE is set, so {NAME} cannot be pulled; unset it and run" in err
 
 
 def test_two_pulls_at_once_are_one(hub, triforce, folder, plain):

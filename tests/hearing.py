@@ -6,7 +6,7 @@ import signal
 
 
 def hear_signals() -> None:
-    """In a child, before its program starts: tests may run in the background, where SIGINT is ignored, or under nohup,
-    where SIGHUP is."""
-    for number in (signal.SIGINT, signal.SIGHUP):
+    """In a child, before its program starts: tests may run in the background, where SIGINT and SIGQUIT are ignored, or
+    under nohup, where SIGHUP is."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -414,7 +414,9 @@ class TestScreen:
 
     @pytest.mark.few(1)
     @pytest.mark.parametrize("columns", [60, 80])
-    def test_it_fits_the_terminal(self, arguments: list[str], columns: int) -> None:
+    def test_it_fits_the_terminal(
+        self, plan: Plan, arguments: list[str], columns: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         terminal = self.terminal(arguments, columns=columns)
         assert terminal.finish() == 0
         bar = next(line for line in terminal.lines if line.startswith("rank 1       ["))
@@ -423,6 +425,8 @@ class TestScreen:
         assert token.split()[2:7] == ["71.9", "ms", "1.23", "s", "without"]
         assert "\x1b[1m" in terminal.written  # headings are bold
         assert "\x1b[32m" in terminal.written
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert terminal.shown.splitlines() == plan.text(*arguments[-4:]).splitlines()  # nothing was wrapped
         terminal.close()
 
     def test_without_colour_where_none_is_wanted(self, arguments: list[str]) -> None:

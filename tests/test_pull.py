@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ from paper.graphs import Graph
 from test_paper_bugs import Bug, plant
 
 STREAMED = CASES["draft, kv streamed"]
-CASE = replace(STREAMED, sizes=replace(STREAMED.sizes, prefill_block=32))  # prefills have no graphs: in a few passes
+# Prefills and the target's rows over its tiles have no graphs: few of both.
+CASE = replace(STREAMED, sizes=replace(STREAMED.sizes, prefill_block=64, pages=8), resident_tiles=0)
+Request = tuple[tuple[int, ...], SamplingParams]
 GPU = Hardware("cuda:0", "a GPU on paper", 2**34, 2**34, True, RTX_4090)
 TOKENS = random_tokens(400, seed=7)
 
@@ -37,6 +40,28 @@ TOKENS = random_tokens(400, seed=7)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair(tmp_path_factory.mktemp("models"), context=256)
+
+
+def texts(engine: Engine, gpu: PaperGpu, *requests: Request) -> tuple[list[list[int]], list[int]]:
+    """What is said to each of these in turn, and how often a graph was replayed for each."""
+    found, replayed = [], []
+    for prompt, sampling in requests:
+        replays = gpu.launches["graph"]
+        found.append(said(engine, prompt, sampling, num_new=6, reuse=True))
+        replayed.append(gpu.launches["graph"] - replays)
+    return found, replayed
+
+
+@cache
+def one_by_one_said(pair: Pair, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    """Of passes and draws without graphs; where nothing is drawn, by plain decoding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "off")
+        with engine_on_paper(CASE.plain() if sampling.temperature == 0 else CASE, pair) as (engine, gpu):
+            [text], replayed = texts(engine, gpu, (prompt, sampling))
+    assert replayed == [0]
+    assert gpu.problems == []
+    return text
 
 
 def draft_passes(engine: Engine) -> list[Tensor]:
@@ -53,10 +78,10 @@ def draft_passes(engine: Engine) -> list[Tensor]:
 def retrieval_passes(engine: Engine) -> list[Tensor]:
     """Between refreshes, and in a tail that outgrows its room."""
     level, target, logits = engine.levels["retrieval"], engine.levels["target"], []
-    for count in (3, 1, 5, 20):
+    for count in (3, 20):
         forward(target, TOKENS[:count], 1)
         engine.worker.refresh(count)
-        for number in range(4):
+        for number in range(3):
             logits += [forward(level, TOKENS[number : number + rows], rows) for rows in (1, 1, 2, 3)]
         level.truncate(target.length)
     return logits
@@ -154,22 +179,16 @@ def test_a_graph_is_kept_while_the_retrieval_caches_buffer_is_had_at_the_same_pl
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
 
 
-def test_later_requests_replay_the_graphs_of_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_requests_replay_the_graphs_of_the_first(pair: Pair) -> None:
     """All that were ever recorded are there at the end: none was recorded twice."""
-    texts, replayed = [], []
-    for value, prompts in (("on", (PROMPT, OTHER, PROMPT)), ("off", (PROMPT, OTHER))):
-        monkeypatch.setenv(VARIABLE, value)
-        with engine_on_paper(CASE, pair) as (engine, gpu):
-            for prompt in prompts:
-                replays = gpu.launches["graph"]
-                texts.append(said(engine, prompt))
-                replayed.append(gpu.launches["graph"] - replays)
-            kept = [graphs for level in engine.levels.values() if (graphs := level._graphs) is not None]
-            assert gpu.num_graphs == sum(len(graphs._recorded) for graphs in kept)
-        assert gpu.problems == []
-    assert texts[:3] == [*texts[3:], texts[3]]
-    assert min(replayed[:3]) > 5
-    assert replayed[3:] == [0] * 2
+    requests = [(tuple(prompt), GREEDY) for prompt in (OTHER, PROMPT)]
+    with engine_on_paper(CASE, pair) as (engine, gpu):
+        found, replayed = texts(engine, gpu, *requests)
+        kept = [graphs for level in engine.levels.values() if (graphs := level._graphs) is not None]
+        assert gpu.num_graphs == sum(len(graphs._recorded) for graphs in kept)
+    assert gpu.problems == []
+    assert found == [one_by_one_said(pair, *request) for request in requests]
+    assert min(replayed) >= 5
 
 
 def test_a_replay_is_a_few_launches(pair: Pair) -> None:
@@ -350,28 +369,32 @@ def test_a_request_with_another_seed_uses_the_graphs_of_the_one_before(pair: Pai
     assert one == other != colder
 
 
-REQUESTS = [SAMPLED, replace(SAMPLED, seed=6), replace(SAMPLED, temperature=2.0), GREEDY]
-
-
-def texts(pair: Pair, value: str, times: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], int]:
-    """What is said to each of REQUESTS, so many times one after the other, and how often a graph was replayed."""
-    monkeypatch.setenv(VARIABLE, value)
+def test_texts_are_those_of_passes_and_draws_launched_one_by_one(pair: Pair, pytestconfig: pytest.Config) -> None:
+    """Whichever parameters the request before had."""
+    params, times = [SAMPLED, GREEDY], 1
+    if pytestconfig.getoption("deep"):
+        params, times = [SAMPLED, replace(SAMPLED, seed=6), replace(SAMPLED, temperature=2.0), GREEDY], 3
+    requests = [(tuple(OTHER), sampling) for sampling in params for _ in range(times)]
     with engine_on_paper(CASE, pair) as (engine, gpu):
-        found = [said(engine, PROMPT, sampling) for sampling in REQUESTS for _ in range(times)]
-        replays = gpu.launches["graph"]
+        found, replayed = texts(engine, gpu, *requests)
     assert gpu.problems == []
-    return found, replays
+    assert found == [one_by_one_said(pair, *request) for request in requests]
+    assert len({tuple(text) for text in found}) == len(params)
+    assert min(replayed) > 3
 
 
-def test_texts_are_those_of_passes_and_draws_launched_one_by_one(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> None:
-    times = 3 if pytestconfig.getoption("deep") else 1
-    with_graphs, replays = texts(pair, "on", times, monkeypatch)
-    one_by_one, none = texts(pair, "off", times, monkeypatch)
-    assert with_graphs == one_by_one
-    assert len({tuple(text) for text in with_graphs}) > 2
-    assert replays > none == 0
+@cache
+def drawn_one_by_one(pair: Pair, num_blocks: int) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "off")
+        return drawn_tokens(pair, num_blocks)
+
+
+def drawn_tokens(pair: Pair, num_blocks: int) -> list[list[int]]:
+    with engine_on_paper(CASE, pair) as (engine, _):
+        engine.precompute(PROMPT)
+        blocks = drawn(engine, [SAMPLED, replace(SAMPLED, temperature=2.0)], num_blocks=num_blocks)
+    return [tokens for tokens, _ in blocks]
 
 
 @pytest.mark.parametrize(
@@ -404,12 +427,7 @@ def test_texts_are_those_of_passes_and_draws_launched_one_by_one(
 def test_a_planted_bug_changes_what_is_drawn(
     bug: Bug, pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
+    num_blocks = 8 if pytestconfig.getoption("deep") else 2
+    expected = drawn_one_by_one(pair, num_blocks)
     plant(bug, monkeypatch)
-    found, num_blocks = [], 8 if pytestconfig.getoption("deep") else 2
-    for value in ("on", "off"):
-        monkeypatch.setenv(VARIABLE, value)
-        with engine_on_paper(CASE, pair) as (engine, _):
-            engine.precompute(PROMPT)
-            blocks = drawn(engine, [SAMPLED, replace(SAMPLED, temperature=2.0)], num_blocks=num_blocks)
-            found.append([tokens for tokens, _ in blocks])
-    assert found[0] != found[1]
+    assert drawn_tokens(pair, num_blocks) != expected

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from models import GREEDY, Sizes, perturbed, random_model, save
+from models import GREEDY, perturbed, random_model, save
 from offload.config.matrices import OPERATORS
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
@@ -20,10 +20,10 @@ from offload.model.passes import forward
 from offload.transfer.link import CudaEvent
 from offload.weights.layers import ResidentLayers
 from paper import on_paper
-from paper.engines import NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
+from paper.engines import DRAFTED, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.tensors import PaperTensor
 
-SIZES = Sizes(gamma=5, draft_gamma=2, capacity=128, budget=0, weight_bits=4)
+SIZES = replace(DRAFTED, budget=0, weight_bits=4)
 ALONE = replace(SIZES, draft_gamma=0)
 RETRIEVED = replace(SIZES, budget=64)
 CASES = {  # the busiest first, which are tried by default
@@ -77,7 +77,6 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
             drafted, accepted = drafted + target.drafted, accepted + target.accepted
             assert stats_of(engine, *OWN).passes > 0
         assert 0 < accepted <= drafted or case.sizes.adaptive  # which may draft nothing
-        assert said(engine, PROMPT, reuse=True) == expected[0]
         again = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False))
         assert [token for step in again for token in step.tokens] == expected[0]
     assert gpu.problems == []
@@ -126,7 +125,7 @@ def test_codes_of_weights_that_have_not_arrived_are_reported(pair: Pair, monkeyp
 
 def test_a_pass_to_propose_moves_nothing_and_runs_as_a_graph_while_weights_stream(pair: Pair) -> None:
     with engine_on_paper(BUSIEST, pair) as (engine, gpu):
-        said(engine)
+        engine.precompute(PROMPT)
         level, link = engine.levels["retrieval"], engine.worker.link
         assert link is not None
         for _ in range(3):

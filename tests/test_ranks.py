@@ -48,22 +48,27 @@ FAMILIES = ("mistral", "llama-biased", "llama-mha", "llama-gqa", "llama-tied", "
 OFFLOADS = [("kv",), ("weights",), ("kv", "weights")]
 TOLERANCE = 2e-5  # of rows in fp32, see test_prefix
 PROMPT = random_tokens(60, seed=7)
+NUM_NEW = 12  # tokens that are said, unless told otherwise
+ALL = len(PROMPT) + NUM_NEW - PLAIN.rows  # tokens whose rows are cached then, at least
 
 
-Folders = dict[str, tuple[Path, Path]]
+class Folders(dict[str, tuple[Path, Path]]):
+    """Target and draft by family, written when they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, family: str) -> tuple[Path, Path]:
+        model, folder = random_model(family, vocab_size=264, seed=11), self.root / family
+        target = save(model, folder / "target", tokenizer=True)
+        self[family] = target, save(perturbed(model, 0.03), folder / "draft", tokenizer=True)
+        return self[family]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Target and draft by family."""
-    root = tmp_path_factory.mktemp("ranks")
-
-    def pair(family: str) -> tuple[Path, Path]:
-        model = random_model(family, vocab_size=264, seed=11)
-        target = save(model, root / family / "target", tokenizer=True)
-        return target, save(perturbed(model, 0.03), root / family / "draft", tokenizer=True)
-
-    return {family: pair(family) for family in FAMILIES}
+    return Folders(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture
@@ -99,7 +104,12 @@ def make(
 
 
 def say(
-    engine: Engine, prompt: list[int] = PROMPT, num_tokens: int = 24, *, seed: int | None = None, reuse: bool = False
+    engine: Engine,
+    prompt: list[int] = PROMPT,
+    num_tokens: int = NUM_NEW,
+    *,
+    seed: int | None = None,
+    reuse: bool = False,
 ) -> list[int]:
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
     steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=num_tokens, reuse=reuse))
@@ -124,13 +134,13 @@ def rows_of(engine: Engine, length: int) -> Tensor:
 def test_ranks_say_what_one_says(folders: Folders, family: str, num_ranks: int) -> None:
     """Rows of all heads are those of one rank, too, but for rounding."""
     with make(folders, 1, PLAIN, family=family) as alone:
-        wanted, rows = say(alone), rows_of(alone, 80)
+        wanted, rows = say(alone), rows_of(alone, ALL)
     with make(folders, num_ranks, FIXED, family=family) as engine:
         assert say(engine) == wanted
         assert engine.stats.levels[0].accepted > 0
-        assert rows_of(engine, 80).shape == rows.shape
-        assert (rows_of(engine, 80) - rows).abs().max() < TOLERANCE
-        plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, speculation=False))
+        assert rows_of(engine, ALL).shape == rows.shape
+        assert (rows_of(engine, ALL) - rows).abs().max() < TOLERANCE
+        plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False))
         assert [token for step in plainly for token in step.tokens] == wanted
 
 
@@ -187,10 +197,10 @@ def spoken(engine: Engine) -> tuple[list[int], Tensor]:
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_speculation_changes_no_bit(folders: Folders, num_ranks: int) -> None:
+def test_speculation_changes_no_bit(folders: Folders, num_ranks: int, pytestconfig: pytest.Config) -> None:
     with make(folders, num_ranks, PLAIN, dtype="bf16") as engine:
         tokens, logits = spoken(engine)
-    for gamma, draft_gamma in ((4, 0), (11, 3)):
+    for gamma, draft_gamma in ((4, 0), (11, 3)) if pytestconfig.getoption("deep") else ((11, 3),):
         with make(folders, num_ranks, Sizes(gamma=gamma, draft_gamma=draft_gamma), dtype="bf16") as engine:
             drafted = spoken(engine)
             assert engine.stats.levels[0].drafted > 0
@@ -199,12 +209,12 @@ def test_speculation_changes_no_bit(folders: Folders, num_ranks: int) -> None:
 
 
 def rows_by_block(engine: Engine) -> dict[int, Tensor]:
-    """The logits after the same 24 tokens, so many of them in a pass."""
+    """The logits after the same 12 tokens, so many of them in a pass."""
     target, found = engine.levels["target"], {}
     engine.worker.prefill(PROMPT, lambda num_tokens: None)
-    more = random_tokens(24, seed=8)
-    for count in (1, 2, 3, 8, 24):
-        runs = [forward(target, more[start : start + count], count) for start in range(0, 24, count)]
+    more = random_tokens(12, seed=8)
+    for count in (1, 2, 3, 12):
+        runs = [forward(target, more[start : start + count], count) for start in range(0, 12, count)]
         found[count] = torch.cat(runs)
         target.truncate(len(PROMPT))
     return found
@@ -328,7 +338,7 @@ def test_a_model_that_one_rank_has_no_memory_for_leaves_nothing(folders: Folders
         make(folders, 2, room=250)
     assert not dist.is_initialized()
     with forked_ranks(has_less_memory), make(folders, 2) as engine:
-        assert len(say(engine)) == 24
+        assert len(say(engine)) == NUM_NEW
 
 
 @pytest.mark.usefixtures("forked")
@@ -417,9 +427,9 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
     with make(folders, 2, offload=offload) as engine:
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                next(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24), on_progress=stop))
+                next(engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW), on_progress=stop))
             assert say(engine) == texts[1]
-            steps = engine.generate(GenerationRequest(PROMPT[:30], GREEDY, max_tokens=24))
+            steps = engine.generate(GenerationRequest(PROMPT[:30], GREEDY, max_tokens=NUM_NEW))
             next(steps)
             steps.close()
             assert say(engine, reuse=True) == texts[1]
@@ -432,7 +442,7 @@ def test_a_request_that_is_given_up_leaves_all_ranks_in_step(
 def test_a_text_may_be_given_up_after_its_engine_was_closed(folders: Folders) -> None:
     """As where a signal comes between two steps: five seconds later a BrokenPipeError was written."""
     with make(folders, 2) as engine:
-        steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24))
+        steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW))
         next(steps)
     steps.close()
     with pytest.raises(RankFailed, match="the ranks were ended"):
@@ -443,7 +453,7 @@ def test_a_text_may_be_given_up_after_its_engine_was_closed(folders: Folders) ->
 
 
 def ragged(seed: int) -> list[Asked]:
-    return some(5, seed=seed, most=100, output=20)
+    return some(5, seed=seed, most=60, output=12)
 
 
 @pytest.mark.few(1)

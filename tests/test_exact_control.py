@@ -121,7 +121,16 @@ def test_every_setting_is_among_the_controls() -> None:
     assert SETTINGS.keys() - {"seed"} <= {name for own in CONTROLS.values() for name in own}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# Controls that two levels are tried with by default, one of each kind; one level with all of them.
+KINDS = ("repetition in a window", "no pair twice", "DRY in a window", "biases", "end tokens wait", "XTC", "top-p")
+DEEP = {f"two levels, {name}" for name in CONTROLS if name not in KINDS}
+
+
+def marked(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.deep] if name in DEEP else []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=marked(name)) for name, case in CASES.items()])
 def test_every_emitted_prefix_follows_the_controlled_distribution(case: Case) -> None:
     assert emission_error(case) < ROUNDED
 
@@ -137,7 +146,9 @@ def test_two_at_a_time(case: Case) -> None:
     assert emission_error(case) < ROUNDED
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("two levels")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marked(name)) for name in CASES if name.startswith("two levels")]
+)
 def test_proposed_tokens_follow_the_rows_handed_up_with_them(name: str) -> None:
     assert proposal_error(CASES[name]) < ROUNDED
 

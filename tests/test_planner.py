@@ -624,7 +624,7 @@ def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_gr
     assert asked.retrieval_pass_seconds < 0.5 * asked.full_pass_seconds
 
 
-@pytest.mark.parametrize("gigabytes", [1, 40, 56, 57, 64])
+@pytest.mark.parametrize("gigabytes", [*(pytest.param(each, marks=pytest.mark.deep) for each in (1, 40, 64)), 56, 57])
 def test_there_is_room_for_what_can_be_planned_and_for_nothing_else(gigabytes: int) -> None:
     """7B at 120,000 tokens needs some 57 GB of this host."""
     hardware, sizes = replace(GPU, host_free_bytes=gigabytes * 10**9), {"num_prompt_tokens": 119_744, "max_tokens": 256}

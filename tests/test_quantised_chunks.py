@@ -48,7 +48,7 @@ SIZES = Sizes(
 )  # fmt: skip
 PLAIN = replace(SIZES, gamma=0, kv_bits=16, budget=0)
 PROMPT = random_tokens(330, seed=7)  # more groups than are chosen, and a tail
-NUM_NEW = 24
+NUM_NEW = 12
 make = partial(engine_of, prompt_tokens=500)
 
 
@@ -106,6 +106,7 @@ def assert_holds(cache: RetrievalCache, *, budget: int = BUDGET) -> None:
                 assert torch.equal(chosen._codes.blocks[layer, head, slot], wanted.blocks[layer, head, chunk - 1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fetch_bytes", [1, 2**26], ids=["a chunk at a time", "all at once"])
 @pytest.mark.parametrize("late", [False, True], ids=["resident", "late link"])
 def test_it_holds_the_chosen_chunks_after_every_refresh(

@@ -403,7 +403,7 @@ def test_a_request_takes_what_was_planned_of_the_host_from_its_beginning_to_its_
     assert plan.placement.host_bytes[cache] < 0.77 * as_they_are.placement.host_bytes[cache]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         list(engine.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0.0), max_tokens=12)))
-        list(engine.generate(GenerationRequest(PROMPT[300:], SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[800:], SamplingParams(temperature=0.0), max_tokens=12)))
     for name in (cache, PURPOSE):
         assert most[name] == plan.placement.host_bytes[name]
 
@@ -416,8 +416,9 @@ def test_several_sequences_say_what_each_says_alone() -> None:
     )  # fmt: skip
     models = read_config(TARGET), read_config(DRAFT)
     asked = Request(*models, options, CPU)
-    plan = asked.together(asked.plan(num_prompt_tokens=len(PROMPT), max_tokens=12), 2, most=2)
-    requests = [Asked(PROMPT[start:], SamplingParams(temperature=0.0), 6) for start in (0, 300, 600)]
+    prompts = [PROMPT[start:] for start in (len(PROMPT) - 640, len(PROMPT) - 500, len(PROMPT) - 330)]
+    plan = asked.together(asked.plan(num_prompt_tokens=640, max_tokens=12), 2, most=2)
+    requests = [Asked(prompt, SamplingParams(temperature=0.0), 6) for prompt in prompts]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         said = [alone(engine, each) for each in requests]
         assert together(engine, requests)[0] == said

@@ -185,7 +185,7 @@ def test_pages_that_were_packed_before_they_had_codes_are_packed_anew_a_few_each
     pair.check()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("raw_pages", [0, 7, PLENTY])
 @pytest.mark.parametrize("fields", [{}, {"page": 96}, {"num_resident": 3}], ids=str)
 def test_rows_are_the_same_whatever_happens(decoder: Decoder, raw_pages: int, fields: dict[str, int]) -> None:

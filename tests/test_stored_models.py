@@ -152,7 +152,7 @@ def twins(pairs: Callable[[str], Pair], tmp_path_factory: pytest.TempPathFactory
 
 
 def say(engine: Engine, *, reuse: bool = False) -> list[int]:
-    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, reuse=reuse))
+    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12, reuse=reuse))
     return [token for step in steps for token in step.tokens]
 
 
@@ -162,7 +162,7 @@ def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ALL)
 def test_every_mode_says_what_the_plain_numbers_say(

@@ -89,7 +89,7 @@ def test_a_run_that_breaks_off_before_its_first_token_leaves_the_session(
     shell.generate(PROMPT, "--session", "book")
     before = num_kept("book")
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **settings: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "_prefill", interrupted)

@@ -143,7 +143,8 @@ class Stats:
     """The statistics of one request, as `--stats` and `--json` print them."""
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # tokens of the prompt that were already in the cache
+    reused_tokens: int = 0  # tokens of the prompt that were already in the cache, or in the prefix store
+    stored_tokens: int = 0  # part of reused_tokens: read from the prefix store
     output_tokens: int = 0
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0

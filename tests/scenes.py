@@ -148,6 +148,19 @@ def some_sessions() -> None:
     damage(root / "torn")
 
 
+def a_store() -> None:
+    """Pages of two models, one of a moment ago."""
+    from offload.session.store_files import PageName, make_folder, store_folder
+
+    os.environ["TRIFORCE_CACHE_DIR"] = str(Path.cwd())
+    for number, name in enumerate(("SmolLM2-135M", "llama-2-7b")):
+        make_folder(store_folder(), folder := store_folder() / f"{number:032}", model_name=name, dtype="bf16")
+        for page in range(3 - number):
+            file = folder / str(PageName(f"{page:032}", "rows", "0" * 32, ""))
+            file.write_bytes(bytes(100_000))
+            os.utime(file, (NOW - 1000 * number, NOW - 1000 * number))
+
+
 def a_configuration() -> None:
     Path("config.toml").write_text("temperature = 0.8\n\n[generate]\nmax-tokens = 100\n")
     os.environ["TRIFORCE_SEED"] = "7"
@@ -194,6 +207,8 @@ SCENES: dict[str, Scene] = {
     "sessions-rm": Scene("sessions rm notes --yes", some_sessions, modes=OUTPUT_MODES),
     "sessions-rm-asked": Scene("sessions rm notes book-club", some_sessions, typed=[("?", "y")], modes="terminal"),
     "sessions-prune": Scene("sessions prune --older-than 2 --dry-run", some_sessions, modes=OUTPUT_MODES),
+    "store-show": Scene("store show", a_store),
+    "store-clear": Scene("store clear", a_store, modes=OUTPUT_MODES),
     "config-show": Scene("config show generate --config config.toml", a_configuration),
     "version": Scene("version"),
     "version-alone": Scene("--version", modes=OUTPUT_MODES),

@@ -170,6 +170,7 @@ class Engine:
         draft: Path | None,
         tokenizer: Tokenizer,
         *,
+        open_store: object,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> Engine:
         if "load_fail" in SCRIPT:
@@ -199,6 +200,8 @@ class Engine:
             raise _error(SCRIPT["fail"])
         if "hang" in SCRIPT:
             _pause(3600)
+
+    def keep(self, *, on_progress: Callable[[Progress], None]) -> None: ...
 
     def __enter__(self) -> Engine:
         return self

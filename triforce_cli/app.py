@@ -29,6 +29,7 @@ from triforce_cli.commands.plan import plan
 from triforce_cli.commands.pull import pull
 from triforce_cli.commands.score import score
 from triforce_cli.commands.sessions import sessions
+from triforce_cli.commands.store import store
 from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
 from triforce_cli.errors import debugging, describe, wants_json
@@ -51,6 +52,7 @@ app.command()(pull)
 app.command()(convert)
 app.command()(models)
 app.add_typer(sessions, name="sessions")
+app.add_typer(store, name="store")
 app.add_typer(config, name="config")
 app.command()(version_command.version)
 

@@ -20,21 +20,30 @@ if TYPE_CHECKING:
     from offload.plan.planner import Plan
     from offload.plan.request import Request
     from offload.progress import OnProgress
+    from offload.session.prefix_store import PrefixStore
     from offload.session.store import Store
     from triforce_cli.inputs import Note
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """The settings of the prefix store. limit: its bytes; None: the store's own limit."""
+
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
     """Models whose weights are not loaded yet. request: makes plans for them on this machine. note: shows the person a
     line. busy_share: the share of the CPU that other programs use, where passes run on the CPU and no note was shown
-    yet."""
+    yet. store: of the prefix store; None: rows are neither read nor kept."""
 
     models: Models
     tokenizer: Tokenizer
     request: Request
     note: Note
     busy_share: float = 0.0
+    store: StoreSettings | None = None
 
     @property
     def prompt_tokenizer(self) -> Tokenizer:
@@ -44,15 +53,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Setup:
-    """Models and the options of their plan. given: a plan to use."""
+    """Models, the options of their plan, and the settings of the prefix store, if it is used. given: a plan to use."""
 
     models: Models
     options: Options
     given: Plan | None = None
+    store: StoreSettings | None = None
 
     def prepare(self, output: Output, *, sampling: SamplingParams | None = None) -> Prepared:
         """Prepare the models; see the function `prepare`."""
-        return prepare(self.models, self.options, output, sampling=sampling, given=self.given)
+        prepared = prepare(self.models, self.options, output, sampling=sampling, given=self.given)
+        return replace(prepared, store=self.store)
 
 
 def prepare(
@@ -109,9 +120,26 @@ def open_engine(prepared: Prepared, plan: Plan, *, on_progress: OnProgress) -> I
     from offload.engine.engine import Engine
     from triforce_cli.busy import note_for_long
 
-    models = prepared.models
+    models, settings = prepared.models, prepared.store
     prepared.note(note_for_long(prepared.busy_share, plan.predicted_seconds))
-    with Engine.load(plan, models.target, models.draft, prepared.tokenizer, on_progress=on_progress) as engine:
+
+    def open_store(plan: Plan) -> PrefixStore:
+        from offload.session.conditions import Conditions
+        from offload.session.prefix_store import PrefixStore
+        from offload.session.store_files import store_folder
+
+        assert settings is not None
+        conditions = Conditions.of(models.target, plan)
+        return PrefixStore(store_folder(), conditions, limit=settings.limit, on_note=prepared.note)
+
+    with Engine.load(
+        plan,
+        models.target,
+        models.draft,
+        prepared.tokenizer,
+        open_store=None if settings is None else open_store,
+        on_progress=on_progress,
+    ) as engine:
         yield engine
 
 

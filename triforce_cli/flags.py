@@ -16,6 +16,7 @@ from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.choice import NONE, Models, choose_models
 from triforce_cli.documents.selection import Named
+from triforce_cli.engine import StoreSettings
 from triforce_cli.utf8 import decode_argument, user_path
 
 if TYPE_CHECKING:
@@ -110,6 +111,21 @@ class SessionFlags:
         if self.read_only:
             raise UsageError("--read-only is about a session and none is named; add --session NAME or --cache PATH")
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFlags:
+    """The prefix store, which keeps rows of prompts on the disk."""
+
+    store: options.Store = True
+    store_size: options.StoreSize = None
+
+    def settings(self) -> StoreSettings | None:
+        """The settings of the store; None without one. Raises UsageError."""
+        if self.store_size is not None and not 0 < self.store_size <= 1e6:
+            raise UsageError(f"store-size is {self.store_size:g}, it must be above 0 and at most 1000000 (GB)")
+        limit = None if self.store_size is None else int(self.store_size * 1e9)
+        return StoreSettings(limit) if self.store else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +278,7 @@ def _with_default(parameter: Parameter) -> Parameter:
         return parameter
     (option,) = annotation.__metadata__
     option = copy(option)
-    option.help += f" \\[default: {default}]"
+    option.help += f" \\[default: {'on' if default is True else default}]"
     return parameter.replace(annotation=Annotated[annotation.__origin__, option])
 
 

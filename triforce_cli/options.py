@@ -20,7 +20,7 @@ from triforce_cli.utf8 import user_path
 
 def option(name: str, help_text: str, panel: str, *, short: str | None = None, **settings: Any) -> Any:
     """A Typer option with its environment variable: `--draft-gamma` is also TRIFORCE_DRAFT_GAMMA."""
-    variable = "TRIFORCE_" + name.removeprefix("--").replace("-", "_").upper()
+    variable = "TRIFORCE_" + name.removeprefix("--").partition("/")[0].replace("-", "_").upper()
     names = (name,) if short is None else (name, short)
     settings = {"show_envvar": False, "show_default": False, **settings}
     return typer.Option(*names, envvar=variable, help=help_text, rich_help_panel=panel, **settings)
@@ -165,6 +165,26 @@ Session = Annotated[
 ]
 CacheFile = Annotated[Path | None, option("--cache", "The same in a folder of your choice.", SESSION, metavar="PATH")]
 ReadOnly = Annotated[bool, switch("--read-only", "Resume from the session without changing it.", SESSION)]
+Store = Annotated[
+    bool,
+    option(
+        "--store/--no-store",
+        "Keep what is computed of long prompts on the disk, for every prompt that begins alike (triforce store).",
+        SESSION,
+        metavar="",
+    ),
+]
+StoreSize = Annotated[
+    float | None,
+    option(
+        "--store-size",
+        "Most of it that is kept, in 10^9 bytes; without it 20, or a tenth of the free disk.",
+        SESSION,
+        metavar="GB",
+        parser=number,
+        hidden=True,
+    ),
+]
 
 GivenPlan = Annotated[
     Path | None,

@@ -23,7 +23,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Tokenizer
 from offload.engine.attended import Attended, Passage
-from offload.engine.prefix import PrefixCache
+from offload.engine.prefix import OpenStore, PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.engine.scores import Reference, Scores, Scoring
 from offload.errors import DoesNotFit, ModelError, UsageError
@@ -117,24 +117,39 @@ class Engine:
     request.
     """
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, *, load_seconds: float = 0.0) -> None:
-        self.worker, self.tokenizer, self.prefix, self.stats = worker, tokenizer, PrefixCache(worker), Stats()
-        self._load_seconds = load_seconds
+    def __init__(
+        self,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        *,
+        load_seconds: float = 0.0,
+        open_store: OpenStore | None = None,
+    ) -> None:
+        self.worker, self.tokenizer, self.stats = worker, tokenizer, Stats()
+        self.prefix = PrefixCache(worker, open_store)
+        self._load_seconds, self._open_store = load_seconds, open_store
         self._link_at_start = self._link_at_decode = LinkStats()
         self._ranks_at_decode: list[RankStats] = []
 
     @classmethod
     def load(
-        cls, plan: Plan, model: Path, draft: Path | None, tokenizer: Tokenizer, *, on_progress: OnProgress = ignore
+        cls,
+        plan: Plan,
+        model: Path,
+        draft: Path | None,
+        tokenizer: Tokenizer,
+        *,
+        open_store: OpenStore | None = None,
+        on_progress: OnProgress = ignore,
     ) -> Engine:
-        """Load the weights to their places in the plan, on each of its devices. Raises ModelError, DoesNotFit,
-        RankFailed."""
+        """Load the weights to their places in the plan, on each of its devices. open_store: opens the prefix store,
+        from which prefills read rows; None: all rows are computed. Raises ModelError, DoesNotFit, RankFailed."""
         start = time.perf_counter()
         folders = {"target": model}
         if draft is not None and "draft" in plan.composition.levels:
             folders["draft"] = draft
         worker = load_worker(plan, folders, num_tokens=len(tokenizer), on_progress=on_progress)
-        return cls(worker, tokenizer, load_seconds=time.perf_counter() - start)
+        return cls(worker, tokenizer, load_seconds=time.perf_counter() - start, open_store=open_store)
 
     @property
     def plan(self) -> Plan:
@@ -256,7 +271,7 @@ class Engine:
         context size changes the rotation of positions (RoPE scaling "dynamic" or "longrope"), no row can be used again.
         """
         worker = self.worker.replanned(plan)
-        prefix = PrefixCache(worker)
+        prefix = PrefixCache(worker, self._open_store)
         try:
             prefix.take(self.prefix)
         except BaseException:
@@ -286,10 +301,17 @@ class Engine:
         """
         self.prefix.save(store, extra, on_progress)
 
+    def keep(self, *, on_progress: OnProgress = ignore) -> None:
+        """Write the rows of the last prompt's prefill to the prefix store, for later prompts that begin alike. Does
+        nothing without one."""
+        self.prefix.keep(on_progress)
+
     def beside(self) -> Engine:
         """An engine of the same plan for another sequence: with its own caches, over the same models. Raises
         DoesNotFit."""
-        return Engine(self.worker.beside(), self.tokenizer, load_seconds=self._load_seconds)
+        return Engine(
+            self.worker.beside(), self.tokenizer, load_seconds=self._load_seconds, open_store=self._open_store
+        )
 
     def borrow(self, others: Sequence[Engine], prompt: Sequence[int]) -> None:
         """Copy from one of `others`, made by `beside`, the cached rows that a prefill of `prompt` would give bit for
@@ -369,6 +391,8 @@ class Engine:
 
     def _prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
         self.prefix.prefill(tokens, on_progress, on_hidden)
+        self.stats.stored_tokens = self.prefix.num_read
+        self.stats.reused_tokens += self.prefix.num_read
         self._link_at_decode, self._ranks_at_decode = self.worker.link_stats, self.worker.rank_stats()
 
     def _measure(self, run: generation.Run) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.decode.sequence import num_common as num_common
 from offload.model.decoder import OnHidden
 from offload.progress import OnProgress, Progress, bytes_of
+from offload.session.prefix_store import PrefixStore
 from offload.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from offload.plan.planner import Plan
     from offload.session.store import Store
+
+LEAST_TOKENS = 1000  # of a prompt that the prefix store is for: a shorter one is computed at once
+OpenStore = Callable[["Plan"], PrefixStore]  # opens the prefix store of a model for a plan
 
 
 class PrefixCache:
@@ -20,15 +25,19 @@ class PrefixCache:
     The last `plan.placement.rows` tokens of a prompt are left to the first pass of the target level, which appends to
     the same cache. Precomputed tokens are not left to it, unless one is the prompt's last token.
     tokens: one for each row. num_precomputed: number of first tokens that were run before the rest of the prompt was
-    known, with the levels below prepared; 0: none.
+    known, with the levels below prepared; 0: none. open_store: opens the prefix store for a plan; None: there is none.
+    num_read: number of tokens whose rows the last prefill has read from the store.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, open_store: OpenStore | None = None) -> None:
         self.tokens: list[int] = []
         self.num_precomputed = 0
         self._worker, self._target = worker, worker.levels["target"]
         self._num_own = 0  # first rows whose bits equal those of one prefill of these tokens
         self._num_saved = 0  # first rows that the session on disk has, bit for bit
+        self.num_read = 0
+        self._open_store = open_store
+        self._store: PrefixStore | None = None
 
     def begin(self, prompt: Sequence[int], *, reuse: bool) -> int:
         """Keep the rows that `prompt` reuses and drop the rest. Returns the number of kept rows.
@@ -47,8 +56,10 @@ class PrefixCache:
         return max(len(prompt) - self._worker.plan.placement.rows, self._target.length)
 
     def prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
-        """Add the missing rows of `tokens`, which begin with the cached tokens. An interrupted prefill adds no rows.
-        `on_hidden`: see `Worker.prefill`."""
+        """Add the missing rows of `tokens`, which begin with the cached tokens: those that the prefix store has are
+        read, unless computing them is quicker. An interrupted prefill adds no rows. `on_hidden`: see `Worker.prefill`;
+        with it all rows are computed."""
+        self.num_read = 0 if on_hidden is not None else self._read(tokens, on_progress)
         worker, start = self._worker, self._target.length
         if len(tokens) == start:
             return
@@ -149,6 +160,36 @@ class PrefixCache:
         )
         report(total)
         self._num_saved = len(self.tokens)
+
+    def keep(self, on_progress: OnProgress) -> None:
+        """See `Engine.keep`."""
+        worker, own = self._worker, self.tokens[: self._num_own]
+        if (store := self._store_for(own)) is not None:
+            store.keep(worker.rows, worker.window_rows, own, on_progress)
+
+    def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
+        """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns
+        the number of tokens read."""
+        store, worker, held = self._store_for(tokens), self._worker, len(self.tokens)
+        if store is None or held != self._num_own or held % worker.plan.placement.page_tokens:
+            return 0
+        stored, request = store.stored(tokens), worker.plan.request
+        share = (stored.num_tokens - held) / max(request.num_prompt_tokens, 1)
+        if share <= 0 or store.read_seconds(stored) > share * worker.plan.predicted.first_token_seconds:
+            return 0
+        count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress)
+        self.tokens, self._num_own, self._num_saved = list(tokens[:count]), count, min(self._num_saved, count)
+        return max(count - held, 0)
+
+    def _store_for(self, tokens: Sequence[int]) -> PrefixStore | None:
+        """The prefix store, if it may have rows of `tokens`; opened when it is first needed. Pages have to be whole
+        blocks of a prefill."""
+        placement = self._worker.plan.placement
+        if self._open_store is None or len(tokens) < LEAST_TOKENS or placement.page_tokens % placement.prefill_block:
+            return None
+        if self._store is None:
+            self._store = self._open_store(self._worker.plan)
+        return self._store
 
     def _reaches(self, length: int) -> bool:
         """Whether the model's windows, if any, still hold the rows that a row at `length` attends to."""

@@ -73,15 +73,15 @@ class Sequences(Generic[Key]):
         return []
 
     def leave(self, key: Key) -> Stats:
-        """End a request, finished or not. Returns its statistics: elapsed seconds, and the link's bytes for all
-        sequences in that time."""
-        running = self._running.pop(key)
-        running.work.close()
-        return running.engine.stats
+        """End a request, finished or not, and keep its prompt's rows, see `Engine.keep`. Returns its statistics:
+        elapsed seconds, and the link's bytes for all sequences in that time."""
+        engine = self._end(key)
+        engine.keep()
+        return engine.stats
 
     def close(self) -> None:
         for key in list(self._running):
-            self.leave(key)
+            self._end(key)
         while len(self._engines) > 1:
             self._engines.pop().worker.release()
 
@@ -90,6 +90,11 @@ class Sequences(Generic[Key]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _end(self, key: Key) -> Engine:
+        running = self._running.pop(key)
+        running.work.close()
+        return running.engine
 
     def _run_passes(self) -> None:
         """Run a pass of the cheapest level that any sequence waits for, so that drafting sequences catch up before the

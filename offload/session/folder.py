@@ -113,8 +113,12 @@ class Folder:
     def replace(self, old: str, new: str) -> None:
         """Rename `old` to `new` atomically and durably: a reader of `new` sees the old content or the new one."""
         self.sync()
-        os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        self.rename(old, new)
         self.sync()
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename `old` to `new` atomically; perhaps not yet on the disk when this returns."""
+        os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def remove(self, name: str) -> None:
         os.unlink(name, dir_fd=self._fd)

@@ -88,13 +88,21 @@ def format_of(rows: PagedRows) -> PageFormat:
 
 
 def write_page(
-    folder: Folder, name: str, page_format: PageFormat, layers: Sequence[Tensor], used: int, on_bytes: OnBytes
+    folder: Folder,
+    name: str,
+    page_format: PageFormat,
+    layers: Sequence[Tensor],
+    used: int,
+    on_bytes: OnBytes,
+    *,
+    lasting: bool = True,
 ) -> Page:
-    """Write a new page file, packed if it can be, synced to the disk when this returns. OSError.
+    """Write a new page file, packed if it can be. OSError.
 
     used: rows in use; the others are written as zeros, so no dropped token is kept and equal sequences give equal
     files. Only a page that may be packed, or is partly used, or is on a GPU, is copied first. on_bytes: called with
-    numbers of written bytes, and with the number of bytes saved by packing.
+    numbers of written bytes, and with the number of bytes saved by packing. lasting: it is synced to the disk when this
+    returns.
     """
     file, blocks = packed_page(page_format, layers, used) or (PageFile(page_format), _blocks(layers, used))
     if file.packed:
@@ -108,7 +116,8 @@ def write_page(
             write_all(fd, content, offset)
             offset += len(content)
             on_bytes(len(content))
-        os.fsync(fd)
+        if lasting:
+            os.fsync(fd)
     finally:
         os.close(fd)
     return Page(name, digest.hexdigest(), file.packed)

@@ -12,7 +12,7 @@ from offload.errors import Differs
 from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.ending import Unfinished, ends_here, may_not_match
 from triforce_cli.answering.forms import Written
-from triforce_cli.answering.kept import kept, open_for_text
+from triforce_cli.answering.kept import kept, open_for_text, rows_kept
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.writer import Writer
 from triforce_cli.deadline import Deadline
@@ -81,7 +81,9 @@ class Run:
                 store = stack.enter_context(open_for_text(prepared, plan, session, read_only=self._alone.read_only))
             engine = stack.enter_context(open_engine(prepared, plan, on_progress=self._on_progress))
             self._writer.begin(engine, answer, text)
-            if store is not None:
+            if store is None:
+                stack.enter_context(rows_kept(engine, self.output))
+            else:
                 stack.enter_context(kept(store, engine, prompt.tokens, self.output))
             request = prompt.request(wanted, max_tokens=plan.request.max_tokens, reuse=store is not None)
             self._generate(engine, request, answer)
@@ -93,6 +95,8 @@ class Run:
     def _generate(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
         with closing(engine.generate(request, on_progress=self._on_progress)) as steps:
             for step in self._deadline.within(steps):
+                if not answer.parts and (stored := engine.stats.stored_tokens):
+                    self.output.note(f"{stored:,} of {len(request.prompt):,} prompt tokens are from the store")
                 self._writer.add(step)
                 if self._alone.written.as_json or self._alone.file:
                     self.output.report("decode", answer.num_tokens, request.max_tokens, "tokens")

@@ -1,4 +1,4 @@
-"""KV rows that a session keeps from one prompt to the next."""
+"""KV rows that a session or the prefix store keeps from one prompt to the next."""
 
 from __future__ import annotations
 
@@ -44,3 +44,21 @@ def kept(store: Store, engine: Engine, tokens: Sequence[int], output: Output) ->
                 output.note(f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced")
         lost = f"; {began:,} begin what was kept, and windows have lost some that they need"
         output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there{lost if common < began else ''}")
+
+
+@contextmanager
+def rows_kept(engine: Engine, output: Output) -> Iterator[None]:
+    """At the end, also after an interrupt, keep the rows of the prompt's prefill in the prefix store, if there is one.
+    The first use of the store is said."""
+    from offload.session.store_files import store_folder
+
+    is_new = not (folder := store_folder()).exists()
+    try:
+        yield
+    finally:
+        output.end_shown_line()
+        engine.keep(on_progress=output.progress)
+        if is_new and folder.exists():
+            output.note(
+                f"what the model has read is kept in {folder}, so that it is not read again; --no-store leaves it out"
+            )

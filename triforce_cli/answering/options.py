@@ -19,7 +19,7 @@ from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES, Thinking
 from triforce_cli.chat.tools import checked_variables
 from triforce_cli.engine import Setup
-from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, SessionFlags, plan_options
+from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, SessionFlags, StoreFlags, plan_options
 from triforce_cli.given import beside_given
 from triforce_cli.options import OUTPUT, SAMPLING, number, option, switch, whole
 from triforce_cli.utf8 import STDIN, decode_argument, user_path
@@ -236,11 +236,18 @@ def wanted(
 
 
 def setup(
-    models: ModelFlags, decoding: CacheFlags, placement: PlacementFlags, *, cites: bool, plan: Path | None = None
+    models: ModelFlags,
+    decoding: CacheFlags,
+    placement: PlacementFlags,
+    store: StoreFlags,
+    *,
+    cites: bool,
+    plan: Path | None = None,
 ) -> Setup:
-    """The models and the options of their plan. plan: a file with a plan to use. Raises UsageError, ModelError."""
+    """The models, the options of their plan, and the prefix store. plan: a file with a plan to use. Raises UsageError,
+    ModelError."""
     chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cites))
-    return Setup(models.chosen(), chosen, given)
+    return Setup(models.chosen(), chosen, given, store.settings())
 
 
 def destination(named: Path | None) -> Path | None:

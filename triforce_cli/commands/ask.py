@@ -25,6 +25,7 @@ from triforce_cli.flags import (
     PlacementFlags,
     ProgramFlags,
     SessionFlags,
+    StoreFlags,
     named_documents,
     question_of,
     spread,
@@ -178,6 +179,7 @@ def ask(
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
+    store: StoreFlags,
     answer: AnswerFlags,
     tools: Tools = None,
     program: ProgramFlags,
@@ -189,7 +191,7 @@ def ask(
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=chat)
-    started = setup(models, decoding, placement, cites=answer.cite, plan=plan)
+    started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
     if system and system_file is not None:
         raise UsageError("--system and --system-file are two system messages; give one of them")
     if system_file is not None:

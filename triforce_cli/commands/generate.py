@@ -24,6 +24,7 @@ from triforce_cli.flags import (
     PlacementFlags,
     ProgramFlags,
     SessionFlags,
+    StoreFlags,
     spread,
 )
 from triforce_cli.options import OUTPUT, PROMPT, option, switch
@@ -123,6 +124,7 @@ def generate(
     decoding: CacheFlags,
     placement: PlacementFlags,
     session: SessionFlags,
+    store: StoreFlags,
     echo: Echo = False,
     answer: AnswerFlags,
     program: ProgramFlags,
@@ -136,7 +138,7 @@ def generate(
     """
     num_sequences = _number_at_a_time(batch)
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=messages)
-    started = setup(models, decoding, placement, cites=answer.cite, plan=plan)
+    started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
     if input_jsonl is None and output_jsonl is None and num_sequences is None:
         return Generate(
             documents=documents.named(),

@@ -1,0 +1,222 @@
+"""The prefix store: rows of prompts on the disk, page by page, for every later prompt that begins alike.
+
+A page's file has the sessions' format. Its name is the digest of everything on which its bits depend (`Conditions`),
+with the file's own checksum, so the store has no index. Files are written under another name and then renamed: a writer
+that dies leaves a file that nobody reads. A missing or damaged page is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import SessionError
+from offload.plan.machine import machine_name
+from offload.plan.rates import change_records, read_records
+from offload.progress import OnBytes, OnProgress, bytes_of
+from offload.session.conditions import Conditions
+from offload.session.folder import Folder
+from offload.session.layout import PageFile
+from offload.session.manifest import Page
+from offload.session.page import PagedRows, WindowRows, read_page, write_page
+from offload.session.store_files import PageName, make_folder, nbytes, shrink, unfinished
+
+MOST_BYTES, FREE_SHARE = 20 * 10**9, 10  # of the store: at most so much, and this part of what the disk has free
+_USUAL_RATE, _TELLING_BYTES = 0.5e9, 32 << 20  # bytes a second of an SSD; bytes whose reading tells the rate
+_RATE = "store_read"  # key of the measured rate, bytes a second
+
+Key = tuple[str, int]  # "rows" of the growing layers or "windows" of the others, and the number of a page
+OnNote = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The stored pages of a prompt's first `num_tokens` tokens: all that a sequence needs to go on from there."""
+
+    num_tokens: int
+    pages: Mapping[Key, Page]
+    nbytes: int
+
+
+class PrefixStore:
+    """The rows under one set of conditions in the store at `root`, which the first `keep` makes.
+
+    limit: bytes of the whole store; None: MOST_BYTES, or the share of the disk. on_note: called with a line about rows
+    that could not be used or kept.
+    """
+
+    def __init__(self, root: Path, conditions: Conditions, *, limit: int | None = None, on_note: OnNote) -> None:
+        self.root, self.path = root, root / conditions.digest
+        self._conditions, self._limit, self._on_note = conditions, limit, on_note
+        identity = conditions.identity
+        self._page_tokens = identity.page_tokens
+        self._formats = {"rows": identity.page_format, "windows": identity.window_format}
+        self._damaged = set[str]()  # files
+
+    def stored(self, tokens: Sequence[int]) -> Stored:
+        """The longest beginning of `tokens` with which a sequence can begin from the store."""
+        links, found = self._conditions.links(tokens), self._pages()
+        for count in range(len(links), 0, -1):
+            wanted = self._wanted(count, self._conditions.first_seen(count * self._page_tokens))
+            pages = {key: page for key in wanted if (page := found.get((key[0], links[key[1]]))) is not None}
+            if len(pages) == len(wanted):
+                return Stored(count * self._page_tokens, pages, self._nbytes(pages))
+        return Stored(0, {}, 0)
+
+    def read_seconds(self, stored: Stored) -> float:
+        """The seconds that `load` is expected to take."""
+        rate = read_records(machine_name()).get(_RATE)
+        return stored.nbytes / (rate if type(rate) is float and rate > 0 else _USUAL_RATE)
+
+    def load(
+        self, rows: PagedRows, windows: WindowRows | None, tokens: Sequence[int], held: int, on_progress: OnProgress
+    ) -> int:
+        """Fill `rows`, and `windows` if the model has some, which have the rows of the first `held` tokens, in whole
+        pages, with those of the longest stored beginning of `tokens`. Returns the number of tokens that they have then:
+        `held` if no more are stored, perhaps fewer after a damaged page."""
+        caches: dict[str, PagedRows] = {"rows": rows} if windows is None else {"rows": rows, "windows": windows}
+        while (stored := self.stored(tokens)).num_tokens > held:
+            if self._fill(caches, stored, held, on_progress):
+                self._touch(stored)
+                return stored.num_tokens
+            held = held if windows is None else 0  # a ring has lost its rows
+            for cache in caches.values():
+                cache.restored(held)
+        return held
+
+    def keep(self, rows: PagedRows, windows: WindowRows | None, tokens: Sequence[int], on_progress: OnProgress) -> None:
+        """Write the missing whole pages of `tokens`, the first ones of `rows` and `windows`, which one prefill has
+        computed. Nothing is written where a window has lost rows that a sequence needs to go on from there."""
+        links = self._conditions.links(tokens)
+        stop, first = len(links) * self._page_tokens, 0 if windows is None else windows.first_page
+        if windows is not None and first > self._conditions.first_seen(stop):
+            return
+        try:
+            identity = self._conditions.identity
+            make_folder(self.root, self.path, model_name=identity.model_name, dtype=identity.dtype)
+            with Folder(self.path) as folder:
+                missing = self._missing(links, first)
+                report = bytes_of("save", sum(self._formats[kind].nbytes for kind, _ in missing), on_progress)
+                rows.wait_home()
+                for kind, number in missing:
+                    cache = rows if windows is None or kind == "rows" else windows
+                    self._write(folder, cache, kind, number, links[number], report)
+            self._touch(self.stored(tokens))
+            shrink(self.root, self._most_bytes())
+        except OSError as error:
+            self._on_note(f"{self.path}: what the model has read could not be kept ({error.strerror})")
+
+    def _wanted(self, count: int, first: int) -> list[Key]:
+        """The pages of `count` pages of tokens, in layers with a window from page `first` on."""
+        firsts = {"rows": 0, "windows": first}
+        kinds = [kind for kind, form in self._formats.items() if form.num_layers]
+        return [(kind, number) for kind in kinds for number in range(firsts[kind], count)]
+
+    def _missing(self, links: Sequence[str], first: int) -> list[Key]:
+        """The pages that the store lacks and has room for, those of windows first: without them the others are of no
+        use."""
+        found, room = self._pages(), self._most_bytes()
+        missing = []
+        for key in sorted(self._wanted(len(links), first), key=lambda key: key[0] == "rows"):
+            room -= self._formats[key[0]].nbytes
+            if (key[0], links[key[1]]) not in found and room >= 0:
+                missing.append(key)
+        return missing
+
+    def _pages(self) -> dict[tuple[str, str], Page]:
+        """The stored pages by kind and link. The folder need not exist."""
+        try:
+            names = set(os.listdir(self.path)) - self._damaged
+        except OSError:
+            return {}
+        found = {}
+        for name in filter(None, map(PageName.of, names)):
+            form = self._formats[name.kind]
+            packed = f"{int(name.packed, 16):0{len(form.most_packed)}b}" if name.packed else ""
+            if form.allows(packed):
+                found[name.kind, name.link] = Page(str(name), name.checksum, packed)
+        return found
+
+    def _nbytes(self, pages: Mapping[Key, Page]) -> int:
+        return sum(PageFile(self._formats[kind], page.packed).nbytes for (kind, _), page in pages.items())
+
+    def _fill(self, caches: Mapping[str, PagedRows], stored: Stored, held: int, on_progress: OnProgress) -> bool:
+        """Read the pages that the caches lack. Returns False where one is missing or damaged, which then no longer
+        counts."""
+        first = held // self._page_tokens
+        missing = {key: page for key, page in stored.pages.items() if key[0] == "windows" or key[1] >= first}
+        began, total = time.perf_counter(), self._nbytes(missing)
+        report = bytes_of("restore", total, on_progress)
+        for cache in caches.values():
+            cache.wait_home()
+            cache.reserve(stored.num_tokens)
+        if "windows" in caches:
+            caches["windows"].restored(0)
+        for (kind, number), page in missing.items():
+            layers = caches[kind].page_to_fill(number)
+            try:
+                with Folder(self.path) as folder:
+                    read_page(folder, page, self._formats[kind], layers, report)
+            except (OSError, SessionError) as error:
+                self._spoilt(page, error)
+                return False
+            finally:
+                caches[kind].filled(number, layers)
+        for cache in caches.values():
+            cache.restored(stored.num_tokens)
+        _remember(total, time.perf_counter() - began)
+        return True
+
+    def _spoilt(self, page: Page, error: Exception) -> None:
+        self._damaged.add(page.file)
+        with contextlib.suppress(OSError):
+            os.unlink(self.path / page.file)
+        self._on_note(f"a stored page is left out, and computed again: {str(error).partition('; ')[0]}")
+
+    def _touch(self, stored: Stored) -> None:
+        """Note the use of pages, of the first ones last: a page is of no use without those before it."""
+        now = time.time()
+        for (_, number), page in stored.pages.items():
+            with contextlib.suppress(OSError):
+                os.utime(self.path / page.file, (now, now - number / 1e3))
+
+    def _write(self, folder: Folder, cache: PagedRows, kind: str, number: int, link: str, on_bytes: OnBytes) -> None:
+        """Write a page under a name that says that it is not finished, then give it its own. OSError."""
+        form, temporary = self._formats[kind], unfinished()
+        try:
+            layers = cache.page_of_all(number)
+            page = write_page(folder, temporary, form, layers, form.page_tokens, on_bytes, lasting=False)
+            name = str(PageName(link, kind, page.checksum, f"{int(page.packed, 2):x}" if page.packed else ""))
+            folder.rename(temporary, name)
+            self._damaged.discard(name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.remove(temporary)
+            raise
+
+    def _most_bytes(self) -> int:
+        if self._limit is not None:
+            return self._limit
+        with Folder(self.root) as folder:
+            return min(MOST_BYTES, (folder.free_bytes() + nbytes(self.root)) // FREE_SHARE)
+
+
+def _remember(num_bytes: int, seconds: float) -> None:
+    """Record the rate of reading, the geometric mean of the last ones: files that were just written are still in
+    memory."""
+    if num_bytes < _TELLING_BYTES:
+        return
+    rate = num_bytes / max(seconds, 1e-6)
+
+    def changed(records: dict[str, Any]) -> dict[str, Any]:
+        known = records.get(_RATE)
+        return records | {_RATE: math.sqrt(known * rate) if type(known) is float and known > 0 else rate}
+
+    with contextlib.suppress(OSError):
+        change_records(machine_name(), changed)

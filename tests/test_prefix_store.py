@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from asked import Asked, together
 from families import save_tiny
@@ -367,3 +368,12 @@ def test_reading_that_takes_longer_than_computing_is_left_out(tmp_path: Path, mo
             with case.engine(plan, tmp_path / f"{count}") as engine:
                 said(engine, asked(130))
                 assert engine.stats.stored_tokens == expected
+
+
+def test_scores_are_computed_of_every_row(tmp_path: Path) -> None:
+    target, draft = save_pair(tmp_path, context=512)
+    case, tokens = Case(target, draft, SIZES), asked(130).prompt
+    with case.engine(case.plan(), tmp_path / "store") as engine:
+        said(engine, asked(130))
+    with case.engine(case.plan(), tmp_path / "store") as engine, case.engine(case.plan(), None) as without:
+        assert torch.equal(engine.score(tokens).log_probabilities, without.score(tokens).log_probabilities)

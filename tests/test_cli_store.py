@@ -140,6 +140,23 @@ def test_a_damaged_page_is_said_and_changes_no_text(run: Triforce, pair: Path, t
     assert "1,024" in run(*args)[2]  # kept again
 
 
+def test_a_plan_counts_what_is_kept(run: Triforce, pair: Path, triforce: Triforce) -> None:
+    args = (
+        "--model",
+        str(pair / "target"),
+        "--draft",
+        "none",
+        "--dtype",
+        "fp32",
+        "--prompt-file",
+        str(pair / "text.txt"),
+    )
+    assert "in the store" not in triforce("plan", *args)[2]
+    run("generate", "--prompt-file", str(pair / "text.txt"))
+    assert f"1,024 of {len(TEXT):,} prompt tokens are in the store, which reads them in" in triforce("plan", *args)[2]
+    assert "in the store" not in triforce("plan", *args, "--gpus", "1")[2]
+
+
 def test_what_is_kept_can_be_seen_and_removed(run: Triforce, pair: Path, triforce: Triforce, tmp_path: Path) -> None:
     assert "nothing is kept in" in triforce("store", "show")[2]
     run("generate", "--prompt-file", str(pair / "text.txt"))

@@ -169,6 +169,10 @@ def test_layers_that_have_no_room_stream_and_the_plan_says_what_that_costs() -> 
     assert any("cross the link in every full pass" in note for note in made.notes)
     exact = plan(replace(small, weight_bits=16), target=LLAMA_7B, draft=None, hardware=GPU, prompt=30_000)
     assert any("in every pass, those of the retrieval level too" in note for note in exact.notes)
+    plain = plan(
+        replace(small, kv_bits=None, speculation=False), target=LLAMA_7B, draft=None, hardware=GPU, prompt=30_000
+    )
+    assert any(note.endswith("cross the link in every pass") for note in plain.notes)
 
 
 def test_two_devices_hold_half_of_each_layer_and_cache_each() -> None:

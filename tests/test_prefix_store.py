@@ -76,6 +76,14 @@ def test_other_conditions_have_other_rows(tmp_path: Path, other: Conditions) -> 
     assert opened(tmp_path, replace(CONDITIONS, identity=replace(IDENTITY, model_name="renamed")))[0].stored(TOKENS)
 
 
+def test_a_page_counts_after_its_own_text_only(tmp_path: Path) -> None:
+    one, other = text(1, 2 * PAGE), text(2, 2 * PAGE)
+    keep(tmp_path, one)
+    keep(tmp_path, other)
+    assert opened(tmp_path)[0].stored([*one[:PAGE], *other[PAGE:]]).num_tokens == PAGE
+    assert opened(tmp_path)[0].stored([*one[PAGE:], *one[PAGE:]]).num_tokens == 0
+
+
 @pytest.mark.parametrize(("tile", "alike"), [(4, 6), (3, 3), (5, 4), (6, 4), (9, 4), (2, 2)])
 def test_rows_up_to_the_first_tile_that_begins_elsewhere_are_the_same(tmp_path: Path, tile: int, alike: int) -> None:
     """tile: in pages; of those that were kept it is 4."""
@@ -242,7 +250,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name = request.param
     if name in ("windows", "all windows"):
         family = "gemma4" if name == "windows" else "mistral, a window"
-        yield Case(save_tiny(family, folder, tokenizer=True), None, SIZES)
+        yield Case(save_tiny(family, folder, tokenizer=True, sliding_window=25), None, SIZES)
         return
     target, draft = save_pair(folder, context=512)
     sizes = {"retrieval": {"budget": 32, "chunk": 8}, "4-bit cache": {"kv_bits": 4, "page": 64, "pages": 1}}
@@ -288,8 +296,8 @@ def test_a_warm_store_gives_the_text_of_a_cold_one(case: Case, sampling: Samplin
 
 
 def test_windows_are_kept_as_far_as_the_ring_has_them(tmp_path: Path) -> None:
-    """The ring has five pages of 16 tokens, windows of 9: a text can begin from its end, not from its middle."""
-    case = Case(save_tiny("gemma4", tmp_path / "model", tokenizer=True), None, SIZES)
+    """The ring has five pages of 16 tokens, windows of 25: a text can begin from its end, not from its middle."""
+    case = Case(save_tiny("gemma4", tmp_path / "model", tokenizer=True, sliding_window=25), None, SIZES)
     plan = changed(case.plan(), window_pages=5)
     alike = asked(130, question=2)
     halfway = replace(alike, prompt=[*random_tokens(60), *random_tokens(75, seed=9)])

@@ -234,7 +234,10 @@ def _advice(cost: Cost) -> Iterator[str]:
     if cost.sizing.hardware.is_cpu:
         return
     if resident < target.num_layers:
-        passes = "full pass" if cost.composition.weight_bits < 16 else "pass, those of the retrieval level too"
+        composition = cost.composition
+        passes = "full pass" if composition.weight_bits < 16 else "pass"
+        if composition.inner is not None and composition.weight_bits == 16:
+            passes += ", those of the retrieval level too"
         yield (
             f"{target.num_layers - resident} of {target.num_layers} layers do not fit the device: "
             f"{cost.streamed_weights / 1e9:.1f} GB cross the link in every {passes}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from offload.errors import DoesNotFit, UsageError
+from offload.errors import DoesNotFit, ModelError, UsageError
 from triforce_cli import options
 from triforce_cli.choice import Models
 from triforce_cli.documents.selection import Named
@@ -14,6 +14,7 @@ from triforce_cli.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFla
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
 from triforce_cli.prompt import read_prompt
+from triforce_cli.render.text import duration
 
 if TYPE_CHECKING:
     from offload.plan.hardware import Hardware
@@ -135,7 +136,8 @@ class Planning:
 
         with Output() as output:
             output.note(self.models.draft_note)
-            planned = self._planned(self._num_prompt_tokens(output))
+            tokens = self._prompt_tokens(output)
+            planned = self._planned(None if tokens is None else len(tokens))
             for model in filter(is_gguf, filter(None, (self.models.target, self.models.draft))):
                 for note in notes(read_header(model), DTYPE_BYTES[planned.request.dtype]):
                     output.note(note)
@@ -143,6 +145,8 @@ class Planning:
                 output.document(render_plan.document(planned))
             else:
                 output.show(render_plan.report(planned, width=output.text_width))
+            if tokens is not None and not self.machine.assumed:
+                output.note(self._stored(planned.plan, tokens))
 
     def _planned(self, num_prompt_tokens: int | None) -> Planned:
         from offload.plan.what_if import in_16_bits
@@ -169,14 +173,34 @@ class Planning:
             in_16_bits=in_16_bits(request, plan, **sizes),
         )
 
-    def _num_prompt_tokens(self, output: Output) -> int | None:
-        """The number of tokens of the documents, by the model's tokenizer; None if no documents are named."""
+    def _prompt_tokens(self, output: Output) -> list[int] | None:
+        """The tokens of the documents, by the model's tokenizer; None if no documents are named."""
         if not self.documents:
             return None
         prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report).text
         from offload.decode.tokenizer import Tokenizer
 
-        return Tokenizer.from_folder(self.models.target).num_tokens(prompt)
+        return Tokenizer.from_folder(self.models.target).encode(prompt)
+
+    def _stored(self, plan: Plan, tokens: Sequence[int]) -> str:
+        """A note on the part of the prompt that the prefix store has; "" if none, or if there are no weights here."""
+        from offload.session.store_files import store_folder, summaries
+
+        if not summaries(store_folder()):
+            return ""
+        from offload.session.conditions import Conditions
+        from offload.session.prefix_store import PrefixStore
+
+        try:
+            conditions = Conditions.of(self.models.target, plan)
+        except ModelError:
+            return ""
+        store = PrefixStore(store_folder(), conditions, on_note=lambda line: None)
+        stored = store.stored(tokens[: max(len(tokens) - plan.placement.rows, 0)])
+        if not stored.num_tokens:
+            return ""
+        seconds = duration(store.read_seconds(stored))
+        return f"{stored.num_tokens:,} of {len(tokens):,} prompt tokens are in the store, which reads them in {seconds}"
 
     def _request(self, machine: Machine) -> Request:
         from offload.plan.request import Request

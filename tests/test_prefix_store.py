@@ -378,6 +378,22 @@ def test_reading_that_takes_longer_than_computing_is_left_out(tmp_path: Path, mo
                 assert engine.stats.stored_tokens == expected
 
 
+def test_rows_after_decoded_ones_are_computed(tmp_path: Path) -> None:
+    """A conversation goes on after rows that passes gave, which one prefill would give otherwise."""
+    target, draft = save_pair(tmp_path, context=512)
+    case = Case(target, draft, SIZES)
+    with case.engine(case.plan(), None) as engine:
+        told = [*(first := asked(130)).prompt, *said(engine, first)]
+    longer = replace(first, prompt=[*told[:144], *random_tokens(30, seed=8)], reuse=True)
+    with case.engine(case.plan(), tmp_path / "store") as engine:
+        said(engine, longer)  # all of it by one prefill
+    with case.engine(case.plan(), tmp_path / "store") as engine:
+        said(engine, first)
+        said(engine, longer)
+        assert (engine.stats.reused_tokens, engine.stats.stored_tokens) == (144, 0)
+        assert engine.prefix.num_alike(longer.prompt) <= 139
+
+
 def test_scores_are_computed_of_every_row(tmp_path: Path) -> None:
     target, draft = save_pair(tmp_path, context=512)
     case, tokens = Case(target, draft, SIZES), asked(130).prompt

@@ -315,6 +315,15 @@ def test_windows_are_kept_as_far_as_the_ring_has_them(tmp_path: Path) -> None:
     assert read == [0, 128, 0, 128]
 
 
+@pytest.mark.parametrize(("max_tokens", "is_kept"), [(5, True), (40, False)])
+def test_nothing_is_kept_that_no_text_can_begin_with(tmp_path: Path, max_tokens: int, is_kept: bool) -> None:
+    """After a long answer the ring has lost what a text needs to go on from its prompt's end."""
+    case = Case(save_tiny("gemma4", tmp_path / "model", tokenizer=True, sliding_window=25), None, SIZES)
+    with case.engine(changed(case.plan(50), window_pages=4), tmp_path / "store") as engine:
+        said(engine, replace(asked(30), max_tokens=max_tokens))
+    assert bool(files(tmp_path / "store")) is is_kept
+
+
 def test_after_any_requests_texts_are_those_without_a_store(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Requests that share more or less, of several sequences, on engines with other rooms, with damage in between."""
     target, draft = save_pair(tmp_path, context=512)

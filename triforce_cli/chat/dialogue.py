@@ -15,6 +15,7 @@ from triforce_cli.answering.citations import Citation
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat.background import BackgroundWork
+from triforce_cli.chat.compact import MAX_TOKENS, Compaction, beginning, fitting
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.settings import Settings
 from triforce_cli.deadline import Deadline
@@ -76,6 +77,7 @@ class Dialogue:
         self._background = BackgroundWork()
         self._num_replies = len(conversation.turns)
         self._closing: tuple[Conversation, list[int]] | None = None
+        self._compaction: Compaction | None = None  # the last one
 
     def taken_draft(self) -> str:
         """The draft of the next message; returned once."""
@@ -118,6 +120,56 @@ class Dialogue:
             with self.output:
                 self._background.break_off(self._show)
         self.conversation = conversation
+
+    def compact(self, num_turns: int | None) -> None:
+        """Replace the oldest turns by the model's summary of them, which is shown first. num_turns: how many; None: all
+        but the last one. Fewer are replaced if a summary of all would not fit. Raises UsageError, DoesNotFit."""
+        conversation, there = self.conversation, len(self.conversation.turns)
+        if not there:
+            raise UsageError("there is nothing to compact: no message was sent yet")
+        if num_turns is not None and num_turns > there:
+            raise UsageError(f"{num_turns} turns cannot be compacted; there are {there}")
+        most = num_turns or max(there - 1, 1)
+        count = fitting(conversation, most, lambda asked: len(self.format.prompt(asked).tokens), self.engine.limit)
+        if not count:
+            raise DoesNotFit(render_chat.no_room_for_a_summary(self._drops()))
+        answer = self._aside(beginning(conversation, count))
+        if answer is None:
+            return
+        spoken = self.format.spoken(answer.tokens, answer.written)
+        self._compaction = Compaction.of(conversation.turns[:count], answer.text.strip(), spoken)
+        before = self.num_used
+        self.change(self._compaction.done(conversation))
+        self.output.note(render_chat.compacted(count, before - self.num_used, self.num_used, self.engine.limit))
+
+    def undo_compaction(self) -> None:
+        """Take the last compaction back. Raises UsageError."""
+        if self._compaction is None:
+            raise UsageError("nothing was compacted in this chat")
+        self.change(self._compaction.undone(self.conversation))
+        self._compaction = None
+
+    def _aside(self, asked: Conversation) -> Answer | None:
+        """The answer to a question beside the conversation, shown on standard error as it comes; None if it was
+        stopped."""
+        sampling = replace(self.settings.params(self._num_replies), constraint=None)
+        wanted = Wanted(sampling=sampling, max_tokens=MAX_TOKENS, thinks=self.wanted.thinks)
+        prompt = self.format.prompt(asked)
+        answer = Answer(prompt, wanted, self.format.tokenizer)
+        try:
+            with self.output, self._stoppable():
+                self._wait_ahead()
+                self._background.forget()
+                with closing(self.engine.answer(prompt, wanted, self._show)) as steps:
+                    for step in steps:
+                        self.output.thought(answer.add(step).text)
+                self.output.end_thought()
+        except Stopped as stopped:
+            self.output.end_thought()
+            self.output.note("stopped; the conversation stays")
+            stopped.end()
+            return None
+        return answer
 
     def add_documents(self, named: Named) -> None:
         """Add documents before the next message, all that are named or none. A document that is already in the

@@ -107,6 +107,17 @@ def _drop(dialogue: Dialogue, argument: str) -> None:
     dialogue.output.note(render_chat.room(dialogue.num_used, dialogue.engine.limit))
 
 
+def _compact(dialogue: Dialogue, argument: str) -> None:
+    if argument == "undo":
+        dialogue.undo_compaction()
+        dialogue.output.note(f"the turns are back; {render_chat.room(dialogue.num_used, dialogue.engine.limit)}")
+        return
+    num_turns = count(argument)
+    if argument and num_turns is None:
+        raise UsageError(f"{argument} is no number of turns; /compact N for the N oldest ones, or /compact undo")
+    dialogue.compact(num_turns)
+
+
 def _save(dialogue: Dialogue, argument: str) -> None:
     path = _path(argument, "/save")
     _check_replaceable(path)
@@ -164,6 +175,7 @@ _ALL = (
     Slash("/system [TEXT|none]", "show or change the system message", _system),
     Slash("/file PATH", "put a document, or a folder, before the next message", _file, takes_path=True),
     Slash("/drop NAME|N", "forget a document, or the N oldest turns", _drop),
+    Slash("/compact [N|undo]", "a summary in place of the N oldest turns; documents stay", _compact),
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
     Slash("/where", "passages the last reply attended to most (chat --cite)", _where),

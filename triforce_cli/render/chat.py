@@ -98,6 +98,18 @@ def nearly_full(used: int, limit: int, drops: Sequence[Drop]) -> str:
     return f"the context is {degree}: {room(used, limit)}; {_offer(drops)}"
 
 
+def compacted(num_turns: int, freed: int, used: int, limit: int) -> str:
+    """The note after a summary took the place of the oldest turns. freed: tokens of context; negative if the summary is
+    longer than they were."""
+    turns = "the oldest turn" if num_turns == 1 else f"the {num_turns} oldest turns"
+    size = f"{freed:,} tokens shorter than" if freed >= 0 else f"{-freed:,} tokens longer than"
+    return f"the summary is {size} {turns}, which /compact undo brings back; {room(used, limit)}"
+
+
+def no_room_for_a_summary(drops: Sequence[Drop]) -> str:
+    return f"there is no room for a summary, even of the oldest turn; {_offer(drops)}"
+
+
 def cited(citations: Sequence[Citation]) -> str:
     """The passages of documents with the most attention mass, a line each, or a note that there are none."""
     lines = [f"[{number}] {citation}" for number, citation in enumerate(citations, start=1)]
@@ -138,7 +150,8 @@ def _offer(drops: Sequence[Drop]) -> str:
     """The line on what can be dropped to make room."""
     if not drops:
         return "begin anew with /clear, or with a larger --context where the model has one"
-    return f"{', '.join(map(str, drops))}; /tokens shows all of it, /clear begins anew"
+    compact = "; /compact replaces the oldest turns by a summary" if any(drop.num_turns for drop in drops) else ""
+    return f"{', '.join(map(str, drops))}{compact}; /tokens shows all of it, /clear begins anew"
 
 
 def _name(part: Part) -> str:

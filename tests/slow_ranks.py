@@ -19,6 +19,7 @@ HOLD_PREFILL, HOLD_DECODE, HOLD_SAVE, PREFILLS = "hold-prefill", "hold-decode", 
 # Code of the program's own, as which it can be interrupted.
 SLOWLY = f"""
 import os, time
+from offload import interrupts
 from offload.kv.full import FullCache
 sync, attend = os.fsync, FullCache.attend
 def wait_while(name, is_so):
@@ -28,7 +29,8 @@ def attend_slowly(cache, *rows):
     if cache._phase == "prefill":
         (folder / "{PREFILLS}").touch()
     if os.getpid() == rank_0:
-        wait_while("{HOLD_PREFILL}", lambda: cache._phase == "prefill")
+        # A signal is heard after a block, which therefore has to end.
+        wait_while("{HOLD_PREFILL}", lambda: cache._phase == "prefill" and interrupts._requested is None)
         wait_while("{HOLD_DECODE}", lambda: (folder / "said").stat().st_size > 2)
     return attend(cache, *rows)
 def sync_slowly(file):

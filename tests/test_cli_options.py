@@ -169,6 +169,25 @@ def test_help_all_shows_the_options_that_help_hides(triforce):
             assert [name in out for name in experts] == [shown] * len(experts)
 
 
+SHORT = {"-m": {"model"}, "-f": {"file", "prompt-file"}, "-o": {"output"}, "-q": {"quiet"}, "-y": {"yes"}}
+
+
+def test_a_letter_means_the_same_in_every_command():
+    """-f: the documents, --file beside messages and --prompt-file beside a text. That of ask is its question."""
+    for words, command in tree.commands(typer.main.get_command(app)).items():
+        known = tree.options(command)
+        letters = {letter: name for name, found in known.items() for letter in found.opts if letter[1] != "-"}
+        assert all(name in SHORT.get(letter, ()) for letter, name in letters.items()), words
+        wanted = {letter for letter, names in SHORT.items() if names & set(known)}
+        assert set(letters) == wanted, words
+    assert "-f" in tree.options(typer.main.get_command(app).commands["ask"])["file"].opts
+
+
+def test_short_options_are_the_long_ones(model):
+    parsed = parse("-m", model, "-f", "-")
+    assert (value_at(parsed, "models.target"), value_at(parsed, "documents.paths")) == (Path(model), (Path("-"),))
+
+
 def test_a_session_that_is_only_read_is_named(model, monkeypatch):
     assert parse("--model", model, "--session", "book", "--read-only").alone.read_only
     monkeypatch.setenv("TRIFORCE_READ_ONLY", "1")

@@ -109,6 +109,7 @@ Model = Annotated[
         "--model",
         "The target model: a folder, a GGUF file, or a pulled model's name. Without it, the demo pair.",
         MODELS,
+        short="-m",
         metavar="MODEL",
         readable=False,  # the error of the model has the remedy
     ),
@@ -129,6 +130,7 @@ PromptFiles = Annotated[
         "--prompt-file",
         'Document, folder or pattern; repeatable. "-" is standard input, the default where piped.',
         PROMPT,
+        short="-f",
         metavar="PATH",
     ),
 ]

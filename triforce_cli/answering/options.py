@@ -78,6 +78,7 @@ Files = Annotated[
         "--file",
         "A document to put before the first message, a folder or a pattern of them; can be repeated.",
         CHAT,
+        short="-f",
         metavar="PATH",
     ),
 ]

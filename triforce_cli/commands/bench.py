@@ -55,6 +55,7 @@ BenchText = Annotated[
         'Documents whose beginning is the prompt, as of triforce generate; "-" is standard input. Without it, sources '
         "of Python's standard library.",
         BENCH,
+        short="-f",
         metavar="PATH",
     ),
 ]

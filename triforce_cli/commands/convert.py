@@ -23,7 +23,13 @@ Source = Annotated[
 ]
 Target = Annotated[
     Path | None,
-    option("--output", "The folder to make; without it one among the pulled models.", options.OUTPUT, metavar="DIR"),
+    option(
+        "--output",
+        "The folder to make; without it one among the pulled models.",
+        options.OUTPUT,
+        short="-o",
+        metavar="DIR",
+    ),
 ]
 
 

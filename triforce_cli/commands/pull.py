@@ -36,6 +36,7 @@ File = Annotated[
         "--file",
         "This GGUF file of the repository, with its other parts if it has some, and nothing else.",
         SOURCE,
+        short="-f",
         metavar="NAME.gguf",
     ),
 ]

@@ -41,7 +41,7 @@ MaxSize = Annotated[
     option("--max-size", "Keep at most so much, in 10^9 bytes.", LIMITS, metavar="GB", parser=number),
 ]
 DryRun = Annotated[bool, switch("--dry-run", "Show what would be removed, and remove nothing.", REMOVAL)]
-Yes = Annotated[bool, switch("--yes", "Do not ask. Needed where nobody can be asked.", REMOVAL)]
+Yes = Annotated[bool, switch("--yes", "Do not ask. Needed where nobody can be asked.", REMOVAL, short="-y")]
 
 sessions = typer.Typer(no_args_is_help=True, help="Look at sessions that were kept (--session NAME), or remove them.")
 

@@ -64,12 +64,14 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 to `path` atomically: a reader, also after a failure, sees the old file or the new one. Its
-    mode follows the umask. OSError."""
+def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write `text` as UTF-8 to `path` atomically: a reader, also after a failure, sees the old file or the new one.
+    mode: without one it follows the umask. OSError."""
     temporary = path.parent / f"{path.name}{secrets.token_hex(8)}.tmp"  # also for "/", which cannot be replaced
     try:
         with temporary.open("x", encoding="utf-8") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(text)
         os.replace(temporary, path)
     except BaseException:

@@ -51,15 +51,20 @@ class Configuration:
 
         root: the group of all commands; an option that no command has is refused.
         """
-        file = user_path(str(named)) if named is not None else default_file()
-        try:
-            if named is None and not file.exists():
-                return cls()
-        except OSError as error:  # a folder above it that may not be entered
-            raise _not_readable(file, error) from error
-        configuration = cls(file, _parsed(file))
-        configuration._check(configuration.values, (), tree.commands(root))
+        file = file_of(named)
+        if named is None and not _is_there(file):
+            return cls()
+        configuration = cls(file, parsed(file, text_of(file)))
+        configuration.check(root)
         return configuration
+
+    def check(self, root: Any) -> None:
+        """Raises UsageError for a key that is none, or a value of another kind. root: the group of all commands."""
+        self._check(self.values, (), tree.commands(root))
+
+    def check_names(self, root: Any) -> None:
+        """Raises UsageError for a key that is none, whatever its value."""
+        self._check(self.values, (), tree.commands(root), kinds=False)
 
     def of(self, words: Words, command: Any) -> dict[str, Any]:
         """The settings of one command's options, by the names of their parameters."""
@@ -71,10 +76,13 @@ class Configuration:
         node: Any = self.values
         for word in (*words, None):
             yield from ((name, value) for name, value in node.items() if not isinstance(value, dict))
-            node = node.get(word, {}) if word is not None else {}
+            below = node.get(word) if word is not None else None
+            node = below if isinstance(below, dict) else {}  # "store" is a command and an option
 
-    def _check(self, node: Mapping[str, Any], words: Words, commands: Mapping[Words, Any]) -> None:
-        """Raises UsageError for unknown commands and options. commands: those below `words`."""
+    def _check(
+        self, node: Mapping[str, Any], words: Words, commands: Mapping[Words, Any], *, kinds: bool = True
+    ) -> None:
+        """Raises UsageError for unknown commands and options. commands: those below `words`. kinds: of values, too."""
         depth = len(words)
         sections = {path[depth] for path in commands if len(path) > depth}
         known = {name: option for command in commands.values() for name, option in tree.options(command).items()}
@@ -84,12 +92,17 @@ class Configuration:
                 if name not in sections:
                     raise UsageError(f"{place} is no command{nearest(name, sections)}")
                 below = {path: command for path, command in commands.items() if path[depth : depth + 1] == (name,)}
-                self._check(value, (*words, name), below)
+                self._check(value, (*words, name), below, kinds=kinds)
             elif name not in known:
                 where = f"triforce {' '.join(words)}" if words else "any command"
                 raise UsageError(f"{place} is no option of {where}{nearest(name, known)}")
-            else:
+            elif kinds:
                 _check_kind(place, known[name], value)
+
+
+def file_of(named: Path | None) -> Path:
+    """The file `named`, else the user's own, which need not exist."""
+    return user_path(str(named)) if named is not None else default_file()
 
 
 def default_file() -> Path:
@@ -109,19 +122,40 @@ def origin(option: Any, said: Mapping[str, Any], file: Path | None) -> tuple[Any
     return option.default, "default"
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def text_of(file: Path) -> str:
+    """The content of a configuration file. Raises UsageError."""
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise UsageError(f"{file} is over {MAX_BYTES:,} bytes; is it a configuration file?")
-        values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
-        repr(values)  # a number too long to be written is refused as one too long to be read
-        return values
     except OSError as error:
         raise _not_readable(file, error) from error
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{file} is over {MAX_BYTES:,} bytes; is it a configuration file?")
+    try:
+        return data.decode("utf-8")
+    except ValueError as error:
+        raise _no_toml(file, error) from error
+
+
+def parsed(file: Path, text: str) -> dict[str, Any]:
+    """The values in `text`, the content of `file`. Raises UsageError."""
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+        repr(values)  # a number too long to be written is refused as one too long to be read
+        return values
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is not TOML: {error}") from error
+        raise _no_toml(file, error) from error
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:  # a folder above it that may not be entered
+        raise _not_readable(file, error) from error
+
+
+def _no_toml(file: Path, error: Exception) -> UsageError:
+    return UsageError(f"{file} is not TOML: {error}")
 
 
 def _not_readable(file: Path, error: OSError) -> UsageError:

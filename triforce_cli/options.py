@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,6 +69,13 @@ def use_configuration(context: typer.Context, named: Path | None) -> Path | None
     configuration = Configuration.read(named, context.find_root().command)
     context.default_map = configuration.of(_words(context), context.command)
     context.meta[FILE_OF_DEFAULTS] = configuration.file
+    return named
+
+
+def use_configuration_as_far_as_it_is_one(context: typer.Context, named: Path | None) -> Path | None:
+    """Take the defaults from the file, unless it has a fault: the command that changes it can remove that."""
+    with suppress(UsageError):
+        use_configuration(context, named)
     return named
 
 
@@ -378,6 +386,17 @@ Config = Annotated[
         PROGRAM,
         metavar="FILE",
         callback=use_configuration,
+        is_eager=True,
+    ),
+]
+EditedConfig = Annotated[
+    Path | None,
+    option(
+        "--config",
+        "The file to change, instead of your own configuration file.",
+        PROGRAM,
+        metavar="FILE",
+        callback=use_configuration_as_far_as_it_is_one,
         is_eager=True,
     ),
 ]

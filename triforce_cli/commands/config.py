@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from offload.errors import UsageError
 from triforce_cli import options, tree
-from triforce_cli.configuration import Configuration, default_file, origin
+from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
+from triforce_cli.configuration_edit import value_at, with_value, without
+from triforce_cli.configuration_file import current_text, rewrite
+from triforce_cli.configuration_key import Key, try_value, value_of
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import config as render_config
 from triforce_cli.render.config import Setting
 
-config = typer.Typer(no_args_is_help=True, help="Look at the configuration file and what it changes.")
+KeyName = Annotated[
+    str, typer.Argument(metavar="KEY", help="As in the file: model, chat.temperature.", show_default=False)
+]
+
+config = typer.Typer(no_args_is_help=True, help="Look at the configuration file and what it changes, or change it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,25 @@ class Showing:
                 return
             output.note(f"configuration file: {self.file}{'' if self.found else ' (there is none)'}")
             output.text(render_config.table(self.settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One `triforce config set` or `unset`, parsed. edit: of the file's text. hidden_by: a variable that wins over the
+    key, "" if none does."""
+
+    file: Path
+    edit: Callable[[str], str]
+    done: str
+    hidden_by: str = ""
+    quiet: bool
+
+    def run(self) -> None:
+        with Output(quiet=self.quiet) as output:
+            rewrite(self.file, self.edit)
+            output.note(self.done)
+            if self.hidden_by:
+                output.note(f"the environment variable {self.hidden_by} is set and wins over it")
 
 
 @config.command()
@@ -76,4 +105,63 @@ def show(
         found=configuration.file is not None,
         settings=render_config.merged(settings),
         as_json=json,
+    )
+
+
+@config.command("set", context_settings={"ignore_unknown_options": True})  # -3 is a value
+@spread
+def set_(
+    context: typer.Context,
+    key: KeyName,
+    values: Annotated[
+        list[str],
+        typer.Argument(metavar="VALUE", help="Several for an option that can be repeated.", show_default=False),
+    ],
+    *,
+    quiet: options.Quiet = False,
+    config: options.EditedConfig = None,
+    debug: options.Debug = False,
+) -> Change:
+    """Set a key of the configuration file. Everything else in the file stays, comments too.
+
+    The value is checked as that of the option is on the command line. A switch is true or false. The file is made if
+    there is none.
+
+    Example: triforce config set chat.temperature 0.8
+    """
+    root, file, named = context.find_root().command, file_of(config), Key.of(key)
+    parsed(file, current_text(file))
+    value = value_of(named, values, file, root)
+    try_value(named, value, file, root)
+    variable = next(str(option.envvar) for option in named.options(root).values())
+    return Change(
+        file=file,
+        edit=lambda text: with_value(text, named.parts, value),
+        done=f"set {named} in {file}",
+        hidden_by=variable if os.environ.get(variable) else "",
+        quiet=quiet,
+    )
+
+
+@config.command()
+@spread
+def unset(
+    key: KeyName,
+    *,
+    quiet: options.Quiet = False,
+    config: options.EditedConfig = None,
+    debug: options.Debug = False,
+) -> Change:
+    """Remove a key from the configuration file, also one that no option has. Everything else stays.
+
+    Example: triforce config unset chat.temperature
+    """
+    file, named = file_of(config), Key.of(key)
+    found = value_at(parsed(file, current_text(file)), named.parts)
+    if found is None:
+        raise UsageError(f"{named} is not set in {file}")
+    if isinstance(found, dict):
+        raise UsageError(f"{named} is a section of {file}; name one of its keys: {named}.{next(iter(found), 'KEY')}")
+    return Change(
+        file=file, edit=lambda text: without(text, named.parts), done=f"removed {named} from {file}", quiet=quiet
     )

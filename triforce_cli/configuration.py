@@ -5,6 +5,8 @@ temperature = 0.8            # of every command that has the option
 model = "~/models/llama"     # of this command
 [sessions.ls]
 quiet = true
+[aliases]                    # names of models (triforce_cli/aliases.py)
+small = "qwen2.5-0.5b-instruct"
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any
 from offload.errors import UsageError
 from offload.fields import TRUTH, Kind, checked, list_of
 from offload.files import user_folder
-from triforce_cli import tree
+from triforce_cli import aliases, tree
+from triforce_cli.aliases import Aliases
 from triforce_cli.utf8 import user_path
 
 if sys.version_info >= (3, 11):
@@ -29,6 +32,7 @@ else:
     import tomli as tomllib
 
 VARIABLE = "TRIFORCE_CONFIG"
+META = "triforce.configuration"  # key of a context's meta: the configuration that its command reads
 NAME = "config.toml"
 MAX_BYTES = 1 << 20
 
@@ -66,6 +70,10 @@ class Configuration:
         """Raises UsageError for a key that is none, whatever its value."""
         self._check(self.values, (), tree.commands(root), kinds=False)
 
+    def aliases(self) -> Aliases:
+        """The aliases of models. Raises UsageError."""
+        return Aliases.read(self.values.get(aliases.TABLE, {}), self.file)
+
     def of(self, words: Words, command: Any) -> dict[str, Any]:
         """The settings of one command's options, by the names of their parameters."""
         known = tree.options(command)
@@ -88,7 +96,9 @@ class Configuration:
         known = {name: option for command in commands.values() for name, option in tree.options(command).items()}
         for name, value in node.items():
             place = f"{self.file}: {'.'.join((*words, name))}"
-            if isinstance(value, dict):
+            if not words and name == aliases.TABLE:
+                self.aliases()
+            elif isinstance(value, dict):
                 if name not in sections:
                     raise UsageError(f"{place} is no command{nearest(name, sections)}")
                 below = {path: command for path, command in commands.items() if path[depth : depth + 1] == (name,)}

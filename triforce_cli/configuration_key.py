@@ -13,8 +13,8 @@ from typing import Any
 import typer
 
 from offload.errors import TriforceError, UsageError
-from triforce_cli import tree
-from triforce_cli.configuration import Configuration
+from triforce_cli import aliases, tree
+from triforce_cli.configuration import Configuration, default_file
 from triforce_cli.utf8 import decode_argument
 
 _SWITCH = {"true": True, "false": False}
@@ -30,10 +30,16 @@ class Key:
     @classmethod
     def of(cls, text: str) -> Key:
         """The key that is written so. Raises UsageError."""
-        parts = tuple(decode_argument("KEY", text).split("."))
+        text = decode_argument("KEY", text)
+        table, dot, name = text.partition(".")
+        parts = (table, name) if dot and table == aliases.TABLE else tuple(text.split("."))
         if not all(parts):
             raise UsageError(f"{text!r} is no key; it is an option's name, or COMMAND.OPTION: model, chat.temperature")
         return cls(parts)
+
+    @property
+    def is_alias(self) -> bool:
+        return len(self.parts) == 2 and self.parts[0] == aliases.TABLE
 
     def __str__(self) -> str:
         return ".".join(self.parts)
@@ -54,8 +60,20 @@ class Key:
         }
 
 
-def value_of(key: Key, texts: Sequence[str], file: Path, root: Any) -> Any:
-    """The value for the file, from what was typed. Raises UsageError, also for a key that is none."""
+def checked_value(key: Key, texts: Sequence[str], known: Configuration, root: Any) -> Any:
+    """The value for the file, from what was typed. known: the file's own values, which may have faults. Raises the
+    error of the option or the alias, and UsageError for a key that is none."""
+    if key.is_alias:
+        value = _single(key, [decode_argument("VALUE", text) for text in texts])
+        known.aliases().with_alias(key.parts[1], value)
+        return value
+    file = known.file or default_file()
+    value = _value_of(key, texts, file, root)
+    _try_value(key, value, file, root)
+    return value
+
+
+def _value_of(key: Key, texts: Sequence[str], file: Path, root: Any) -> Any:
     Configuration(file, key.nested("")).check_names(root)
     if key.parts[-1] == _OPTION_OF_THE_FILE:
         raise UsageError("a configuration file does not name another one; TRIFORCE_CONFIG and --config do")
@@ -63,13 +81,18 @@ def value_of(key: Key, texts: Sequence[str], file: Path, root: Any) -> Any:
     values = [decode_argument("VALUE", text) for text in texts]
     if option.multiple:
         return values
+    value = _single(key, values)
+    if option.is_flag:
+        if value not in _SWITCH:
+            raise UsageError(f"{key} is {value!r}, it must be true or false")
+        return _SWITCH[value]
+    return _number(value, option.type_descriptor.annotation)
+
+
+def _single(key: Key, values: Sequence[str]) -> str:
     if len(values) > 1:
         raise UsageError(f"{key} takes one value and {len(values)} are given; put a text with spaces in quotes")
-    if option.is_flag:
-        if values[0] not in _SWITCH:
-            raise UsageError(f"{key} is {values[0]!r}, it must be true or false")
-        return _SWITCH[values[0]]
-    return _number(values[0], option.type_descriptor.annotation)
+    return values[0]
 
 
 def _number(text: str, kind: Any) -> Any:
@@ -81,7 +104,7 @@ def _number(text: str, kind: Any) -> Any:
     return text
 
 
-def try_value(key: Key, value: Any, file: Path, root: Any) -> None:
+def _try_value(key: Key, value: Any, file: Path, root: Any) -> None:
     """Raises the error that a command has with the option typed so, and does not have without it."""
     beside = _faultless(file, root)
     for words, option in key.options(root).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,9 @@ from triforce_cli import log
 from triforce_cli.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
 from triforce_cli.output import Output
 from triforce_cli.utf8 import user_path
+
+if TYPE_CHECKING:
+    from triforce_cli.configuration import Configuration
 
 
 def option(name: str, help_text: str, panel: str, *, short: str | None = None, **settings: Any) -> Any:
@@ -64,12 +67,37 @@ def switch_debugging_on(wanted: bool) -> bool:
 
 def use_configuration(context: typer.Context, named: Path | None) -> Path | None:
     """Take the defaults of options from the configuration file."""
-    from triforce_cli.configuration import Configuration
+    from triforce_cli.configuration import META, Configuration
 
     configuration = Configuration.read(named, context.find_root().command)
     context.default_map = configuration.of(_words(context), context.command)
-    context.meta[FILE_OF_DEFAULTS] = configuration.file
+    context.meta[FILE_OF_DEFAULTS], context.meta[META] = configuration.file, configuration
     return named
+
+
+def configuration_of(context: typer.Context) -> Configuration:
+    """The configuration that a command reads; an empty one while its options are completed."""
+    from triforce_cli.configuration import META, Configuration
+
+    found: Configuration = context.meta.get(META) or Configuration()
+    return found
+
+
+def _named(context: typer.Context, model: str) -> str:
+    return model if context.resilient_parsing else configuration_of(context).aliases().model(model)
+
+
+def without_alias(context: typer.Context, model: Path | None) -> Path | None:
+    """The model that --model names, maybe by an alias."""
+    return None if model is None else Path(_named(context, str(model)))
+
+
+def draft_without_alias(context: typer.Context, draft: str | None) -> str | None:
+    return None if draft is None else _named(context, draft)
+
+
+def models_without_aliases(context: typer.Context, models: list[Path] | None) -> list[Path] | None:
+    return None if models is None else [Path(_named(context, str(model))) for model in models]
 
 
 def use_configuration_as_far_as_it_is_one(context: typer.Context, named: Path | None) -> Path | None:
@@ -115,10 +143,11 @@ Model = Annotated[
     Path | None,
     option(
         "--model",
-        "The target model: a folder, a GGUF file, or a pulled model's name. Without it, the demo pair.",
+        "The target model: a folder, a GGUF file, a pulled model's name or an alias. Without it, the demo pair.",
         MODELS,
         short="-m",
         metavar="MODEL",
+        callback=without_alias,
         readable=False,  # the error of the model has the remedy
     ),
 ]
@@ -129,6 +158,7 @@ Draft = Annotated[
         'The draft model, or "none". Without it, the one recommended for a target given by name.',
         MODELS,
         metavar="MODEL|none",
+        callback=draft_without_alias,
     ),
 ]
 

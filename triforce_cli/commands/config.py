@@ -15,7 +15,7 @@ from triforce_cli import options, tree
 from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
 from triforce_cli.configuration_edit import value_at, with_value, without
 from triforce_cli.configuration_file import current_text, rewrite
-from triforce_cli.configuration_key import Key, try_value, value_of
+from triforce_cli.configuration_key import Key, checked_value
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import config as render_config
@@ -120,6 +120,7 @@ def set_(
     *,
     quiet: options.Quiet = False,
     config: options.EditedConfig = None,
+    log_file: options.LogFile = None,
     debug: options.Debug = False,
 ) -> Change:
     """Set a key of the configuration file. Everything else in the file stays, comments too.
@@ -130,15 +131,14 @@ def set_(
     Example: triforce config set chat.temperature 0.8
     """
     root, file, named = context.find_root().command, file_of(config), Key.of(key)
-    parsed(file, current_text(file))
-    value = value_of(named, values, file, root)
-    try_value(named, value, file, root)
-    variable = next(str(option.envvar) for option in named.options(root).values())
+    known = Configuration(file, parsed(file, current_text(file)))
+    value = checked_value(named, values, known, root)
+    variable = next((str(option.envvar) for option in named.options(root).values()), "")
     return Change(
         file=file,
         edit=lambda text: with_value(text, named.parts, value),
         done=f"set {named} in {file}",
-        hidden_by=variable if os.environ.get(variable) else "",
+        hidden_by=variable if variable and os.environ.get(variable) else "",
         quiet=quiet,
     )
 
@@ -150,6 +150,7 @@ def unset(
     *,
     quiet: options.Quiet = False,
     config: options.EditedConfig = None,
+    log_file: options.LogFile = None,
     debug: options.Debug = False,
 ) -> Change:
     """Remove a key from the configuration file, also one that no option has. Everything else stays.

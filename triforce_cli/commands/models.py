@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from offload.hub.names import models_folder
 from triforce_cli import options
+from triforce_cli.aliases import Aliases
 from triforce_cli.choice import embedded_model
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import models as render_models
-from triforce_cli.render.models import Line
+from triforce_cli.render.models import Line, Named
 
 if TYPE_CHECKING:
     from offload.hub.library import Entry
@@ -29,6 +32,7 @@ class Listing:
 
     device: str
     families: bool
+    aliases: Aliases
     as_json: bool
     quiet: bool
 
@@ -44,11 +48,12 @@ class Listing:
 
             hardware = probe(self.device)
             lines = [Line(entry, longest_context(entry, hardware)) for entry in [*_embedded(), *entries()]]
+            named = [Named(name, model, self.aliases.problem(name)) for name, model in self.aliases.names.items()]
             absent = list(absent_aliases())
             if self.as_json:
-                output.document(render_models.table_document(models_folder(), lines, absent, hardware))
+                output.document(render_models.table_document(models_folder(), lines, named, absent, hardware))
             else:
-                output.text(render_models.table(lines, absent, width=output.width))
+                output.text(render_models.table(lines, named, absent, width=output.width))
                 output.note(render_models.footnote(models_folder(), hardware))
 
     def _list_families(self, output: Output) -> None:
@@ -62,6 +67,7 @@ class Listing:
 
 @spread
 def models(
+    context: typer.Context,
     *,
     device: options.Device = "auto",
     families: Families = False,
@@ -69,13 +75,15 @@ def models(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Listing:
-    """List the stored models, their sizes, and how much context fits this machine; then the models that can be pulled.
+    """List the stored models, their sizes, and how much context fits this machine; aliases; what can be pulled.
 
-    Pulled and converted models are in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names.
+    Pulled and converted models are in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. Aliases
+    are those of the configuration file (triforce config set aliases.NAME MODEL).
 
     Example: triforce models --json
     """
-    return Listing(device=device, families=families, as_json=json, quiet=quiet)
+    named = options.configuration_of(context).aliases()
+    return Listing(device=device, families=families, aliases=named, as_json=json, quiet=quiet)
 
 
 def _embedded() -> Iterator[Entry]:

@@ -44,6 +44,7 @@ Against = Annotated[
         "repeated.",
         options.MODELS,
         metavar="MODEL",
+        callback=options.models_without_aliases,
         readable=False,  # the error of the model has the remedy
     ),
 ]

@@ -28,9 +28,18 @@ class Line:
     longest: int
 
 
-def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
+@dataclass(frozen=True)
+class Named:
+    """A person's own name of a model. problem: why it cannot be used, "" if it can."""
+
+    name: str
+    model: str
+    problem: str = ""
+
+
+def table(lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Alias], *, width: int) -> str:
     """One line per model; below it the reason if it cannot be used, and its draft if there is no room beside it. Then
-    the names of models that can be pulled."""
+    the person's own names, and the names of models that can be pulled."""
     rows = [("name", "on disk", "params", "context", "KV/token", "fits here", "draft"), *map(_cells, lines)]
     columns = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     has_room = sum(columns) + 2 * (len(columns) - 1) <= width
@@ -41,6 +50,11 @@ def table(lines: Sequence[Line], absent: Sequence[Alias], *, width: int) -> str:
         if line is not None and line.entry.draft and not line.entry.problem and not has_room:
             text += indented(f"draft: {line.entry.draft}", width)
         text += indented(line.entry.problem if line else "", width)
+    if named:
+        longest = max(len(alias.name) for alias in named)
+        text += ["", "aliases:"]
+        for each in named:
+            text += [f"  {each.name.ljust(longest)}  {line_text(each.model)}", *indented(each.problem, width)]
     if absent:
         longest = max(len(alias.name) for alias in absent)
         text += ["", "not here yet (triforce pull NAME):"]
@@ -79,12 +93,15 @@ def footnote(folder: Path, hardware: Hardware) -> str:
     return f"in {line_text(path_text(folder))}; what fits here: on {place}"
 
 
-def table_document(folder: Path, lines: Sequence[Line], absent: Sequence[Alias], hardware: Hardware) -> dict[str, Any]:
+def table_document(
+    folder: Path, lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Alias], hardware: Hardware
+) -> dict[str, Any]:
     """The JSON of `models`. kv_bytes_per_token: in the dtype that config.json names."""
     return {
         "folder": path_text(folder),
         "device": hardware.device,
         "models": [_document(line) for line in lines],
+        "aliases": [{"name": each.name, "model": each.model, "problem": each.problem or None} for each in named],
         "absent": [
             {"name": alias.name, "repository": alias.repository, "draft": alias.draft or None} for alias in absent
         ],

@@ -22,6 +22,7 @@ MOST_SIZE = 1 << 30  # the largest size in a model's config
 _MOST_SHOWN = 40  # characters of a text in messages
 _HALF = re.compile("[\ud800-\udfff]")
 _REQUIRED = object()
+LATER = "later"  # in the metadata of a field that data of before does not have
 
 T = TypeVar("T")
 
@@ -231,11 +232,15 @@ def record(kind: type[T], data: object, place: str) -> T:
     """An instance of the dataclass `kind` from an object of its fields and no others. Raises ValueError, which names
     the key, prefixed with `place`, and the value.
 
+    A field with LATER in its metadata may be missing: data of before has its default.
+
     Types of fields: int (not negative), float, bool, str, Literal, Annotated[X, Kind], any of these or None,
     tuple[X, ...], dict[str, X] and dataclasses.
     """
     hints = get_type_hints(kind, include_extras=True)
-    source = fields_of(data, place).only(field.name for field in fields(kind))  # type: ignore[arg-type]
+    source = fields_of(data, place)
+    named = [field.name for field in fields(kind) if LATER not in field.metadata or field.name in source.data]  # type: ignore[arg-type]
+    source.only(named)
     return kind(**{name: _value(hints[name], value, source.place(name)) for name, value in source.data.items()})
 
 

@@ -18,7 +18,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.plan.options import Options
-from triforce_cli.answering.citations import Citation, citations
+from triforce_cli.answering.citations import citations
 from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
 from triforce_cli.batch.openai import own
@@ -357,7 +357,9 @@ def test_a_passage_is_named_by_document_and_lines() -> None:
     )
     assert (all_of_it.document, all_of_it.first_line, all_of_it.last_line) == ("short.txt", 1, 1)
     assert str(found[1]).startswith("book.txt, line 2 (20%): ")
-    assert "lines 1 to 3" in str(Citation("x", 1, 3, 0.1, "a\nb\nc"))
+    many = Document("many.txt", "one two three\nfour five six\nseven eight nine\n")
+    [lines] = citations([Passage(0, 60, 0.1)], list(map(ord, f"    {many.text}    ")), [many], tokenizer)
+    assert str(lines).startswith("many.txt, lines 1 to 3 (10%): one two three four")
 
 
 def test_masses_of_a_text_do_not_depend_on_who_drafted_it(folder: Path) -> None:

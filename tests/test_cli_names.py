@@ -76,7 +76,7 @@ def test_a_note_of_a_folder_is_one_line(folder: Path, triforce: Run) -> None:
 
 
 def test_citations_and_a_chats_lines_have_names_on_one_line() -> None:
-    assert str(Citation(NAME, 1, 2, 0.5, "text")).startswith(f"{SHOWN}, lines 1 to 2")
+    assert str(Citation(NAME, "lines 1 to 2", (), 1, 2, 0.5, "text")).startswith(f"{SHOWN}, lines 1 to 2")
     assert render_chat.kept(Path(NAME), 3, 4).startswith(f"kept in {SHOWN}: ")
 
 

@@ -1,12 +1,13 @@
-"""Citations of an answer: the document passages with the most attention mass, by name and line."""
+"""Citations of an answer: the document passages with the most attention mass, by name and by place."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from triforce_cli.documents.places import Place, shown, touched
 from triforce_cli.render.text import line_text
 
 if TYPE_CHECKING:
@@ -19,55 +20,98 @@ SHOWN = 3
 _CUT = 4  # characters at either end, where tokens may be cut
 _TELLING = 12  # least characters of half a passage; shorter ones are ambiguous
 _WIDTH = 160  # shown characters of a text
+_TRIED = 64  # lines by which to find a document in a prompt that has it otherwise
 
 
 @dataclass(frozen=True)
 class Citation:
-    """Lines of a document, from 1. share: see `Passage`. text: the passage's text."""
+    """A passage of a document. place: where a person finds it. places: the pages, chapters or headings that it is in.
+    Its lines are from 1, in the text that the model reads. share: see `Passage`. text: the passage's text."""
 
     document: str
+    place: str
+    places: tuple[Place, ...]
     first_line: int
     last_line: int
     share: float
     text: str
 
     def __str__(self) -> str:
-        lines = f"line {self.first_line}" if self.first_line == self.last_line else self._lines()
         text = " ".join(self.text.split())
         shown = text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ..."
-        return f"{line_text(self.document)}, {lines} ({self.share:.0%}): {shown}"
+        return f"{line_text(self.document)}, {self.place} ({self.share:.0%}): {shown}"
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"share": round(self.share, 4)}
+        return {
+            "document": self.document,
+            "place": self.place,
+            "places": [place.as_dict() for place in self.places],
+            "first_line": self.first_line,
+            "last_line": self.last_line,
+            "share": round(self.share, 4),
+            "text": self.text,
+        }
 
-    def _lines(self) -> str:
-        return f"lines {self.first_line} to {self.last_line}"
+
+@dataclass(frozen=True)
+class _Found:
+    """A document, and the character of the prompt's text at which it begins."""
+
+    document: Document
+    start: int
 
 
 def citations(
     passages: Iterable[Passage], prompt: Sequence[int], documents: Sequence[Document], tokenizer: Tokenizer
 ) -> list[Citation]:
     """The first SHOWN of the prompt's `passages` that are in one of `documents`. Of several occurrences of a text, the
-    citation is the one whose relative position in the documents is closest to the passage's in the prompt."""
+    citation is the one closest to the passage's place in the prompt."""
+    located = _located(tokenizer.decode(prompt), documents) if documents else []
     found: list[Citation] = []
     for passage in passages:
-        text = tokenizer.decode(prompt[passage.start : passage.end])
-        place = passage.start / len(prompt)
-        citation = _citation(text[_CUT:-_CUT].strip(), place, passage.share, documents)
-        if citation is not None and len(found) < SHOWN:
+        if not located or len(found) == SHOWN:
+            break
+        text, start = (
+            tokenizer.decode(prompt[passage.start : passage.end]),
+            len(tokenizer.decode(prompt[: passage.start])),
+        )
+        citation = _citation(text[_CUT:-_CUT].strip(), start, passage.share, located)
+        if citation is not None:
             found.append(citation)
     return found
 
 
-def _citation(text: str, place: float, share: float, documents: Sequence[Document]) -> Citation | None:
-    before, whole = 0, sum(len(document.text) for document in documents)
-    best: tuple[float, Citation] | None = None
+def _located(prompt: str, documents: Sequence[Document]) -> list[_Found]:
+    """The documents in the order of the prompt, each after the one before it."""
+    found: list[_Found] = []
+    after = 0
     for document in documents:
-        for part in _occurrences(document.text, text):
-            distance = abs((before + part.start) / whole - place)
+        start = _start(prompt, document.text, after)
+        found.append(_Found(document, start))
+        after = max(after, start + len(document.text.rstrip()))
+    return found
+
+
+def _start(prompt: str, text: str, after: int) -> int:
+    """The character of the prompt, from `after` on, at which a document begins. A template may take white space from
+    its ends. If a tokenizer changed its text, the longest lines tell: those that it has once and the prompt has, too;
+    without such a line it begins at `after`."""
+    inside = text.strip()
+    if (start := prompt.find(inside, after)) >= 0:
+        return start - (len(text) - len(text.lstrip()))
+    for line in sorted(set(text.split("\n")), key=lambda line: (-len(line), line))[:_TRIED]:
+        if len(line.strip()) >= _TELLING and text.count(line) == 1 and (start := prompt.find(line, after)) >= 0:
+            return start - text.index(line)
+    return after
+
+
+def _citation(text: str, start: int, share: float, located: Sequence[_Found]) -> Citation | None:
+    best: tuple[int, Citation] | None = None
+    for found in located:
+        for part in _occurrences(found.document.text, text):
+            distance = abs(found.start + part.start - start)
             if best is None or distance < best[0]:
-                best = distance, _at(document, _whole_words(document.text, part.start, part.stop), share)
-        before += len(document.text)
+                best = distance, _at(found.document, _whole_words(found.document.text, part.start, part.stop), share)
     return None if best is None else best[1]
 
 
@@ -94,4 +138,10 @@ def _whole_words(text: str, start: int, end: int) -> slice:
 def _at(document: Document, part: slice, share: float) -> Citation:
     text = document.text[part].rstrip()
     first = document.text.count("\n", 0, part.start) + 1
-    return Citation(document.name, first, first + text.count("\n"), share, text)
+    last, end = first + text.count("\n"), part.start + len(text)
+    place = shown(document.places, part.start, end) if document.places else _lines(first, last)
+    return Citation(document.name, place, touched(document.places, part.start, end), first, last, share, text)
+
+
+def _lines(first: int, last: int) -> str:
+    return f"line {first}" if first == last else f"lines {first} to {last}"

@@ -9,45 +9,54 @@ from urllib.parse import unquote, urlsplit
 
 from offload.errors import UsageError
 from triforce_cli.documents.archive import Archive
-from triforce_cli.documents.blocks import joined
+from triforce_cli.documents.blocks import written
 from triforce_cli.documents.encoding import decoded
+from triforce_cli.documents.epub_contents import Contents, chapter_places, contents
 from triforce_cli.documents.limits import Meter, OnPart
 from triforce_cli.documents.markup import Attributes, local, parse
+from triforce_cli.documents.places import Place
 from triforce_cli.documents.web import hidden, visible_blocks
 
 CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
 _PACKAGE = "application/oebps-package+xml"
+_NCX = "application/x-dtbncx+xml"  # the table of contents of EPUB 2
 _PAGES = (
     *("application/xhtml+xml", "text/html", "text/xml", "application/xml"),
     *("application/x-dtbook+xml", "text/x-oeb1-document"),  # of EPUB 2 and its predecessor
 )
 _PAGE_NAMES = (".xhtml", ".html", ".htm")  # pages, whatever their media type in the package
+_BETWEEN = "\n"  # two chapters, each with a line end
 _NUM_NAMED = 8  # parts listed in a remark
 
 
-def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tuple[str, ...]]:
-    """(text, "12 chapters", remarks). Raises UsageError. Reads a chapter at a time."""
+def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[Place, ...], str, tuple[str, ...]]:
+    """(text, its chapters, "12 chapters", remarks). Raises UsageError. Reads a chapter at a time."""
     with path.open("rb") as stream:
         archive = Archive(stream, meter)
         order = _order(archive, meter)
         names = list(order.chapters)
         _check_readable(archive, names, meter)
-        texts, num_hidden = [], 0
+        texts, places, num_hidden, start = list[str](), list[Place](), 0, 0
         for number, name in enumerate(names, 1):
             page = decoded(archive.read(name), meter, f"{name} in {meter.name}", is_xml=True)
             blocks, hidden_here = visible_blocks(page, meter)
-            texts.append(joined(blocks))
+            chapter = written(blocks)
+            if text := chapter.text:
+                texts.append(text)
+                named = order.contents.get(name, ())
+                places += chapter_places(named, chapter.anchors, chapter.headings, start=start, number=len(texts))
+                start += len(text) + len(_BETWEEN)
             num_hidden += hidden_here
             on_part(number / len(names))
-    texts = [text for text in texts if text]
     if not texts:
         raise UsageError(
             f"{meter.name} has {len(names):,} chapters and no text{order.shown_left_out}; if they are pictures, "
             "ocrmypdf puts text into a PDF of them"
         )
     return (
-        "\n".join(texts),
+        _BETWEEN.join(texts),
+        tuple(places),
         f"{len(texts):,} chapter{'' if len(texts) == 1 else 's'}",
         (*order.remarks, *filter(None, [hidden(num_hidden)])),
     )
@@ -55,11 +64,13 @@ def read_epub(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, tupl
 
 @dataclass(frozen=True)
 class _Part:
-    """An item of the package's manifest. fallback: the item for readers that cannot show this one, "" for none."""
+    """An item of the package's manifest. fallback: the item for readers that cannot show this one, "" for none.
+    is_contents: the navigation page with the table of contents."""
 
     href: str
     media_type: str
     fallback: str
+    is_contents: bool = False
 
     @property
     def is_page(self) -> bool:
@@ -77,7 +88,8 @@ class _Package:
         name = local(tag)
         if name == "item":
             media_type = attributes.get("media-type", "").partition(";")[0].strip().lower()
-            part = _Part(attributes.get("href", ""), media_type, attributes.get("fallback", ""))
+            is_contents = "nav" in attributes.get("properties", "").split()
+            part = _Part(attributes.get("href", ""), media_type, attributes.get("fallback", ""), is_contents)
             self.parts[attributes.get("id", "")] = part
         elif name == "itemref":
             part_name, is_linear = attributes.get("idref", ""), attributes.get("linear") != "no"
@@ -86,6 +98,13 @@ class _Package:
     def end(self, tag: str) -> None: ...
 
     def text(self, text: str) -> None: ...
+
+    @property
+    def contents(self) -> str:
+        """The address of the table of contents: of the navigation page, else of the NCX; "" if there is none."""
+        parts = self.parts.values()
+        pages = (part.href for part in parts if part.is_contents)
+        return next(pages, next((part.href for part in parts if part.media_type == _NCX), ""))
 
     def page(self, name: str) -> _Part | None:
         """The item `name` if it is a page, else the first of its fallbacks that is one."""
@@ -137,11 +156,13 @@ class _Encrypted:
 @dataclass
 class _Order:
     """The chapters to read. chapters: members of the archive, each once. left_out: other parts in the spine, with the
-    reason."""
+    reason. contents: of the table of contents. fault: of a table that cannot be read."""
 
     chapters: dict[str, None] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     num_renditions: int = 1
+    contents: Contents = field(default_factory=dict)
+    fault: str = ""
 
     @property
     def shown_left_out(self) -> str:
@@ -152,7 +173,7 @@ class _Order:
     def remarks(self) -> tuple[str, ...]:
         several = f"the first of its {self.num_renditions} renditions" if self.num_renditions > 1 else ""
         parts = self.shown_left_out.removeprefix(", ")
-        return tuple(filter(None, (several, parts)))
+        return tuple(filter(None, (several, parts, self.fault)))
 
 
 def _order(archive: Archive, meter: Meter) -> _Order:
@@ -177,7 +198,21 @@ def _order(archive: Archive, meter: Meter) -> _Order:
     if missing and not order.chapters:
         order.chapters[missing[0]] = None  # reading it raises the error
     order.left_out.extend(f"{name} (missing)" for name in missing)
+    _read_contents(order, archive, posixpath.dirname(root), package.contents, meter)
     return order
+
+
+def _read_contents(order: _Order, archive: Archive, folder: str, address: str, meter: Meter) -> None:
+    """Read the table of contents. Without one that can be read, chapters are called by their headings."""
+    if not address:
+        return
+    try:
+        name = _member(archive, folder, address, meter)
+        inside = posixpath.dirname(name)
+        order.contents = contents(archive, name, meter, lambda link: _member(archive, inside, link, meter))
+    except UsageError:
+        meter.check()
+        order.fault = "its table of contents is damaged, so chapters are called by their headings"
 
 
 def _member(archive: Archive, folder: str, href: str, meter: Meter) -> str:

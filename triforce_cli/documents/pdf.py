@@ -15,17 +15,19 @@ from typing import IO, Any
 from offload.errors import UsageError
 from triforce_cli.documents.limits import Meter, OnPart, library
 from triforce_cli.documents.pdf_marks import Marks
+from triforce_cli.documents.places import Place
 
 _LIGATURES = str.maketrans(
     {"\ufb00": "ff", "\ufb01": "fi", "\ufb02": "fl", "\ufb03": "ffi", "\ufb04": "ffl", "\ufb05": "st", "\ufb06": "st"}
 )
+_BETWEEN = "\n\n"  # two pages
 _NUM_NAMED = 8  # pages listed in a remark
 _FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of a damaged object
 _SHORT = 80  # characters of the library's message
 
 
-def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, list[str]]:
-    """(text, "12 pages", remarks). Raises UsageError. Reads a page at a time."""
+def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[Place, ...], str, list[str]]:
+    """(text, its pages, "12 pages", remarks). Raises UsageError. Reads a page at a time."""
     pypdf = library("pypdf", meter.name)
     with path.open("rb") as stream, _warnings() as warnings:
         reader = _opened(pypdf, stream, meter)
@@ -43,7 +45,17 @@ def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, str, list[
         remarks.insert(0, _without_text(pages))
     if warnings:
         remarks.append(f"not well-formed ({warnings[0][:_SHORT]}), so look at its text; pdftotext may read more of it")
-    return "\n\n".join(filter(None, pages)) + "\n", number, remarks
+    return _BETWEEN.join(filter(None, pages)) + "\n", _places(pages), number, remarks
+
+
+def _places(pages: Sequence[str]) -> tuple[Place, ...]:
+    """The pages that have text, by their numbers in the file."""
+    found, start = [], 0
+    for number, text in enumerate(pages, 1):
+        if text:
+            found.append(Place("page", start, number))
+            start += len(text) + len(_BETWEEN)
+    return tuple(found)
 
 
 def _opened(pypdf: Any, stream: IO[bytes], meter: Meter) -> Any:

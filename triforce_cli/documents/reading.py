@@ -14,6 +14,7 @@ from triforce_cli.documents import Document
 from triforce_cli.documents.epub import read_epub
 from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
 from triforce_cli.documents.pdf import read_pdf
+from triforce_cli.documents.places import Place
 from triforce_cli.documents.selection import Named, Source, select, without
 from triforce_cli.documents.web import read_page
 from triforce_cli.documents.word import read_word
@@ -30,11 +31,13 @@ OnRead = Callable[[str, int, int], None]  # stage, bytes read, bytes in all
 
 @dataclass(frozen=True)
 class Reading:
-    """A document as text. detail: "12 pages". remarks: content that is not in the text, or doubtful."""
+    """A document as text. places: its pages, chapters or headings. detail: "12 pages". remarks: content that is not in
+    the text, or doubtful."""
 
     source: Source
     kind: str
     text: str
+    places: tuple[Place, ...] = ()
     detail: str = ""
     remarks: tuple[str, ...] = ()
 
@@ -44,7 +47,7 @@ class Reading:
 
     @property
     def document(self) -> Document:
-        return Document(self.name, self.text)
+        return Document(self.name, self.text, self.places)
 
     @property
     def shown_kind(self) -> str:
@@ -96,20 +99,20 @@ def _read(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
 
 
 def _read_pdf(source: Source, on_part: OnPart) -> Reading:
-    text, detail, remarks = read_pdf(source.path, Meter(str(source.path)), on_part)
-    return Reading(source, "PDF", text, detail, tuple(remarks))
+    text, pages, detail, remarks = read_pdf(source.path, Meter(str(source.path)), on_part)
+    return Reading(source, "PDF", text, pages, detail, tuple(remarks))
 
 
 def _read_page(source: Source, on_part: OnPart) -> Reading:
     meter = Meter(str(source.path))
     with source.path.open("rb") as stream:
-        text, remarks = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
-    return Reading(source, "web page", text, remarks=remarks)
+        text, headings, remarks = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
+    return Reading(source, "web page", text, headings, remarks=remarks)
 
 
 def _read_word(source: Source, on_part: OnPart) -> Reading:
-    text, remarks = read_word(source.path, Meter(str(source.path)), on_part)
-    return Reading(source, "Word", text, remarks=remarks)
+    text, headings, remarks = read_word(source.path, Meter(str(source.path)), on_part)
+    return Reading(source, "Word", text, headings, remarks=remarks)
 
 
 def _read_epub(source: Source, on_part: OnPart) -> Reading:

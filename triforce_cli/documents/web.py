@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from offload.errors import UsageError
-from triforce_cli.documents.blocks import CELL_GAP, Block, joined, length
+from triforce_cli.documents.blocks import CELL_GAP, Block, length, written
 from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.markup import Attributes, local, parse
+from triforce_cli.documents.places import Place
 
 
 def _words(text: str) -> frozenset[str]:
@@ -38,7 +39,10 @@ _BLOCKS = _words(
     "h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol p pre section summary table tbody td tfoot th thead title "
     "tr ul"
 )
-_TOLD = _UNSEEN | _MARGINS | _ENDS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}  # they change the state
+_HEADINGS = _words("h1 h2 h3 h4 h5 h6")
+_TOLD = (
+    _UNSEEN | _MARGINS | _ENDS | _HEADINGS | {"article", "main", "pre", "listing", "ul", "ol", "menu"}
+)  # they change the state
 _HIDDEN_STYLE = re.compile(
     r"display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)"
     r"|(?:font-size|opacity)\s*:\s*0(?:\.0*)?(?:px|pt|r?em|%)?\s*(?:[;!]|$)",
@@ -56,6 +60,7 @@ class _Place(NamedTuple):
     is_main: bool = False
     is_inner: bool = False  # in an article, or in the main element
     is_code: bool = False
+    is_heading: bool = False
     num_lists: int = 0
 
 
@@ -90,9 +95,9 @@ class Page:
         return f"main text, {length(self.chosen):,} of {length(self.blocks):,} visible characters, {left_out}"
 
 
-def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[str, ...]]:
-    """(text, remarks) of a web page. num_bytes: the file's size, which may exceed `data` past the limit. Raises
-    UsageError."""
+def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[Place, ...], tuple[str, ...]]:
+    """(text, its headings, remarks) of a web page. num_bytes: the file's size, which may exceed `data` past the limit.
+    Raises UsageError."""
     meter.markup(max(len(data), num_bytes))
     page = Page.of(*visible_blocks(decoded(data, meter), meter))
     if not page.chosen:
@@ -100,7 +105,8 @@ def read_page(data: bytes, meter: Meter, *, num_bytes: int) -> tuple[str, tuple[
             f"{meter.name} has no visible text in its {len(data):,} bytes: scripts may make it; open it in a browser "
             "and save the page as it is shown, or as PDF"
         )
-    return joined(page.chosen), page.remarks
+    text = written(page.chosen)
+    return text.text, text.headings, page.remarks
 
 
 def hidden(num_characters: int) -> str:
@@ -122,6 +128,7 @@ class _Listener:
         self._places = [_Place()]
         self._pieces: list[str] = []
         self._prefix = ""  # of the next block: a dash
+        self._anchors: list[str] = []  # of the next block
         self._rows: list[list[list[Block]]] = []  # blocks by cell in the open rows, the innermost last
         self._blocks: list[Block] = []
         self.num_hidden = 0
@@ -133,6 +140,8 @@ class _Listener:
         if tag in _BLOCKS:
             self._end_block()
         self._places.append(_inner(self._places[-1], tag, attributes))
+        if anchor := attributes.get("id") or (attributes.get("name") if tag == "a" else ""):
+            self._anchors.append(anchor)
         if tag == "li":
             self._prefix = "  " * (self._places[-1].num_lists - 1) + "- "
         elif tag == "tr":
@@ -169,8 +178,10 @@ class _Listener:
             return
         group = "list" if place.num_lists else ""
         indent = "" if self._prefix or not place.num_lists or place.is_code else "  " * place.num_lists
-        self._add(Block(f"{self._prefix or indent}{text}", group, place.is_main, place.is_margin))
+        title, anchors = text if place.is_heading else "", tuple(self._anchors)
+        self._add(Block(f"{self._prefix or indent}{text}", group, place.is_main, place.is_margin, title, anchors))
         self._prefix = ""
+        self._anchors.clear()
 
     def _end_row(self, cells: list[list[Block]]) -> None:
         """Add the row as one line. If a cell has more than one block, as in a table for layout, add the blocks
@@ -181,7 +192,8 @@ class _Listener:
                 self._add(block)
             return
         line = CELL_GAP.join(cell[0].text if cell else "" for cell in cells)
-        self._add(replace(blocks[0], text=line.rstrip(), group="table"))
+        anchors = tuple(name for block in blocks for name in block.anchors)
+        self._add(replace(blocks[0], text=line.rstrip(), group="table", anchors=anchors))
 
     def _add(self, block: Block) -> None:
         """Add a block to the open cell, or to the page if no cell is open."""
@@ -208,6 +220,7 @@ def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
         is_main=place.is_main or tag == "main" or role == "main",
         is_inner=is_inner,
         is_code=place.is_code or tag in ("pre", "listing"),
+        is_heading=place.is_heading or tag in _HEADINGS,
         num_lists=place.num_lists + (tag in ("ul", "ol", "menu")),
     )
 

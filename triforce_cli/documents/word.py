@@ -13,6 +13,7 @@ from triforce_cli.documents.archive import Archive
 from triforce_cli.documents.limits import Meter, OnPart
 from triforce_cli.documents.markup import parse
 from triforce_cli.documents.package import main_part, related
+from triforce_cli.documents.places import Place
 from triforce_cli.documents.word_body import Body
 from triforce_cli.documents.word_styles import Styles
 
@@ -20,8 +21,8 @@ _NOTES = ("footnotes", "endnotes")
 _MARGINS = ("header", "footer")
 
 
-def read_word(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[str, ...]]:
-    """(text, remarks). Raises UsageError. Peak memory: the size of the text."""
+def read_word(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[Place, ...], tuple[str, ...]]:
+    """(text, its headings, remarks). Raises UsageError. Peak memory: the size of the text."""
     with path.open("rb") as stream:
         archive = Archive(stream, meter)
         main = main_part(archive, meter)
@@ -30,7 +31,9 @@ def read_word(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[str
         for name in parts.get("styles", ()):
             parse(archive.pieces(name), "xml", styles, meter)
         body, margins = Body(styles), Body(styles)
-        for name in (main, *(name for kind in _NOTES for name in parts.get(kind, ()))):
+        notes = ((kind, name) for kind in _NOTES for name in parts.get(kind, ()))
+        for kind, name in (("", main), *notes):
+            body.begin_part(kind)
             parse(_heard(archive, name, on_part), "xml", body, meter)
             body.end_part()
         for name in (name for kind in _MARGINS for name in parts.get(kind, ())):
@@ -41,7 +44,7 @@ def read_word(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[str
         raise UsageError(f"{meter.name} has no text; if it shows pictures of text, ocrmypdf puts text into a PDF of it")
     around = len(margins.written.strip())
     remarks = [*body.remarks, f"its headers and footers, {around:,} characters, are not read"][: None if around else -1]
-    return text, tuple(remarks)
+    return text, body.headings, tuple(remarks)
 
 
 def _heard(archive: Archive, name: str, on_part: OnPart) -> Iterator[bytes]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from triforce_cli.documents.blocks import CELL_GAP, Block, Writer
 from triforce_cli.documents.markup import Attributes, local
-from triforce_cli.documents.word_styles import Styles, is_on, value
+from triforce_cli.documents.places import Place
+from triforce_cli.documents.word_styles import Styles, is_on, is_outlined, value
 
 _TYPED = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 _GONE = ("del", "moveFrom")  # tracked changes: deleted, and moved to another place
@@ -38,6 +39,7 @@ class _Paragraph:
     pieces: list[str] = field(default_factory=list)
     style: str = ""
     level: int | None = None  # in a list
+    is_heading: bool | None = None  # None if its style decides
     is_joined: bool = False  # joined with the next one: its paragraph mark is deleted or hidden
 
 
@@ -84,10 +86,15 @@ class Body:
         self._mark = ""  # last mark of a field: begin, separate or end
         self._unread: Counter[str] = Counter()
         self._num_hidden = self._num_unended = 0
+        self._notes = ""
 
     @property
     def written(self) -> str:
         return self._writer.text
+
+    @property
+    def headings(self) -> tuple[Place, ...]:
+        return self._writer.headings
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -98,6 +105,10 @@ class Body:
             f"not read: {', '.join(unread)}" if unread else "",
         )
         return tuple(filter(None, lines))
+
+    def begin_part(self, notes: str) -> None:
+        """Begin a part. notes: the name of the notes in it, which stands for their heading."""
+        self._notes = notes if self._writer.headings else ""
 
     def end_part(self) -> None:
         """Close what a part has left open, so that it does not affect the next part."""
@@ -222,6 +233,8 @@ class Body:
             paragraph.style = value(attributes, "val")
             if self._styles.is_list(paragraph.style):
                 paragraph.level = paragraph.level or 0
+        elif name == "outlineLvl":
+            paragraph.is_heading = is_outlined(attributes)
         elif name == "numPr":
             paragraph.level = paragraph.level or 0
         elif name == "ilvl":
@@ -272,13 +285,19 @@ class Body:
         text = "".join(paragraph.pieces).strip("\n")
         if not text.strip():
             return
-        group = "" if paragraph.level is None else "list"
+        group, title = "" if paragraph.level is None else "list", self._title(paragraph, text)
         if paragraph.level is not None:
             text = f"{'  ' * paragraph.level}- {text.lstrip()}"
         if self._tables and self._tables[-1].rows and self._tables[-1].rows[-1]:
             self._tables[-1].rows[-1][-1].append(text)
         else:
-            self._writer.add(Block(text, group))
+            self._writer.add(Block(text, group, title=title))
+
+    def _title(self, paragraph: _Paragraph, text: str) -> str:
+        """The paragraph's text if it is a heading; of the first note, the notes' name."""
+        notes, self._notes = self._notes, ""
+        own = paragraph.is_heading
+        return text.strip() if (self._styles.is_heading(paragraph.style) if own is None else own) else notes
 
     def _end_joined(self) -> None:
         """End a joined paragraph that has no next one."""

@@ -1,13 +1,15 @@
-"""Styles of a Word document: the ones that make list items or hide text."""
+"""Styles of a Word document: the ones that make list items or headings, or hide text."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from triforce_cli.documents.markup import Attributes, local
 
 _NOT_ITS_OWN = ("tblStylePr", "pPrChange", "rPrChange")  # for parts of a table; from before a tracked change
+_HEADING = re.compile("heading [1-9]", re.IGNORECASE)  # Word's own styles, whatever the file says of them
 
 
 @dataclass
@@ -17,6 +19,7 @@ class _Style:
     based_on: str = ""
     is_list: bool | None = None
     is_hidden: bool | None = None
+    is_heading: bool | None = None
 
 
 class Styles:
@@ -43,6 +46,10 @@ class Styles:
             self._open.is_list = True
         elif name == "numId" and value(attributes, "val") == "0":
             self._open.is_list = False
+        elif name == "name" and _HEADING.fullmatch(value(attributes, "val")) and self._open.is_heading is None:
+            self._open.is_heading = True
+        elif name == "outlineLvl":
+            self._open.is_heading = is_outlined(attributes)
         elif name == "vanish":
             self._open.is_hidden = is_on(attributes)
 
@@ -54,12 +61,15 @@ class Styles:
     def is_list(self, paragraph: str) -> bool:
         return self._says(paragraph or self._default, "is_list")
 
+    def is_heading(self, paragraph: str) -> bool:
+        return self._says(paragraph or self._default, "is_heading")
+
     def is_hidden(self, paragraph: str, run: str) -> bool:
         """True for hidden text, from the styles of its paragraph and run: two that hide cancel out (ECMA-376,
         17.7.3)."""
         return self._says(paragraph or self._default, "is_hidden") != self._says(run, "is_hidden")
 
-    def _says(self, name: str, what: Literal["is_list", "is_hidden"]) -> bool:
+    def _says(self, name: str, what: Literal["is_list", "is_hidden", "is_heading"]) -> bool:
         seen: set[str] = set()
         while name in self._styles and name not in seen:
             style = self._styles[name]
@@ -74,6 +84,11 @@ class Styles:
 def value(attributes: Attributes, name: str) -> str:
     """The value of an attribute in any namespace, "" for none."""
     return next((value for key, value in attributes.items() if local(key) == name), "")
+
+
+def is_outlined(attributes: Attributes) -> bool:
+    """True for a level of the outline; 9 is the level of text (ECMA-376, 17.3.1.20)."""
+    return value(attributes, "val") in map(str, range(9))
 
 
 def is_on(attributes: Attributes) -> bool:

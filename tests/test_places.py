@@ -1,0 +1,203 @@
+"""Places of documents: a passage is found on the page, in the chapter or below the heading that its document has."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.engine.attended import Passage
+from offload.errors import UsageError
+from triforce_cli.answering.citations import Citation, citations
+from triforce_cli.chat.conversation import Conversation
+from triforce_cli.documents import Document
+from triforce_cli.documents.places import Place, shown, touched
+from triforce_cli.documents.reading import joined
+
+pytest.importorskip("pypdf")
+pytest.importorskip("docx")
+pytest.importorskip("reportlab")
+pytest.importorskip("lxml")
+
+from test_documents_in import Heard, epub, pdf, word
+from test_documents_in import page as web_page
+from test_epub import XHTML, book
+from test_word import document, paragraph, run, style, styles
+
+NAV = '<html xmlns:epub="http://www.idpf.org/2007/ops"><body><nav epub:type="toc"><ol>{}</ol></nav>{}</body></html>'
+LETTER = "Dear reader, this head stands on every page."
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def cited(prompt: str, documents: list[Document], start: int, end: int) -> Citation:
+    [found] = citations([Passage(start, end, 0.5)], list(map(ord, prompt)), documents, Letters())  # type: ignore[arg-type]
+    return found
+
+
+def begun(text: str, places: tuple[Place, ...]) -> list[tuple[str, str]]:
+    """Each place, and the text at which it begins."""
+    return [(str(place), text[place.start :].split("\n", 1)[0]) for place in places]
+
+
+def test_pages_of_a_pdf_begin_where_their_text_does(tmp_path: Path) -> None:
+    [read] = Heard().read(pdf(tmp_path / "a.pdf", ["First", "of one"], [], ["Third"], ["Fourth"]))
+    assert begun(read.text, read.places) == [("p. 1", "First"), ("p. 3", "Third"), ("p. 4", "Fourth")]
+    assert read.document.places == read.places
+
+
+def test_headings_of_a_page_are_of_its_main_text(tmp_path: Path) -> None:
+    content = (
+        "<nav><h2>Menu</h2></nav><main><p>Before.</p><h1>The <b>sea</b><br>and more</h1><p>Blue.</p>"
+        "<h2>Hills</h2><ul><li>Green.</li></ul><table><tr><th>No heading</th></tr></table></main>"
+    )
+    [read] = Heard().read(web_page(tmp_path / "a.html", content))
+    assert begun(read.text, read.places) == [('"The sea and more"', "The sea"), ('"Hills"', "Hills")]
+    at = read.text.index("Before.")
+    assert shown(read.places, at, at + 7) == 'before "The sea and more"'
+
+
+def test_headings_of_word_are_styles_and_outline_levels(tmp_path: Path) -> None:
+    told = styles(
+        style("H1", '<w:name w:val="heading 1"/>'),
+        style("Mine", '<w:basedOn w:val="H1"/>'),
+        style("Contents", '<w:basedOn w:val="H1"/><w:pPr><w:outlineLvl w:val="9"/></w:pPr>'),
+        style("Outlined", '<w:name w:val="Clause"/><w:pPr><w:outlineLvl w:val="2"/></w:pPr>'),
+    )
+
+    def styled(name: str, text: str, more: str = "") -> str:
+        return paragraph(run(text), properties=f'<w:pStyle w:val="{name}"/>{more}')
+
+    body = (
+        paragraph(run("Text.")) + styled("H1", "One") + styled("Contents", "Contents") + styled("Mine", "Two")
+        + styled("Outlined", "Three", '<w:numPr><w:numId w:val="1"/></w:numPr>')
+        + styled("H1", "No heading", '<w:outlineLvl w:val="9"/>')
+        + paragraph(run("Four"), properties='<w:outlineLvl w:val="0"/>') + paragraph(run("End."))
+    )  # fmt: skip
+    [read] = Heard().read(
+        document(tmp_path / "a.docx", body, related={"styles": "styles.xml", "footnotes": "notes.xml"},
+                 **{"word/styles.xml": told, "word/notes.xml": f"<w:footnotes xmlns:w='http://schemas.openxmlformats.org/wordprocessingml/2006/main'>{paragraph(run('Below.'))}</w:footnotes>"})
+    )  # fmt: skip
+    assert begun(read.text, read.places) == [
+        ('"One"', "One"),
+        ('"Two"', "Two"),
+        ('"Three"', "- Three"),
+        ('"Four"', "Four"),
+        ('"footnotes"', "Below."),
+    ]
+    [plain] = Heard().read(word(tmp_path / "b.docx", paragraph(run("No style at all."))))
+    assert plain.places == ()
+
+
+def test_chapters_are_called_as_the_contents_call_them(tmp_path: Path) -> None:
+    chapters = {
+        "a.xhtml": "<h1>Not this one</h1><p>First.</p>",
+        "b.xhtml": "<p>Goes on.</p><h2 id='two'>II</h2><p>Second.</p><h2 id='x y'>III</h2><p>Third.</p>",
+        "c.xhtml": "<h2>By its heading</h2><p>Fourth.</p>",
+        "d.xhtml": "<p>Fifth.</p>",
+    }
+    path = epub(tmp_path / "a.epub", chapters)
+    [read] = Heard().read(path)
+    assert [str(place) for place in read.places] == ['"Not this one"', '"II"', '"By its heading"', "chapter 4"]
+    links = {"a.xhtml": "I. The  beginning", "b.xhtml#two": "The middle", "b.xhtml#x%20y": "The third", "e.xhtml": "No"}
+    listed = "".join(f'<li><a href="t/../{to}">{title}</a></li>' for to, title in links.items())
+    pages = '<nav epub:type="page-list"><a href="d.xhtml">77</a></nav>'
+    items = [f'id="{name[0]}" href="{name}" media-type="{XHTML}"' for name in chapters]
+    order = [f'idref="{name[0]}"' for name in chapters]
+    members = {f"O/{name}": f"<html><body>{text}</body></html>" for name, text in chapters.items()}
+    nav = f'id="nav" href="nav.xhtml" media-type="{XHTML}" properties="nav"'
+    path = book(tmp_path / "b.epub", [*items, nav], order, **members, **{"O/nav.xhtml": NAV.format(listed, pages)})
+    [read] = Heard().read(path)
+    assert begun(read.text, read.places) == [
+        ('"I. The beginning"', "Not this one"),
+        ("chapter 2", "Goes on."),
+        ('"The middle"', "II"),
+        ('"The third"', "III"),
+        ('"By its heading"', "By its heading"),
+        ("chapter 4", "Fifth."),
+    ]
+    assert [place.number for place in read.places] == [1, 2, 2, 2, 3, 4]
+    ncx = (
+        "<ncx><navMap><navPoint><navLabel><text>One</text></navLabel><content src='a.xhtml'/><navPoint><navLabel><text>"
+        "Two</text></navLabel><content src='b.xhtml'/></navPoint></navPoint></navMap><pageList><pageTarget><navLabel>"
+        "<text>9</text></navLabel><content src='d.xhtml'/></pageTarget></pageList></ncx>"
+    )
+    old = 'id="n" href="toc.ncx" media-type="application/x-dtbncx+xml"'
+    [read] = Heard().read(book(tmp_path / "c.epub", [*items, old], order, **members, **{"O/toc.ncx": ncx}))
+    assert [str(place) for place in read.places] == ['"One"', '"Two"', '"By its heading"', "chapter 4"]
+    heard = Heard()
+    [read] = heard.read(book(tmp_path / "d.epub", [*items, old], order, **members, **{"O/toc.ncx": ncx[:40]}))
+    assert next(str(place) for place in read.places) == '"Not this one"'
+    assert "table of contents is damaged, so chapters are called by their headings" in heard.notes[0]
+
+
+def test_a_passage_is_in_every_place_that_it_touches() -> None:
+    pages = tuple(Place("page", start, number) for number, start in enumerate((0, 10, 20), 1))
+    assert [shown(pages, *each) for each in ((0, 10), (9, 11), (10, 20), (25, 99))] == [
+        "p. 1", "p. 1 to p. 2", "p. 2", "p. 3",
+    ]  # fmt: skip
+    assert touched(pages, 5, 25) == pages
+    long = str(Place("heading", 0, 1, "line\nbreak and \x1b[2J " * 20))
+    assert long.startswith('"line break and \\u001b[2J line')
+    assert len(long) < 80
+
+
+def test_the_same_words_on_every_page_are_cited_by_the_page(tmp_path: Path) -> None:
+    """Places were estimated by the share of the prompt before the passage: with a long system message, a long question
+    or two editions of a document, that named another page."""
+    pages = [[LETTER, f"Number {number}. " + "Word after word. " * (3 * number)] for number in range(6)]
+    heard = Heard()
+    [first] = heard.read(pdf(tmp_path / "first.pdf", *pages))
+    [second] = heard.read(pdf(tmp_path / "second.pdf", *pages))
+    documents = [first.document, second.document]
+    prompt = f"{'Be brief. ' * 300}{joined([first, second])}{'Why? ' * 90}"
+    heads = [at for at in range(len(prompt)) if prompt.startswith(LETTER, at)]
+    assert len(heads) == 12
+    found = [cited(prompt, documents, at, at + len(LETTER)) for at in heads]
+    assert [(each.document, each.place) for each in found] == [
+        (name, f"p. {number}") for name in ("first.pdf", "second.pdf") for number in range(1, 7)
+    ]
+    [as_json] = {json.dumps(found[3].as_dict()["places"])}
+    assert json.loads(as_json) == [{"kind": "page", "number": 4, "title": ""}]
+    assert str(found[3]).startswith("first.pdf, p. 4 (50%): reader, this head")
+
+
+@pytest.mark.parametrize("change", [str.strip, partial(unicodedata.normalize, "NFD"), lambda text: text[1:]])
+def test_places_are_right_where_a_template_changes_texts(change: Any) -> None:
+    whole = "".join(f"é{LETTER}\nOn page {number} there is a sentence {number * 'more '}\n\n" for number in range(6))
+    starts = [at for at in range(len(whole)) if whole.startswith(f"é{LETTER}", at)]
+    pages = tuple(Place("page", start, number) for number, start in enumerate(starts, 1))
+    documents = [Document("a.pdf", f"\n \n{whole}", tuple(Place("page", p.start + 3, p.number) for p in pages))]
+    documents.append(Document("b.pdf", whole, pages))
+    prompt = f"{'Be brief. ' * 100}[a]\n{change(documents[0].text)}[b]\n{change(whole)}{'Why? ' * 200}"
+    heads = [at for at in range(len(prompt)) if prompt.startswith(LETTER, at)]
+    found = [cited(prompt, documents, at, at + len(LETTER)) for at in heads]
+    assert [(each.document, each.place) for each in found] == [
+        (name, f"p. {number}") for name in ("a.pdf", "b.pdf") for number in range(1, 7)
+    ]
+
+
+def test_a_conversation_keeps_places_and_reads_one_from_before() -> None:
+    places = (Place("page", 0, 1), Place("page", 5, 2), Place("chapter", 6, 3, "Third"))
+    conversation = Conversation().with_document(Document("a.pdf", "text and more", places)).asked("Why?")
+    data = json.loads(conversation.to_json())
+    again = Conversation.from_data(data, "it")
+    assert again.documents[0].places == places
+    answered = Conversation.from_json(conversation.answered("So.", [1], complete=True).to_json(), "it")
+    assert answered.documents[0].places == places
+    del data["pending_documents"][0]["places"]
+    before = Conversation.from_data(data, "it")
+    assert before.documents[0].places == ()
+    assert before == conversation  # so naming the file again adds nothing
+    data["pending_documents"][0]["places"] = [{"kind": "verse", "start": 0, "number": 1, "title": ""}]
+    with pytest.raises(UsageError, match=r"places\[0\].kind is \"verse\"; it must be "):
+        Conversation.from_data(data, "it")

@@ -1,0 +1,49 @@
+"""Places of a document: its pages, chapters or headings, and where each begins in the text made of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from triforce_cli.render.text import line_text
+
+_WIDTH = 60  # shown characters of a title
+
+
+@dataclass(frozen=True)
+class Place:
+    """A page, a chapter or a heading. start: the character of the text at which it begins. number: of the page, the
+    chapter or the heading, from 1. title: of a chapter, "" for one without; the text of a heading."""
+
+    kind: Literal["page", "chapter", "heading"]
+    start: int
+    number: int
+    title: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The place as JSON, without where it begins."""
+        return {"kind": self.kind, "number": self.number, "title": self.title}
+
+    def __str__(self) -> str:
+        if self.kind == "page":
+            return f"p. {self.number}"
+        title = line_text(" ".join(self.title.split()))
+        return f'"{title if len(title) <= _WIDTH else f"{title[:_WIDTH]} ..."}"' if title else f"chapter {self.number}"
+
+
+def touched(places: Sequence[Place], start: int, end: int) -> tuple[Place, ...]:
+    """The places that the characters `start` to `end` of a text are in, in order; `places` is in order, too."""
+    starts = [place.start for place in places]
+    first, last = (bisect_right(starts, at) for at in (start, max(start, end - 1)))
+    return tuple(places[max(first - 1, 0) : last])
+
+
+def shown(places: Sequence[Place], start: int, end: int) -> str:
+    """Where the characters `start` to `end` of a text are: "p. 4", or "p. 4 to p. 5"; `places`: at least one."""
+    found = touched(places, start, end)
+    if not found:
+        return f"before {places[0]}"
+    first, last = str(found[0]), str(found[-1])
+    return first if first == last else f"{first} to {last}"

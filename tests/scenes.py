@@ -70,7 +70,7 @@ def a_scoring() -> None:
 def some_documents() -> None:
     Path("papers", ".git").mkdir(parents=True)
     Path("papers/book.txt").write_text(TEXT * 2)
-    Path("papers/page.html").write_text("<nav>Home</nav><main><p>Sé, naïve:<p>Dipped in ink.</main>")
+    Path("papers/page.html").write_text("<nav>Home</nav><main><p>Sé, naïve:<h2>Ink</h2><p>Dipped in ink.</main>")
     Path("papers/photo.png").write_bytes(b"\x89PNG\0")
     Path("scan.pdf").write_bytes(b"%PDF-1.7\n")
 
@@ -190,6 +190,7 @@ SCENES: dict[str, Scene] = {
     "score": Scene("score book.txt notes.txt --worst 2", a_scoring),
     "score-against": Scene("score book.txt --worst 1 --against demo-draft", a_scoring, modes=OUTPUT_MODES),
     "tokens": Scene("tokens papers", some_documents),
+    "text": Scene("text papers --places", some_documents, modes="terminal piped"),
     "bench": Scene("bench --prompt-file book.txt --contexts 512,1024 --repeats 3", a_comparison),
     "plan": Scene("plan"),
     "plan-two-gpus": Scene(f"plan {PAIR} --context 120000 --gpus 2", some_configs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from offload.errors import UsageError
 from triforce_cli.answering.citations import Citation, citations
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.documents import Document
-from triforce_cli.documents.places import Place, shown, touched
+from triforce_cli.documents.places import Place, marked, shown, touched
 from triforce_cli.documents.reading import joined
 
 pytest.importorskip("pypdf")
@@ -23,11 +24,13 @@ pytest.importorskip("docx")
 pytest.importorskip("reportlab")
 pytest.importorskip("lxml")
 
+from test_cli_prompt import piped
 from test_documents_in import Heard, epub, pdf, word
 from test_documents_in import page as web_page
 from test_epub import XHTML, book
 from test_word import document, paragraph, run, style, styles
 
+Run = Callable[..., tuple[int, str, str]]
 NAV = '<html xmlns:epub="http://www.idpf.org/2007/ops"><body><nav epub:type="toc"><ol>{}</ol></nav>{}</body></html>'
 LETTER = "Dear reader, this head stands on every page."
 
@@ -201,3 +204,34 @@ def test_a_conversation_keeps_places_and_reads_one_from_before() -> None:
     data["pending_documents"][0]["places"] = [{"kind": "verse", "start": 0, "number": 1, "title": ""}]
     with pytest.raises(UsageError, match=r"places\[0\].kind is \"verse\"; it must be "):
         Conversation.from_data(data, "it")
+
+
+def test_text_is_what_the_model_reads(triforce: Run, tmp_path: Path) -> None:
+    note = tmp_path / "b.txt"
+    note.write_bytes("No line end,\r\nand ünïcode".encode())
+    files = [pdf(tmp_path / "a.pdf", ["First"], [], ["Third", "and more"]), note]
+    assert triforce("text", str(note)) == (0, "No line end,\r\nand ünïcode", "")
+    code, out, err = triforce("text", *map(str, files), "--quiet")
+    assert (code, out, err) == (0, joined(Heard().read(*files)), "")
+    assert triforce("text", *map(str, files), "--places", "-q")[1] == (
+        "===== a.pdf =====\n--- p. 1 ---\nFirst\n\n--- p. 3 ---\nThird\nand more\n\n"
+        "===== b.txt =====\nNo line end,\r\nand ünïcode\n"
+    )
+    code, out, _ = triforce("text", str(tmp_path), "--include", "*.pdf", "--json")
+    [found] = json.loads(out)["documents"]
+    assert found["places"] == [
+        {"kind": "page", "number": 1, "title": "", "start": 0, "line": 1},
+        {"kind": "page", "number": 3, "title": "", "start": 7, "line": 3},
+    ]
+    assert (found["name"], found["kind"], found["text"]) == ("a.pdf", "PDF", "First\n\nThird\nand more\n")
+    assert found["remarks"] == ["1 of 3 pages have no text (2): empty, or pictures"]
+    code, _, err = triforce("text", str(note), "--json", "--places")
+    assert (code, "--json has the places" in err) == (2, True)
+    with piped(b"From a pipe"):
+        assert triforce("text") == (0, "From a pipe", "")
+
+
+def test_a_place_within_a_line_is_marked_on_a_line_of_its_own() -> None:
+    places = (Place("chapter", 4, 1, "The sea"), Place("chapter", 8, 2))
+    assert marked("one two three", places) == 'one \n--- "The sea" ---\ntwo \n--- chapter 2 ---\nthree'
+    assert marked("", ()) == ""

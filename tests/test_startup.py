@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -27,9 +28,11 @@ def run_after(code: str, *args: str, epilogue: str) -> subprocess.CompletedProce
     )
 
 
-def test_help_imports_few_modules() -> None:
-    """455 when this was written, for all of them together; torch alone would be a thousand."""
-    others = f"for args in {HELPS}: assert main(args) == 0"
+def test_help_and_the_text_of_a_document_import_few_modules(tmp_path: Path) -> None:
+    """455 when this was written, for all helps together; torch alone would be a thousand."""
+    pytest.importorskip("lxml")
+    (page := tmp_path / "page.html").write_text("<main><h1>Title</h1><p>Text.</main>")
+    others = f"for args in {[*HELPS, ['text', str(page), '--places']]}: assert main(args) == 0"
     loaded = run_after(others, "--help", epilogue="sys.stderr.write(' '.join(sys.modules))").stderr.split()
     assert len(loaded) < 600
     assert not {"torch", "transformers", "huggingface_hub", "numpy"} & set(loaded)

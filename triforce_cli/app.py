@@ -30,6 +30,7 @@ from triforce_cli.commands.pull import pull
 from triforce_cli.commands.score import score
 from triforce_cli.commands.sessions import sessions
 from triforce_cli.commands.store import store
+from triforce_cli.commands.text import text
 from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
 from triforce_cli.errors import debugging, describe, wants_json
@@ -46,6 +47,7 @@ app.command()(plan)
 app.command()(verify)
 app.command()(score)
 app.command()(tokens)
+app.command()(text)
 app.command()(bench)
 app.command()(doctor)
 app.command()(pull)

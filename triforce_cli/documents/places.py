@@ -47,3 +47,13 @@ def shown(places: Sequence[Place], start: int, end: int) -> str:
         return f"before {places[0]}"
     first, last = str(found[0]), str(found[-1])
     return first if first == last else f"{first} to {last}"
+
+
+def marked(text: str, places: Sequence[Place]) -> str:
+    """The text with a line above every place: "--- p. 4 ---"."""
+    starts = [*(place.start for place in places), len(text)]
+    parts = [text[: starts[0]]]
+    for place, start, end in zip(places, starts, starts[1:], strict=False):
+        line_end = "" if parts[-1].endswith("\n") or not start else "\n"
+        parts.append(f"{line_end}--- {place} ---\n{text[start:end]}")
+    return "".join(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 NUM_SEEDS = 2**63
 
 
@@ -10,3 +12,11 @@ def seed_after(seed: int | None, count: int) -> int | None:
     if seed is None:
         return None
     return seed + count - (NUM_SEEDS if seed < NUM_SEEDS <= seed + count else 0)
+
+
+def seed_within(seed: int | None, num_tokens: int) -> int | None:
+    """The seed for going on with a text after `num_tokens` of its tokens. Another one than the text's own: random
+    numbers that decided its beginning must not decide what follows."""
+    if seed is None or not num_tokens:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest(), "big") % NUM_SEEDS

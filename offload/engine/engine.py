@@ -179,12 +179,16 @@ class Engine:
         full = self.worker.full
         attended = self._attended(len(prompt)) if request.passages else None
         text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(request.end_tokens)
-        distribution = self.distribution(request.sampling, len(prompt), end_tokens)
+        num_prompt = len(prompt) - request.begun
+        distribution = self.distribution(request.sampling, num_prompt, end_tokens)
         self._start(prompt, reuse=request.reuse, record_mass=speculation)
         speculator = self._make_speculator(
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
         )
-        written = ReplyText(self.tokenizer, prompt, stops=request.stop, named=request.named, end_tokens=end_tokens)
+        written = ReplyText(
+            self.tokenizer, prompt[:num_prompt], stops=request.stop, named=request.named, end_tokens=end_tokens
+        )
+        begun = "".join(map(written.push, prompt[num_prompt:]))
         num_pending = len(prompt) - self.prefix.num_prefilled(prompt)
         runs = generation.in_passes(
             prompt,
@@ -206,7 +210,7 @@ class Engine:
                     rows = full.mass(len(run.tokens), after=num_pending - 1 if is_first else 0)
                     attended.add(rows, of_prompt=is_first)
                 self.worker.fetch_ahead()
-                step = _show(run, written)
+                step, begun = _show(run, written, begun), ""
                 if step.finish == "length" and distribution.is_over(text_tokens + step.tokens):
                     step = replace(step, finish="stop")
                 if run.logits is not None and request.logprobs is not None:
@@ -434,14 +438,14 @@ class Engine:
         )
 
 
-def _show(run: generation.Run, written: ReplyText) -> Step:
-    """The run's text, cut after the token that completes a stop string."""
-    text, tokens, finish = "", list[int](), run.finish
+def _show(run: generation.Run, written: ReplyText, text: str) -> Step:
+    """The run's text after `text`, cut after the token that completes a stop string."""
+    tokens, finish = list[int](), run.finish
     for token in run.tokens:
-        tokens.append(token)
-        text += written.push(token)
         if written.is_stopped:
             break
+        tokens.append(token)
+        text += written.push(token)
     if finish is not None and not written.is_stopped:
         text += written.flush()
     if written.is_stopped:

@@ -23,6 +23,8 @@ class GenerationRequest:
     stop: strings before which the text ends; tokens after the one that completes a string are dropped. A string that
     names a special token also matches that token.
     end_tokens: ids that end the text, besides the model's own.
+    begun: the number of the prompt's last tokens that belong to the text, from an earlier request. Penalties,
+    constraints, limits on thoughts and stop strings count them in; the first step's text begins with theirs.
     reuse: use the cached rows of the longest common prefix, whichever passes computed them; they may differ in
     rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are reused (whole blocks with
     which both prompts begin), and the text does not depend on earlier requests.
@@ -38,6 +40,7 @@ class GenerationRequest:
     max_tokens: int
     stop: Sequence[str] = ()
     end_tokens: Collection[int] = ()
+    begun: int = 0
     reuse: bool = False
     speculation: bool = True
     logprobs: int | None = None
@@ -46,6 +49,10 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         check_logprobs(self.logprobs)
+        if not 0 <= self.begun < max(len(self.prompt), 1):
+            raise UsageError(
+                f"begun is {self.begun}, the prompt has {len(self.prompt)} tokens, the first of them its own"
+            )
 
 
 def check_logprobs(count: int | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from offload.errors import Differs
 from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.begun import begun_prompt
 from triforce_cli.answering.ending import Unfinished, ends_here, may_not_match
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.kept import kept, open_for_text, rows_kept
@@ -29,17 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """One request without its prompt. session: the folder that keeps KV rows. file: the output in place of standard
+    """One request without its prompt. session: the folder that keeps KV rows. goes_on: the prompt ends with the last
+    answer of the session, which goes on. file: the output in place of standard
     output. compares: decode again without speculation, and compare."""
 
     wanted: Wanted
     setup: Setup
     session: Path | None
     read_only: bool
+    goes_on: bool
     compares: bool
     written: Written
     file: Path | None
     quiet: bool
+
+    @property
+    def is_kept(self) -> bool:
+        """True if a session keeps the answer."""
+        return self.session is not None and not self.read_only
 
     @contextmanager
     def begun(self) -> Iterator[Run]:
@@ -69,6 +77,12 @@ class Run:
         """Load the tokenizer and inspect the machine; see triforce_cli.engine."""
         return self._alone.setup.prepare(self.output, sampling=self._alone.wanted.sampling)
 
+    def go_on(self, *, is_chat: bool) -> None:
+        """Go on with the session's last answer. is_chat: of `ask`, not of `generate`."""
+        assert self._alone.session is not None
+        prompt = begun_prompt(self._alone.session, is_chat=is_chat)
+        self.answer(self.prepare(), prompt, "")
+
     def answer(self, prepared: Prepared, prompt: Prompt, text: str) -> None:
         """Plan, load, generate. Text appears as it is accepted. text: the prompt's text."""
         wanted, session = self._alone.wanted, self._alone.session
@@ -84,7 +98,7 @@ class Run:
             if store is None:
                 stack.enter_context(rows_kept(engine, self.output))
             else:
-                stack.enter_context(kept(store, engine, prompt.tokens, self.output))
+                stack.enter_context(kept(store, engine, answer, self.output))
             request = prompt.request(wanted, max_tokens=plan.request.max_tokens, reuse=store is not None)
             self._generate(engine, request, answer)
             if self._alone.compares:
@@ -124,6 +138,6 @@ class Run:
         full = plan.request.max_tokens < wanted.max_tokens
         limit = None if full else f"--max-tokens {wanted.max_tokens}"
         if wanted.sampling.constraint is None:
-            return ends_here(name, limit)
+            return ends_here(name, limit, "--continue goes on" if self._alone.is_kept else "")
         remedy = "shorten the prompt" if full else "raise it"
         raise Unfinished(may_not_match(name, limit, wanted.sampling.constraint.name, remedy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,11 @@ class Answer:
         self.citations: list[Citation] | None = None
         self._tokenizer = tokenizer
         self._splitter = prompt.splitter()
+        self._earlier = {
+            False: prompt.earlier.num_text,
+            True: prompt.earlier.num_thoughts,
+        }  # characters; True: thoughts
+        self._num_split = {False: 0, True: 0}
 
     def add(self, step: Step) -> Part:
         """Add a step, and return its part."""
@@ -52,7 +58,7 @@ class Answer:
                 read, documents = self.prompt.tokens, self.prompt.documents
                 self.citations = citations(step.passages, read, documents, self._tokenizer)
         self.num_tokens += len(step.tokens)
-        text, thoughts = _told_apart(pieces)
+        text, thoughts = self._told_apart(pieces)
         self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish))
         return self.parts[-1]
 
@@ -60,7 +66,7 @@ class Answer:
         """The part with the text held back, for an answer that ends early; None if there is none."""
         if not self.parts or self.finish is not None or not (pieces := self._splitter.flush()):
             return None
-        self.parts.append(Part(*_told_apart(pieces)))
+        self.parts.append(Part(*self._told_apart(pieces)))
         return self.parts[-1]
 
     def scores(self, part: Part) -> list[dict[str, Any]]:
@@ -72,6 +78,13 @@ class Answer:
     def text(self) -> str:
         """The text so far, without thoughts."""
         return "".join(part.text for part in self.parts)
+
+    @property
+    def num_written(self) -> tuple[int, int]:
+        """The characters of text and of thoughts that are written once the answer ends, by earlier runs, too."""
+        held = [] if self.finish is not None else copy(self._splitter).flush()
+        said, thoughts = (self._num_split[kind] + len(_joined(held, is_thought=kind)) for kind in (False, True))
+        return max(self._earlier[False], said), max(self._earlier[True], thoughts)
 
     @property
     def written(self) -> str:
@@ -103,6 +116,15 @@ class Answer:
             found["citations"] = [each.as_dict() for each in self.citations]
         return found
 
+    def _told_apart(self, pieces: Sequence[Piece]) -> tuple[str, str]:
+        """(text, thoughts) of the pieces, without the characters that an earlier run has written."""
+        return self._new(pieces, is_thought=False), self._new(pieces, is_thought=True)
+
+    def _new(self, pieces: Sequence[Piece], *, is_thought: bool) -> str:
+        text, before = _joined(pieces, is_thought=is_thought), self._num_split[is_thought]
+        self._num_split[is_thought] += len(text)
+        return text[max(self._earlier[is_thought] - before, 0) :]
+
     def _score(self, score: TokenScore) -> dict[str, Any]:
         def one(token: int, logprob: float) -> dict[str, Any]:
             return {"token": token, "text": self._tokenizer.decode([token]), "logprob": round(logprob, 6)}
@@ -110,7 +132,5 @@ class Answer:
         return one(score.token, score.logprob) | {"top": [one(*pair) for pair in score.likeliest]}
 
 
-def _told_apart(pieces: Sequence[Piece]) -> tuple[str, str]:
-    """(text, thoughts) of the pieces."""
-    said, thoughts = ("".join(each.text for each in pieces if each.is_thought is kind) for kind in (False, True))
-    return said, thoughts
+def _joined(pieces: Sequence[Piece], *, is_thought: bool) -> str:
+    return "".join(each.text for each in pieces if each.is_thought is is_thought)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
+from triforce_cli.answering.begun import Begun
 from triforce_cli.engine import Prepared, open_session
 from triforce_cli.output import Output
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine
     from offload.plan.planner import Plan
     from offload.session.store import Store
+    from triforce_cli.answering.answer import Answer
 
 
 def open_for_text(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bool) -> Store:
@@ -27,11 +29,12 @@ def open_for_text(prepared: Prepared, plan: Plan, folder: Path, *, read_only: bo
 
 
 @contextmanager
-def kept(store: Store, engine: Engine, tokens: Sequence[int], output: Output) -> Iterator[None]:
-    """Restore the session's rows for this prompt. At the end, also after an interrupt, save the rows if there are more
-    than were restored."""
+def kept(store: Store, engine: Engine, answer: Answer, output: Output) -> Iterator[None]:
+    """Restore the session's rows for the answer's prompt. At the end, also after an interrupt, save the rows if there
+    are more than were restored, and where the answer stopped."""
     from offload.engine.prefix import num_common
 
+    tokens = answer.prompt.tokens
     common, began = engine.restore(store, tokens, on_progress=output.progress), num_common(store.tokens, tokens)
     replaced = len(store.tokens) - began
     try:
@@ -39,11 +42,18 @@ def kept(store: Store, engine: Engine, tokens: Sequence[int], output: Output) ->
     finally:
         output.end_shown_line()
         if not store.read_only and engine.num_cached > common:
-            engine.save(store, {"kind": "text"}, on_progress=output.progress)
+            engine.save(store, _extra(answer, engine.prefix.tokens), on_progress=output.progress)
             if replaced > began:
                 output.note(f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced")
+        elif not store.read_only and answer.parts:
+            store.keep(_extra(answer, store.tokens))
         lost = f"; {began:,} begin what was kept, and windows have lost some that they need"
         output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there{lost if common < began else ''}")
+
+
+def _extra(answer: Answer, rows: Sequence[int]) -> dict[str, object]:
+    """The session's data beside its rows."""
+    return {"kind": "text", "answer": Begun.of(answer, rows).as_dict()}
 
 
 @contextmanager

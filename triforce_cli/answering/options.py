@@ -68,6 +68,10 @@ Compare = Annotated[
     bool,
     switch("--compare", "Then decode plainly, too; compare time and text.", OUTPUT),
 ]
+GoesOn = Annotated[
+    bool,
+    switch("--continue", "Go on with the session's last answer where it stopped, without a prompt.", options.SESSION),
+]
 System = Annotated[
     str,
     option("--system", "What the model is told before the first message.", CHAT, metavar="TEXT", show_default=False),
@@ -117,6 +121,16 @@ TemplateArguments = Annotated[
 ]
 
 
+def check_goes_on(**given: object) -> None:
+    """Check the options beside --continue. given: those that the session's answer has already, by name. Raises
+    UsageError."""
+    names = [name if name.isupper() else f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if names:
+        raise UsageError(
+            f"--continue goes on with the answer to the session's own prompt; leave out {', '.join(names)}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndFlags:
     """Stop conditions of an answer besides the model's end tokens."""
@@ -160,6 +174,11 @@ class ChatFlags:
     thinking: ThinkingOption = "show"
     thinking_tokens: ThinkingTokens = None
     template_arg: TemplateArguments = None
+
+    def given(self) -> dict[str, object]:
+        """The options that shape a prompt, if they are not the defaults, by name."""
+        template = "" if self.template == "auto" else self.template
+        return {"template": template, "template_arg": self.template_arg, "thinking off": self.thinking == "off"}
 
     def layout(self, **variables: Any) -> Layout:
         """The template with its variables. variables: in addition to those of --template-arg. Raises UsageError."""
@@ -263,17 +282,21 @@ def alone(
     session: SessionFlags,
     answer: AnswerFlags,
     written: Written,
+    goes_on: bool = False,
     forms: str = "--json or --jsonl",
 ) -> Alone:
     """One answer on an engine of its own, from the options. forms: output forms that can show scores. Raises
     UsageError."""
     if wanted.logprobs is not None and not written.as_json:
         raise UsageError(f"--logprobs go into JSON; add {forms}")
+    if goes_on and session.path() is None:
+        raise UsageError("--continue goes on with the answer of a session, and none is named; add --session NAME")
     return Alone(
         wanted=wanted,
         setup=setup,
         session=session.path(),
         read_only=session.read_only,
+        goes_on=goes_on,
         compares=answer.compare,
         written=written,
         file=destination(answer.output),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.engine.request import GenerationRequest
+from offload.seeds import seed_within
 from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.citations import ASKED
 from triforce_cli.answering.thoughts import Marks, Splitter
@@ -38,6 +39,16 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """The beginning of an answer, from an earlier run. num_tokens: the last ones of the prompt. num_text, num_thoughts:
+    the characters that were written of it."""
+
+    num_tokens: int = 0
+    num_text: int = 0
+    num_thoughts: int = 0
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The tokens that the model reads, and the marks and ends of its answer.
 
@@ -45,7 +56,7 @@ class Prompt:
     white space is removed. begin: text at the end of the prompt that belongs to the reply. marks: of thoughts in the
     reply, or None. begun: the chat template has opened thoughts. named: tokens that are marks by themselves, special or
     not, by their names. calls: the parser of tool calls; None if no tools are offered. end_tokens, stops: of the chat
-    template, besides the model's own end tokens.
+    template, besides the model's own end tokens. earlier: the beginning of the answer, if the prompt has one.
     """
 
     tokens: Sequence[int]
@@ -58,6 +69,7 @@ class Prompt:
     calls: Calls | None = None
     end_tokens: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
+    earlier: Earlier = Earlier()
 
     def splitter(self) -> Splitter:
         names = frozenset(self.named.values())
@@ -75,13 +87,15 @@ class Prompt:
     def request(self, wanted: Wanted, *, max_tokens: int, reuse: bool = False) -> GenerationRequest:
         """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see
         GenerationRequest."""
-        budget = self.budget(wanted.thought_tokens)
+        budget, begun = self.budget(wanted.thought_tokens), self.earlier.num_tokens
+        sampling = replace(wanted.sampling, seed=seed_within(wanted.sampling.seed, begun))
         return GenerationRequest(
             list(self.tokens),
-            wanted.sampling if budget is None else replace(wanted.sampling, thoughts=budget),
+            sampling if budget is None else replace(sampling, thoughts=budget),
             max_tokens=min(wanted.max_tokens, max_tokens),
             stop=(*wanted.stops, *self.stops),
             end_tokens=self.end_tokens,
+            begun=begun,
             reuse=reuse,
             logprobs=wanted.logprobs,
             passages=ASKED if wanted.cites else 0,

@@ -13,7 +13,19 @@ import typer
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, Files, Layout, System, alone, setup, wanted
+from triforce_cli.answering.options import (
+    AnswerFlags,
+    ChatFlags,
+    EndFlags,
+    Files,
+    GoesOn,
+    Layout,
+    System,
+    alone,
+    check_goes_on,
+    setup,
+    wanted,
+)
 from triforce_cli.chat.tools import check_variables, read_tools
 from triforce_cli.control import Sampling
 from triforce_cli.documents import Document
@@ -119,6 +131,9 @@ class Ask:
     def run(self) -> None:
         """Read the question, then the documents, and answer."""
         with self.alone.begun() as run:
+            if self.alone.goes_on:
+                run.go_on(is_chat=True)
+                return
             output = run.output
             question = filled(self._question(output), self.fillings, "the question")
             prepared = run.prepare()
@@ -182,6 +197,7 @@ def ask(
     store: StoreFlags,
     answer: AnswerFlags,
     tools: Tools = None,
+    go_on: GoesOn = False,
     program: ProgramFlags,
 ) -> Ask:
     """Ask a question about documents: one answer to standard output, by the model's chat template.
@@ -190,6 +206,12 @@ def ask(
 
     Example: triforce ask 'What does it conclude?' --file report.txt --model path/to/model
     """
+    if go_on:
+        check_goes_on(
+            QUESTION=question, file=file, include=include, prompt_file=prompt_file, system=system,
+            system_file=system_file, begin_reply=begin_reply, var=var, tools=tools, cite=answer.cite,
+            **chat.given(),
+        )  # fmt: skip
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=chat)
     started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
     if system and system_file is not None:
@@ -209,6 +231,7 @@ def ask(
             asked,
             setup=started,
             session=session,
+            goes_on=go_on,
             answer=answer,
             written=replace(answer.written(), shows_thoughts=chat.how() == "show"),
         ),

@@ -10,7 +10,17 @@ from typing import Annotated
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import AnswerFlags, ChatFlags, EndFlags, alone, destination, setup, wanted
+from triforce_cli.answering.options import (
+    AnswerFlags,
+    ChatFlags,
+    EndFlags,
+    GoesOn,
+    alone,
+    check_goes_on,
+    destination,
+    setup,
+    wanted,
+)
 from triforce_cli.answering.request import Prompt
 from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
@@ -101,6 +111,9 @@ class Generate:
     def run(self) -> None:
         """Read the prompt, then continue it."""
         with self.alone.begun() as run:
+            if self.alone.goes_on:
+                run.go_on(is_chat=False)
+                return
             sent = read_prompt(self.documents, self.prompt, note=run.output.note, on_read=run.on_read)
             prepared = run.prepare()
             tokens = prepared.prompt_tokenizer.encode(sent.text)
@@ -125,6 +138,7 @@ def generate(
     placement: PlacementFlags,
     session: SessionFlags,
     store: StoreFlags,
+    go_on: GoesOn = False,
     echo: Echo = False,
     answer: AnswerFlags,
     program: ProgramFlags,
@@ -136,6 +150,11 @@ def generate(
 
     Example: triforce generate --prompt-file book.txt --max-tokens 200 --stats
     """
+    if go_on:
+        check_goes_on(
+            prompt_file=documents.prompt_file, prompt=prompt, input_jsonl=input_jsonl, output_jsonl=output_jsonl,
+            batch=batch != AUTO, echo=echo, cite=answer.cite, **messages.given(),
+        )  # fmt: skip
     num_sequences = _number_at_a_time(batch)
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=messages)
     started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
@@ -147,6 +166,7 @@ def generate(
                 asked,
                 setup=started,
                 session=session,
+                goes_on=go_on,
                 answer=answer,
                 written=replace(answer.written(), name="text", ends_line=False, echo=echo),
                 forms="--json, --jsonl or --input-jsonl",

@@ -57,6 +57,13 @@ def test_a_commands_own_section_wins_over_what_is_said_of_all(file):
     assert (listing.quiet, pruning.quiet) == (False, True)
 
 
+def test_an_option_that_is_called_as_a_command_is_leaves_that_command_alone(file):
+    """`store = false` was an AttributeError in `triforce store show`."""
+    file.write_text("store = false\nquiet = true\n")
+    assert generate().alone.setup.store is None
+    assert parse("store", "show").quiet
+
+
 def test_every_kind_of_value_arrives(file):
     file.write_text('[generate]\nstop = ["a b", "c"]\ndtype = "fp32"\ngamma = 3\ntop-p = 0.5\nno-lookup = true\n')
     parsed = generate()

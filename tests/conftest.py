@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from examples import USUAL
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.plan.rates import FOLDER_VARIABLE
-from triforce_cli import configuration
+from triforce_cli import answer_log, configuration
 from triforce_cli.busy import OtherPrograms
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def _folders_and_configuration_of_their_own(
         patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("cache")))
         patch.setenv(MODELS_VARIABLE, str(tmp_path_factory.mktemp("models")))
         patch.setenv(configuration.VARIABLE, os.devnull)
+        patch.setenv(answer_log.FOLDER_VARIABLE, str(log := tmp_path_factory.mktemp("log")))
+        (log / answer_log.NAME).touch()  # no first use, which would be said
         patch.setattr(OtherPrograms, "share", lambda self: 0.0)  # no note of what else this machine does
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))  # all options again for each run
         if not pytestconfig.getoption("deep"):

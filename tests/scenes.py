@@ -161,6 +161,33 @@ def a_store() -> None:
             os.utime(file, (NOW - 1000 * number, NOW - 1000 * number))
 
 
+def a_log() -> None:
+    """Of three answers."""
+    from triforce_cli.answer_log import AnswerLog, Entry
+
+    asked = [
+        ("generate", {"max-tokens": 20}, 7, "It was a bright cold day", (), "in April."),
+        (
+            "chat",
+            {"temperature": 0.0},
+            None,
+            "Who is the tenant,\nand since when?",
+            ("lease.pdf",),
+            "Miller, since May.",
+        ),
+        ("ask", {"file": ["lease.pdf"], "stop": ["a b"]}, 3, "When does it end?", ("lease.pdf",), "Never.\n\n- Or so."),
+    ]
+    for number, (command, options, seed, question, documents, answer) in enumerate(asked):
+        moment = NOW - 90000 * (2 - number)
+        entry = Entry(moment, command, "demo-target", seed, options, 1200, question, documents, answer, "stop", 2.5)
+        AnswerLog.of_user().add(entry)
+
+
+def a_first_use() -> None:
+    fake_engine()()
+    Path("log/answers.db").unlink()
+
+
 def a_configuration() -> None:
     Path("config.toml").write_text("temperature = 0.8\n\n[generate]\nmax-tokens = 100\n")
     os.environ["TRIFORCE_SEED"] = "7"
@@ -184,6 +211,7 @@ SCENES: dict[str, Scene] = {
     ),
     "generate-batch-refused": Scene("generate --input-jsonl questions.jsonl", a_bad_request, modes=OUTPUT_MODES),
     "ask": Scene("ask --prompt-file book.txt", fake_engine()),
+    "ask-first": Scene("ask 'Who is it?'", a_first_use, modes="terminal"),
     "chat": Scene("chat --file book.txt", fake_engine(plans=False), stdin=SCRIPTED, modes="piped"),
     "chat-typed": Scene("chat --no-history", fake_engine(plans=False), typed=TYPED, modes="terminal"),
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),
@@ -210,6 +238,11 @@ SCENES: dict[str, Scene] = {
     "sessions-prune": Scene("sessions prune --older-than 2 --dry-run", some_sessions, modes=OUTPUT_MODES),
     "store-show": Scene("store show", a_store),
     "store-clear": Scene("store clear", a_store, modes=OUTPUT_MODES),
+    "log-ls": Scene("log ls", a_log),
+    "log-ls-searched": Scene("log ls --search lease -n 1", a_log, columns=60, modes="terminal"),
+    "log-show": Scene("log show", a_log),
+    "log-rm": Scene("log rm 1 3 --yes", a_log, modes=OUTPUT_MODES),
+    "log-rm-asked": Scene("log rm --all", a_log, typed=[("?", "n")], modes="terminal"),
     "config-show": Scene("config show generate --config config.toml", a_configuration),
     "config-set": Scene("config set chat.temperature 0.7 --config config.toml", a_configuration, modes=OUTPUT_MODES),
     "config-set-refused": Scene("config set temperature hot --config config.toml", a_configuration, modes=OUTPUT_MODES),

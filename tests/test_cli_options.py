@@ -132,6 +132,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
+    apart |= {"--store", "--store-size", "--log"}  # in files of their own
     apart |= {"--template", "--template-arg"}  # of messages, which lines alone have
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 

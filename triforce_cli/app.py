@@ -24,6 +24,7 @@ from triforce_cli.commands.config import config
 from triforce_cli.commands.convert import convert
 from triforce_cli.commands.doctor import doctor
 from triforce_cli.commands.generate import generate
+from triforce_cli.commands.log import log as answers
 from triforce_cli.commands.models import models
 from triforce_cli.commands.plan import plan
 from triforce_cli.commands.pull import pull
@@ -55,6 +56,7 @@ app.command()(convert)
 app.command()(models)
 app.add_typer(sessions, name="sessions")
 app.add_typer(store, name="store")
+app.add_typer(answers, name="log")
 app.add_typer(config, name="config")
 app.command()(version_command.version)
 

@@ -23,7 +23,7 @@ BASIC = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings that othe
 
 JsonSchema = Annotated[
     str | None,
-    option("--json-schema", "The text is JSON of this schema; {} is any JSON.", options.SAMPLING, metavar="FILE|JSON"),
+    option("--json-schema", "JSON of this schema; {} is any JSON.", options.SAMPLING, metavar="FILE|JSON"),
 ]
 Regex = Annotated[str | None, option("--regex", "The whole text matches this.", CONTROL, metavar="REGEX", hidden=True)]
 Choice = Annotated[

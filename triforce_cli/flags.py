@@ -14,9 +14,11 @@ from rich.markup import escape
 
 from offload.errors import UsageError
 from triforce_cli import options
+from triforce_cli.answering.recorder import Recorder
 from triforce_cli.choice import NONE, Models, choose_models
 from triforce_cli.documents.selection import Named
 from triforce_cli.engine import StoreSettings
+from triforce_cli.render.text import path_text
 from triforce_cli.utf8 import decode_argument, user_path
 
 if TYPE_CHECKING:
@@ -126,6 +128,22 @@ class StoreFlags:
             raise UsageError(f"store-size is {self.store_size:g}, it must be above 0 and at most 1000000 (GB)")
         limit = None if self.store_size is None else int(self.store_size * 1e9)
         return StoreSettings(limit) if self.store else None
+
+
+class Changed(dict[str, Any]):
+    """The options of a command whose values differ from their defaults, by their names, in JSON values. A command has
+    them as a parameter of its own, which `spread` fills."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFlags:
+    """The answer log, which keeps questions and answers."""
+
+    log: options.Log = True
+
+    def recorder(self, command: str, models: Models, changed: Changed) -> Recorder | None:
+        """The recorder of a command's answers; None if they are not kept."""
+        return Recorder(command, models, changed) if self.log else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,19 +265,23 @@ def _group(hint: Any) -> Group | None:
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:
     """`command` with its group parameters replaced by their options. A group is a dataclass, whose fields are options,
-    or an annotation with a `Group`. Help texts name defaults. Hidden options come last; `--help-all` shows them."""
+    or an annotation with a `Group`. Help texts name defaults. Hidden options come last; `--help-all` shows them. A
+    parameter of type `Changed` is no option, and is filled."""
     hints = get_type_hints(command, include_extras=True)
+    own_names = [name for name in signature(command).parameters if hints[name] is not Changed]
+    filled = [name for name, hint in hints.items() if hint is Changed]
     groups = {name: group for name, hint in hints.items() if name != "return" and (group := _group(hint))}
     spread_out = {name: list(group.parameters()) for name, group in groups.items()}
 
     def spread_command(**flags: Any) -> T:
         flags.pop(HELP_ALL.name, None)
+        changed = Changed(_changed(parameters, flags)) if filled else None
         for name, group in groups.items():
             flags[name] = group.made({option.name: flags.pop(option.name) for option in spread_out[name]})
-        return command(**flags)
+        return command(**flags, **dict.fromkeys(filled, changed))
 
     parameters: list[Parameter] = []
-    for parameter in signature(command).parameters.values():
+    for parameter in map(signature(command).parameters.__getitem__, own_names):
         own = [parameter.replace(annotation=hints[parameter.name])]
         parameters += spread_out.get(parameter.name, own)
     parameters = sorted(map(_with_default, parameters), key=_is_hidden)
@@ -269,6 +291,23 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     spread_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return spread_command
+
+
+def _changed(parameters: Iterable[Parameter], flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of each option that is not as by default, without those of the program itself."""
+    for parameter in parameters:
+        (declared,) = parameter.annotation.__metadata__
+        is_option = getattr(declared, "envvar", None) and declared.rich_help_panel != options.PROGRAM
+        value = flags.get(parameter.name)
+        if is_option and value != parameter.default and value not in (None, [], ()):
+            yield parameter.name.replace("_", "-"), _as_json(value)
+
+
+def _as_json(value: Any) -> Any:
+    """An option's value as JSON has it."""
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    return path_text(value) if isinstance(value, Path) else value
 
 
 def _with_default(parameter: Parameter) -> Parameter:

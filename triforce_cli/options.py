@@ -204,12 +204,12 @@ Session = Annotated[
     ),
 ]
 CacheFile = Annotated[Path | None, option("--cache", "The same in a folder of your choice.", SESSION, metavar="PATH")]
-ReadOnly = Annotated[bool, switch("--read-only", "Resume from the session without changing it.", SESSION)]
+ReadOnly = Annotated[bool, switch("--read-only", "Resume without changing it.", SESSION)]
 Store = Annotated[
     bool,
     option(
         "--store/--no-store",
-        "Keep what is computed of long prompts on the disk, for every prompt that begins alike (triforce store).",
+        "Keep what is computed of long prompts (triforce store).",
         SESSION,
         metavar="",
     ),
@@ -223,6 +223,16 @@ StoreSize = Annotated[
         metavar="GB",
         parser=number,
         hidden=True,
+    ),
+]
+
+Log = Annotated[
+    bool,
+    option(
+        "--log/--no-log",
+        "Keep answers (triforce log).",
+        SESSION,
+        metavar="",
     ),
 ]
 

@@ -13,7 +13,7 @@ from triforce_cli.configuration import nearest
 PREFIX = "TRIFORCE_"
 OTHERS = frozenset(
     (
-        *("TRIFORCE_CACHE_DIR", "TRIFORCE_MODELS_DIR", "TRIFORCE_SESSIONS_DIR"),
+        *("TRIFORCE_CACHE_DIR", "TRIFORCE_LOG_DIR", "TRIFORCE_MODELS_DIR", "TRIFORCE_SESSIONS_DIR"),
         *("TRIFORCE_KERNELS", "TRIFORCE_GRAPHS"),
         *("TRIFORCE_TEST_MODELS", "TRIFORCE_TEST_LLAMA_CPP"),  # for the project's tests
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from triforce_cli.answering.begun import begun_prompt
 from triforce_cli.answering.ending import Unfinished, ends_here, may_not_match
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.kept import kept, open_for_text, rows_kept
+from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.writer import Writer
 from triforce_cli.deadline import Deadline
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Alone:
     """One request without its prompt. session: the folder that keeps KV rows. goes_on: the prompt ends with the last
-    answer of the session, which goes on. file: the output in place of standard
-    output. compares: decode again without speculation, and compare."""
+    answer of the session, which goes on. file: the output in place of standard output. compares: decode again without
+    speculation, and compare. recorder: of the answer log, if it is used."""
 
     wanted: Wanted
     setup: Setup
@@ -42,6 +44,7 @@ class Alone:
     compares: bool
     written: Written
     file: Path | None
+    recorder: Recorder | None
     quiet: bool
 
     @property
@@ -51,10 +54,20 @@ class Alone:
 
     @contextmanager
     def begun(self) -> Iterator[Run]:
-        """The run of this request. At its end, also after an error, the answer so far is written."""
+        """The run of this request. At its end, also after an error, the answer so far is written, then recorded."""
+        began = time.monotonic()
         deadline, output = Deadline(self.wanted.timeout), Output(quiet=self.quiet)
-        with self._file(output), Writer(output, self.written, self.setup.models) as writer, output:
-            yield Run(self, output, deadline, writer)
+        writer = Writer(output, self.written, self.setup.models)
+        run = Run(self, output, deadline, writer)
+        try:
+            with self._file(output), writer, output:
+                yield run
+        finally:
+            if self.recorder is not None and writer.answer is not None:
+                seconds = time.monotonic() - began
+                self.recorder.record(
+                    writer.answer, output, question=run.question, finish=writer.finish, seconds=seconds
+                )
 
     def _file(self, output: Output) -> AbstractContextManager[object]:
         if self.file is None:
@@ -65,10 +78,11 @@ class Alone:
 
 
 class Run:
-    """An answer being generated. on_read: called with the progress of reading documents."""
+    """An answer being generated. on_read: called with the progress of reading documents. question: as it is
+    recorded."""
 
     def __init__(self, alone: Alone, output: Output, deadline: Deadline, writer: Writer) -> None:
-        self.output = output
+        self.output, self.question = output, ""
         self.on_read = deadline.heard(output.report)
         self._alone, self._deadline, self._writer = alone, deadline, writer
         self._on_progress = deadline.heard(output.progress)
@@ -81,10 +95,12 @@ class Run:
         """Go on with the session's last answer. is_chat: of `ask`, not of `generate`."""
         assert self._alone.session is not None
         prompt = begun_prompt(self._alone.session, is_chat=is_chat)
-        self.answer(self.prepare(), prompt, "")
+        self.answer(self.prepare(), prompt, "", question="")
 
-    def answer(self, prepared: Prepared, prompt: Prompt, text: str) -> None:
-        """Plan, load, generate. Text appears as it is accepted. text: the prompt's text."""
+    def answer(self, prepared: Prepared, prompt: Prompt, text: str, *, question: str) -> None:
+        """Plan, load, generate. Text appears as it is accepted. text: the prompt's text. question: the part of it that
+        is recorded."""
+        self.question = question
         wanted, session = self._alone.wanted, self._alone.session
         plan = prepared.request.plan(num_prompt_tokens=len(prompt.tokens), max_tokens=wanted.max_tokens)
         self.output.planned(plan)

@@ -15,6 +15,7 @@ from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
 from triforce_cli.answering.forms import Written
+from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES, Thinking
 from triforce_cli.chat.tools import checked_variables
@@ -34,7 +35,7 @@ Stop = Annotated[
     list[str] | None,
     option(
         "--stop",
-        "Stop before this text; can be repeated.",
+        "Stop before this text; repeatable.",
         SAMPLING,
         metavar="TEXT",
     ),
@@ -43,7 +44,7 @@ Timeout = Annotated[
     float | None,
     option(
         "--timeout",
-        "Stop after this many seconds, loading included (exit code 124); with many prompts, or in a chat, for each.",
+        "Stop after so many seconds, loading included (exit code 124).",
         SAMPLING,
         metavar="SECONDS",
         parser=number,
@@ -51,7 +52,7 @@ Timeout = Annotated[
 ]
 AsEvents = Annotated[
     bool,
-    switch("--jsonl", "Write a JSON line for each event: plan, prefill, token, done, error.", OUTPUT),
+    switch("--jsonl", "Write a JSON line for each event as it happens.", OUTPUT),
 ]
 Destination = Annotated[
     Path | None,
@@ -283,6 +284,7 @@ def alone(
     answer: AnswerFlags,
     written: Written,
     goes_on: bool = False,
+    recorder: Recorder | None,
     forms: str = "--json or --jsonl",
 ) -> Alone:
     """One answer on an engine of its own, from the options. forms: output forms that can show scores. Raises
@@ -300,5 +302,6 @@ def alone(
         compares=answer.compare,
         written=written,
         file=destination(answer.output),
+        recorder=recorder,
         quiet=answer.quiet,
     )

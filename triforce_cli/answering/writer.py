@@ -29,11 +29,11 @@ class Writer:
     limit or an error.
 
     Leave the output's context first, so that JSON and tables do not mix with a progress display. remark: a note on the
-    whole answer, below it. stats: of the tokens so far.
+    whole answer, below it. stats: of the tokens so far. finish: the finish reason, at the end.
     """
 
     def __init__(self, output: Output, written: Written, models: Models) -> None:
-        self.remark = ""
+        self.remark = self.finish = ""
         self.stats: Stats | None = None
         self.answer: Answer | None = None
         self._output, self._written, self._models = output, written, models
@@ -60,13 +60,16 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut | Unfinished):
+        is_over = kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut | Unfinished)
+        is_failure = not is_over and isinstance(error, Exception) and not isinstance(error, BrokenPipeError)
+        early = TIMEOUT if kind is TimedOut else FAILED if is_failure else INTERRUPTED
+        self.finish = (self.answer.finish if self.answer is not None else None) or early
+        if is_over:
             if self.answer is not None and (rest := self.answer.break_off()) is not None:
                 self._form.add(rest, [])
-            finish = self.answer.finish if self.answer is not None else None
-            self._form.end(self._document(finish or (TIMEOUT if kind is TimedOut else INTERRUPTED)))
+            self._form.end(self._document(self.finish))
             self._show_below()
-        elif isinstance(error, Exception) and not isinstance(error, BrokenPipeError):
+        elif isinstance(error, Exception) and is_failure:
             self._form.fail(describe(error, debug=debugging()), self._document(FAILED))
 
     def _document(self, finish_reason: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,10 +13,12 @@ from offload.interrupts import Terminated
 from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
 from triforce_cli.answering.citations import Citation
 from triforce_cli.answering.forms import Written
+from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.compact import MAX_TOKENS, Compaction, beginning, fitting
 from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.drops import drops
 from triforce_cli.chat.settings import Settings
 from triforce_cli.deadline import Deadline
 from triforce_cli.documents import Document
@@ -52,7 +54,7 @@ class Dialogue:
     """A conversation and the engine that replies.
 
     interactive: a person types; Ctrl-C stops a reply. After every change, background work prefills the certain
-    beginning of the next prompt, and saves the session.
+    beginning of the next prompt, and saves the session. recorder: of the answer log, if it is used.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class Dialogue:
         conversation: Conversation,
         interactive: bool,
         written: Written | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.engine, self.format, self.wanted, self.output = engine, chat_format, wanted, output
-        self.settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
+        self.settings = self._first_settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
         self.conversation, self.interactive = conversation, interactive
         self.citations = list[Citation]()  # in the last reply
-        self._form = (written or Written()).make(output)
+        self._form, self._recorder = (written or Written()).make(output), recorder
         self.draft = ""  # text to edit as the next message
         self.edits_drafts = interactive  # an editor can show the draft
         self._precomputed: list[int] = []  # tokens of the background work
@@ -259,7 +262,7 @@ class Dialogue:
     def _show_reply(self, prompt: Prompt, asked: Conversation) -> tuple[Answer, Stopped | None]:
         """Show the reply, as far as it came, and add it to the conversation. Returns what stopped it, too, if anything
         did. Raises Stopped, and TimedOut, before the first word."""
-        settings, deadline, stopped = self.settings, Deadline(None), None
+        settings, deadline, stopped, began = self.settings, Deadline(None), None, time.monotonic()
         wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
         answer = Answer(prompt, wanted, self.format.tokenizer)
         with self.output:
@@ -276,12 +279,21 @@ class Dialogue:
             self._num_replies += 1
             spoken = self.format.spoken(answer.tokens, answer.written)
             self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
+            finish = answer.finish or (TIMEOUT if stopped is None else INTERRUPTED)
             try:
                 with self._stoppable():
-                    self._show_end(answer, prompt, is_stopped=stopped is not None)
+                    self._show_end(answer, prompt, finish)
             except Stopped as error:
                 stopped = error
+            self._record(answer, asked.question or "", finish, time.monotonic() - began)
         return answer, stopped
+
+    def _record(self, answer: Answer, question: str, finish: str, seconds: float) -> None:
+        if self._recorder is not None:
+            options = self.settings.since(self._first_settings)
+            self._recorder.record(
+                answer, self.output, question=question, finish=finish, seconds=seconds, options=options
+            )
 
     def _show_steps(self, answer: Answer, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> None:
         """Show steps until the reply ends or its deadline passes."""
@@ -291,15 +303,14 @@ class Dialogue:
                 if step.finish is None and deadline.has_passed:
                     return
 
-    def _show_end(self, answer: Answer, prompt: Prompt, *, is_stopped: bool) -> None:
+    def _show_end(self, answer: Answer, prompt: Prompt, finish: str) -> None:
         """Text that was held back, how the reply ended, and its citations."""
         if (rest := answer.break_off()) is not None:
             self._form.add(rest, [])
         if answer.finish is None:
             self.output.end_line()
-            self.output.note("stopped" if is_stopped else "out of time; what had come is kept")
+            self.output.note("stopped" if finish == INTERRUPTED else "out of time; what had come is kept")
         stats = None if self.engine.stats is None else self.engine.stats.as_dict()
-        finish = answer.finish or (INTERRUPTED if is_stopped else TIMEOUT)
         self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
         self.citations = answer.citations or []
         if prompt.documents and answer.citations is not None:
@@ -343,22 +354,7 @@ class Dialogue:
             self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._drops()))
 
     def _drops(self) -> list[Drop]:
-        """The largest documents and the oldest turns that /drop takes, with the tokens of context that dropping them
-        frees. Empty if the template's text cannot be split into parts."""
-        conversation, sizes = self.conversation, Counter[str]()
-        for part in self.format.parts(conversation):
-            if part.kind == "document":
-                sizes[part.name] += part.num_tokens
-            elif part.kind == "conversation":
-                return []
-        drops = [
-            Drop(name, 0, self._freed(conversation.drop_document(name)))
-            for name, _ in sizes.most_common(render_chat.NUM_OFFERED)
-        ]
-        num_turns = len(conversation.turns)
-        for count in sorted({min(1, num_turns), num_turns // 2} - {0}):
-            drops.append(Drop(str(count), count, self._freed(conversation.drop_turns(count))))
-        return [drop for drop in drops if drop.num_tokens > 0]
+        return drops(self.conversation, self.format, self._freed)
 
     def _freed(self, less: Conversation) -> int:
         """The tokens of context that replacing the conversation by `less` would free."""

@@ -33,6 +33,12 @@ class Settings:
             raise UsageError(f"max-tokens is {value}, it must be 1 or more")
         return replace(self, max_tokens=value)
 
+    def since(self, before: Settings) -> dict[str, Any]:
+        """The settings that differ from those before, by their names."""
+        found = {name: getattr(self.sampling, row.name) for name, row in _ROWS.items()} | {MAX_TOKENS: self.max_tokens}
+        there = {name: getattr(before.sampling, row.name) for name, row in _ROWS.items()}
+        return {name: value for name, value in found.items() if value != there.get(name, before.max_tokens)}
+
     def params(self, num_replies: int = 0) -> SamplingParams:
         """The sampling parameters of the reply after `num_replies` others. With a seed each reply has its own seed, so
         that a second try differs."""

@@ -33,6 +33,8 @@ from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.flags import (
     CacheFlags,
+    Changed,
+    LogFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -144,7 +146,7 @@ class Ask:
             documents = read_documents(self.documents, "the document", note=output.note, on_read=run.on_read)
             conversation = self._conversation([*(reading.document for reading in documents), *self._piped(output)])
             begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
-            run.answer(prepared, chat_format.prompt(conversation.asked(question), begin), question)
+            run.answer(prepared, chat_format.prompt(conversation.asked(question), begin), question, question=question)
 
     def _question(self, output: Output) -> str:
         if self.question is not None and self.question_file is not None:
@@ -195,6 +197,8 @@ def ask(
     placement: PlacementFlags,
     session: SessionFlags,
     store: StoreFlags,
+    log: LogFlags,
+    changed: Changed,
     answer: AnswerFlags,
     tools: Tools = None,
     go_on: GoesOn = False,
@@ -233,6 +237,7 @@ def ask(
             session=session,
             goes_on=go_on,
             answer=answer,
+            recorder=log.recorder("ask", started.models, changed),
             written=replace(answer.written(), shows_thoughts=chat.how() == "show"),
         ),
     )

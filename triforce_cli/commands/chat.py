@@ -16,6 +16,7 @@ from offload.interrupts import Terminated, resume
 from triforce_cli import options
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, setup, wanted
+from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Wanted
 from triforce_cli.chat.keys import Keys
 from triforce_cli.control import Sampling
@@ -23,6 +24,8 @@ from triforce_cli.documents.selection import Named
 from triforce_cli.engine import Setup
 from triforce_cli.flags import (
     CacheFlags,
+    Changed,
+    LogFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -64,6 +67,7 @@ class Chat:
     read_only: bool
     history: bool
     written: Written
+    recorder: Recorder | None
     quiet: bool
 
     @property
@@ -96,6 +100,7 @@ class Chat:
                 conversation=self._beginning(engine.store, output),
                 interactive=interactive,
                 written=self.written,
+                recorder=self.recorder,
             )
             stack.enter_context(closing(dialogue))
             chat_format.closing_tokens(dialogue.conversation.clear())  # raises if the template takes no system message
@@ -220,6 +225,8 @@ def chat(
     placement: PlacementFlags,
     session: SessionFlags,
     store: StoreFlags,
+    log: LogFlags,
+    changed: Changed,
     no_history: NoHistory = False,
     cite: options.Cite = False,
     logprobs: options.Logprobs = None,
@@ -236,15 +243,17 @@ def chat(
     """
     if logprobs is not None and not json:
         raise UsageError("--logprobs go into JSON; add --json")
+    started = setup(models, decoding, placement, store, cites=cite)
     return Chat(
         system=decode_argument("--system", system),
         documents=named_documents("--file", file, more_files, include),
         layout=flags.layout(),
         wanted=wanted(max_tokens, sampling, ends=ends, cites=cite, logprobs=logprobs, chat=flags),
-        setup=setup(models, decoding, placement, store, cites=cite),
+        setup=started,
         session=session.path(),
         read_only=session.read_only,
         history=not no_history,
         written=Written(form="json" if json else "text", shows_thoughts=flags.how() == "show"),
+        recorder=log.recorder("chat", started.models, changed),
         quiet=quiet,
     )

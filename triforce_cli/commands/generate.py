@@ -21,6 +21,7 @@ from triforce_cli.answering.options import (
     setup,
     wanted,
 )
+from triforce_cli.answering.recorder import MOST_OF_TEXT, ending
 from triforce_cli.answering.request import Prompt
 from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
@@ -29,7 +30,9 @@ from triforce_cli.documents.selection import Named
 from triforce_cli.flags import (
     AUTO,
     CacheFlags,
+    Changed,
     DocumentFlags,
+    LogFlags,
     ModelFlags,
     PlacementFlags,
     ProgramFlags,
@@ -39,14 +42,13 @@ from triforce_cli.flags import (
 )
 from triforce_cli.options import OUTPUT, PROMPT, option, switch
 from triforce_cli.prompt import read_prompt
-from triforce_cli.utf8 import user_path
+from triforce_cli.utf8 import decode_argument, user_path
 
 InputLines = Annotated[
     Path | None,
     option(
         "--input-jsonl",
-        'Continue many prompts: JSON lines with "prompt" and optionally "id", "max_tokens", "seed" ...; "-" is '
-        "standard input.",
+        'Many prompts, in JSON lines: "prompt", "id", "seed" ...; "-" is standard input.',
         PROMPT,
         metavar="FILE",
     ),
@@ -117,7 +119,8 @@ class Generate:
             sent = read_prompt(self.documents, self.prompt, note=run.output.note, on_read=run.on_read)
             prepared = run.prepare()
             tokens = prepared.prompt_tokenizer.encode(sent.text)
-            run.answer(prepared, Prompt(tokens, sent.documents), sent.text)
+            question = decode_argument("--prompt", self.prompt or "") or ending(sent.text, MOST_OF_TEXT)
+            run.answer(prepared, Prompt(tokens, sent.documents), sent.text, question=question)
 
 
 @spread
@@ -139,6 +142,8 @@ def generate(
     session: SessionFlags,
     store: StoreFlags,
     go_on: GoesOn = False,
+    log: LogFlags,
+    changed: Changed,
     echo: Echo = False,
     answer: AnswerFlags,
     program: ProgramFlags,
@@ -168,6 +173,7 @@ def generate(
                 session=session,
                 goes_on=go_on,
                 answer=answer,
+                recorder=log.recorder("generate", started.models, changed),
                 written=replace(answer.written(), name="text", ends_line=False, echo=echo),
                 forms="--json, --jsonl or --input-jsonl",
             ),

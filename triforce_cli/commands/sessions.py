@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from typing import Annotated
 import typer
 
 from offload.errors import SessionError, UsageError
-from offload.interrupts import waiting
 from offload.session.catalogue import inspect, outdated, remove, summaries
 from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
 from offload.units import size
 from triforce_cli import options
+from triforce_cli.consent import REMOVAL, Yes, agreed
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
@@ -26,7 +25,6 @@ from triforce_cli.utf8 import user_path
 
 SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"
-REMOVAL = "Removal"
 
 NAME = typer.Argument(
     metavar="NAME", help="A session's name, or its folder (with a slash in it: ./kept).", show_default=False
@@ -41,7 +39,6 @@ MaxSize = Annotated[
     option("--max-size", "Keep at most so much, in 10^9 bytes.", LIMITS, metavar="GB", parser=number),
 ]
 DryRun = Annotated[bool, switch("--dry-run", "Show what would be removed, and remove nothing.", REMOVAL)]
-Yes = Annotated[bool, switch("--yes", "Do not ask. Needed where nobody can be asked.", REMOVAL, short="-y")]
 
 sessions = typer.Typer(no_args_is_help=True, help="Look at sessions that were kept (--session NAME), or remove them.")
 
@@ -99,7 +96,7 @@ class Removal:
             for path in self.paths:
                 _check_there(path)
             names = render_sessions.named([_label(path) for path in self.paths])
-            if self.yes or _agreed(output, f"remove {names} for good?"):
+            if self.yes or agreed(output, f"remove {names} for good?"):
                 _remove(self.paths, output)
 
 
@@ -131,7 +128,7 @@ class Pruning:
             if self.dry_run:
                 output.text(table)
                 output.note(f"{total} would be removed")
-            elif self.yes or _agreed(output, f"remove {total}, for good?", table):
+            elif self.yes or agreed(output, f"remove {total}, for good?", table):
                 _remove([session.path for session in chosen], output)
 
 
@@ -231,20 +228,6 @@ def _check_there(path: Path) -> None:
     if not found:
         there = render_sessions.named([session.name for session in summaries(path.parent)])
         raise SessionError(f"there is no session {path.name!r} in {path.parent}; there are: {there}")
-
-
-def _agreed(output: Output, question: str, table: str = "") -> bool:
-    """Show the table, ask, and return the answer. Raises UsageError if there is no terminal to ask at."""
-    if not output.has_person:
-        raise UsageError("removal cannot be undone and there is no terminal to ask at; give --yes")
-    if table:
-        output.table(table)
-    output.question(f"{question} [y/N]")
-    with waiting():
-        agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
-    if not agreed:
-        output.note("nothing was removed")
-    return agreed
 
 
 def _remove(paths: Sequence[Path], output: Output) -> None:

@@ -189,7 +189,11 @@ def a_first_use() -> None:
 
 
 def a_configuration() -> None:
-    Path("config.toml").write_text("temperature = 0.8\n\n[generate]\nmax-tokens = 100\n")
+    Path("config.toml").write_text(
+        "temperature = 0.8\n\n[generate]\nmax-tokens = 100\n\n[templates.letter]\n"
+        'prompt = "A letter to {whom}, in {tone} words, which says:\\n\\n{input}"\n\n'
+        "[templates.sum]\nprompt = 'Sum it up.'\nsystem = 'You are brief.'\n"
+    )
     os.environ["TRIFORCE_SEED"] = "7"
 
 
@@ -210,6 +214,7 @@ SCENES: dict[str, Scene] = {
         "generate --input-jsonl questions.jsonl --output-jsonl answers.jsonl", some_requests, modes=OUTPUT_MODES
     ),
     "generate-batch-refused": Scene("generate --input-jsonl questions.jsonl", a_bad_request, modes=OUTPUT_MODES),
+    "ask-template-refused": Scene("ask -t letter Hello --config config.toml", a_configuration, modes=OUTPUT_MODES),
     "ask": Scene("ask --prompt-file book.txt", fake_engine()),
     "ask-first": Scene("ask 'Who is it?'", a_first_use, modes="terminal"),
     "chat": Scene("chat --file book.txt", fake_engine(plans=False), stdin=SCRIPTED, modes="piped"),
@@ -244,6 +249,7 @@ SCENES: dict[str, Scene] = {
     "log-rm": Scene("log rm 1 3 --yes", a_log, modes=OUTPUT_MODES),
     "log-rm-asked": Scene("log rm --all", a_log, typed=[("?", "n")], modes="terminal"),
     "config-show": Scene("config show generate --config config.toml", a_configuration),
+    "config-show-ask": Scene("config show ask --config config.toml", a_configuration, modes="terminal json"),
     "config-set": Scene("config set chat.temperature 0.7 --config config.toml", a_configuration, modes=OUTPUT_MODES),
     "config-set-refused": Scene("config set temperature hot --config config.toml", a_configuration, modes=OUTPUT_MODES),
     "config-unset": Scene("config unset generate.max-tokens --config config.toml", a_configuration, modes=OUTPUT_MODES),

@@ -170,7 +170,14 @@ def test_help_all_shows_the_options_that_help_hides(triforce):
             assert [name in out for name in experts] == [shown] * len(experts)
 
 
-SHORT = {"-m": {"model"}, "-f": {"file", "prompt-file"}, "-o": {"output"}, "-q": {"quiet"}, "-y": {"yes"}}
+SHORT = {
+    "-m": {"model"},
+    "-t": {"prompt-template"},
+    "-f": {"file", "prompt-file"},
+    "-o": {"output"},
+    "-q": {"quiet"},
+    "-y": {"yes"},
+}
 
 
 def test_a_letter_means_the_same_in_every_command():

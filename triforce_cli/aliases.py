@@ -6,7 +6,6 @@ small = "qwen2.5-0.5b-instruct"     # a pulled model's name, a folder, a GGUF fi
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 from offload.errors import ModelError, UsageError
 from offload.fields import Kind, checked, is_unicode
 from triforce_cli.choice import NONE
+from triforce_cli.own_names import check_name
 
 TABLE = "aliases"
-_NAME = re.compile(r"\w[\w.-]{0,63}")
 _TARGET = Kind(
     "a model: a text, not empty", lambda value: isinstance(value, str) and value.strip() != "" and is_unicode(value)
 )
@@ -85,10 +84,6 @@ def _problem(model: str) -> str:
 
 
 def _checked(name: str, target: Any, file: Path | None) -> str:
-    if _NAME.fullmatch(name) is None or name == NONE:
-        raise UsageError(
-            f"{file}: {TABLE} has the name {name!r}; it must be 1 to 64 letters, digits, '_', '.' and '-', begin "
-            f'with a letter or digit, and not be "{NONE}"'
-        )
+    check_name(name, f"{file}: {TABLE}", reserved=NONE)
     model: str = checked(target, f"{file}: {TABLE}.{name}", _TARGET, UsageError)
     return model

@@ -7,6 +7,8 @@ model = "~/models/llama"     # of this command
 quiet = true
 [aliases]                    # names of models (triforce_cli/aliases.py)
 small = "qwen2.5-0.5b-instruct"
+[templates.short]            # a prompt (triforce_cli/prompt_templates.py)
+prompt = "In one sentence: {input}"
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from typing import Any
 from offload.errors import UsageError
 from offload.fields import TRUTH, Kind, checked, list_of
 from offload.files import user_folder
-from triforce_cli import aliases, tree
+from triforce_cli import aliases, prompt_templates, tree
 from triforce_cli.aliases import Aliases
+from triforce_cli.prompt_templates import PromptTemplates
 from triforce_cli.utf8 import user_path
 
 if sys.version_info >= (3, 11):
@@ -74,6 +77,10 @@ class Configuration:
         """The aliases of models. Raises UsageError."""
         return Aliases.read(self.values.get(aliases.TABLE, {}), self.file)
 
+    def templates(self) -> PromptTemplates:
+        """The prompt templates. Raises UsageError."""
+        return PromptTemplates.read(self.values.get(prompt_templates.TABLE, {}), self.file)
+
     def of(self, words: Words, command: Any) -> dict[str, Any]:
         """The settings of one command's options, by the names of their parameters."""
         known = tree.options(command)
@@ -98,6 +105,8 @@ class Configuration:
             place = f"{self.file}: {'.'.join((*words, name))}"
             if not words and name == aliases.TABLE:
                 self.aliases()
+            elif not words and name == prompt_templates.TABLE:
+                self.templates()
             elif isinstance(value, dict):
                 if name not in sections:
                     raise UsageError(f"{place} is no command{nearest(name, sections)}")

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from offload.errors import TriforceError, UsageError
-from triforce_cli import aliases, tree
+from triforce_cli import aliases, prompt_templates, tree
 from triforce_cli.configuration import Configuration, default_file
 from triforce_cli.utf8 import decode_argument
 
@@ -31,8 +31,7 @@ class Key:
     def of(cls, text: str) -> Key:
         """The key that is written so. Raises UsageError."""
         text = decode_argument("KEY", text)
-        table, dot, name = text.partition(".")
-        parts = (table, name) if dot and table == aliases.TABLE else tuple(text.split("."))
+        parts = _parts(text)
         if not all(parts):
             raise UsageError(f"{text!r} is no key; it is an option's name, or COMMAND.OPTION: model, chat.temperature")
         return cls(parts)
@@ -40,6 +39,11 @@ class Key:
     @property
     def is_alias(self) -> bool:
         return len(self.parts) == 2 and self.parts[0] == aliases.TABLE
+
+    @property
+    def is_of_template(self) -> bool:
+        """True for a template, and for a text of one."""
+        return len(self.parts) > 1 and self.parts[0] == prompt_templates.TABLE
 
     def __str__(self) -> str:
         return ".".join(self.parts)
@@ -60,12 +64,31 @@ class Key:
         }
 
 
+def _parts(text: str) -> tuple[str, ...]:
+    """The sections and the name in a key. Names of aliases and templates may have dots."""
+    table, dot, name = text.partition(".")
+    if dot and table == aliases.TABLE:
+        return (table, name)
+    if dot and table == prompt_templates.TABLE:
+        before, _, last = name.rpartition(".")
+        return (table, before, last) if before and last in prompt_templates.TEXTS else (table, name)
+    return tuple(text.split("."))
+
+
 def checked_value(key: Key, texts: Sequence[str], known: Configuration, root: Any) -> Any:
     """The value for the file, from what was typed. known: the file's own values, which may have faults. Raises the
     error of the option or the alias, and UsageError for a key that is none."""
-    if key.is_alias:
+    if key.is_of_template and len(key.parts) == 2:
+        known_texts = ", ".join(prompt_templates.TEXTS)
+        raise UsageError(
+            f"{key} is no text of a template; it has the texts {known_texts}: {key}.{prompt_templates.PROMPT}"
+        )
+    if key.is_alias or key.is_of_template:
         value = _single(key, [decode_argument("VALUE", text) for text in texts])
-        known.aliases().with_alias(key.parts[1], value)
+        if key.is_alias:
+            known.aliases().with_alias(key.parts[1], value)
+        else:
+            known.templates().with_text(key.parts[1], key.parts[2], value)
         return value
     file = known.file or default_file()
     value = _value_of(key, texts, file, root)

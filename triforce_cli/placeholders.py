@@ -19,12 +19,24 @@ def fillings_of(texts: Sequence[str]) -> dict[str, str]:
 def filled(text: str, variables: Mapping[str, str], what: str) -> str:
     """`text` with its {placeholders} replaced; without variables, unchanged. Raises UsageError for an unknown
     placeholder. {{ and }} stand for braces."""
-    if not variables:
-        return text
-    parts = re.split(r"(\{\{|\}\})", text)
+    return replaced(text, variables, what) if variables else text
+
+
+def placeholders_in(text: str) -> list[str]:
+    """The names of the placeholders in `text`, in their order."""
+    return [name for part in _parts(text) for name in _PLACEHOLDER.findall(part)]
+
+
+def replaced(text: str, variables: Mapping[str, str], what: str) -> str:
+    """As `filled`, but without variables no placeholder may be there, and {{ and }} are braces then, too."""
     return "".join(
-        part[0] if part in ("{{", "}}") else _PLACEHOLDER.sub(_value(variables, what), part) for part in parts
+        part[0] if part in ("{{", "}}") else _PLACEHOLDER.sub(_value(variables, what), part) for part in _parts(text)
     )
+
+
+def _parts(text: str) -> list[str]:
+    """`text`, cut before and behind each {{ and }}."""
+    return re.split(r"(\{\{|\}\})", text)
 
 
 def _value(variables: Mapping[str, str], what: str) -> Callable[[re.Match[str]], str]:

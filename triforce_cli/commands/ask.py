@@ -47,6 +47,7 @@ from triforce_cli.flags import (
 from triforce_cli.options import option
 from triforce_cli.output import Output
 from triforce_cli.placeholders import filled, fillings_of
+from triforce_cli.prompt_templates import INPUT, PromptTemplate
 from triforce_cli.utf8 import (
     PIPED,
     STDIN,
@@ -111,12 +112,27 @@ Tools = Annotated[
 ]
 
 
+Template = Annotated[
+    str | None,
+    option(
+        "--prompt-template",
+        "A prompt template of the configuration file; its {input} is the question. (--template is the layout of "
+        "messages.)",
+        QUESTION,
+        short="-t",
+        metavar="NAME",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """One `triforce ask`, parsed. question: None if it is in `question_file` or, without one, in standard input; with a
     question, standard input is a document. documents: before the question. fillings: of the placeholders in the
-    question, the system message and the beginning of the reply."""
+    question, the system message and the beginning of the reply. template: the prompt to put the question into, maybe
+    one without a place for it."""
 
+    template: PromptTemplate | None
     question: str | None
     question_file: Path | None
     documents: Named
@@ -137,16 +153,31 @@ class Ask:
                 run.go_on(is_chat=True)
                 return
             output = run.output
-            question = filled(self._question(output), self.fillings, "the question")
+            texts = self._texts(output)
             prepared = run.prepare()
             output.note(prepared.models.answers_note)
             chat_format = self.layout.format(prepared.prompt_tokenizer, self.alone.wanted)
             output.note(chat_format.notice)
             check_variables(chat_format.template, {"tools"} & self.layout.variables.keys())
             documents = read_documents(self.documents, "the document", note=output.note, on_read=run.on_read)
-            conversation = self._conversation([*(reading.document for reading in documents), *self._piped(output)])
-            begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
-            run.answer(prepared, chat_format.prompt(conversation.asked(question), begin), question, question=question)
+            found = [*(reading.document for reading in documents), *self._piped(output)]
+            conversation = self._conversation(texts.system, found).asked(texts.prompt)
+            prompt = chat_format.prompt(conversation, texts.begin_reply)
+            run.answer(prepared, prompt, texts.prompt, question=texts.prompt)
+
+    @property
+    def _takes_question(self) -> bool:
+        return self.template is None or self.template.takes_input
+
+    def _texts(self, output: Output) -> PromptTemplate:
+        """The question, the system message and the beginning of the reply, in the template's place where given."""
+        question = filled(self._question(output), self.fillings, "the question") if self._takes_question else ""
+        system = filled(self.system, self.fillings, "the system message")
+        begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
+        if self.template is None:
+            return PromptTemplate("", question, system, begin)
+        texts = self.template.filled({**self.fillings, INPUT: question})
+        return replace(texts, system=system or texts.system, begin_reply=begin or texts.begin_reply)
 
     def _question(self, output: Output) -> str:
         if self.question is not None and self.question_file is not None:
@@ -159,24 +190,35 @@ class Ask:
 
     def _piped(self, output: Output) -> list[Document]:
         """Standard input as a document, if the question is on the command line."""
-        if self.question is None or stdin_is_terminal() or STDIN in self.documents.paths:
+        if (self.question is None and self._takes_question) or stdin_is_terminal() or STDIN in self.documents.paths:
             return []
         piped = read_input(STDIN, "a document", note=output.note)
         output.note(taken(piped, "a document") if piped.strip() else "")
         return [Document(PIPED, piped)] if piped.strip() else []
 
-    def _conversation(self, documents: Iterable[Document]) -> Conversation:
+    def _conversation(self, system: str, documents: Iterable[Document]) -> Conversation:
         from triforce_cli.chat.conversation import Conversation
 
         conversation = Conversation(date=time.strftime("%d %b %Y"))
-        conversation = conversation.with_system(filled(self.system, self.fillings, "the system message"))
+        conversation = conversation.with_system(system)
         for document in documents:
             conversation = conversation.with_document(document)
         return conversation
 
 
+def _template(named: PromptTemplate, fillings: Mapping[str, str], *, is_asked: bool) -> PromptTemplate:
+    """The template, if what is given fits its placeholders. is_asked: there is a question. Raises UsageError."""
+    named.check(tuple(fillings))
+    if is_asked and not named.takes_input:
+        raise UsageError(
+            f"the template {named.name} has no {{{INPUT}}}, so there is no place for the question; leave it out"
+        )
+    return named
+
+
 @spread
 def ask(
+    ctx: typer.Context,
     question: Question = None,
     *,
     more_words: MoreWords = None,
@@ -187,6 +229,7 @@ def ask(
     system: System = "",
     system_file: SystemFile = None,
     begin_reply: BeginReply = "",
+    prompt_template: Template = None,
     var: Variables = None,
     chat: ChatFlags,
     max_tokens: options.MaxTokens = 1024,
@@ -223,14 +266,20 @@ def ask(
     if system_file is not None:
         system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
     offered = {} if tools is None else {"tools": read_tools(read_text(user_path(str(tools)), "the tools"))}
+    fillings = fillings_of(var or ())
+    template = None
+    if prompt_template is not None:
+        named = options.configuration_of(ctx).templates().named(prompt_template)
+        template = _template(named, fillings, is_asked=question is not None or prompt_file is not None)
     return Ask(
+        template=template,
         question=None if question is None else question_of(question, more_words or (), file),
         question_file=None if prompt_file is None else user_path(str(prompt_file)),
         documents=named_documents("--file", file, None, include),
         system=decode_argument("--system", system),
         begin_reply=decode_argument("--begin-reply", begin_reply),
         layout=chat.layout(**offered),
-        fillings=fillings_of(var or ()),
+        fillings=fillings,
         alone=alone(
             asked,
             setup=started,

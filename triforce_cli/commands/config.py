@@ -18,12 +18,20 @@ from triforce_cli.configuration_file import current_text, rewrite
 from triforce_cli.configuration_key import Key, checked_value
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
+from triforce_cli.prompt_templates import PROMPT, PromptTemplate
 from triforce_cli.render import config as render_config
 from triforce_cli.render.config import Setting
 
 KeyName = Annotated[
-    str, typer.Argument(metavar="KEY", help="As in the file: model, chat.temperature.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="KEY",
+        help="As in the file: model, chat.temperature, aliases.NAME, templates.NAME.prompt.",
+        show_default=False,
+    ),
 ]
+
+ASKING = ("ask",)  # the command that takes templates
 
 config = typer.Typer(no_args_is_help=True, help="Look at the configuration file and what it changes, or change it.")
 
@@ -35,15 +43,17 @@ class Showing:
     file: str
     found: bool
     settings: tuple[Setting, ...]
+    templates: tuple[PromptTemplate, ...]
     as_json: bool
 
     def run(self) -> None:
         with Output() as output:
             if self.as_json:
-                output.document(render_config.document(self.file, self.settings, found=self.found))
+                output.document(render_config.document(self.file, self.settings, self.templates, found=self.found))
                 return
             output.note(f"configuration file: {self.file}{'' if self.found else ' (there is none)'}")
             output.text(render_config.table(self.settings))
+            output.text(render_config.templates_table(self.templates, width=output.width))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +89,8 @@ def show(
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Showing:
-    """Show every option's value and its origin: an environment variable, the configuration file, or the default.
+    """Show every option's value and its origin: an environment variable, the configuration file, or the default. Then
+    the prompt templates (triforce ask --prompt-template).
 
     The file is TOML. A line "temperature = 0.8" applies to every command that has the option; lines below "[chat]"
     apply to that command. Paths in it are relative to the current folder. An option on the command line wins over its
@@ -104,6 +115,7 @@ def show(
         file=str(configuration.file or default_file()),
         found=configuration.file is not None,
         settings=render_config.merged(settings),
+        templates=tuple(configuration.templates().templates.values()) if ASKING in chosen else (),
         as_json=json,
     )
 
@@ -161,8 +173,13 @@ def unset(
     found = value_at(parsed(file, current_text(file)), named.parts)
     if found is None:
         raise UsageError(f"{named} is not set in {file}")
-    if isinstance(found, dict):
+    if isinstance(found, dict) and not named.is_of_template:
         raise UsageError(f"{named} is a section of {file}; name one of its keys: {named}.{next(iter(found), 'KEY')}")
+    if named.is_of_template and named.parts[2:] == (PROMPT,):
+        template = ".".join(named.parts[:2])
+        raise UsageError(
+            f"a template needs its {PROMPT}; 'triforce config unset {template}' removes the whole template"
+        )
     return Change(
         file=file, edit=lambda text: without(text, named.parts), done=f"removed {named} from {file}", quiet=quiet
     )

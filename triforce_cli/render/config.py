@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import NOTHING
+from triforce_cli.prompt_templates import PromptTemplate
+from triforce_cli.render.text import NOTHING, line_text
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,27 @@ def table(settings: Sequence[Setting]) -> str:
     return "".join(f"{line}\n" for line in _lines(settings, widths, {name for name in names if names.count(name) > 1}))
 
 
-def document(file: str, settings: Sequence[Setting], *, found: bool) -> dict[str, Any]:
+def templates_table(templates: Sequence[PromptTemplate], *, width: int) -> str:
+    """A line per prompt template: its name, its placeholders, and as much of the prompt as there is room for. "" for no
+    templates."""
+    if not templates:
+        return ""
+    heads = [(each.name, " ".join(f"{{{name}}}" for name in each.placeholders) or NOTHING) for each in templates]
+    widths = [max(len(head[column]) for head in heads) for column in (0, 1)]
+    lines = [
+        f"  {name:<{widths[0]}}  {placeholders:<{widths[1]}}  {line_text(each.prompt)}"
+        for (name, placeholders), each in zip(heads, templates, strict=True)
+    ]
+    return "\n".join(["", "prompt templates (triforce ask -t NAME):", *(_cut(line, width) for line in lines)]) + "\n"
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: max(width - 3, 0)]}..."
+
+
+def document(
+    file: str, settings: Sequence[Setting], templates: Sequence[PromptTemplate], *, found: bool
+) -> dict[str, Any]:
     """The JSON of `config show`. found: whether the file exists."""
     return {
         "file": file,
@@ -50,6 +71,16 @@ def document(file: str, settings: Sequence[Setting], *, found: bool) -> dict[str
                 "commands": list(setting.commands),
             }
             for setting in settings
+        ],
+        "templates": [
+            {
+                "name": each.name,
+                "prompt": each.prompt,
+                "system": each.system or None,
+                "begin_reply": each.begin_reply or None,
+                "placeholders": list(each.placeholders),
+            }
+            for each in templates
         ],
         "version": __version__,
     }

@@ -217,6 +217,12 @@ SCENES: dict[str, Scene] = {
     "ask-template-refused": Scene("ask -t letter Hello --config config.toml", a_configuration, modes=OUTPUT_MODES),
     "ask": Scene("ask --prompt-file book.txt", fake_engine()),
     "ask-first": Scene("ask 'Who is it?'", a_first_use, modes="terminal"),
+    "ask-extract": Scene(
+        "ask 'How?' -x", fake_engine(pieces=["Run:\n```sh\n", "ls -l\n", "```\n"]), modes=OUTPUT_MODES
+    ),
+    "ask-extract-none": Scene(
+        "ask 'How?' -x", fake_engine(pieces=["I do ", "not know."], finish="stop"), modes="piped"
+    ),
     "chat": Scene("chat --file book.txt", fake_engine(plans=False), stdin=SCRIPTED, modes="piped"),
     "chat-typed": Scene("chat --no-history", fake_engine(plans=False), typed=TYPED, modes="terminal"),
     "verify": Scene(f"verify {ASKED}", a_verification(holds=True)),

@@ -71,6 +71,7 @@ SWITCHES = [
     ("--compare", "compares", True),
     ("--json", "form", "json"),
     ("--jsonl", "form", "jsonl"),
+    ("--extract", "form", "code"),
     ("--echo", "echo", True),
     ("--quiet", "quiet", True),
     *((f"--{row.label}", f"sampling.{row.name}", True) for row in SETTINGS.values() if row.kind is bool),

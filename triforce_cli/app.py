@@ -88,7 +88,7 @@ def triforce(
     1 error while running, 2 usage, 3 does not fit, 4 model or session cannot
     be used, 5 not what the target alone gives (verify) or a device computes
     wrong (doctor), 6 cut short, so that it may not match its schema or other
-    constraint, 124 out of time (--timeout), 130 interrupted, 143 asked to end
+    constraint, or without a code block (--extract), 124 out of time (--timeout), 130 interrupted, 143 asked to end
     (SIGTERM), 129 the terminal is gone; the last five keep what came so far.
     """
     variables.check(context.command)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from offload.errors import Differs
 from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.begun import begun_prompt
-from triforce_cli.answering.ending import Unfinished, ends_here, may_not_match
+from triforce_cli.answering.code import last_block
+from triforce_cli.answering.ending import NoCode, Unfinished, ends_here, may_not_match, no_code
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.kept import kept, open_for_text, rows_kept
 from triforce_cli.answering.recorder import Recorder
@@ -121,6 +122,8 @@ class Run:
                 self._compare(engine, request, answer)
         if answer.finish == "length":
             self._writer.remark = self._remark(plan)
+        if self._alone.written.form == "code" and last_block(answer.text, answer.finish) is None:
+            raise NoCode(no_code(f"the {self._alone.written.name}"))
 
     def _generate(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
         with closing(engine.generate(request, on_progress=self._on_progress)) as steps:
@@ -128,7 +131,7 @@ class Run:
                 if not answer.parts and (stored := engine.stats.stored_tokens):
                     self.output.note(f"{stored:,} of {len(request.prompt):,} prompt tokens are from the store")
                 self._writer.add(step)
-                if self._alone.written.as_json or self._alone.file:
+                if not self._alone.written.streams or self._alone.file:
                     self.output.report("decode", answer.num_tokens, request.max_tokens, "tokens")
 
     def _compare(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:

@@ -1,5 +1,5 @@
 """The note on a text that was cut, at --max-tokens or at the end of the context, and the error if the text had to
-follow a constraint."""
+follow a constraint or to have a code block."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ class Unfinished(TriforceError):
 
     exit_code = 6
     kind = "unfinished"
+
+
+class NoCode(Unfinished):
+    """A text of which only a code block is wanted has no whole one."""
+
+    kind = "no-code"
+
+
+def no_code(text: str) -> str:
+    """The error message for a text without a whole code block. text: its name."""
+    return f"{text} has no whole code block, so nothing is written; all of it stands above"
 
 
 def ends_here(text: str, max_tokens: str | None, remedy: str = "") -> str:

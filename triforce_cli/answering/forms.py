@@ -1,4 +1,4 @@
-"""Output forms of an answer, written part by part: text, one JSON object, or JSON lines."""
+"""Output forms of an answer, written part by part: text, its last code block, one JSON object, or JSON lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from triforce_cli.answering.answer import Part
+from triforce_cli.answering.code import last_block
 from triforce_cli.errors import Failure
 from triforce_cli.output import Output
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.plan.planner import Plan
 
-FormName = Literal["text", "json", "jsonl"]
+FormName = Literal["text", "code", "json", "jsonl"]
 
 
 class Form:
@@ -65,6 +66,24 @@ class TextForm(Form):
     def end(self, document: Mapping[str, Any]) -> None:
         if self._ends_line:
             self._output.end_line()
+
+
+class CodeForm(Form):
+    """The last code block alone. An answer without a whole one goes to standard error, so that nothing is lost."""
+
+    def end(self, document: Mapping[str, Any]) -> None:
+        code = last_block(document["text"], document["finish_reason"])
+        if code is None:
+            self._show(document)
+        else:
+            self._output.text(code)
+
+    def fail(self, failure: Failure, document: Mapping[str, Any]) -> None:
+        self._show(document)
+
+    def _show(self, document: Mapping[str, Any]) -> None:
+        if text := document["text"].rstrip():
+            self._output.table(text)
 
 
 class ObjectForm(Form):
@@ -121,9 +140,15 @@ class Written:
 
     @property
     def as_json(self) -> bool:
-        return self.form != "text"
+        return self.form in ("json", "jsonl")
+
+    @property
+    def streams(self) -> bool:
+        """True if text appears as it is accepted."""
+        return self.form == "text"
 
     def make(self, output: Output) -> Form:
         if self.form == "text":
             return TextForm(output, shows_thoughts=self.shows_thoughts, ends_line=self.ends_line)
-        return (ObjectForm if self.form == "json" else EventForm)(output, shows_thoughts=self.shows_thoughts)
+        kinds = {"code": CodeForm, "json": ObjectForm, "jsonl": EventForm}
+        return kinds[self.form](output, shows_thoughts=self.shows_thoughts)

@@ -14,7 +14,7 @@ from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.forms import Written
+from triforce_cli.answering.forms import FormName, Written
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES, Thinking
@@ -63,6 +63,10 @@ Destination = Annotated[
         short="-o",
         metavar="FILE",
     ),
+]
+Extract = Annotated[
+    bool,
+    switch("--extract", "Write the last code block of the answer alone.", OUTPUT, short="-x"),
 ]
 ShowStats = Annotated[bool, switch("--stats", "After the text, print statistics to standard error.", OUTPUT)]
 Compare = Annotated[
@@ -216,6 +220,7 @@ class AnswerFlags:
     """The output form of an answer, and additions such as statistics and citations."""
 
     output: Destination = None
+    extract: Extract = False
     stats: ShowStats = False
     compare: Compare = False
     cite: options.Cite = False
@@ -228,7 +233,10 @@ class AnswerFlags:
         """The output settings. Raises UsageError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
-        return Written(form="json" if self.json else "jsonl" if self.jsonl else "text", stats=self.stats)
+        if self.extract and (self.json or self.jsonl):
+            raise UsageError("--extract writes a code block and --json all of the answer; give one of them")
+        forms: dict[FormName, bool] = {"json": self.json, "jsonl": self.jsonl, "code": self.extract}
+        return Written(form=next((form for form, chosen in forms.items() if chosen), "text"), stats=self.stats)
 
 
 def wanted(

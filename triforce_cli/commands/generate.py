@@ -160,6 +160,8 @@ def generate(
             prompt_file=documents.prompt_file, prompt=prompt, input_jsonl=input_jsonl, output_jsonl=output_jsonl,
             batch=batch != AUTO, echo=echo, cite=answer.cite, **messages.given(),
         )  # fmt: skip
+    if echo and answer.extract:
+        raise UsageError("--echo begins with the prompt and --extract writes a code block alone; give one of them")
     num_sequences = _number_at_a_time(batch)
     asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=messages)
     started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
@@ -180,7 +182,10 @@ def generate(
         )
     _check_batch(
         input_jsonl,
-        (documents.named(), prompt, session.path(), answer.output, answer.jsonl, answer.stats, answer.compare),
+        (
+            *(documents.named(), prompt, session.path(), answer.output, answer.jsonl, answer.stats, answer.compare),
+            answer.extract,
+        ),
     )
     return Batch(
         source=user_path(str(input_jsonl)),
@@ -201,7 +206,7 @@ def _check_batch(source: Path | None, others: Iterable[object]) -> None:
     if any(others):
         raise UsageError(
             "--input-jsonl answers in JSON lines of its own; leave out --prompt-file, --prompt, --session, --cache, "
-            "--output, --jsonl, --stats and --compare (--output-jsonl FILE names where the lines go)"
+            "--output, --extract, --jsonl, --stats and --compare (--output-jsonl FILE names where the lines go)"
         )
 
 

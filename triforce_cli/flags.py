@@ -296,8 +296,9 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
 def _changed(parameters: Iterable[Parameter], flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of each option that is not as by default, without those of the program itself."""
     for parameter in parameters:
-        (declared,) = parameter.annotation.__metadata__
-        is_option = getattr(declared, "envvar", None) and declared.rich_help_panel != options.PROGRAM
+        declared = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)  # none of Typer's context
+        panel = getattr(declared, "rich_help_panel", None)
+        is_option = getattr(declared, "envvar", None) and panel != options.PROGRAM
         value = flags.get(parameter.name)
         if is_option and value != parameter.default and value not in (None, [], ()):
             yield parameter.name.replace("_", "-"), _as_json(value)

@@ -118,6 +118,7 @@ def some_models() -> None:
     put(Path("models", LARGE))
     put(Path("models/some/config"), {**LLAMA_13B, "num_hidden_layers": 60}, weights=False)
     put(Path("models/some/mamba"), {**LLAMA_13B, "model_type": "mamba"})
+    Path("config.toml").write_text('[aliases]\nlong = "yarn-llama-2-13b-128k"\nlost = "llama-68m"\n')
 
 
 def a_hub() -> None:
@@ -241,7 +242,9 @@ SCENES: dict[str, Scene] = {
     "doctor-two-gpus": Scene("doctor", a_diagnosis("TWO_ON_X8")),
     "pull": Scene("pull owner/model", a_hub),
     "convert": Scene("convert old-llama", pickled_weights, modes=OUTPUT_MODES),
-    "models": Scene("models", some_models),
+    "models": Scene("models --config config.toml", some_models),
+    "models-rm": Scene("models rm some/config long --config config.toml --yes", some_models, modes=OUTPUT_MODES),
+    "models-rm-asked": Scene("models rm some/mamba some/config", some_models, typed=[("?", "y")], modes="terminal"),
     "sessions-ls": Scene("sessions ls", some_sessions),
     "sessions-info": Scene("sessions info book-club", some_sessions),
     "sessions-rm": Scene("sessions rm notes --yes", some_sessions, modes=OUTPUT_MODES),

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from models import byte_tokenizer, random_model, save
 from offload.errors import ModelError
-from offload.hub.library import MOVING, STAGING, Origin, locate, state_of
+from offload.hub.library import MOVING, STAGING, Origin, has_room, locate, state_of
 from offload.hub.names import ALIASES, FOLDER_VARIABLE, alias_of, id_of, is_id, repository_of, short_name
 from offload.plan import hardware
 from offload.plan.hardware import Hardware
@@ -222,7 +222,11 @@ def test_models_lists_what_is_here_what_it_takes_and_what_can_be_pulled(root, tr
     assert "its pull was interrupted; 'triforce pull some/begun' resumes it" in words
     assert "empty" not in out
     absent = lines[lines.index("not here yet (triforce pull NAME):") + 1 :]
-    assert [line.split()[0] for line in absent] == [alias.name for alias in ALIASES if alias.repository != LARGE]
+    assert absent[0].split() == ["name", "download", "fits", "here", "owner"]
+    pulled = {line.split()[0]: line.split()[1:-1] for line in absent[1:]}
+    assert pulled["llama-3.1-8b-instruct"] == ["16.1", "GB", "yes"]
+    assert pulled["llama-68m"] == ["-", "-"]
+    assert [line.split()[0] for line in absent[1:]] == [alias.name for alias in ALIASES if alias.repository != LARGE]
     assert err == f"in {root}; what fits here: on test CPU, 34.4 GB free\n"
 
 
@@ -257,7 +261,24 @@ def test_models_as_json(root, triforce):
         "name": "yarn-llama-2-7b-128k",
         "repository": "NousResearch/Yarn-Llama-2-7b-128k",
         "draft": "llama-68m",
+        "bytes": 13_500_000_000,
+        "fits": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("hardware_", "fits"),
+    [
+        (Hardware("cpu", "CPU", 17 * 10**9, 17 * 10**9, True), True),
+        (Hardware("cpu", "CPU", 16 * 10**9, 16 * 10**9, True), False),
+        (Hardware("cpu", "CPU", 17 * 10**9, 17 * 10**9, False), False),  # which computes in fp32
+        (Hardware("cuda:0", "GPU", 10**9, 16 * 10**9, True), True),
+        (Hardware("cuda:0", "GPU", 10**9, 15 * 10**9, True), False),
+    ],
+)
+def test_a_model_fits_where_its_weights_have_room(hardware_: Hardware, fits: bool) -> None:
+    assert has_room(alias_of("llama-3.1-8b-instruct"), hardware_) is fits
+    assert has_room(alias_of("llama-68m"), hardware_) is None
 
 
 @pytest.mark.usefixtures("machine")
@@ -275,6 +296,7 @@ def test_models_fits_a_narrow_terminal_and_says_where_it_looked(root, triforce, 
     put(root / "some/mamba", {"model_type": "mamba"})
     code, out, err = triforce("models", "--device", "cpu")
     assert code == 0
+    assert max(map(len, out.partition("not here yet")[2].splitlines())) <= 60
     reason = [line for line in out.splitlines() if line.startswith("    ")]
     assert len(reason) > 1
     assert all(len(line) <= 60 for line in reason if os.sep not in line)

@@ -24,9 +24,8 @@ from offload import interrupts
 from offload.interrupts import Terminated, handled, interruptible, poll, resume, waiting
 from stage import rehearse
 from terminals import Terminal
-from triforce_cli import inputs
+from triforce_cli import consent, inputs
 from triforce_cli.chat import reader
-from triforce_cli.commands import sessions
 
 RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: Terminated}
 EVERY = pytest.mark.parametrize("number", RAISED, ids=lambda number: number.name)
@@ -234,7 +233,7 @@ def _prompt() -> object:
 
 
 def _agreed() -> object:
-    return sessions._agreed(Mock(has_person=True), "remove it?")
+    return consent.agreed(Mock(has_person=True), "remove it?")
 
 
 class Heard:

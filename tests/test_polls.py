@@ -43,11 +43,10 @@ from offload.transfer.ahead import Ahead
 from offload.worker import models as worker_models
 from offload.worker import pass_timer
 from test_architecture import sources
-from triforce_cli import inputs, outfile
+from triforce_cli import consent, inputs, outfile
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
 from triforce_cli.chat import background, reader
-from triforce_cli.commands import sessions
 from triforce_cli.documents import reading, selection
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.selection import Named
@@ -366,7 +365,7 @@ def next_line(place: Place) -> None:
 
 def agree(place: Place) -> None:
     place.patch.setattr(sys, "stdin", Mock(readline=waits))
-    sessions._agreed(Mock(has_person=True), "remove it?")
+    consent.agreed(Mock(has_person=True), "remove it?")
 
 
 def type_message(place: Place) -> None:
@@ -406,7 +405,7 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "triforce_cli.inputs._comes": look_at_pipe,
     "triforce_cli.chat.reader._next_line": next_line,
     "triforce_cli.chat.reader.PromptReader.read": type_message,
-    "triforce_cli.commands.sessions._agreed": agree,
+    "triforce_cli.consent.agreed": agree,
     "triforce_cli.outfile.OutputFile.__enter__": open_pipe,
     "triforce_cli.outfile.write_all": write_file,
     "triforce_cli.output._write": write_text,

@@ -1,4 +1,4 @@
-"""Consent to a removal that cannot be undone: `--yes`, or an answer at the terminal."""
+"""A person's consent to a removal, asked for at a terminal or given by --yes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from triforce_cli.options import switch
 from triforce_cli.output import Output
 
 REMOVAL = "Removal"
-
 Yes = Annotated[bool, switch("--yes", "Do not ask. Needed where nobody can be asked.", REMOVAL, short="-y")]
 
 
@@ -23,7 +22,7 @@ def agreed(output: Output, question: str, table: str = "") -> bool:
         output.table(table)
     output.question(f"{question} [y/N]")
     with waiting():
-        said = sys.stdin.readline().strip().lower()
-    if said not in ("y", "yes"):
+        answer = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not answer:
         output.note("nothing was removed")
-    return said in ("y", "yes")
+    return answer

@@ -27,6 +27,8 @@ def _long_name(parameter: Any) -> str:
 def _below(group: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
+            if command.invoke_without_command:  # a command itself
+                yield (*words, name), command
             yield from _below(command, (*words, name))
         else:
             yield (*words, name), command

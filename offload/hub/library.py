@@ -33,6 +33,7 @@ from offload.plan.request import Request
 from offload.strict_json import read_json
 
 STAGING = ".pull"  # folder inside a model's folder: the files that a pull has fetched so far
+LOCK = "lock"  # inside STAGING: held by a pull
 MOVING = "moving"  # marker inside STAGING: files are being moved into place
 ORIGIN_FILE = "triforce.json"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -176,7 +177,7 @@ def recommended_draft(model: str, folder: Path) -> str:
 
 def entries() -> list[Entry]:
     """All models in the folder of models, sorted; a damaged one has its `problem` set. Other folders are skipped."""
-    found = (entry for model_id in _stored_ids() for entry in _entries_of(model_id))
+    found = (entry for model_id in stored_ids() for entry in _entries_of(model_id))
     return [entry for entry in found if entry.state != "absent" or entry.problem]
 
 
@@ -218,6 +219,16 @@ def absent_aliases() -> Iterator[Alias]:
     return (alias for alias in ALIASES if state_of(model_folder(alias.repository)) != "whole")
 
 
+def has_room(alias: Alias, hardware: Hardware) -> bool | None:
+    """Whether the free memory, with a GPU the host's too, has room for the weights of a model that is not here; None if
+    their size is not known. A CPU that does not compute in 16 bits takes twice as much."""
+    if alias.num_bytes is None:
+        return None
+    if hardware.is_cpu:
+        return alias.num_bytes * (1 if hardware.fast_bf16 else 2) <= hardware.device_free_bytes
+    return alias.num_bytes <= hardware.device_free_bytes * hardware.num_devices + hardware.host_free_bytes
+
+
 def longest_context(entry: Entry, hardware: Hardware) -> int:
     """The longest context in tokens that fits `hardware`; 0 if none does or the model's config is unknown."""
     if entry.config is None:
@@ -225,7 +236,7 @@ def longest_context(entry: Entry, hardware: Hardware) -> int:
     return Request(entry.config, None, Options(), hardware).largest_context()
 
 
-def _stored_ids() -> list[str]:
+def stored_ids() -> list[str]:
     """OWNER/NAME of every folder in the folder of models, sorted; folders with other names are skipped. Raises
     ModelError."""
     kept = models_folder()
@@ -240,7 +251,7 @@ def _missing(model_id: str) -> str:
     """The reason why the model cannot be used, and the command to run."""
     owner, _, name = model_id.partition("/")
     if owner == LOCAL:
-        converted = ", ".join(found for found in _stored_ids() if found.startswith(f"{LOCAL}/")) or "none"
+        converted = ", ".join(found for found in stored_ids() if found.startswith(f"{LOCAL}/")) or "none"
         return f"no model {name} was converted into {models_folder() / LOCAL}; there are: {converted}"
     state, command = state_of(model_folder(model_id)), pull_command(model_id)
     if state == "broken off":

@@ -22,25 +22,36 @@ _ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
 
 @dataclass(frozen=True)
 class Alias:
-    """A short name of a repository. draft: the alias of a suitable draft, "" if none is known."""
+    """A short name of a repository. draft: the alias of a suitable draft, "" if none is known. num_bytes: about, of its
+    weights in 16 bits; None if that is not known without asking the hub."""
 
     name: str
     repository: str
     draft: str = ""
+    num_bytes: int | None = None
 
 
 ALIASES = (
-    Alias("yarn-llama-2-13b-128k", "NousResearch/Yarn-Llama-2-13b-128k", "llama-68m"),
-    Alias("yarn-llama-2-7b-128k", "NousResearch/Yarn-Llama-2-7b-128k", "llama-68m"),
+    Alias("yarn-llama-2-13b-128k", "NousResearch/Yarn-Llama-2-13b-128k", "llama-68m", num_bytes=26_000_000_000),
+    Alias("yarn-llama-2-7b-128k", "NousResearch/Yarn-Llama-2-7b-128k", "llama-68m", num_bytes=13_500_000_000),
     Alias("lwm-text-chat-128k", "LargeWorldModel/LWM-Text-Chat-128K", "llama-68m"),
     Alias("llama-68m", "JackFram/llama-68m"),
-    Alias("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b-instruct"),
-    Alias("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-    Alias("qwen2.5-coder-1.5b-instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-0.5b-instruct"),
-    Alias("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
-    Alias("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-    Alias("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-135m-instruct"),
-    Alias("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    Alias(
+        "llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b-instruct", num_bytes=16_100_000_000
+    ),
+    Alias("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", num_bytes=2_470_000_000),
+    Alias(
+        "qwen2.5-coder-1.5b-instruct",
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        "qwen2.5-coder-0.5b-instruct",
+        num_bytes=3_090_000_000,
+    ),
+    Alias("qwen2.5-coder-0.5b-instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct", num_bytes=988_000_000),
+    Alias("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", num_bytes=988_000_000),
+    Alias(
+        "smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-135m-instruct", num_bytes=3_420_000_000
+    ),
+    Alias("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", num_bytes=269_000_000),
 )
 
 

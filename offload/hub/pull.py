@@ -24,14 +24,13 @@ from offload.hub import files as model_files
 from offload.hub import remote
 from offload.hub.disk import check_room
 from offload.hub.fetch import fetch, is_whole, partial_path
-from offload.hub.library import MOVING, STAGING, Origin
+from offload.hub.library import LOCK, MOVING, STAGING, Origin
 from offload.hub.names import FOLDER_VARIABLE, model_folder
 from offload.hub.pickles import convert_shard, source_of, weight_map
 from offload.hub.remote import Listing, RemoteFile
 from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
-_LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +259,7 @@ def _staging(folder: Path) -> Iterator[Path]:
     """
     staging = folder / STAGING
     staging.mkdir(parents=True, exist_ok=True)
-    with (staging / _LOCK).open("w") as lock:
+    with (staging / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -275,7 +274,7 @@ def _remove_empty(folder: Path, staging: Path) -> None:
     for partial in staging.glob("*.part"):
         if not partial.stat().st_size:
             partial.unlink()
-    if staging.exists() and os.listdir(staging) == [_LOCK]:
+    if staging.exists() and os.listdir(staging) == [LOCK]:
         shutil.rmtree(staging)
     if not staging.exists():
         with contextlib.suppress(OSError):  # usually not empty

@@ -8,18 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.errors import UsageError
 from offload.hub.names import models_folder
+from offload.hub.removal import Stored, find_stored, remove
+from offload.units import size
 from triforce_cli import options
 from triforce_cli.aliases import Aliases
 from triforce_cli.choice import embedded_model
+from triforce_cli.consent import Yes, agreed
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import models as render_models
-from triforce_cli.render.models import Line, Named
+from triforce_cli.render.models import Absent, Line, Named
+from triforce_cli.render.text import counted
 
 if TYPE_CHECKING:
     from offload.hub.library import Entry
 
+
+models = typer.Typer(invoke_without_command=True)
 
 Families = Annotated[
     bool, options.switch("--families", "List the families of models that run here instead.", options.OUTPUT)
@@ -43,13 +50,13 @@ class Listing:
                 self._list_families(output)
                 return
             output.wait("looking")
-            from offload.hub.library import absent_aliases, entries, longest_context
+            from offload.hub.library import absent_aliases, entries, has_room, longest_context
             from offload.plan.hardware import probe
 
             hardware = probe(self.device)
             lines = [Line(entry, longest_context(entry, hardware)) for entry in [*_embedded(), *entries()]]
             named = [Named(name, model, self.aliases.problem(name)) for name, model in self.aliases.names.items()]
-            absent = list(absent_aliases())
+            absent = [Absent(alias, has_room(alias, hardware)) for alias in absent_aliases()]
             if self.as_json:
                 output.document(render_models.table_document(models_folder(), lines, named, absent, hardware))
             else:
@@ -65,8 +72,26 @@ class Listing:
             output.text(render_models.families(KNOWN))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """One `triforce models rm`, parsed. models: distinct."""
+
+    models: tuple[Stored, ...]
+    yes: bool
+    quiet: bool
+
+    def run(self) -> None:
+        with Output(quiet=self.quiet) as output:
+            table = render_models.stored(self.models)
+            total = size(sum(model.num_bytes for model in self.models))
+            if self.yes or agreed(output, f"remove {counted(len(self.models), 'model')}, {total}, for good?", table):
+                for model in self.models:
+                    output.note(f"removed {model.name}, {size(remove(model))}")
+
+
+@models.callback()
 @spread
-def models(
+def listing(
     context: typer.Context,
     *,
     device: options.Device = "auto",
@@ -75,15 +100,47 @@ def models(
     quiet: options.Quiet = False,
     program: ProgramFlags,
 ) -> Listing:
-    """List the stored models, their sizes, and how much context fits this machine; aliases; what can be pulled.
+    """List the stored models, how much of their context fits this machine, aliases, and what can be pulled.
 
     Pulled and converted models are in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. Aliases
     are those of the configuration file (triforce config set aliases.NAME MODEL).
 
     Example: triforce models --json
     """
+    if context.invoked_subcommand is not None:
+        _check_is_bare(context)
     named = options.configuration_of(context).aliases()
     return Listing(device=device, families=families, aliases=named, as_json=json, quiet=quiet)
+
+
+@models.command()
+@spread
+def rm(
+    context: typer.Context,
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="As triforce models lists it.", show_default=False)
+    ],
+    *,
+    yes: Yes = False,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Removal:
+    """Remove stored models, those whose pull was interrupted too. Sessions, and models in other folders, stay.
+
+    Example: triforce models rm llama-68m
+    """
+    aliases = options.configuration_of(context).aliases()
+    found = dict.fromkeys(find_stored(aliases.path(name)[-1]) for name in names)
+    return Removal(models=tuple(found), yes=yes, quiet=quiet)
+
+
+def _check_is_bare(context: typer.Context) -> None:
+    """Raises UsageError for options of the listing before the name of another command, which would not heed them."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE":
+            command = f"triforce models {context.invoked_subcommand}"
+            raise UsageError(f"{parameter.opts[0]} stands before {context.invoked_subcommand}; put it behind {command}")
 
 
 def _embedded() -> Iterator[Entry]:

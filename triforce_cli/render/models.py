@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offload.hub.library import Entry
     from offload.hub.names import Alias
     from offload.hub.pull import PullPlan
+    from offload.hub.removal import Stored
     from offload.plan.hardware import Hardware
 
 
@@ -29,6 +30,14 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Absent:
+    """A model that can be pulled. has_room: whether there is memory for its weights, None if that is not known."""
+
+    alias: Alias
+    has_room: bool | None
+
+
+@dataclass(frozen=True)
 class Named:
     """A person's own name of a model. problem: why it cannot be used, "" if it can."""
 
@@ -37,7 +46,7 @@ class Named:
     problem: str = ""
 
 
-def table(lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Alias], *, width: int) -> str:
+def table(lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Absent], *, width: int) -> str:
     """One line per model; below it the reason if it cannot be used, and its draft if there is no room beside it. Then
     the person's own names, and the names of models that can be pulled."""
     rows = [("name", "on disk", "params", "context", "KV/token", "fits here", "draft"), *map(_cells, lines)]
@@ -56,10 +65,29 @@ def table(lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Alias]
         for each in named:
             text += [f"  {each.name.ljust(longest)}  {line_text(each.model)}", *indented(each.problem, width)]
     if absent:
-        longest = max(len(alias.name) for alias in absent)
-        text += ["", "not here yet (triforce pull NAME):"]
-        text += [f"  {alias.name.ljust(longest)}  {alias.repository}" for alias in absent]
+        text += ["", "not here yet (triforce pull NAME):", *_absent_lines(absent, width)]
     return "\n".join(text) + "\n"
+
+
+def _absent_lines(absent: Sequence[Absent], width: int) -> Iterator[str]:
+    """A line per model, with its owner on the hub where there is room."""
+    room = {None: NOTHING, True: "yes", False: "no"}
+    rows = [("name", "download", "fits here", "owner")]
+    for each in absent:
+        nbytes = NOTHING if each.alias.num_bytes is None else size(each.alias.num_bytes)
+        rows.append((each.alias.name, nbytes, room[each.has_room], each.alias.repository.split("/")[0]))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    has_room = sum(widths) + 8 + max(len(row[3]) for row in rows) <= width
+    for name, nbytes, fits, owner in rows:
+        cells = (name.ljust(widths[0]), nbytes.rjust(widths[1]), fits.rjust(widths[2]), *([owner] if has_room else []))
+        yield "  " + "  ".join(cells)
+
+
+def stored(models: Sequence[Stored]) -> str:
+    """A line per model that is to be removed: its name, its size and its folder or file."""
+    rows = [(each.name, size(each.num_bytes), line_text(path_text(each.file or each.folder))) for each in models]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "".join(f"{name.ljust(widths[0])}  {nbytes.rjust(widths[1])}  {place}\n" for name, nbytes, place in rows)
 
 
 def families(known: Sequence[Family | Wrapper]) -> str:
@@ -94,7 +122,7 @@ def footnote(folder: Path, hardware: Hardware) -> str:
 
 
 def table_document(
-    folder: Path, lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Alias], hardware: Hardware
+    folder: Path, lines: Sequence[Line], named: Sequence[Named], absent: Sequence[Absent], hardware: Hardware
 ) -> dict[str, Any]:
     """The JSON of `models`. kv_bytes_per_token: in the dtype that config.json names."""
     return {
@@ -103,7 +131,14 @@ def table_document(
         "models": [_document(line) for line in lines],
         "aliases": [{"name": each.name, "model": each.model, "problem": each.problem or None} for each in named],
         "absent": [
-            {"name": alias.name, "repository": alias.repository, "draft": alias.draft or None} for alias in absent
+            {
+                "name": each.alias.name,
+                "repository": each.alias.repository,
+                "draft": each.alias.draft or None,
+                "bytes": each.alias.num_bytes,
+                "fits": each.has_room,
+            }
+            for each in absent
         ],
         "version": __version__,
     }

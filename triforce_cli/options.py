@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import log
+from triforce_cli import completion, log
 from triforce_cli.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
 from triforce_cli.output import Output
 from triforce_cli.utf8 import user_path
@@ -148,6 +148,7 @@ Model = Annotated[
         short="-m",
         metavar="MODEL",
         callback=without_alias,
+        autocompletion=completion.models,
         readable=False,  # the error of the model has the remedy
     ),
 ]
@@ -159,6 +160,7 @@ Draft = Annotated[
         MODELS,
         metavar="MODEL|none",
         callback=draft_without_alias,
+        autocompletion=completion.drafts,
     ),
 ]
 
@@ -201,6 +203,7 @@ Session = Annotated[
         "Keep what was computed under this name, and resume from it (triforce sessions).",
         SESSION,
         metavar="NAME",
+        autocompletion=completion.sessions,
     ),
 ]
 CacheFile = Annotated[Path | None, option("--cache", "The same in a folder of your choice.", SESSION, metavar="PATH")]

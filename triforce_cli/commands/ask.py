@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import options
+from triforce_cli import completion, options
 from triforce_cli.answering.alone import Alone
 from triforce_cli.answering.options import (
     AnswerFlags,
@@ -120,6 +120,7 @@ Template = Annotated[
         "messages.)",
         QUESTION,
         short="-t",
+        autocompletion=completion.templates,
         metavar="NAME",
     ),
 ]

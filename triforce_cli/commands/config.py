@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import options, tree
+from triforce_cli import completion, options, tree
 from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
 from triforce_cli.configuration_edit import value_at, with_value, without
 from triforce_cli.configuration_file import current_text, rewrite
@@ -22,15 +22,13 @@ from triforce_cli.prompt_templates import PROMPT, PromptTemplate
 from triforce_cli.render import config as render_config
 from triforce_cli.render.config import Setting
 
-KeyName = Annotated[
-    str,
-    typer.Argument(
-        metavar="KEY",
-        help="As in the file: model, chat.temperature, aliases.NAME, templates.NAME.prompt.",
-        show_default=False,
-    ),
+KEY_HELP = "As in the file: model, chat.temperature, aliases.NAME, templates.NAME.prompt."
+KeyToSet = Annotated[
+    str, typer.Argument(metavar="KEY", help=KEY_HELP, show_default=False, autocompletion=completion.keys)
 ]
-
+KeyToUnset = Annotated[
+    str, typer.Argument(metavar="KEY", help=KEY_HELP, show_default=False, autocompletion=completion.keys_in_the_file)
+]
 ASKING = ("ask",)  # the command that takes templates
 
 config = typer.Typer(no_args_is_help=True, help="Look at the configuration file and what it changes, or change it.")
@@ -124,7 +122,7 @@ def show(
 @spread
 def set_(
     context: typer.Context,
-    key: KeyName,
+    key: KeyToSet,
     values: Annotated[
         list[str],
         typer.Argument(metavar="VALUE", help="Several for an option that can be repeated.", show_default=False),
@@ -158,7 +156,7 @@ def set_(
 @config.command()
 @spread
 def unset(
-    key: KeyName,
+    key: KeyToUnset,
     *,
     quiet: options.Quiet = False,
     config: options.EditedConfig = None,

@@ -12,7 +12,7 @@ from offload.errors import UsageError
 from offload.hub.names import models_folder
 from offload.hub.removal import Stored, find_stored, remove
 from offload.units import size
-from triforce_cli import options
+from triforce_cli import completion, options
 from triforce_cli.aliases import Aliases
 from triforce_cli.choice import embedded_model
 from triforce_cli.consent import Yes, agreed
@@ -118,7 +118,13 @@ def listing(
 def rm(
     context: typer.Context,
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="As triforce models lists it.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="NAME",
+            help="As triforce models lists it.",
+            show_default=False,
+            autocompletion=completion.stored,
+        ),
     ],
     *,
     yes: Yes = False,

@@ -9,7 +9,7 @@ import typer
 
 from offload.errors import UsageError
 from offload.hub.names import MAIN, pull_command, repository_of
-from triforce_cli import options
+from triforce_cli import completion, options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import option, switch
 from triforce_cli.output import Output
@@ -23,7 +23,11 @@ SOURCE = "What to fetch"
 
 ModelName = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="OWNER/NAME on the hub, or a short name (triforce models lists them)."),
+    typer.Argument(
+        metavar="MODEL",
+        help="OWNER/NAME on the hub, or a short name (triforce models lists them).",
+        autocompletion=completion.pullable,
+    ),
 ]
 Revision = Annotated[str, option("--revision", "Branch, tag or commit of the repository.", SOURCE, metavar="NAME")]
 ConfigOnly = Annotated[

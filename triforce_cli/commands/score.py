@@ -11,7 +11,7 @@ import typer
 
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import Launched
-from triforce_cli import options
+from triforce_cli import completion, options
 from triforce_cli.choice import NONE, Models, choose_models
 from triforce_cli.engine import Prepared, open_engine, prepare
 from triforce_cli.flags import CacheFlags, PlacementFlags, ProgramFlags, plan_options, spread
@@ -45,6 +45,7 @@ Against = Annotated[
         options.MODELS,
         metavar="MODEL",
         callback=options.models_without_aliases,
+        autocompletion=completion.models,
         readable=False,  # the error of the model has the remedy
     ),
 ]

@@ -15,7 +15,7 @@ from offload.session.catalogue import inspect, outdated, remove, summaries
 from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
 from offload.units import size
-from triforce_cli import options
+from triforce_cli import completion, options
 from triforce_cli.consent import REMOVAL, Yes, agreed
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
@@ -27,7 +27,10 @@ SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"
 
 NAME = typer.Argument(
-    metavar="NAME", help="A session's name, or its folder (with a slash in it: ./kept).", show_default=False
+    metavar="NAME",
+    help="A session's name, or its folder (with a slash in it: ./kept).",
+    show_default=False,
+    autocompletion=completion.sessions,
 )
 OlderThan = Annotated[
     float | None,

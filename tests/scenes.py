@@ -201,7 +201,19 @@ def a_configuration() -> None:
 ASKED = "--prompt 'It was a bright cold day'"
 PAIR = "--model 13b --draft 68m"
 SCRIPTED = "Hello\n/tokens\nAnd then?\n"
-SAID = ("Hello", "/help", "/stats", "/tokens", "/set", "/set top-k many", "/file book.txt", "/undo", f"{CTRL_U}/exit")
+SAID = (
+    "Hello",
+    "/copy",
+    "/log",
+    "/help",
+    "/stats",
+    "/tokens",
+    "/set",
+    "/set top-k many",
+    "/file book.txt",
+    "/undo",
+    f"{CTRL_U}/exit",
+)
 TYPED = [("", line) for line in SAID]
 OUTPUT_MODES = "terminal piped"
 SCENES: dict[str, Scene] = {

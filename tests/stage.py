@@ -170,6 +170,7 @@ def _fix_the_machine() -> None:
     from offload.session import store
     from test_doctor import LAPTOP
     from triforce_cli import busy, choice, deadline, progress
+    from triforce_cli.answering import recorder
     from triforce_cli.chat import background
     from triforce_cli.commands import models, sessions
 
@@ -186,6 +187,7 @@ def _fix_the_machine() -> None:
     for clocked in (deadline.Deadline, progress.PlainDisplay, progress.TimeLeft):
         clocked.__init__.__defaults__ = (lambda: next(moments),)
     _replace_time(sessions, time=lambda: NOW)
+    _replace_time(recorder, time=lambda: NOW)
     _replace_time(store, time=lambda: NOW - 90 * 86400)
     os.fsync = lambda fd: None
     os.getpid = lambda: 12345  # a session's lock holds it, and its digits count in the session's size

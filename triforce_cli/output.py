@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from offload.errors import TriforceError
+from offload.errors import TriforceError, UsageError
 from offload.interrupts import poll, waiting
 from triforce_cli import log
 from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
@@ -118,6 +119,14 @@ class Output:
         from prompt_toolkit.output import create_output
 
         return create_output(stdout=sys.stderr)
+
+    def copy(self, text: str) -> None:
+        """Send `text` to the clipboard of the terminal, by OSC 52, which is not shown. Raises UsageError for a terminal
+        that has none."""
+        if not _is_terminal(sys.stderr) or not self.can_draw or os.environ.get("TERM") == "linux":
+            raise UsageError("standard error is no terminal with a clipboard; triforce log show has the reply, too")
+        self._display.stop()
+        _write(sys.stderr, b"\x1b]52;c;" + base64.b64encode(text.encode("utf-8")) + b"\x07")
 
     def thought(self, piece: str) -> None:
         """Write text that is not part of the answer, such as thoughts, to standard error: dimmed at a terminal, not if

@@ -150,6 +150,12 @@ class Splitter:
         return [Piece(text, is_thought)] if text else []
 
 
+def without_thoughts(reply: str, marks: Marks | None, *, begun: bool) -> str:
+    """The text of a whole reply after its thoughts. begun: the prompt has opened them."""
+    splitter = Splitter(marks, begun=begun)
+    return "".join(piece.text for piece in (*splitter.push(reply), *splitter.flush()) if not piece.is_thought)
+
+
 def _overlap(text: str, mark: str) -> int:
     """The number of characters at the end of `text` that may begin `mark`."""
     return next((count for count in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-count:])), 0)

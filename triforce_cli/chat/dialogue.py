@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from offload.interrupts import Terminated
 from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
 from triforce_cli.answering.citations import Citation
 from triforce_cli.answering.forms import Written
@@ -19,7 +18,9 @@ from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.compact import MAX_TOKENS, Compaction, beginning, fitting
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.drops import drops
+from triforce_cli.chat.mentions import mentions_in, typed
 from triforce_cli.chat.settings import Settings
+from triforce_cli.chat.stopping import Stopped, stoppable
 from triforce_cli.deadline import Deadline
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
@@ -35,19 +36,6 @@ if TYPE_CHECKING:
     from triforce_cli.output import Output
 
 _SHOWN_TOKENS = 256  # tokens; a shorter prefill shows no progress
-
-
-class Stopped(Exception):
-    """A signal stopped work, but the conversation goes on or has something to save. ending: of a signal that ends the
-    program."""
-
-    def __init__(self, ending: Terminated | None) -> None:
-        self.ending = ending
-
-    def end(self) -> None:
-        """Raises Terminated if the program is to end."""
-        if self.ending is not None:
-            raise self.ending
 
 
 class Dialogue:
@@ -74,7 +62,7 @@ class Dialogue:
         self.conversation, self.interactive = conversation, interactive
         self.citations = list[Citation]()  # in the last reply
         self._form, self._recorder = (written or Written()).make(output), recorder
-        self.draft = ""  # text to edit as the next message
+        self.draft = ""  # text to edit as the next message, as it is typed
         self.edits_drafts = interactive  # an editor can show the draft
         self._precomputed: list[int] = []  # tokens of the background work
         self._background = BackgroundWork()
@@ -83,9 +71,23 @@ class Dialogue:
         self._compaction: Compaction | None = None  # the last one
 
     def taken_draft(self) -> str:
-        """The draft of the next message; returned once."""
+        """The draft of the next message, as it is typed; returned once."""
         draft, self.draft = self.draft, ""
-        return "/" + draft if draft.startswith("/") else draft  # escaped: not a command
+        return draft
+
+    def offer(self, message: str) -> None:
+        """Make a message the draft of the next one: no command, and no mention."""
+        self.draft = _no_command(typed(message))
+
+    def with_mentions(self, message: str) -> str:
+        """The message without the marks of the documents that it mentions, which are added before it. If they cannot
+        be, it becomes the draft as it was typed."""
+        found = mentions_in(message)
+        if found.paths:
+            self.draft = _no_command(message)
+            self.add_documents(Named(found.paths))
+            self.draft = ""
+        return found.text
 
     def say(self, text: str) -> None:
         """Send a message, without surrounding white space, and show the reply. A message that cannot be answered
@@ -101,10 +103,10 @@ class Dialogue:
             self._check_room(len(prompt.tokens) + 1)
             answer, stopped = self._show_reply(prompt, asked)
         except TriforceError:
-            self.draft = question
+            self.offer(question)
             raise
         except Stopped as early:
-            self.draft = question
+            self.offer(question)
             stays = "the reply before stays" if again else "the message can be sent again"
             self.output.note(f"stopped before the first word; {stays}")
             early.end()
@@ -237,7 +239,7 @@ class Dialogue:
         if self.engine.store is None:
             return
         try:
-            with self.output, self._stoppable():
+            with self.output, stoppable(by_ctrl_c=self.interactive):
                 self._background.wait(self._show)
         except Stopped as stopped:
             stopped.end()
@@ -267,7 +269,7 @@ class Dialogue:
         answer = Answer(prompt, wanted, self.format.tokenizer)
         with self.output:
             try:
-                with self._stoppable():
+                with stoppable(by_ctrl_c=self.interactive):
                     self._wait_ahead()
                     self._background.forget()
                     deadline = Deadline(wanted.timeout)
@@ -281,7 +283,7 @@ class Dialogue:
             self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
             finish = answer.finish or (TIMEOUT if stopped is None else INTERRUPTED)
             try:
-                with self._stoppable():
+                with stoppable(by_ctrl_c=self.interactive):
                     self._show_end(answer, prompt, finish)
             except Stopped as error:
                 stopped = error
@@ -325,20 +327,6 @@ class Dialogue:
                 raise
             self.output.error(str(error))
 
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Raise Stopped within the context for Ctrl-C at the terminal, and for signals that end the program."""
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            if not self.interactive:
-                raise
-            raise Stopped(None) from error
-        except Terminated as error:
-            if error.forced:
-                raise
-            raise Stopped(error) from error
-
     def _show(self, progress: Progress) -> None:
         if progress.unit == "bytes" or progress.total >= _SHOWN_TOKENS:
             self.output.progress(progress)
@@ -361,6 +349,10 @@ class Dialogue:
         limit, used = self.engine.limit, self.num_used
         left = len(self._certain(less)) or used  # if the template refuses it, nothing is freed
         return max(limit - left, 0) - max(limit - used, 0)
+
+
+def _no_command(typed: str) -> str:
+    return f"/{typed}" if typed.startswith("/") else typed
 
 
 def _session_data(conversation: Conversation) -> dict[str, object]:

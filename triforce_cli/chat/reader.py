@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 from offload.errors import UsageError
 from offload.interrupts import waiting
+from triforce_cli.chat.mentions import OPEN_MENTION
 
 FENCE = '"""'  # before and after a message of several lines
 _REFRESH_SECONDS = 0.25
@@ -154,7 +155,7 @@ def _bindings() -> KeyBindings:
 
 
 def _completer(commands: Callable[[], Iterable[tuple[str, str]]], with_path: frozenset[str]) -> Completer:
-    """The completer of command names after a slash, and of paths after commands that take one."""
+    """The completer of command names after a slash, and of paths after commands that take one, and after an @."""
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
 
@@ -163,14 +164,26 @@ def _completer(commands: Callable[[], Iterable[tuple[str, str]]], with_path: fro
     class Commands(Completer):
         def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
             text = document.text_before_cursor
-            if not text.startswith("/") or "\n" in text:
-                return
             name, space, argument = text.partition(" ")
-            if not space:
+            if text.startswith("/") and not space and "\n" not in text:
                 for known, about in commands():
                     if known.startswith(name):
                         yield Completion(known, -len(name), display_meta=about)
-            elif name in with_path:
+            elif name in with_path and "\n" not in text:
                 yield from paths.get_completions(Document(argument), event)
+            elif (mention := OPEN_MENTION.search(text)) is not None:
+                yield from _mentioned(mention["quoted"], mention["plain"] or "", event)
+
+    def _mentioned(quoted: str | None, plain: str, event: CompleteEvent) -> Iterator[Completion]:
+        """A path with white space is put between quotes."""
+        begun = plain if quoted is None else quoted
+        for found in paths.get_completions(Document(begun), event):
+            path = begun + found.text
+            if quoted is None and not any(map(str.isspace, path)):
+                yield found
+                continue
+            is_folder = found.display_text.endswith("/")
+            start = len(begun) + (quoted is not None)
+            yield Completion(f'"{path}' + '"' * (not is_folder), -start, display=found.display)
 
     return Commands()

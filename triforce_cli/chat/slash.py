@@ -9,15 +9,21 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import write_whole
+from triforce_cli.answering.code import last_block
+from triforce_cli.answering.thoughts import without_thoughts
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import count
+from triforce_cli.render import answer_log as render_log
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.stats import stats_table
+from triforce_cli.render.text import counted
 from triforce_cli.utf8 import read_text, user_path
 
 ESCAPED = "//"  # begins a message that starts with one slash
+MOST_COPIED_BYTES = 74_994  # 100,000 characters of OSC 52, which is what many terminals take
+NUM_LOGGED = 10
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def _clear(dialogue: Dialogue, argument: str) -> None:
 def _undo(dialogue: Dialogue, argument: str) -> None:
     conversation, question = dialogue.conversation.undo()
     dialogue.change(conversation)
-    dialogue.draft = question
+    dialogue.offer(question)
     where = "; it stands in the line again" if dialogue.edits_drafts else ""
     dialogue.output.note(f"the last message and its reply are taken back{where}")
 
@@ -77,10 +83,13 @@ def _regen(dialogue: Dialogue, argument: str) -> None:
 
 def _edit(dialogue: Dialogue, argument: str) -> None:
     if argument or not dialogue.edits_drafts:
-        dialogue.answer(dialogue.conversation.edit(argument))
+        dialogue.conversation.edit(argument)  # raises if there is no message
+        message = dialogue.with_mentions(argument)
+        dialogue.answer(dialogue.conversation.edit(message))
         return
-    conversation, dialogue.draft = dialogue.conversation.undo()
+    conversation, question = dialogue.conversation.undo()
     dialogue.change(conversation)
+    dialogue.offer(question)
 
 
 def _system(dialogue: Dialogue, argument: str) -> None:
@@ -165,6 +174,36 @@ def _where(dialogue: Dialogue, argument: str) -> None:
     dialogue.output.note(render_chat.cited(dialogue.citations))
 
 
+def _copy(dialogue: Dialogue, argument: str) -> None:
+    if argument not in ("", "code"):
+        raise UsageError(f"/copy takes nothing or the word code, not {argument!r}")
+    if not dialogue.conversation.turns:
+        raise UsageError("there is no reply to copy yet")
+    prompt = dialogue.format.prompt(dialogue.conversation.regenerate())
+    reply = without_thoughts(dialogue.conversation.turns[-1].reply, prompt.marks, begun=prompt.begun)
+    copied = last_block(reply) if argument else reply
+    if copied is None:
+        raise UsageError("the last reply has no code block; /copy copies all of it")
+    num_bytes = len(copied.encode("utf-8"))
+    if num_bytes > MOST_COPIED_BYTES:
+        raise UsageError(f"that is {num_bytes:,} bytes, terminals take {MOST_COPIED_BYTES:,}; /save PATH writes a file")
+    dialogue.output.copy(copied)
+    what = "the last code block" if argument else "the last reply"
+    dialogue.output.note(f"{what}, {counted(len(copied), 'character')}, is sent to the terminal's clipboard (OSC 52)")
+
+
+def _log(dialogue: Dialogue, argument: str) -> None:
+    from triforce_cli.answer_log import AnswerLog
+
+    log = AnswerLog.of_user()
+    found, number = log.newest(NUM_LOGGED, argument.split())
+    if not found:
+        raise UsageError(f"{log.file} has no such entry" if argument else f"nothing is kept in {log.file} yet")
+    dialogue.output.table(render_log.table(found, width=dialogue.output.width).rstrip("\n"))
+    if len(found) < number:
+        dialogue.output.note(f"the newest {len(found)} of {number:,}; triforce log ls lists more")
+
+
 _ALL = (
     Slash("/help", "this list", _help),
     Slash("/exit", "leave (Ctrl-D)", _exit),
@@ -178,6 +217,8 @@ _ALL = (
     Slash("/compact [N|undo]", "a summary in place of the N oldest turns; documents stay", _compact),
     Slash("/save PATH", "write the conversation to a file", _save, takes_path=True),
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
+    Slash("/copy [code]", "copy the last reply, or its last code block", _copy),
+    Slash("/log [WORDS]", "past questions, or those with WORDS (triforce log)", _log),
     Slash("/where", "passages the last reply attended to most (chat --cite)", _where),
     Slash("/stats", "what the last reply cost", _stats),
     Slash("/set [KEY VALUE]", "show or change temperature, seed, max-tokens ...", _set),

@@ -202,7 +202,9 @@ def _handle(dialogue: Dialogue, text: str) -> None:
     if slash.is_command(text):
         slash.run(dialogue, text)
     elif text.strip():
-        dialogue.say(text.removeprefix("/") if text.startswith(slash.ESCAPED) else text)
+        message = dialogue.with_mentions(text.removeprefix("/") if text.startswith(slash.ESCAPED) else text)
+        if message:
+            dialogue.say(message)
 
 
 def _history_file() -> Path:

@@ -141,6 +141,7 @@ def commands(rows: Sequence[tuple[str, str]]) -> str:
         ("Alt-Enter", 'a new line; so is Enter after a line that begins with """'),
         ("Ctrl-C", "stop the reply, keep what came"),
         ("//...", "a message that begins with a slash"),
+        ("@PATH", "in a message: this document before it; @@PATH is text"),
     ]
     width = max(len(name) for name, _ in (*rows, *keys))
     return "\n".join(f"{name.ljust(width)}  {about}" for name, about in (*rows, *keys))

@@ -9,16 +9,20 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from models import save_pair
+from offload.errors import DoesNotFit
 from test_cli_log import ENTRY
 from triforce_cli import output
 from triforce_cli.answer_log import FOLDER_VARIABLE, AnswerLog
 from triforce_cli.answering.thoughts import Marks, without_thoughts
+from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.mentions import Mentions, mentions_in, typed
 from triforce_cli.chat.reader import _completer
 from triforce_cli.chat.slash import MOST_COPIED_BYTES
@@ -117,6 +121,21 @@ def test_a_document_that_does_not_fit_is_not_added_and_the_message_is_not_sent(c
     code, out, err = chat("What is @long.txt about?")
     assert (code, out) == (3, "")
     assert "the context ends at 512" in err
+
+
+def test_a_draft_is_as_it_is_typed(files: None) -> None:
+    """A message that is taken back mentions nothing when it is sent again; one whose document cannot be added does."""
+
+    def refuse(named: object) -> None:
+        raise DoesNotFit("no room")
+
+    chat: Any = SimpleNamespace(draft="", add_documents=refuse)
+    Dialogue.offer(chat, "/etc of @a.txt")
+    assert Dialogue.taken_draft(chat) == "//etc of @@a.txt"
+    with pytest.raises(DoesNotFit):
+        Dialogue.with_mentions(chat, "/etc of @a.txt")
+    assert Dialogue.taken_draft(chat) == "//etc of @a.txt"
+    assert Dialogue.taken_draft(chat) == ""
 
 
 def test_edit_takes_mentions_too(chat: Chat) -> None:

@@ -162,7 +162,7 @@ class Dialogue:
         prompt = self.format.prompt(asked)
         answer = Answer(prompt, wanted, self.format.tokenizer)
         try:
-            with self.output, self._stoppable():
+            with self.output, stoppable(by_ctrl_c=self.interactive):
                 self._wait_ahead()
                 self._background.forget()
                 with closing(self.engine.answer(prompt, wanted, self._show)) as steps:

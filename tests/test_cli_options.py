@@ -133,7 +133,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     apart |= {"--plan"}  # in a file of its own
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
-    apart |= {"--store", "--store-size", "--log"}  # in files of their own
+    apart |= {"--store", "--store-size", "--log", "--continue"}  # in files of their own
     apart |= {"--template", "--template-arg"}  # of messages, which lines alone have
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
@@ -173,6 +173,8 @@ def test_help_all_shows_the_options_that_help_hides(triforce):
 
 SHORT = {
     "-m": {"model"},
+    "-n": {"number"},
+    "-x": {"extract"},
     "-t": {"prompt-template"},
     "-f": {"file", "prompt-file"},
     "-o": {"output"},

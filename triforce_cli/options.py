@@ -200,7 +200,7 @@ Session = Annotated[
     str | None,
     option(
         "--session",
-        "Keep what was computed under this name, and resume from it (triforce sessions).",
+        "Keep what was computed; resume from it.",
         SESSION,
         metavar="NAME",
         autocompletion=completion.sessions,
@@ -212,7 +212,7 @@ Store = Annotated[
     bool,
     option(
         "--store/--no-store",
-        "Keep what is computed of long prompts (triforce store).",
+        "Keep rows of long prompts.",
         SESSION,
         metavar="",
     ),
@@ -233,7 +233,7 @@ Log = Annotated[
     bool,
     option(
         "--log/--no-log",
-        "Keep answers (triforce log).",
+        "Keep answers, too.",
         SESSION,
         metavar="",
     ),

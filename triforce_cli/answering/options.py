@@ -75,7 +75,7 @@ Compare = Annotated[
 ]
 GoesOn = Annotated[
     bool,
-    switch("--continue", "Go on with the session's last answer where it stopped, without a prompt.", options.SESSION),
+    switch("--continue", "Go on with the session's last answer.", options.SESSION),
 ]
 System = Annotated[
     str,

@@ -47,6 +47,7 @@ GOING_ON = (
 )
 GONE_ON_AFTER = {
     "ModelError",
+    *("typer", "typer.TyperException"),
     "TimedOut",
     "SessionError",
     "DamagedLog",

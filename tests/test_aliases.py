@@ -81,8 +81,8 @@ def test_an_alias_of_no_model_is_named_with_its_file(file: Path, triforce: Run) 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ('a = "b"\nb = "c"\nc = "a"', "aliases.a leads to no model: a -> b -> c -> a"),
-        ('a = "a"', "aliases.a leads to no model: a -> a"),
+        ('a = "b"\nb = "c"\nc = "a"', "aliases.a leads to no model: a -> b -> c -> a\n"),
+        ('a = "a"', "aliases.a leads to no model: a -> a\n"),
         ("a = 3", "aliases.a is 3; it must be a model: a text, not empty"),
         ('a = " "', 'aliases.a is " "; it must be a model'),
         ('"a/b" = "c"', "aliases has the name 'a/b'"),

@@ -178,9 +178,10 @@ def test_a_bad_value_is_refused_as_the_option_is_and_nothing_is_written(args, co
     assert file.read_text() == MINE
 
 
-def test_values_are_checked_beside_those_of_the_file(file: Path, triforce: Run) -> None:
-    assert triforce("config", "set", "max-tokens", "5")[0] == 0
-    code, _, err = triforce("config", "set", "min-tokens", "6")
+def test_values_are_checked_beside_those_of_the_file(file: Path, triforce: Run, tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("max-tokens = 5\n")
+    assert triforce("config", "set", "min-tokens", "6")[0] == 0
+    code, _, err = triforce("config", "set", "min-tokens", "6", "--config", str(tmp_path / "other.toml"))
     assert (code, "min-tokens is 6, it must be at most max-tokens, 5" in err) == (2, True)
 
 

@@ -94,8 +94,14 @@ def test_a_file_that_is_named_is_asked(completed, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a = = 1", "temprature = 1", '[aliases]\na = "a"'])
-def test_a_faulty_file_hides_no_models_and_says_nothing(text: str, completed, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(text)
+def test_a_faulty_file_hides_no_models_and_says_nothing(text: str, completed, tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "home/triforce/config.toml"
+    file.parent.mkdir(parents=True)
+    for path in (tmp_path / "config.toml", file):
+        path.write_text(text)
+    assert completed("triforce ask -m ") == ["yarn-llama-2-13b-128k", "local/mine"]
+    monkeypatch.delenv(configuration.VARIABLE)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))  # the user's own file
     assert completed("triforce ask -m ") == ["yarn-llama-2-13b-128k", "local/mine"]
     assert completed("triforce ask -t ") == []
 

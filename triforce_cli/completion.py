@@ -22,11 +22,11 @@ Complete = Callable[[typer.Context, str], list[str]]
 
 
 def _completing(names: Callable[[typer.Context], Iterable[str]]) -> Complete:
-    """The function that Typer calls, from the names of which some begin as what was typed."""
+    """The function that Typer calls, which leaves those that begin as what was typed."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         with suppress(TriforceError, OSError):
-            return [name for name in dict.fromkeys(names(ctx)) if name.startswith(incomplete)]
+            return list(dict.fromkeys(names(ctx)))
         return []
 
     return complete

@@ -31,6 +31,7 @@ def handlers(tree: ast.AST) -> list[ast.ExceptHandler]:
 
 GOING_ON = (
     "aliases.py",
+    "configuration_file.py",
     "configuration_key.py",
     "answer_log.py",
     "answering/recorder.py",
@@ -41,12 +42,15 @@ GOING_ON = (
     "chat/reader.py",
     "chat/script.py",
     "commands/chat.py",
+    "commands/plan.py",
     "commands/sessions.py",
+    "documents/epub.py",
     "documents/pdf.py",
     "documents/walk.py",
 )
 GONE_ON_AFTER = {
     "ModelError",
+    "FileNotFoundError",
     *("typer", "typer.TyperException"),
     "TimedOut",
     "SessionError",

@@ -201,7 +201,7 @@ class Engine:
         if "hang" in SCRIPT:
             _pause(3600)
 
-    def keep(self, *, on_progress: Callable[[Progress], None]) -> None: ...
+    def keep(self, *, on_progress: Callable[[Progress], None] = lambda progress: None) -> None: ...
 
     def __enter__(self) -> Engine:
         return self

@@ -37,7 +37,7 @@ def stopped(text: str, *stops: str, ends: tuple[str, ...] = (), size: int = 100)
     shown, kept = "", 0
     for at in range(0, len(tokens), size):
         run = Run(tokens[at : at + size], "length" if at + size >= len(tokens) else None)
-        step = _show(run, written)
+        step = _show(run, written, "")
         shown, kept = shown + step.text, kept + len(step.tokens)
         if step.finish is not None:
             return shown, kept, step.finish

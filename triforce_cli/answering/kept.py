@@ -65,7 +65,10 @@ def rows_kept(engine: Engine, output: Output) -> Iterator[None]:
     is_new = not (folder := store_folder()).exists()
     try:
         yield
-    finally:
+    except BaseException:
+        engine.keep()  # in silence: the line of text is still open
+        raise
+    else:
         output.end_shown_line()
         engine.keep(on_progress=output.progress)
         if is_new and folder.exists():

@@ -13,8 +13,6 @@ import typer
 from offload.errors import UsageError
 from triforce_cli import completion, options, tree
 from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
-from triforce_cli.configuration_edit import value_at, with_value, without
-from triforce_cli.configuration_file import current_text, rewrite
 from triforce_cli.configuration_key import Key, checked_value
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
@@ -66,6 +64,8 @@ class Change:
     quiet: bool
 
     def run(self) -> None:
+        from triforce_cli.configuration_file import rewrite
+
         with Output(quiet=self.quiet) as output:
             rewrite(self.file, self.edit)
             output.note(self.done)
@@ -140,6 +140,9 @@ def set_(
 
     Example: triforce config set chat.temperature 0.8
     """
+    from triforce_cli.configuration_edit import with_value
+    from triforce_cli.configuration_file import current_text
+
     root, file, named = context.find_root().command, file_of(config), Key.of(key)
     known = Configuration(file, parsed(file, current_text(file)))
     value = checked_value(named, values, known, root)
@@ -167,6 +170,9 @@ def unset(
 
     Example: triforce config unset chat.temperature
     """
+    from triforce_cli.configuration_edit import value_at, without
+    from triforce_cli.configuration_file import current_text
+
     file, named = file_of(config), Key.of(key)
     found = value_at(parsed(file, current_text(file)), named.parts)
     if found is None:

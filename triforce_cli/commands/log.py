@@ -14,7 +14,6 @@ from triforce_cli.consent import REMOVAL, Yes, agreed
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import MOST, count, option, switch, whole
 from triforce_cli.output import Output
-from triforce_cli.render import answer_log as render_log
 from triforce_cli.render.sessions import named
 from triforce_cli.render.text import counted, path_text
 
@@ -42,6 +41,7 @@ class Listing:
 
     def run(self) -> None:
         from triforce_cli.answer_log import AnswerLog
+        from triforce_cli.render import answer_log as render_log
 
         kept = AnswerLog.of_user()
         with Output(quiet=self.quiet) as output:
@@ -66,6 +66,7 @@ class Showing:
 
     def run(self) -> None:
         from triforce_cli.answer_log import AnswerLog
+        from triforce_cli.render import answer_log as render_log
 
         kept = AnswerLog.of_user()
         with Output(quiet=True) as output:

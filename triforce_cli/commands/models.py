@@ -10,7 +10,6 @@ import typer
 
 from offload.errors import UsageError
 from offload.hub.names import models_folder
-from offload.hub.removal import Stored, find_stored, remove
 from offload.units import size
 from triforce_cli import completion, options
 from triforce_cli.aliases import Aliases
@@ -24,6 +23,7 @@ from triforce_cli.render.text import counted
 
 if TYPE_CHECKING:
     from offload.hub.library import Entry
+    from offload.hub.removal import Stored
 
 
 models = typer.Typer(invoke_without_command=True)
@@ -81,6 +81,8 @@ class Removal:
     quiet: bool
 
     def run(self) -> None:
+        from offload.hub.removal import remove
+
         with Output(quiet=self.quiet) as output:
             table = render_models.stored(self.models)
             total = size(sum(model.num_bytes for model in self.models))
@@ -136,6 +138,8 @@ def rm(
     Example: triforce models rm llama-68m
     """
     aliases = options.configuration_of(context).aliases()
+    from offload.hub.removal import find_stored
+
     found = dict.fromkeys(find_stored(aliases.path(name)[-1]) for name in names)
     return Removal(models=tuple(found), yes=yes, quiet=quiet)
 

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from models import save_pair
 from offload.plan.rates import FOLDER_VARIABLE
 from offload.session.prefix_store import PrefixStore
 from triforce_cli import configuration
+from triforce_cli.answering.kept import rows_kept
+from triforce_cli.output import Output
 
 Triforce = Callable[..., tuple[int, str, str]]
 TEXT = "".join(f"Line {number} of a long and rather dull text.\n" for number in range(35))  # some 1,500 bytes
@@ -165,3 +169,16 @@ def test_what_is_kept_can_be_seen_and_removed(run: Triforce, pair: Path, triforc
     assert (kept["model"], kept["dtype"], kept["num_tokens"]) == ("target", "fp32", 1024)
     assert "removed" in triforce("store", "clear")[2]
     assert not (tmp_path / "cache" / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(None, True), (KeyboardInterrupt(), True), (BrokenPipeError(), True), (OSError(), False)]
+)
+def test_rows_are_kept_after_an_interrupt_and_not_after_an_error(error: BaseException | None, is_kept: bool) -> None:
+    """What failed may be the engine, whose next error would hide the first."""
+    kept = list[object]()
+    engine = SimpleNamespace(keep=lambda **settings: kept.append(settings))
+    with suppress(KeyboardInterrupt, OSError), rows_kept(engine, Output(quiet=True)):  # type: ignore[arg-type]
+        if error is not None:
+            raise error
+    assert bool(kept) is is_kept

@@ -178,6 +178,14 @@ MoreFiles = Annotated[
     list[Path] | None,
     typer.Argument(metavar="PATH", help="More of --prompt-file, as a shell writes them for *.pdf.", hidden=True),
 ]
+DocumentFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="FILE",
+        help='Documents, patterns or folders, as --prompt-file of triforce generate takes them; "-" is standard input, '
+        "the default.",
+    ),
+]
 Include = Annotated[
     list[str] | None,
     option(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from offload.errors import Differs
 from triforce_cli.answering.answer import Answer
-from triforce_cli.answering.begun import begun_prompt
 from triforce_cli.answering.code import last_block
 from triforce_cli.answering.ending import NoCode, Unfinished, ends_here, may_not_match, no_code
 from triforce_cli.answering.forms import Written
@@ -94,6 +93,8 @@ class Run:
 
     def go_on(self, *, is_chat: bool) -> None:
         """Go on with the session's last answer. is_chat: of `ask`, not of `generate`."""
+        from triforce_cli.answering.begun import begun_prompt
+
         assert self._alone.session is not None
         prompt = begun_prompt(self._alone.session, is_chat=is_chat)
         self.answer(self.prepare(), prompt, "", question="")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
-from triforce_cli.answering.begun import Begun
+from offload.interrupts import Terminated
+from triforce_cli.deadline import TimedOut
 from triforce_cli.engine import Prepared, open_session
 from triforce_cli.output import Output
 
@@ -53,19 +54,21 @@ def kept(store: Store, engine: Engine, answer: Answer, output: Output) -> Iterat
 
 def _extra(answer: Answer, rows: Sequence[int]) -> dict[str, object]:
     """The session's data beside its rows."""
+    from triforce_cli.answering.begun import Begun
+
     return {"kind": "text", "answer": Begun.of(answer, rows).as_dict()}
 
 
 @contextmanager
 def rows_kept(engine: Engine, output: Output) -> Iterator[None]:
     """At the end, also after an interrupt, keep the rows of the prompt's prefill in the prefix store, if there is one.
-    The first use of the store is said."""
+    After an error nothing is kept: the engine may have caused it. The first use of the store is said."""
     from offload.session.store_files import store_folder
 
     is_new = not (folder := store_folder()).exists()
     try:
         yield
-    except BaseException:
+    except (KeyboardInterrupt, Terminated, TimedOut, BrokenPipeError):
         engine.keep()  # in silence: the line of text is still open
         raise
     else:

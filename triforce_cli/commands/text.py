@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from offload.errors import UsageError
 from triforce_cli import __version__, options
@@ -19,14 +16,6 @@ from triforce_cli.options import OUTPUT, switch
 from triforce_cli.output import Output
 from triforce_cli.utf8 import STDIN
 
-Files = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="FILE",
-        help='Documents, patterns or folders, as --prompt-file of triforce generate takes them; "-" is standard input, '
-        "the default.",
-    ),
-]
 Places = Annotated[
     bool,
     switch(
@@ -81,7 +70,7 @@ def _document(readings: Sequence[Reading]) -> dict[str, Any]:
 
 @spread
 def text(
-    files: Files = None,
+    files: options.DocumentFiles = None,
     *,
     include: options.Include = None,
     places: Places = False,

@@ -4,10 +4,7 @@ memory."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from triforce_cli import options
 from triforce_cli.choice import Models
@@ -21,15 +18,6 @@ from triforce_cli.utf8 import STDIN
 
 if TYPE_CHECKING:
     from offload.plan.options import Options
-
-Files = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="FILE",
-        help='Documents, patterns or folders, as --prompt-file of triforce generate takes them; "-" is standard input, '
-        "the default.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +56,7 @@ class Tokens:
 
 @spread
 def tokens(
-    files: Files = None,
+    files: options.DocumentFiles = None,
     *,
     include: options.Include = None,
     models: ModelFlags,

@@ -13,7 +13,6 @@ import typer
 from offload.errors import UsageError
 from triforce_cli import completion, options, tree
 from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
-from triforce_cli.configuration_key import Key, checked_value
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.prompt_templates import PROMPT, PromptTemplate
@@ -142,6 +141,7 @@ def set_(
     """
     from triforce_cli.configuration_edit import with_value
     from triforce_cli.configuration_file import current_text
+    from triforce_cli.configuration_key import Key, checked_value
 
     root, file, named = context.find_root().command, file_of(config), Key.of(key)
     known = Configuration(file, parsed(file, current_text(file)))
@@ -172,6 +172,7 @@ def unset(
     """
     from triforce_cli.configuration_edit import value_at, without
     from triforce_cli.configuration_file import current_text
+    from triforce_cli.configuration_key import Key
 
     file, named = file_of(config), Key.of(key)
     found = value_at(parsed(file, current_text(file)), named.parts)

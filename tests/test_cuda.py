@@ -214,6 +214,16 @@ def test_a_row_of_a_product_does_not_depend_on_its_place_among_the_rows() -> Non
         assert torch.equal(torch.bmm(weights, keys)[:, order], torch.bmm(weights[:, order], keys))
 
 
+def test_a_sum_of_masses_does_not_depend_on_the_chunks_after_those_that_count() -> None:
+    """`FullCache.mass` sums slices on a GPU without copying them, of rows whose padding differs."""
+    for num_rows, heads, seen in product((1, 3, 4, 5, 16, 64), (1, 4), (16, 100, 1000, 15_000)):
+        wide = torch.rand(num_rows, heads, seen + 17, device=DEVICE).to(torch.bfloat16)
+        exact = wide[..., :seen].contiguous().sum(0, dtype=torch.float32)
+        for padding in (1, 2, 16, 17):
+            held = wide[..., : seen + padding].contiguous()
+            assert torch.equal(held[..., :seen].sum(0, dtype=torch.float32), exact), (num_rows, heads, seen, padding)
+
+
 def coded(outputs: int, inputs: int, dtype: torch.dtype, bits: int) -> tuple[Codes, Codes]:
     """The same quantised weights, made by the CPU and by the GPU."""
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)

@@ -186,7 +186,10 @@ class FullCache:
         assert self.mass_chunk is not None
         stop = max(self._start + rows.stop, self.length)
         seen = -(-stop // self.mass_chunk)  # chunks after them are 0, and would change the order of sums
-        return torch.stack([per_row[rows, :, :seen].contiguous().sum(0, dtype=torch.float32) for per_row in self._mass])
+        masses = [per_row[rows, :, :seen] for per_row in self._mass]
+        if self.device.type == "cpu":  # whose order depends on strides, too; on a GPU one thread sums a chunk's rows
+            masses = [mass.contiguous() for mass in masses]
+        return torch.stack([mass.sum(0, dtype=torch.float32) for mass in masses])
 
     def wait_home(self) -> None:
         """See `PageStorage`."""

@@ -166,10 +166,20 @@ class Level:
             return [self._decoder.logits(rows)[:, : self._vocab_size] if len(rows) else rows for rows in wanted]
         if not sum(sizes):
             return wanted
-        rows = wanted[0] if len(wanted) == 1 else torch.cat(wanted)
+        if len(parts) == 1:
+            return [self._last_logits(parts[0], *ends[0], block)]
+        rows = torch.cat(wanted)
         if padding := -sum(sizes) % block:
             rows = pad(rows, (0, 0, 0, padding))
         return list(self._decoder.logits(rows, block=block)[: sum(sizes), : self._vocab_size].split(sizes))
+
+    def _last_logits(self, hidden: Tensor, count: int, num_logits: int, block: int) -> Tensor:
+        """The logits of the last `num_logits` of `count` rows. hidden: of whole blocks; the rows beside the wanted ones
+        fill theirs up, so that nothing is copied."""
+        num_rows = num_logits + -num_logits % block
+        first, start = count - num_logits, min(count - num_logits, len(hidden) - num_rows)
+        logits = self._decoder.logits(hidden[start : start + num_rows], block=block)
+        return logits[first - start : count - start, : self._vocab_size]
 
     def _block_for(self, passes: Sequence[Pass]) -> int | None:
         """Rows of a block, which passes may share. The CPU's kernels need no blocks of several rows: a row has the same

@@ -11,11 +11,12 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from examples import at_most
 from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.prefix import PrefixCache, num_common
@@ -33,6 +34,7 @@ PLAIN = Sizes()
 ROWS = SIZES.rows
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
 TOLERANCE = 2e-5
+LOG_TOLERANCE = 1e-5  # of log probabilities by such rows
 tokens_of = random_tokens
 
 
@@ -64,6 +66,25 @@ def say(engine: Engine, prompt: list[int], num_tokens: int = 12, *, seed: int | 
     sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
     steps = engine.generate(GenerationRequest(prompt, sampling, max_tokens=num_tokens, reuse=True))
     return [token for step in steps for token in step.tokens]
+
+
+def scored(engine: Engine, prompt: list[int], num_tokens: int = 12) -> list[TokenScore]:
+    """The tokens of `say`, greedy, with their log probabilities and the two likeliest tokens of each place."""
+    request = GenerationRequest(prompt, GREEDY, max_tokens=num_tokens, reuse=True, logprobs=2)
+    return [score for step in engine.generate(request) for score in step.scores]
+
+
+def num_alike(scores: list[TokenScore], exact: list[TokenScore]) -> int:
+    """The number of tokens that are the same: all, or those before a place whose two likeliest tokens differ by
+    rounding only. Log probabilities never differ by more."""
+    for place, (own, other) in enumerate(zip(scores, exact, strict=True)):
+        logs = dict(other.likeliest)
+        assert own.token in logs
+        assert abs(own.logprob - logs[own.token]) < LOG_TOLERANCE
+        if own.token != other.token:
+            assert other.logprob - logs[own.token] < LOG_TOLERANCE
+            return place
+    return len(exact)
 
 
 def keep(engine: Engine, folders: tuple[Path, Path], path: Path, *, read_only: bool = False) -> Store:
@@ -210,6 +231,7 @@ def again(text: list[int], rng: random.Random) -> list[int]:
 @pytest.mark.parametrize("offload", [("kv", "weights"), ("kv",), ()], ids=str)
 @at_most(12)
 @given(steps=st.lists(st.sampled_from([more, undo, edit, again]), min_size=1, max_size=5), seed=st.integers(0, 99))
+@example(steps=[again, edit, edit, undo, more], seed=10)  # of the last step's 7th place two tokens are 2e-8 apart
 def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
     folders: tuple[Path, Path], offload: tuple[str, ...], steps: list[Step], seed: int
 ) -> None:
@@ -221,14 +243,13 @@ def test_after_any_edits_the_cache_and_the_text_are_those_of_a_fresh_start(
             if rng.random() < 0.5:
                 engine.precompute(text[: rng.randrange(1, len(text) + 1)])
             with make(folders, PLAIN) as fresh:
-                wanted = say(fresh, text)
-                reply = say(engine, text)
-                assert reply == wanted
+                wanted, reply = scored(fresh, text), scored(engine, text)
                 length = min(engine.worker.full.length, fresh.worker.full.length)
-                assert length >= len(text)
+                assert length >= len(text) + len(reply) - 1
+                length = min(length, len(text) + num_alike(reply, wanted))
                 gap = (rows_of(engine, length) - rows_of(fresh, length)).abs().max()
                 assert gap < TOLERANCE
-            text = text + reply
+            text = text + [score.token for score in reply]
 
 
 def test_a_turn_runs_only_what_is_new(folders: tuple[Path, Path]) -> None:

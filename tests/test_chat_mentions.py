@@ -145,7 +145,7 @@ def test_edit_takes_mentions_too(chat: Chat) -> None:
 
 
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_is_terminal", lambda stream: stream is sys.stderr)
+    monkeypatch.setattr(output, "is_terminal", lambda stream: stream is sys.stderr)
     monkeypatch.setattr(output.Output, "can_draw", property(lambda self: True))
 
 

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,9 +65,10 @@ class Screen:
 
 
 def shown_at_the_end(text: str) -> str:
-    """The text that remains after carriage returns and the control sequences that move up and erase lines."""
+    """The text that remains after carriage returns and the control sequences that move up, to a column of the line's
+    end, and erase lines or their rest."""
     lines = [""]
-    row = 0
+    row = column = 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
         if token == "\n":
             row += 1
@@ -75,6 +77,10 @@ def shown_at_the_end(text: str) -> str:
             row -= 1
         elif token == "\x1b[2K":
             lines[row] = ""
+        elif token.startswith("\x1b[") and token.endswith("G"):
+            column = int(token[2:-1]) - 1
+        elif token == "\x1b[K":
+            lines[row] = lines[row][:column]
         elif not token.startswith(("\x1b", "\r")):
             lines[row] += token
     return "\n".join(lines)
@@ -232,6 +238,85 @@ def test_a_pipe_gets_control_characters_as_they_are(args):
     assert screen.finish() == 0
     assert screen.process.stdout is not None
     assert screen.process.stdout.read() == HOSTILE.encode()
+
+
+PROSE = "It was a bright cold day in April, and the clocks were striking thirteen. "
+CODE = "print('It was a bright cold day in April', 'and the clocks were striking thirteen')"
+
+
+def test_a_text_breaks_between_words_and_code_where_the_terminal_breaks_it(args):
+    pieces = [*re.findall(r"\s*\S{1,3}", PROSE * 2), f"\n```\n{CODE}\n```\n", PROSE * 2]
+    screen = Screen(*args, "--quiet", script={"pieces": pieces}, env={"COLUMNS": "60"})
+    assert screen.finish() == 0
+    prose = textwrap.wrap(PROSE * 2, 60)
+    assert [line.rstrip() for line in shown_at_the_end(screen.text).splitlines()] == [
+        *prose,
+        "```",
+        CODE,
+        "```",
+        *prose,
+    ]
+
+
+def test_a_word_is_there_before_it_has_ended(args):
+    screen = Screen(*args, "--quiet", script={"pieces": [PROSE, "Winston"], "hang": True})
+    screen.wait_for(lambda text: "Winston" in text)
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.finish() == 130
+    assert shown_at_the_end(screen.text) == f"{PROSE}\nWinston\n"
+
+
+def test_a_pipe_and_a_dumb_terminal_get_the_text_as_it_is(args):
+    for streams, env in (({"stdout": subprocess.PIPE}, {}), ({}, {"TERM": "dumb"})):
+        screen = Screen(*args, "--quiet", script={"pieces": [PROSE * 2]}, env=env, **streams)
+        assert screen.finish() == 0
+        written = screen.process.stdout.read().decode() if streams else screen.text.removesuffix("\r\n")
+        assert written == PROSE * 2
+
+
+def test_thoughts_break_between_words_and_a_dumb_terminals_where_it_breaks_them(at_terminal, monkeypatch):
+    written = at_terminal("stderr")
+    output = Output()
+    for thought in (PROSE, PROSE.strip()):
+        output.thought(thought)
+    output.end_thought()
+    thoughts = written()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown_at_the_end(thoughts)).splitlines()
+    assert [line.rstrip() for line in lines] == textwrap.wrap(PROSE * 2, 60)
+    assert thoughts.startswith("\x1b[2mIt was")
+    monkeypatch.setenv("TERM", "dumb")
+    Output().thought(PROSE)
+    assert written().removeprefix(thoughts) == PROSE
+
+
+def test_a_block_that_one_answer_leaves_open_says_nothing_of_the_next(at_terminal):
+    written = at_terminal("stdout")
+    output = Output()
+    for _ in range(2):
+        with output:
+            output.answer(PROSE + PROSE)
+            output.answer("\n```\n")
+    first, second, _ = written().split("```\n")
+    assert first == second
+    assert first.count("\n") == 3
+
+
+@pytest.fixture
+def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[], str]]:
+    """Has a stream be a terminal of 60 columns; returns what was written to it."""
+
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    def opened(name: str) -> Callable[[], str]:
+        stream = Terminal(io.BytesIO(), encoding="utf-8")
+        monkeypatch.setattr(sys, name, stream)
+        monkeypatch.setattr("triforce_cli.output.columns", lambda stream: 60)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        return lambda: stream.flush() or stream.buffer.getvalue().decode()
+
+    return opened
 
 
 def test_interrupt_of_a_bar_shows_the_cursor_again(args):

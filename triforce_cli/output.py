@@ -10,6 +10,7 @@ import select
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,8 @@ from offload.interrupts import poll, waiting
 from triforce_cli import log
 from triforce_cli.progress import PlainDisplay, ProgressDisplay, SilentDisplay, TerminalDisplay
 from triforce_cli.render.text import line_text, visible
+from triforce_cli.terminal import can_erase, columns, is_terminal
+from triforce_cli.word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from prompt_toolkit.output import Output as PromptOutput
@@ -53,12 +56,15 @@ class Output:
         self._display = self._new_display()
         self._mid_thought = self._file_mid_line = False
         self._mid_line = False  # the last text does not end with a newline
+        self._answer_wrap: WordWrap | None = None
+        self._thought_wrap: WordWrap | None = None
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._display.stop()
+        self._answer_wrap = self._thought_wrap = None
         if kind is not BrokenPipeError:
             self._end_line(interrupted=kind is KeyboardInterrupt)
 
@@ -69,7 +75,7 @@ class Output:
     @property
     def width(self) -> int:
         """Columns of the terminal, or COLUMNS if it is set; 80 without a terminal."""
-        fallback = os.get_terminal_size(sys.stderr.fileno()).columns if _is_terminal(sys.stderr) else 80
+        fallback = os.get_terminal_size(sys.stderr.fileno()).columns if is_terminal(sys.stderr) else 80
         return shutil.get_terminal_size((fallback, 24)).columns
 
     def text(self, piece: str) -> None:
@@ -79,7 +85,17 @@ class Output:
             self._file.write(piece.encode("utf-8"))
             self._file_mid_line = not piece.endswith("\n") if piece else self._file_mid_line
         else:
+            self._answer_wrap = None
             self._write(_shown_at(sys.stdout, piece))
+
+    def answer(self, piece: str) -> None:
+        """Write the next piece of an answer as `text` does; at a terminal prose is broken between words. Other text
+        ends the answer, and so does leaving the output."""
+        if self._file is not None or not can_erase(sys.stdout):
+            self.text(piece)
+        else:
+            self._answer_wrap = self._answer_wrap or WordWrap(partial(columns, sys.stdout))
+            self._write(self._answer_wrap.push(visible(piece)))
 
     @property
     def text_width(self) -> int:
@@ -97,7 +113,7 @@ class Output:
     @property
     def has_person(self) -> bool:
         """True if a person types and sees standard error."""
-        return _is_terminal(sys.stdin) and _is_terminal(sys.stderr)
+        return is_terminal(sys.stdin) and is_terminal(sys.stderr)
 
     def end_line(self) -> None:
         """End the current line of text, if it has not ended."""
@@ -106,7 +122,7 @@ class Output:
 
     def end_shown_line(self) -> None:
         """End the current line of text at a terminal only: a file or a pipe gets the text and nothing else."""
-        if _is_terminal(sys.stdout):
+        if is_terminal(sys.stdout):
             self.end_line()
 
     @property
@@ -123,21 +139,26 @@ class Output:
     def copy(self, text: str) -> None:
         """Send `text` to the clipboard of the terminal, by OSC 52, which is not shown. Raises UsageError for a terminal
         that has none."""
-        if not _is_terminal(sys.stderr) or not self.can_draw or os.environ.get("TERM") == "linux":
+        if not is_terminal(sys.stderr) or not self.can_draw or os.environ.get("TERM") == "linux":
             raise UsageError("standard error is no terminal with a clipboard; triforce log show has the reply, too")
         self._display.stop()
         _write(sys.stderr, b"\x1b]52;c;" + base64.b64encode(text.encode("utf-8")) + b"\x07")
 
     def thought(self, piece: str) -> None:
-        """Write text that is not part of the answer, such as thoughts, to standard error: dimmed at a terminal, not if
-        quiet."""
+        """Write text that is not part of the answer, such as thoughts, to standard error: at a terminal dimmed and
+        broken between words, not if quiet."""
         if not self._quiet:
             self._display.stop()
-            self._console.print(Text(_shown_at(sys.stderr, piece), "dim"), soft_wrap=True, end="")
+            shown = _shown_at(sys.stderr, piece)
+            if can_erase(sys.stderr):
+                self._thought_wrap = self._thought_wrap or WordWrap(partial(columns, sys.stderr))
+                shown = self._thought_wrap.push(shown)
+            self._console.print(Text(shown, "dim"), soft_wrap=True, end="")
             self._mid_thought = not piece.endswith("\n")
 
     def end_thought(self) -> None:
         """End the line of thoughts, if it has not ended."""
+        self._thought_wrap = None
         if self._mid_thought:
             self._mid_thought = False
             self._print("")
@@ -180,7 +201,7 @@ class Output:
 
     def table(self, table: str) -> None:
         """Write a table to standard error, at a terminal with a blank line above it."""
-        self._print(f"\n{table}" if _is_terminal(sys.stderr) else table)
+        self._print(f"\n{table}" if is_terminal(sys.stderr) else table)
 
     def question(self, text: str) -> None:
         """Write a question to standard error, always; the answer is typed on the same line."""
@@ -209,20 +230,20 @@ class Output:
 
     def _end_line(self, *, interrupted: bool) -> None:
         """At a terminal, leave the cursor at the start of a line. A file or a pipe gets the text and nothing else."""
-        if _is_terminal(sys.stdout) and (self._mid_line or interrupted):  # the terminal has echoed ^C
+        if is_terminal(sys.stdout) and (self._mid_line or interrupted):  # the terminal has echoed ^C
             self.text("\n")
-        elif interrupted and _is_terminal(sys.stderr):
+        elif interrupted and is_terminal(sys.stderr):
             self._print("")
 
     def _print(self, text: str, end: str = "\n", *, wrap: bool = False, heading: str = "") -> None:
         """Print to standard error. wrap: at words, if a terminal sets a width."""
         line = Text.assemble((heading, "bold red"), visible(text))
-        self._console.print(line, soft_wrap=not (wrap and _is_terminal(sys.stderr)), end=end)
+        self._console.print(line, soft_wrap=not (wrap and is_terminal(sys.stderr)), end=end)
 
     def _new_display(self) -> ProgressDisplay:
         if self._quiet:
             return SilentDisplay()
-        if _is_terminal(sys.stderr) and not self._console.is_dumb_terminal:
+        if is_terminal(sys.stderr) and not self._console.is_dumb_terminal:
             return TerminalDisplay(self._console)
         return PlainDisplay(self.note)
 
@@ -243,7 +264,7 @@ class _StderrConsole(Console):
 
 
 def _shown_at(stream: IO[str] | None, text: str) -> str:
-    return visible(text) if _is_terminal(stream) else text
+    return visible(text) if is_terminal(stream) else text
 
 
 def _shown_segments(segments: Iterable[Segment]) -> Segments:
@@ -284,7 +305,3 @@ def _discard(stream: IO[str]) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
-
-
-def _is_terminal(stream: IO[str] | None) -> bool:
-    return stream is not None and stream.isatty()

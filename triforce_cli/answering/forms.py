@@ -56,12 +56,12 @@ class TextForm(Form):
     def prefilled(self, stats: Stats, echo: str) -> None:
         """Write the echo after prefill, not before: a progress bar on its last line would erase that line."""
         if echo:
-            self._output.text(echo)
+            self._output.answer(echo)
 
     def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
         super().add(part, scores)
         if part.text:
-            self._output.text(part.text)
+            self._output.answer(part.text)
 
     def end(self, document: Mapping[str, Any]) -> None:
         if self._ends_line:

@@ -6,6 +6,8 @@ import os
 import shutil
 from typing import IO
 
+from offload.errors import TriforceError
+
 
 def is_terminal(stream: IO[str] | None) -> bool:
     """False for a stream that the caller has closed, too."""
@@ -18,9 +20,10 @@ def can_erase(stream: IO[str] | None) -> bool:
 
 
 def columns(stream: IO[str]) -> int:
-    """Columns of the stream's terminal; COLUMNS if it is set and less; 0 if nobody says."""
+    """Columns of the stream's terminal; COLUMNS if it is set and less; 0 if nobody says. Raises TriforceError where the
+    terminal has gone."""
     try:
         own = os.get_terminal_size(stream.fileno()).columns
-    except OSError:  # it has gone, which the next write finds
-        own = 0
+    except OSError as error:
+        raise TriforceError(f"the terminal's width cannot be read: {error.strerror}") from error
     return min(filter(None, (own, shutil.get_terminal_size((0, 0)).columns)), default=0)

@@ -239,11 +239,11 @@ class Sequences(Generic[Key]):
         del self._running[key]
         return self._engine.stats
 
-    def __enter__(self) -> Sequences[Key]:
-        return self
+    def drop(self, key: Key) -> None:
+        self._running.pop(key, None)
 
-    def __exit__(self, *exc_info: object) -> None:
-        return None
+    def close(self) -> None:
+        self._running.clear()
 
 
 def make_stats(*, num_prompt_tokens: int = 32_768, output_tokens: int = 200) -> Stats:
@@ -416,6 +416,8 @@ def test_stand_in_has_the_names_and_signatures_of_the_engine():
         (Sequences.join, real_sequences.Sequences.join),
         (Sequences.steps, real_sequences.Sequences.steps),
         (Sequences.leave, real_sequences.Sequences.leave),
+        (Sequences.drop, real_sequences.Sequences.drop),
+        (Sequences.close, real_sequences.Sequences.close),
         (Engine.load, real_engine.Engine.load),
         (Engine.generate, real_engine.Engine.generate),
         (Tokenizer.encode, real_engine.Tokenizer.encode),

@@ -79,6 +79,11 @@ class Sequences(Generic[Key]):
         engine.keep()
         return engine.stats
 
+    def drop(self, key: Key) -> None:
+        """End a request after an error, if it has begun. Its rows are not kept."""
+        if key in self._running:
+            self._end(key)
+
     def close(self) -> None:
         for key in list(self._running):
             self._end(key)

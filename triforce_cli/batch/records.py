@@ -89,8 +89,11 @@ def read_records(text: str, name: str, defaults: Wanted) -> list[Record]:
 def _read(line: str, number: int, place: str, defaults: Wanted) -> Record:
     poll()
     data = _object(line, place)
-    if is_openai(data):
-        data = own(data, place)
+    return read_record(own(data, place) if is_openai(data) else data, number, place, defaults)
+
+
+def read_record(data: Mapping[str, Any], number: int, place: str, defaults: Wanted) -> Record:
+    """A record of a line's fields. place: the line, in messages. defaults: see `read_records`. Raises UsageError."""
     unknown = next((key for key in data if key not in FIELDS), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, FIELDS, n=1)
@@ -148,7 +151,7 @@ def _messages(fields: Fields) -> Messages | None:
     if "messages" not in fields.data:
         return None
     messages = fields.get("messages", _objects("a list of objects with role and content"))
-    with _named(fields.where):
+    with named(fields.where):
         return read_messages(messages)
 
 
@@ -156,19 +159,19 @@ def _tools(fields: Fields) -> dict[str, Any]:
     if "tools" not in fields.data:
         return {}
     tools = fields.get("tools", _objects("a list of definitions of tools"))
-    with _named(fields.where):
+    with named(fields.where):
         return {"tools": checked_tools(tools)}
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:
     kind = Kind("an object of variables of the chat template", _META.fits)
     variables = fields.get("template_args", kind, {})
-    with _named(fields.where):
+    with named(fields.where):
         return checked_variables(variables)
 
 
 @contextmanager
-def _named(place: str) -> Iterator[None]:
+def named(place: str) -> Iterator[None]:
     """Prefix the message of a UsageError raised inside with `place`."""
     try:
         yield
@@ -178,7 +181,7 @@ def _named(place: str) -> Iterator[None]:
 
 def _sampling(fields: Fields, default: SamplingParams) -> SamplingParams:
     found = changes(fields)
-    with _named(fields.where):
+    with named(fields.where):
         return replace(default, **found)
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.decode.sampling import SamplingParams
-from offload.errors import DoesNotFit, UsageError
+from offload.errors import DoesNotFit
 from triforce_cli import log
 from triforce_cli.answering.answer import TIMEOUT
 from triforce_cli.answering.ending import Unfinished, some_may_not_match
 from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.batch.asked import Asked, answered
-from triforce_cli.batch.records import Id, Record, after, read_records
+from triforce_cli.answering.together import Asked
+from triforce_cli.batch.asked import answered
+from triforce_cli.batch.prompts import Prompts
+from triforce_cli.batch.records import Id, Record, after, named, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
-from triforce_cli.chat.tools import check_variables
-from triforce_cli.documents import Document
 from triforce_cli.engine import Prepared, Setup, open_engine
 from triforce_cli.inputs import Note
 from triforce_cli.output import Output
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.plan.planner import Plan
     from offload.plan.request import Request
-    from triforce_cli.chat.formats import ChatFormat
 
 _ORDER = ("text", "thoughts", "tool_calls", "tokens", "logprobs", "finish_reason", "citations")  # of a result
 
@@ -80,7 +77,6 @@ class Batch:
 
     def _answer(self, records: Sequence[Record], rest: Sequence[Record], results: Results, output: Output) -> None:
         prepared = self._setup(records).prepare(output)
-        _check(prepared, records)
         prompts = self._prompts(prepared, records, output)
         plan = _plan(prepared.request, records, prompts)
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
@@ -90,13 +86,13 @@ class Batch:
         with open_engine(prepared, plan, on_progress=output.progress) as engine:
             left.next_step()
             came = answered(rest, prompts, engine, prepared.tokenizer, on_progress=output.progress)
-            for number, (asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
+            for number, (record, asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
                 if not asked.is_complete:
-                    output.note(f"{asked.record.name}: out of time; what had come is kept")
-                result = self._result(asked, stats, output.note)
+                    output.note(f"{record.name}: out of time; what had come is kept")
+                result = self._result(record, asked, stats, output.note)
                 num_tokens += len(result["tokens"])
                 results.add(result)
-                log.event(asked.record.name, result["stats"])
+                log.event(record.name, result["stats"])
                 output.note(_progress(number, len(records), result, left.next_step()))
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
@@ -112,18 +108,22 @@ class Batch:
         return replace(self.setup, options=options if given is None else options_beside(given, options))
 
     def _prompts(self, prepared: Prepared, records: Sequence[Record], output: Output) -> dict[int, Prompt]:
-        """The prompts by the records' numbers. Raises UsageError if the chat template refuses messages."""
-        formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
+        """The prompts by the records' numbers. Raises UsageError for a line that this model cannot answer."""
+        prompts = Prompts(prepared, self.layout)
         for record in records:
-            if record.messages is not None and (thinks := record.wanted.may_think) not in formats:
-                formats[thinks] = self.layout.format(prepared.prompt_tokenizer, record.wanted)
-                output.note(formats[thinks].notice if len(formats) == 1 else "")
-        return {record.number: _prompt(record, prepared, formats) for record in records}
+            with named(record.name):
+                prompts.check(record)
+        found: dict[int, Prompt] = {}
+        for record in records:
+            had_notice = bool(prompts.notice)
+            with named(record.name):
+                found[record.number] = prompts.of(record)
+            output.note("" if had_notice else prompts.notice)
+        return found
 
-    def _result(self, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:
-        record, answer = asked.record, asked.answer
-        found = answer.as_dict(
-            answer.finish or TIMEOUT, note=lambda notice: note(f"{record.name}: {notice}" if notice else "")
+    def _result(self, record: Record, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:
+        found = asked.answer.as_dict(
+            asked.answer.finish or TIMEOUT, note=lambda notice: note(f"{record.name}: {notice}" if notice else "")
         )
         return {
             "id": record.id,
@@ -144,38 +144,6 @@ def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], outpu
     if bound:
         name, constraint = bound[0]
         raise Unfinished(some_may_not_match(name, constraint.name, len(bound) - 1))
-
-
-def _prompt(record: Record, prepared: Prepared, formats: Mapping[bool, ChatFormat]) -> Prompt:
-    """The prompt of a record. Raises UsageError if the template refuses its messages, or has no variable for one of its
-    fields."""
-    if record.messages is None:
-        tokens = prepared.prompt_tokenizer.encode(record.prompt)
-        return Prompt(array("i", tokens), (Document("prompt", record.prompt),))
-    found = formats[record.wanted.may_think]
-    try:
-        calls = ("tool_calls",) if record.messages.have_calls else ()
-        check_variables(found.template, [*record.variables, *calls])
-        prompt = found.prompt_of_messages(record.messages, record.variables)
-    except UsageError as error:
-        raise UsageError(f"{record.name}: {error}") from error
-    return replace(prompt, tokens=array("i", prompt.tokens))
-
-
-def _check(prepared: Prepared, records: Sequence[Record]) -> None:
-    """Raises UsageError for a line that this model cannot answer."""
-    from offload.engine.request import check_sampling
-
-    checked = set[SamplingParams]()
-    for record in records:
-        sampling = replace(record.wanted.sampling, seed=None)
-        if sampling in checked:
-            continue
-        checked.add(sampling)
-        try:
-            check_sampling(sampling, prepared.request.target, prepared.tokenizer)
-        except UsageError as error:
-            raise UsageError(f"{record.name}: {error}") from error
 
 
 def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Prompt]) -> Plan:

@@ -1,0 +1,60 @@
+"""The prompts of records, for one model."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from offload.decode.sampling import SamplingParams
+from triforce_cli.answering.options import Layout
+from triforce_cli.answering.request import Prompt
+from triforce_cli.batch.records import Record
+from triforce_cli.chat.tools import check_variables
+from triforce_cli.documents import Document
+from triforce_cli.engine import Prepared
+
+if TYPE_CHECKING:
+    from triforce_cli.chat.formats import ChatFormat
+
+
+class Prompts:
+    """Makes the prompts of records. notice: a note on the chat template for the person, or ""; known once a record with
+    messages was seen."""
+
+    def __init__(self, prepared: Prepared, layout: Layout) -> None:
+        self.notice = ""
+        self._prepared, self._layout = prepared, layout
+        self._formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
+        self._checked = set[SamplingParams]()
+
+    def check(self, record: Record) -> None:
+        """Raises UsageError for sampling parameters that this model does not support. Parameters that were checked
+        before are not checked again."""
+        from offload.engine.request import check_sampling
+
+        sampling = replace(record.wanted.sampling, seed=None)
+        if sampling not in self._checked:
+            check_sampling(sampling, self._prepared.request.target, self._prepared.tokenizer)
+            self._checked.add(sampling)
+
+    def of(self, record: Record, defaults: Mapping[str, Any] | None = None) -> Prompt:
+        """The prompt of a record. defaults: variables of the chat template, for records without them; a template need
+        not have them. Raises UsageError if the template refuses its messages, or has no variable for one of its fields,
+        DoesNotFit for a text that certainly is too long."""
+        if record.messages is None:
+            tokens = self._prepared.prompt_tokenizer.encode(record.prompt)
+            return Prompt(array("i", tokens), (Document("prompt", record.prompt),))
+        found = self._format(record)
+        calls = ("tool_calls",) if record.messages.have_calls else ()
+        check_variables(found.template, [*record.variables, *calls])
+        prompt = found.prompt_of_messages(record.messages, {**(defaults or {}), **record.variables})
+        return replace(prompt, tokens=array("i", prompt.tokens))
+
+    def _format(self, record: Record) -> ChatFormat:
+        thinks = record.wanted.may_think
+        if thinks not in self._formats:
+            self._formats[thinks] = self._layout.format(self._prepared.prompt_tokenizer, record.wanted)
+            self.notice = self._formats[thinks].notice
+        return self._formats[thinks]

@@ -235,8 +235,10 @@ class Sequences(Generic[Key]):
     def steps(self) -> list[tuple[Key, Step]]:
         return [(key, first.pop() if first else next(steps)) for key, (first, steps) in self._running.items()]
 
-    def leave(self, key: Key) -> Stats:
+    def leave(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> Stats:
         del self._running[key]
+        if on_end is not None:
+            on_end(self._engine.stats)
         return self._engine.stats
 
     def drop(self, key: Key) -> None:

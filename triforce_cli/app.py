@@ -29,6 +29,7 @@ from triforce_cli.commands.models import models
 from triforce_cli.commands.plan import plan
 from triforce_cli.commands.pull import pull
 from triforce_cli.commands.score import score
+from triforce_cli.commands.serve import serve
 from triforce_cli.commands.sessions import sessions
 from triforce_cli.commands.store import store
 from triforce_cli.commands.text import text
@@ -44,6 +45,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 app.command()(generate)
 app.command()(ask)
 app.command()(chat)
+app.command()(serve)
 app.command()(plan)
 app.command()(verify)
 app.command()(score)

@@ -7,7 +7,7 @@ of the same level. All work runs on the caller's thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from offload.decode.build import pass_seconds
@@ -72,12 +72,16 @@ class Sequences(Generic[Key]):
             self._run_passes()
         return []
 
-    def leave(self, key: Key) -> Stats:
+    def leave(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> Stats:
         """End a request, finished or not, and keep its prompt's rows, see `Engine.keep`. Returns its statistics:
-        elapsed seconds, and the link's bytes for all sequences in that time."""
+        elapsed seconds, and the link's bytes for all sequences in that time. on_end: gets them before rows are kept,
+        which takes a while."""
         engine = self._end(key)
+        stats = engine.stats
+        if on_end is not None:
+            on_end(stats)
         engine.keep()
-        return engine.stats
+        return stats
 
     def drop(self, key: Key) -> None:
         """End a request after an error, if it has begun. Its rows are not kept."""

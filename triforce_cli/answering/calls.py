@@ -32,10 +32,12 @@ _JSON_LITERALS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class Form:
-    """A form of calls. marks: a template with one of them uses this form; calls begin with the first mark."""
+    """A form of calls. marks: a template with one of them uses this form; calls begin with the first mark. bare: a
+    whole reply may be calls without the first mark."""
 
     marks: tuple[str, ...]
     read: Read
+    bare: bool = False
 
     def is_asked_for(self, template: str) -> bool:
         return any(mark in template for mark in self.marks)
@@ -52,6 +54,16 @@ class Calls:
     def marks(self) -> frozenset[str]:
         """The marks that may surround calls in a reply."""
         return frozenset(mark for form in self._forms for mark in form.marks)
+
+    @property
+    def openings(self) -> frozenset[str]:
+        """The marks with which calls begin."""
+        return frozenset(form.marks[0] for form in self._forms)
+
+    @property
+    def may_be_bare(self) -> bool:
+        """True if a whole reply may be calls without a mark."""
+        return any(form.bare for form in self._forms)
 
     def read(self, reply: str) -> tuple[list[Call], str]:
         """(the calls of a reply in order, empty for a plain answer; a note for the person, "" for none)."""
@@ -315,7 +327,12 @@ FORMS = (
         ("<start_function_call>", "<end_function_call>", "<escape>"), _braced("<start_function_call>", "<escape>")
     ),
     Form(("<|START_ACTION|>", "<|END_ACTION|>"), _behind("<|START_ACTION|>")),  # Command R7B, Command A
-    Form(("<|python_tag|>", "<|python_start|>"), _plain),  # Llama 3; also xLAM's list
-    Form(("<|python_start|>", "<|python_end|>", "<|python_tag|>"), _pythonic("<|python_start|>", "<|python_end|>")),
-    Form(("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>")),  # OLMo 3
+    Form(("<|python_tag|>", "<|python_start|>"), _plain, bare=True),  # Llama 3; also xLAM's list
+    Form(
+        ("<|python_start|>", "<|python_end|>", "<|python_tag|>"), _pythonic("<|python_start|>", "<|python_end|>"),
+        bare=True,
+    ),
+    Form(  # OLMo 3
+        ("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>"), bare=True
+    ),
 )  # fmt: skip

@@ -66,6 +66,13 @@ class Answers(Generic[Key]):
         """The number of answers under way."""
         return len(self._under_way)
 
+    def under_way(self) -> list[Key]:
+        """The keys of the answers under way."""
+        return list(self._under_way)
+
+    def asked(self, key: Key) -> Asked:
+        return self._under_way[key]
+
     def begin(self, key: Key, asked: Asked, *, on_progress: Callable[[Progress], None]) -> None:
         """Prefill a prompt while the others wait; the deadline may pass in it. on_progress: called during the
         prefill."""
@@ -89,11 +96,12 @@ class Answers(Generic[Key]):
         `finish`."""
         return [key for key, asked in self._under_way.items() if asked.is_over]
 
-    def finish(self, key: Key) -> tuple[Asked, Stats]:
-        """Take an answer off, with the text that was held back, and its statistics."""
+    def finish(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> tuple[Asked, Stats]:
+        """Take an answer off, with the text that was held back, and its statistics. on_end: gets them before its
+        prompt's rows are kept, which takes a while."""
         asked = self._under_way.pop(key)
         asked.answer.break_off()
-        return asked, self._sequences.leave(key)
+        return asked, self._sequences.leave(key, on_end=on_end)
 
     def drop(self, key: Key) -> None:
         """Take an answer off that failed."""

@@ -89,18 +89,23 @@ def read_records(text: str, name: str, defaults: Wanted) -> list[Record]:
 def _read(line: str, number: int, place: str, defaults: Wanted) -> Record:
     poll()
     data = _object(line, place)
-    return read_record(own(data, place) if is_openai(data) else data, number, place, defaults)
+    if is_openai(data):
+        data = own(data, place)
+    check_known(data, FIELDS, place, "docs/batch.md names them, meta takes any object")
+    return read_record(data, number, place, defaults)
+
+
+def check_known(data: Mapping[str, Any], fields: Sequence[str], place: str, remedy: str) -> None:
+    """Raises UsageError for the first field of `data` that is not among `fields`."""
+    unknown = next((key for key in data if key not in fields), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, fields, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"{place}: there is no field {unknown!r}; {meant}{remedy}")
 
 
 def read_record(data: Mapping[str, Any], number: int, place: str, defaults: Wanted) -> Record:
     """A record of a line's fields. place: the line, in messages. defaults: see `read_records`. Raises UsageError."""
-    unknown = next((key for key in data if key not in FIELDS), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(unknown, FIELDS, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise UsageError(
-            f"{place}: there is no field {unknown!r}; {meant}docs/batch.md names them, meta takes any object"
-        )
     if not {"prompt", "messages"} & data.keys():
         raise UsageError(f'{place} has no "prompt" and no "messages"')
     if {"prompt", "messages"} <= data.keys():

@@ -1,0 +1,156 @@
+"""The interface of an HTTP API for answers: how it reads a request, and how it writes a reply, whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from offload.errors import UsageError
+from triforce_cli.answering.calls import Call
+
+PLACE = "the request"  # its name in messages
+Score = Mapping[str, Any]  # see `Answer.scores`
+Fields = dict[str, Any]  # of a record, see triforce_cli.batch.records
+
+
+class ApiError(Exception):
+    """A request that is not answered. status: of HTTP. code: a word for programs, or "". headers: of the response."""
+
+    def __init__(self, status: int, message: str, code: str = "", headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, dict(headers or {})
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event. name: "" for none."""
+
+    data: Mapping[str, Any] | str
+    name: str = ""
+
+    def __str__(self) -> str:
+        text = self.data if isinstance(self.data, str) else as_json(self.data)
+        return f"event: {self.name}\ndata: {text}\n\n" if self.name else f"data: {text}\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of tokens. cached: part of `prompt` that was not computed anew. thoughts: part of `answer`."""
+
+    prompt: int
+    cached: int = 0
+    answer: int = 0
+    thoughts: int = 0
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call of a reply. arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @classmethod
+    def of(cls, call: Call) -> ToolCall:
+        return cls(identifier("call_"), call["name"], as_json(call["arguments"]))
+
+
+@dataclass(frozen=True)
+class Said:
+    """A piece of a reply: thoughts, then text outside tool calls. scores: of its tokens, if they were asked for."""
+
+    text: str
+    thoughts: str = ""
+    scores: Sequence[Score] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it."""
+
+    text: str
+    thoughts: str
+    calls: tuple[ToolCall, ...]
+    scores: Sequence[Score]
+    finish: Literal["stop", "length"]
+    usage: Usage
+
+
+class Reply(Protocol):
+    """A reply to one request. A stream is `begin`, `add` for each piece, then `end` or `fail`."""
+
+    def begin(self, usage: Usage) -> Iterable[Event]:
+        """usage: before anything was computed."""
+        ...
+
+    def add(self, said: Said) -> Iterable[Event]: ...
+
+    def end(self, ended: Ended) -> Iterable[Event]:
+        """The end of the stream. The pieces of `ended` were added, but for its tool calls."""
+        ...
+
+    def fail(self, error: ApiError) -> Iterable[Event]:
+        """The end of a stream that failed."""
+        ...
+
+    def document(self, ended: Ended) -> dict[str, Any]:
+        """The whole reply as one response."""
+        ...
+
+
+class Api(Protocol):
+    """An HTTP API. path: of its requests."""
+
+    path: str
+
+    def fields(self, body: Mapping[str, Any]) -> Fields:
+        """The request as a record's fields. Raises UsageError for requests that are not supported."""
+        ...
+
+    def has_one_call(self, body: Mapping[str, Any]) -> bool:
+        """Whether the reply to a request may have one tool call at most."""
+        ...
+
+    def reply(self, body: Mapping[str, Any], model: str) -> Reply:
+        """A reply to a request that `fields` accepts. model: the name of the model that answers."""
+        ...
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The body of an error's response."""
+        ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """The identity of a reply. created: seconds since 1970."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def identifier(prefix: str) -> str:
+    """A new identifier, such as call_0123..."""
+    return prefix + secrets.token_hex(12)
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """A field that is true, false or null. Raises UsageError."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise UsageError(f"{PLACE}: {name} is {json.dumps(value)[:80]}, it can only be true or false")
+    return default if value is None else value
+
+
+def without(body: Mapping[str, Any], *names: str) -> Fields:
+    """The fields of a request but for `names`, and for those that are null, which count as absent."""
+    return {name: value for name, value in body.items() if name not in names and value is not None}

@@ -1,0 +1,82 @@
+"""Fields of OpenAI's chat completions, as fields of our own records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from offload.errors import UsageError
+from offload.fields import INTEGER
+
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
+# Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".
+SAME = {
+    "n": 1, "stream": False, "store": False, "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"],
+}  # fmt: skip
+# The command chooses the model; the other fields do not affect the text.
+IGNORED = (
+    *("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "stream_options"),
+)
+_FORMAT_FIELDS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}  # of response_format
+
+
+def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The body of a request for a chat completion, with our field names. place: of the request, in messages. Raises
+    UsageError for requests that are not supported; fields that are not known stay as they are."""
+    _check_pairs(body, place)
+    found: dict[str, Any] = {}
+    without = ("tools", "tool_choice") if body.get("tool_choice") == "none" else ()
+    for name, value in body.items():
+        if name in without:
+            continue
+        if name in SAME:
+            check_same(body, name, SAME[name], place)
+        elif name == "response_format":
+            found |= {} if value is None else constraint(value, place)
+        elif name not in ("logprobs", "top_logprobs", "reasoning_effort", *IGNORED) and value is not None:
+            found[_OTHER_NAMES.get(name, str(name))] = value
+    if (effort := body.get("reasoning_effort")) is not None:
+        further = found.get("template_args", {})
+        found["template_args"] = {"reasoning_effort": effort, **further} if isinstance(further, dict) else further
+    if body.get("logprobs"):
+        found["logprobs"] = body.get("top_logprobs") or 0
+    return found
+
+
+def check_same(body: Mapping[str, Any], name: str, value: object, place: str) -> None:
+    """Raises UsageError unless a field has the single allowed value, or is null or absent."""
+    if (given := body.get(name)) not in (value, None):
+        raise UsageError(f"{place}: {name} is {json.dumps(given)}, it can only be {json.dumps(value)}")
+
+
+def _check_pairs(body: Mapping[str, Any], place: str) -> None:
+    """Raises UsageError for fields that contradict each other."""
+    most = {body[name] for name in ("max_tokens", "max_completion_tokens") if INTEGER.fits(body.get(name))}
+    if len(most) > 1:
+        raise UsageError(
+            f"{place}: max_tokens and max_completion_tokens are one limit, and say {min(most)} and {max(most)}"
+        )
+    if not isinstance(body.get("logprobs"), bool | None):
+        raise UsageError(f"{place}: logprobs is {json.dumps(body['logprobs'])}, it can only be true or false")
+    if body.get("top_logprobs") and body.get("logprobs") is None:
+        raise UsageError(f"{place}: top_logprobs needs logprobs, which is to be true then")
+
+
+def constraint(value: Any, place: str) -> dict[str, Any]:
+    """Our field for a response_format. Raises UsageError."""
+    value = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
+        kinds = ", ".join(_FORMAT_FIELDS)
+        raise UsageError(f"{place}: response_format is not understood; its type may be one of {kinds}")
+    if further := value.keys() - {"type", *_FORMAT_FIELDS[kind]}:
+        raise UsageError(f"{place}: response_format of type {kind} has {min(further)!r}, which is not understood")
+    if kind == "text":
+        return {}
+    holder = value if kind == "json_object" else value.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if schema is None and kind == "json_schema":
+        raise UsageError(f'{place}: response_format of type json_schema needs {{"json_schema": {{"schema": ...}}}}')
+    return {"json_schema": {"type": "object"} if schema is None else schema}

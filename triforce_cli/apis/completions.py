@@ -1,0 +1,115 @@
+"""OpenAI's older completions of a text: POST /v1/completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from offload.errors import UsageError
+from triforce_cli.apis import openai_style
+from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, Score, Usage, flag, identifier
+from triforce_cli.apis.api import without as _without
+from triforce_cli.apis.chat_completions import DONE, includes_usage
+from triforce_cli.apis.chat_fields import IGNORED, check_same
+
+MAX_TOKENS = 16  # the API's default
+_SAME = {"n": 1, "best_of": 1, "suffix": ""}
+_OF_WRITING = ("stream", "echo", "prompt")
+
+
+class Completions:
+    """The API; see `Api`."""
+
+    path = "/v1/completions"
+
+    def fields(self, body: Mapping[str, Any]) -> Fields:
+        for name, value in _SAME.items():
+            check_same(body, name, value, PLACE)
+        for name in ("stream", "echo"):
+            flag(body, name)
+        includes_usage(body)
+        return {"max_tokens": MAX_TOKENS, "prompt": _prompt(body), **_without(body, *_OF_WRITING, *_SAME, *IGNORED)}
+
+    def has_one_call(self, body: Mapping[str, Any]) -> bool:
+        return False
+
+    def reply(self, body: Mapping[str, Any], model: str) -> CompletionReply:
+        echo = _prompt(body) if flag(body, "echo") else ""
+        return CompletionReply(Head(identifier("cmpl-"), model), echo, includes_usage=includes_usage(body))
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return openai_style.error(error)
+
+
+def _prompt(body: Mapping[str, Any]) -> str:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise UsageError(f"{PLACE}: prompt is {json.dumps(prompt)[:80]}, it must be one text; tokens cannot be read")
+    return prompt
+
+
+class CompletionReply:
+    """A completion; see `Reply`. echo: the text that it begins with."""
+
+    def __init__(self, head: Head, echo: str, *, includes_usage: bool) -> None:
+        self._head, self._echo, self._includes_usage = head, echo, includes_usage
+        self._num_characters = len(echo)
+
+    def begin(self, usage: Usage) -> Iterator[Event]:
+        if self._echo:
+            yield self._chunk(self._echo)
+
+    def add(self, said: Said) -> Iterator[Event]:
+        if said.text or said.scores:
+            yield self._chunk(said.text, logprobs=_logprobs(said.scores, self._num_characters))
+            self._num_characters += sum(len(score["text"]) for score in said.scores)
+
+    def end(self, ended: Ended) -> Iterator[Event]:
+        yield self._chunk("", finish=ended.finish)
+        if self._includes_usage:
+            yield Event(self._object([], usage=openai_style.usage(ended.usage)))
+        yield DONE
+
+    def fail(self, error: ApiError) -> Iterator[Event]:
+        yield Event(openai_style.error(error))
+
+    def document(self, ended: Ended) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "text": self._echo + ended.text,
+            "logprobs": _logprobs(ended.scores, len(self._echo)),
+            "finish_reason": ended.finish,
+        }
+        return self._object([choice], usage=openai_style.usage(ended.usage))
+
+    def _chunk(self, text: str, *, logprobs: Any = None, finish: str | None = None) -> Event:
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": None} if self._includes_usage else {}
+        return Event(self._object([choice], **usage))
+
+    def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self._head.id,
+            "object": "text_completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": choices,
+            **more,
+        }
+
+
+def _logprobs(scores: Sequence[Score], start: int) -> dict[str, Any] | None:
+    """The scores in the older form. start: the character of the text at which the first token begins."""
+    if not scores:
+        return None
+    texts = [score["text"] for score in scores]
+    return {
+        "tokens": texts,
+        "token_logprobs": [score["logprob"] for score in scores],
+        "top_logprobs": [{each["text"]: each["logprob"] for each in score["top"]} for score in scores],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=start)),
+    }

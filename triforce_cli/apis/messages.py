@@ -1,0 +1,166 @@
+"""Anthropic's messages: POST /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from offload.errors import UsageError
+from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, ToolCall, Usage, flag, identifier
+from triforce_cli.apis.api import without as _without
+from triforce_cli.apis.message_input import choice_of, messages_of, tools_of
+from triforce_cli.apis.response_input import object_of
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+_READ = ("model", "messages", "system", "tools", "tool_choice", "thinking", "stop_sequences", "stream")
+_IGNORED = ("metadata", "service_tier")  # they do not affect the text
+_KNOWN = (*_READ, *_IGNORED, "max_tokens", "temperature", "top_p", "top_k")
+
+
+class Messages:
+    """The API; see `Api`."""
+
+    path = "/v1/messages"
+
+    def fields(self, body: Mapping[str, Any]) -> Fields:
+        if unknown := [name for name in body if name not in _KNOWN]:
+            raise UsageError(f"{PLACE}: there is no field {unknown[0]!r}; there are {', '.join(_KNOWN)}")
+        flag(body, "stream")
+        if body.get("max_tokens") is None:
+            raise UsageError(f"{PLACE}: max_tokens is missing, and this API demands it")
+        return self.prompt_fields(body) | _without(body, *_READ, *_IGNORED) | _stops(body)
+
+    def prompt_fields(self, body: Mapping[str, Any]) -> Fields:
+        """The fields of the prompt alone."""
+        tools = tools_of(body)
+        return {"messages": messages_of(body), **({"tools": tools} if tools else {}), **_thinking(body)}
+
+    def has_one_call(self, body: Mapping[str, Any]) -> bool:
+        return flag(choice_of(body), "disable_parallel_tool_use")
+
+    def reply(self, body: Mapping[str, Any], model: str) -> MessageReply:
+        return MessageReply(Head(identifier("msg_"), model))
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _stops(body: Mapping[str, Any]) -> Fields:
+    stops = body.get("stop_sequences")
+    return {"stop": stops} if stops else {}
+
+
+def _thinking(body: Mapping[str, Any]) -> Fields:
+    wanted = object_of(body, "thinking", "type", "budget_tokens", "display")
+    kinds: dict[Any, Fields] = {
+        None: {},
+        "adaptive": {},
+        "disabled": {"thinking": "off"},
+        "enabled": {"thinking_tokens": wanted.get("budget_tokens")},
+    }
+    kind = wanted.get("type")
+    if not isinstance(kind, str | None) or kind not in kinds:
+        raise UsageError(f"{PLACE}: thinking is of the type {json.dumps(kind)[:80]}, which is not understood")
+    return kinds[kind]
+
+
+class MessageReply:
+    """A message; see `Reply`. Its content is a list of blocks: thinking, text, tool calls."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._num_blocks = 0  # that have begun
+        self._open = ""  # the type of the open block
+
+    def begin(self, usage: Usage) -> Iterator[Event]:
+        yield _event("message_start", message=self._object([], None, _usage(usage)))
+
+    def add(self, said: Said) -> Iterator[Event]:
+        if said.thoughts:
+            yield from self._more("thinking", "thinking_delta", said.thoughts)
+        if said.text:
+            yield from self._more("text", "text_delta", said.text)
+
+    def end(self, ended: Ended) -> Iterator[Event]:
+        yield from self._close()
+        for call in ended.calls:
+            yield from self._begin_block({**_call(call), "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield from self._close()
+        delta = {"stop_reason": _stop_reason(ended), "stop_sequence": None}
+        yield _event("message_delta", delta=delta, usage=_usage(ended.usage))
+        yield _event("message_stop")
+
+    def fail(self, error: ApiError) -> Iterator[Event]:
+        yield Event(Messages().error(error), "error")
+
+    def document(self, ended: Ended) -> dict[str, Any]:
+        blocks: list[dict[str, Any]] = []
+        if ended.thoughts:
+            blocks.append({"type": "thinking", "thinking": ended.thoughts, "signature": ""})
+        if ended.text:
+            blocks.append({"type": "text", "text": ended.text})
+        blocks += [_call(call) for call in ended.calls]
+        return self._object(blocks, _stop_reason(ended), _usage(ended.usage))
+
+    def _more(self, kind: str, delta: str, text: str) -> Iterator[Event]:
+        """More of a block; the open one is closed if it is of another type."""
+        if self._open != kind:
+            yield from self._close()
+            signature = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin_block({"type": kind, kind: "", **signature})
+        yield self._delta({"type": delta, kind: text})
+
+    def _begin_block(self, block: Mapping[str, Any]) -> Iterator[Event]:
+        self._open = block["type"]
+        self._num_blocks += 1
+        yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _delta(self, delta: Mapping[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _close(self) -> Iterator[Event]:
+        if self._open:
+            yield _event("content_block_stop", index=self._num_blocks - 1)
+        self._open = ""
+
+    def _object(self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+
+def _event(name: str, /, **data: Any) -> Event:
+    return Event({"type": name, **data}, name)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+
+
+def _stop_reason(ended: Ended) -> str:
+    """The reason as the API names it. An end at a stop sequence is not told from the model's own."""
+    if ended.finish == "length":
+        return "max_tokens"
+    return "tool_use" if ended.calls else "end_turn"
+
+
+def _usage(used: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": used.prompt - used.cached,
+        "cache_read_input_tokens": used.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": used.answer,
+    }

@@ -1,0 +1,249 @@
+"""`triforce serve`: answers over HTTP, for programs that speak OpenAI's or Anthropic's API."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+from offload.errors import UsageError
+from offload.interrupts import ENDING, Terminated, handled
+from triforce_cli import options
+from triforce_cli.answering.options import ChatFlags, EndFlags, Layout, setup, wanted
+from triforce_cli.answering.request import Wanted
+from triforce_cli.batch.records import MOST_TOKENS
+from triforce_cli.choice import Models
+from triforce_cli.control import Sampling
+from triforce_cli.engine import Prepared, Setup, open_engine
+from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, StoreFlags, spread
+from triforce_cli.options import option, whole
+from triforce_cli.output import Output
+from triforce_cli.render.serve import answered, serving
+from triforce_cli.serve.access import Access, is_loopback
+
+if TYPE_CHECKING:
+    import socket
+
+    from offload.metrics import Stats
+    from offload.plan.planner import Plan
+    from triforce_cli.serve.job import Job
+    from triforce_cli.serve.scheduler import Scheduler
+
+SERVER = "Server"
+CONTEXT = 32_768  # tokens of a prompt and its answer, unless the model's or the memory's limit is below
+
+Host = Annotated[str, option("--host", "The address to listen on; others need --api-key.", SERVER, metavar="HOST")]
+Port = Annotated[int, option("--port", "The port; 0 takes a free one.", SERVER, metavar="N", parser=whole)]
+Key = Annotated[
+    str | None,
+    option(
+        "--api-key",
+        "The key that every request has to carry; TRIFORCE_API_KEY keeps it off the list of processes.",
+        SERVER,
+        metavar="KEY",
+        show_default=False,
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    option(
+        "--allow-origin",
+        "An origin of web pages that may use the server, such as http://localhost:3000. Can be repeated.",
+        SERVER,
+        metavar="URL",
+    ),
+]
+Names = Annotated[
+    list[str] | None,
+    option(
+        "--serve-as",
+        "The model's name in requests, instead of its own. Can be repeated.",
+        SERVER,
+        metavar="NAME",
+    ),
+]
+AtATime = Annotated[int, option("--batch", "Requests that are answered at a time.", SERVER, metavar="N", parser=whole)]
+Waiting = Annotated[
+    int,
+    option(
+        "--max-waiting", "Requests that may wait; a further one is refused (429).", SERVER, metavar="N", parser=whole
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    option(
+        "--max-tokens",
+        "New tokens at most, where a request sets no limit; without it, what the context has room for.",
+        options.SAMPLING,
+        metavar="N",
+        parser=whole,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """One `triforce serve`, parsed. names: of the model in requests. num_sequences: requests at a time."""
+
+    access: Access
+    port: int
+    names: tuple[str, ...]
+    num_sequences: int
+    most_waiting: int
+    wanted: Wanted
+    layout: Layout
+    setup: Setup
+    quiet: bool
+
+    def run(self) -> None:
+        """Bind the address, load the model, then answer until a signal comes. Answers under way may end; if some could
+        not, the signal's exit code tells."""
+        _check_installed()
+        from triforce_cli.serve.http import HttpServer, listening_socket
+
+        with Output(quiet=self.quiet) as output:
+            bound = listening_socket(self.access.host, self.port)
+            prepared = self.setup.prepare(output, sampling=self.wanted.sampling)
+            output.note(prepared.models.answers_note)
+            plan = self._plan(prepared)
+            output.planned(plan)
+            with open_engine(prepared, plan, on_progress=output.progress) as engine:
+                scheduler = self._scheduler(output)
+                application = self._application(prepared, plan, scheduler, output)
+                with HttpServer(application, bound, on_end=scheduler.stop), _signals_stop(scheduler) as signals:
+                    output.note(serving(_url(bound), self.names[0], plan.request.capacity))
+                    scheduler.run(engine, prepared.tokenizer)
+        if scheduler.num_dropped and signals:
+            raise KeyboardInterrupt if signals[0] == signal.SIGINT else Terminated(signals[0])
+
+    def _plan(self, prepared: Prepared) -> Plan:
+        """The plan for the context. Raises DoesNotFit."""
+        request = prepared.request
+        context = request.context
+        if self.setup.options.context is None:
+            context = min(CONTEXT, request.largest_context() or context)
+        plan = request.plan(num_prompt_tokens=context - 1, max_tokens=1)
+        return request.together(plan, self.num_sequences, most=self.num_sequences)
+
+    def _scheduler(self, output: Output) -> Scheduler:
+        from triforce_cli.serve.scheduler import Scheduler
+
+        def on_end(job: Job, stats: Stats) -> None:
+            output.note(answered(job.name, stats, is_gone=job.is_gone))
+
+        return Scheduler(most_waiting=self.most_waiting, on_end=on_end)
+
+    def _application(self, prepared: Prepared, plan: Plan, scheduler: Scheduler, output: Output) -> Any:
+        from triforce_cli.batch.prompts import Prompts
+        from triforce_cli.serve.app import Served, Service, web_application
+        from triforce_cli.serve.reader import Reader
+
+        context = plan.request.capacity
+        prompts = Prompts(prepared, self.layout)
+        output.note(self.layout.format(prepared.prompt_tokenizer, self.wanted).notice)
+        reader = Reader(prompts, self.wanted, names=self.names, context=context)
+        return web_application(Service(Served(self.names, int(time.time()), context), reader, scheduler), self.access)
+
+
+@contextmanager
+def _signals_stop(scheduler: Scheduler) -> Iterator[list[int]]:
+    """A context in which the first signal stops the scheduler, and another one ends answers under way as well. Its
+    value is the list of signals that came."""
+    signals = list[int]()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) == 1:
+            scheduler.stop()
+        else:
+            scheduler.stop_now()
+
+    with handled(dict.fromkeys((signal.SIGINT, *ENDING), on_signal)):
+        yield signals
+
+
+def _check_installed() -> None:
+    """Raises UsageError if a package of the server is missing."""
+    for name in ("starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise UsageError(f"the server needs {name}, which is not installed: pip install 'triforce[serve]'")
+
+
+def _url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _access(host: str, key: str | None, origins: Iterable[str]) -> Access:
+    """Raises UsageError."""
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise UsageError("api-key must be a text of printable ASCII characters, without spaces around it")
+    if key is None and not is_loopback(host):
+        raise UsageError(f"host is {host}, which other machines can reach; that needs a key (--api-key KEY)")
+    for origin in origins:
+        parts = urlsplit(origin)
+        if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:
+            raise UsageError(f"allow-origin is {origin!r}, it must be an origin such as http://localhost:3000")
+    return Access(host, key, frozenset(origins))
+
+
+def _names(given: Sequence[str], models: Models, typed: Path | None) -> tuple[str, ...]:
+    """The model's names: those given, or its folder's and the one by which it was named."""
+    if given:
+        return tuple(dict.fromkeys(given))
+    own = () if typed is None or os.path.exists(typed) else (str(typed),)
+    return tuple(dict.fromkeys((*own, models.target.name)))
+
+
+@spread
+def serve(
+    *,
+    models: ModelFlags,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    api_key: Key = None,
+    allow_origin: Origins = None,
+    serve_as: Names = None,
+    batch: AtATime = 1,
+    max_waiting: Waiting = 64,
+    chat: ChatFlags,
+    max_tokens: MaxTokens = None,
+    sampling: Sampling,
+    ends: EndFlags,
+    plan: options.GivenPlan = None,
+    decoding: CacheFlags,
+    placement: PlacementFlags,
+    store: StoreFlags,
+    quiet: options.Quiet = False,
+    program: ProgramFlags,
+) -> Serve:
+    """Answer requests over HTTP: OpenAI's chat completions, completions and responses, and Anthropic's messages.
+
+    Sampling options are defaults for requests that leave them out.
+
+    Example: triforce serve --model path/to/model, then OPENAI_BASE_URL=http://127.0.0.1:8080/v1 for a client.
+    """
+    limits = (("port", port, 0, 65_535), ("batch", batch, 1, 64), ("max-waiting", max_waiting, 1, options.MOST))
+    for name, value, least, most in limits:
+        if not least <= value <= most:
+            raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
+    started = setup(models, decoding, placement, store, cites=False, plan=plan)
+    return Serve(
+        access=_access(host, api_key, allow_origin or ()),
+        port=port,
+        names=_names(serve_as or (), started.models, models.model),
+        num_sequences=batch,
+        most_waiting=max_waiting,
+        wanted=wanted(max_tokens or MOST_TOKENS, sampling, ends=ends, cites=False, logprobs=None, chat=chat),
+        layout=chat.layout(),
+        setup=started,
+        quiet=quiet,
+    )

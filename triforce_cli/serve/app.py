@@ -1,0 +1,185 @@
+"""The web application: its routes, and the handlers of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from triforce_cli import __version__
+from triforce_cli.apis.api import Api, ApiError, identifier
+from triforce_cli.apis.chat_completions import ChatCompletions
+from triforce_cli.apis.completions import Completions
+from triforce_cli.apis.messages import Messages
+from triforce_cli.apis.responses import Responses
+from triforce_cli.serve.access import Access
+from triforce_cli.serve.guard import Guard, error_response
+from triforce_cli.serve.job import Job
+from triforce_cli.serve.reader import Reader
+from triforce_cli.serve.replies import Telling, events, whole
+from triforce_cli.serve.scheduler import Scheduler
+
+T = TypeVar("T")
+
+APIS: tuple[Api, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+MOST_BYTES = 32 << 20  # of a request
+BODY_SECONDS = 60.0  # for a client to send its request
+_NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by proxies
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served. names: of the model. created: when the server began, in seconds since 1970. context: tokens."""
+
+    names: tuple[str, ...]
+    created: int
+    context: int
+
+    def models(self) -> list[dict[str, Any]]:
+        """The model under each of its names, as OpenAI's and Anthropic's clients know one."""
+        return [
+            {
+                "id": name, "object": "model", "type": "model", "display_name": name, "created": self.created,
+                "owned_by": "triforce", "context_length": self.context,
+            }
+            for name in self.names
+        ]  # fmt: skip
+
+
+class Service:
+    """The handlers of requests."""
+
+    def __init__(self, served: Served, reader: Reader, scheduler: Scheduler) -> None:
+        self._served, self._reader, self._scheduler = served, reader, scheduler
+        self._reading = ThreadPoolExecutor(1, "reader")  # encoding a long prompt takes seconds
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self._about),
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route(f"{Messages.path}/count_tokens", self._count, methods=["POST"]),
+            *(Route(api.path, self._answerer(api), methods=["POST"]) for api in APIS),
+        ]
+
+    async def _about(self, request: Request) -> Response:
+        return Response(f"triforce {__version__} serves {self._served.names[0]}\n", media_type="text/plain")
+
+    async def _health(self, request: Request) -> Response:
+        is_stopping = self._scheduler.is_stopping
+        return JSONResponse({"status": "stopping" if is_stopping else "ok"}, 503 if is_stopping else 200)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._served.models(), "has_more": False})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        found = next((model for model in self._served.models() if model["id"] == name), None)
+        if found is None:
+            raise ApiError(404, f"there is no model {name[:80]!r}", "model_not_found")
+        return JSONResponse(found)
+
+    async def _count(self, request: Request) -> Response:
+        """The number of tokens of a prompt."""
+        body = await _body(request)
+        return JSONResponse({"input_tokens": await self._read(self._reader.num_tokens, Messages(), body)})
+
+    def _answerer(self, api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def answer(request: Request) -> Response:
+            return await self._answer(api, request)
+
+        return answer
+
+    async def _answer(self, api: Api, request: Request) -> Response:
+        readable = await self._read(self._reader.read, api, await _body(request))
+        body = readable.body
+        job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
+        reply = api.reply(body, body.get("model") or self._served.names[0])
+        telling = Telling(job, most_calls=1 if api.has_one_call(body) else None)
+        self._scheduler.submit(job)
+        if body.get("stream"):
+            stream = self._until_forgotten(job, events(job, telling, reply))
+            return StreamingResponse(stream, media_type="text/event-stream", headers=_NO_BUFFERING)
+        try:
+            return JSONResponse(reply.document(await _unless_gone(request, whole(job, telling))))
+        finally:
+            self._scheduler.forget(job)
+
+    async def _until_forgotten(self, job: Job, texts: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for text in texts:
+                yield text
+        finally:
+            self._scheduler.forget(job)
+
+    async def _read(self, read: Callable[..., T], *given: Any) -> T:
+        """Run a function of the reader, while other requests are served."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, read, *given)
+
+
+def web_application(service: Service, access: Access) -> Guard:
+    """The ASGI application."""
+    middleware = []
+    if access.origins:
+        origins = list(access.origins)
+        middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+
+    async def refused(request: Request, error: Exception) -> Response:
+        return error_response(request.url.path, error)
+
+    kinds = (ApiError, HTTPException, ClientDisconnect, Exception)
+    application = Starlette(
+        routes=service.routes(), middleware=middleware, exception_handlers=dict.fromkeys(kinds, refused)
+    )
+    return Guard(application, access)
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request. Raises ApiError if it is too large or comes too slowly, ClientDisconnect."""
+    try:
+        return await asyncio.wait_for(_small_body(request), BODY_SECONDS)
+    except asyncio.TimeoutError as error:
+        raise ApiError(408, f"the request was not whole after {BODY_SECONDS:g} s") from error
+
+
+async def _small_body(request: Request) -> bytes:
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > MOST_BYTES:
+            raise ApiError(413, f"the request is over the limit of {MOST_BYTES:,} bytes")
+    return bytes(parts)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends early if the client goes away. Raises ClientDisconnect then."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,98 @@
+"""The HTTP server, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from offload.errors import UsageError
+from triforce_cli.serve.guard import Guard
+
+IDLE_SECONDS = 75.0  # for a client to send a request's headers, and between two requests
+MOST_CONNECTIONS = 512
+_CLOSE_SECONDS = 5  # for clients to take the last bytes, when the server stops
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, which does not listen yet. port: 0 takes a free one. Raises UsageError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"host {host!r} has no address ({error})") from error
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UsageError(f"{host} port {port} cannot be served ({error.strerror}); --port names another") from error
+    return bound
+
+
+class HttpServer:
+    """A web application served on a bound socket, as a context manager. At its end clients have a few seconds to take
+    what was sent."""
+
+    def __init__(self, application: Guard, bound: socket.socket, *, on_end: Callable[[], None]) -> None:
+        """on_end: called in the server's thread when it ends, for whatever reason."""
+        config = uvicorn.Config(
+            application,
+            http=Patient,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # the guard logs
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=int(IDLE_SECONDS),
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        )
+        self._server, self._bound, self._on_end = uvicorn.Server(config), bound, on_end
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def __enter__(self) -> HttpServer:
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._server.should_exit = True
+        self._thread.join(2 * _CLOSE_SECONDS)
+        self._bound.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._bound])
+        finally:
+            self._on_end()
+
+
+class Patient(H11Protocol):
+    """HTTP/1.1 with a limit on the time that a client takes to send the headers of a request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
+        answered = self.cycle
+
+        def close() -> None:
+            if self.cycle is answered and not self.transport.is_closing():
+                self.transport.close()
+
+        self.loop.call_later(IDLE_SECONDS, close)

@@ -1,0 +1,87 @@
+"""A job: a request for an answer, from the queue to its last event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.progress import Progress
+from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.together import Asked
+from triforce_cli.apis.api import ApiError, Score
+from triforce_cli.deadline import Deadline, TimedOut
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from offload.metrics import Stats
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a reply as it is generated. text: with tool calls as the model wrote them."""
+
+    text: str
+    thoughts: str
+    num_tokens: int
+    scores: Sequence[Score]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of a reply. is_cut: by a limit of tokens or of time."""
+
+    is_cut: bool
+    stats: Stats
+
+
+Report = Progress | Piece | Finish | ApiError
+
+
+class Job:
+    """A prompt and what is wanted of its answer. The thread of passes reports on it, the connection's task reads the
+    reports. name: for the log. It is made in the event loop's thread."""
+
+    def __init__(self, name: str, prompt: Prompt, wanted: Wanted) -> None:
+        self.name, self.prompt, self.wanted = name, prompt, wanted
+        self.is_gone = False
+        self._reports = asyncio.Queue[Report]()
+        self._loop = asyncio.get_running_loop()
+
+    def asked(self, tokenizer: Tokenizer) -> Asked:
+        """The prompt for the engine. Its time begins now, and is over once the client has gone."""
+        return Asked.of(self.prompt, self.wanted, tokenizer, _Patience(self))
+
+    def report(self, report: Report) -> None:
+        """Report to the connection's task, from any thread."""
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._reports.put_nowait, report)
+
+    async def next_report(self, seconds: float | None = None) -> Report | None:
+        """The next report; None if there is none within `seconds`."""
+        try:
+            return await asyncio.wait_for(self._reports.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
+
+    def leave(self) -> None:
+        """The client has gone, or has all it asked for: an answer under way ends at the next pass."""
+        self.is_gone = True
+
+
+class _Patience(Deadline):
+    """The deadline of a job."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.wanted.timeout)
+        self._job = job
+
+    @property
+    def has_passed(self) -> bool:
+        return self._job.is_gone or super().has_passed
+
+    def check(self) -> None:
+        if self.has_passed:
+            raise TimedOut("the client has gone, or the time is over")

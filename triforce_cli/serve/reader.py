@@ -1,0 +1,95 @@
+"""The reader of requests: from a body of JSON to a prompt that the model can answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from offload import strict_json
+from offload.errors import DoesNotFit, TriforceError, UsageError
+from offload.fields import OBJECT, checked
+from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.apis.api import PLACE, Api, ApiError, Fields
+from triforce_cli.apis.messages import Messages
+from triforce_cli.batch.prompts import Prompts
+from triforce_cli.batch.records import MAX_DEPTH, OF_MESSAGES, check_known, read_record
+from triforce_cli.batch.sampling import SAMPLING
+
+FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", *SAMPLING)
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A request that can be answered. body: as it came."""
+
+    body: Mapping[str, Any]
+    prompt: Prompt
+    wanted: Wanted
+
+
+class Reader:
+    """Reads requests, one at a time. names: of the model; a request for another one is refused. context: tokens of a
+    prompt and its answer together. defaults: for fields that a request leaves out."""
+
+    def __init__(self, prompts: Prompts, defaults: Wanted, *, names: tuple[str, ...], context: int) -> None:
+        self._prompts, self._defaults = prompts, defaults
+        self._names, self._context = names, context
+
+    def read(self, api: Api, body: bytes) -> Readable:
+        """The request. Raises ApiError."""
+        with self._refusing():
+            given = self._body(body)
+            return Readable(given, *self._prompt(api.fields(given)))
+
+    def num_tokens(self, api: Messages, body: bytes) -> int:
+        """The number of tokens of a request's prompt. Raises ApiError."""
+        with self._refusing():
+            return len(self._prompt(api.prompt_fields(self._body(body)))[0].tokens)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Raise errors as those of HTTP."""
+        try:
+            yield
+        except UsageError as error:
+            raise ApiError(400, str(error)) from error
+        except DoesNotFit as error:  # the text is surely too long, so it was not encoded
+            raise self._too_long("") from error
+        except TriforceError as error:
+            raise ApiError(500, str(error)) from error
+
+    def _body(self, body: bytes) -> Mapping[str, Any]:
+        try:
+            data = strict_json.parse(body.decode())
+            strict_json.check_depth(data, MAX_DEPTH, "it")
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{PLACE} is not JSON that can be answered ({error})") from error
+        given: Mapping[str, Any] = checked(data, PLACE, OBJECT, UsageError)
+        model = given.get("model", self._names[0])
+        if model not in self._names:
+            named = json.dumps(model)[:80]
+            raise ApiError(404, f"there is no model {named}; there is {', '.join(self._names)}", "model_not_found")
+        return given
+
+    def _prompt(self, fields: Fields) -> tuple[Prompt, Wanted]:
+        check_known(fields, FIELDS, PLACE, "docs/serve.md names them")
+        record = read_record(fields, 0, PLACE, self._defaults)
+        self._prompts.check(record)
+        prompt = self._prompts.of(record, {"date_string": time.strftime("%d %b %Y")})
+        num_tokens = len(prompt.tokens)
+        if not num_tokens:
+            raise UsageError(f"{PLACE}: the prompt has no tokens")
+        if num_tokens >= self._context:
+            raise self._too_long(f" ({num_tokens:,} tokens)")
+        return prompt, record.wanted
+
+    def _too_long(self, size: str) -> ApiError:
+        message = (
+            f"the prompt is too long{size}: this server's maximum context length is {self._context:,} tokens for "
+            "prompt and answer together; shorten the messages, or start the server with a larger --context"
+        )
+        return ApiError(400, message, "context_length_exceeded")

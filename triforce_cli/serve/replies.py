@@ -1,0 +1,102 @@
+"""A job's reports as a reply in the form of an API: whole, or as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+from offload.progress import Progress
+from triforce_cli.apis.api import ApiError, Ended, Reply, Said, Score, ToolCall, Usage
+from triforce_cli.serve.job import Finish, Job, Piece
+from triforce_cli.serve.spoken import Spoken
+
+QUIET_SECONDS = 10.0  # after which a stream without news gets a comment, so that the client keeps waiting
+_PROGRESS_SECONDS = 1.0  # between two comments on the prefill
+
+
+class Telling:
+    """A reply being told: the job's pieces, with tool calls taken apart. most_calls: that the reply may have, or
+    None."""
+
+    def __init__(self, job: Job, *, most_calls: int | None) -> None:
+        self._job, self._most_calls = job, most_calls
+        self._spoken = Spoken(job.prompt.calls)
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._scores: list[Score] = []
+        self._num_tokens = self._num_thoughts = 0
+
+    @property
+    def usage(self) -> Usage:
+        """The usage before anything was computed."""
+        return Usage(len(self._job.prompt.tokens))
+
+    def add(self, piece: Piece) -> Said:
+        """What is certain after a piece."""
+        said = Said(self._spoken.push(piece.text), piece.thoughts, piece.scores)
+        self._num_tokens += piece.num_tokens
+        self._num_thoughts += piece.num_tokens if piece.thoughts and not piece.text else 0
+        self._thoughts.append(piece.thoughts)
+        self._texts.append(said.text)
+        self._scores += piece.scores
+        return said
+
+    def end(self, finish: Finish) -> tuple[Said, Ended]:
+        """The last text, and the whole reply."""
+        rest, calls = self._spoken.end()
+        self._texts.append(rest)
+        ended = Ended(
+            text="".join(self._texts),
+            thoughts="".join(self._thoughts),
+            calls=tuple(ToolCall.of(call) for call in calls[: self._most_calls]),
+            scores=self._scores,
+            finish="length" if finish.is_cut else "stop",
+            usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
+        )
+        return Said(rest), ended
+
+
+async def whole(job: Job, telling: Telling) -> Ended:
+    """The reply at its end. Raises ApiError."""
+    while True:
+        report = await job.next_report()
+        if isinstance(report, ApiError):
+            raise report
+        if isinstance(report, Finish):
+            return telling.end(report)[1]
+        if isinstance(report, Piece):
+            telling.add(report)
+
+
+async def events(
+    job: Job, telling: Telling, reply: Reply, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[str]:
+    """Yield the reply as the text of server-sent events, with comments on the prefill."""
+    for event in reply.begin(telling.usage):
+        yield str(event)
+    commented = clock()
+    while True:
+        report = await job.next_report(QUIET_SECONDS)
+        if report is None or (isinstance(report, Progress) and clock() - commented >= _PROGRESS_SECONDS):
+            commented = clock()
+            yield _comment(report)
+        elif isinstance(report, Piece):
+            for event in reply.add(telling.add(report)):
+                yield str(event)
+        elif isinstance(report, Finish | ApiError):
+            for text in _last(telling, reply, report):
+                yield text
+            return
+
+
+def _last(telling: Telling, reply: Reply, report: Finish | ApiError) -> list[str]:
+    if isinstance(report, ApiError):
+        return [str(event) for event in reply.fail(report)]
+    said, ended = telling.end(report)
+    return [str(event) for event in (*reply.add(said), *reply.end(ended))]
+
+
+def _comment(report: Progress | None) -> str:
+    if report is None:
+        return ": waiting\n\n"
+    return f": {report.stage} {report.done:,} of {report.total:,} {report.unit}\n\n"

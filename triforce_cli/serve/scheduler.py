@@ -1,0 +1,160 @@
+"""The scheduler: the queue of jobs, and the loop of passes that answers them, several at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from offload.errors import DoesNotFit, TriforceError, UsageError
+from triforce_cli.answering.together import Answers
+from triforce_cli.apis.api import ApiError
+from triforce_cli.errors import describe
+from triforce_cli.serve.job import Finish, Job, Piece
+
+if TYPE_CHECKING:
+    from offload.decode.tokenizer import Tokenizer
+    from offload.engine.engine import Engine
+    from offload.metrics import Stats
+
+STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
+_LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
+_TO_RETRY = {"retry-after": "1"}
+
+OnEnd = Callable[[Job, "Stats"], None]
+
+
+class Scheduler:
+    """Answers jobs in the order in which they came. `submit` and `forget` are for the event loop's thread, `run` for
+    the main thread, `stop` for any, and for handlers of signals. on_end: called after each answer."""
+
+    def __init__(self, *, most_waiting: int, on_end: OnEnd) -> None:
+        self._waiting = deque[Job]()
+        self._bell = SimpleQueue[None]()  # rings when there is something to do
+        self._most_waiting, self._on_end = most_waiting, on_end
+        self._stops_at: float | None = None
+        self.num_dropped = 0  # answers under way that were ended because the server stopped
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stops_at is not None
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue. Raises ApiError if the queue is full or the server stops."""
+        if self.is_stopping:
+            raise _stopping()
+        if len(self._waiting) >= self._most_waiting:
+            raise ApiError(
+                429,
+                f"{self._most_waiting} requests are waiting already; try again later",
+                "rate_limit_exceeded",
+                _TO_RETRY,
+            )
+        self._waiting.append(job)
+        self._bell.put(None)
+
+    def forget(self, job: Job) -> None:
+        """Drop a job whose client has gone, or has all it asked for."""
+        job.leave()
+        with suppress(ValueError):
+            self._waiting.remove(job)
+
+    def stop(self) -> None:
+        """Refuse jobs from now on. Answers under way have STOP_SECONDS to end."""
+        self._stops_at = self._stops_at or time.monotonic() + STOP_SECONDS
+        self._bell.put(None)
+
+    def stop_now(self) -> None:
+        """Refuse jobs, and end answers under way at the next pass."""
+        self._stops_at = time.monotonic()
+        self._bell.put(None)
+
+    def run(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        """Answer jobs until the server is to stop. An error of a request, or of memory, ends the answers that it
+        concerns; any other error is raised, after the clients were told."""
+        with Answers[Job](engine) as answers:
+            try:
+                while not self._is_over(answers):
+                    self._begin_waiting(answers, tokenizer)
+                    self._go_on(answers)
+            except BaseException as error:
+                self._fail_all(answers, _failed(error) if isinstance(error, Exception) else _stopping())
+                raise
+            finally:
+                self.refuse_waiting()
+
+    def refuse_waiting(self) -> None:
+        """Tell the clients of waiting jobs that the server stops."""
+        while self._waiting:
+            self._waiting.popleft().report(_stopping())
+
+    def _is_over(self, answers: Answers[Job]) -> bool:
+        if self._stops_at is None:
+            return False
+        if len(answers) and time.monotonic() >= self._stops_at:
+            self._fail_all(answers, _stopping())
+        return not len(answers)
+
+    def _begin_waiting(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
+        """Begin waiting jobs while there is room. Waits for one if nothing is under way."""
+        while answers.has_room and not self.is_stopping:
+            if (job := self._next(waits=not len(answers))) is None:
+                return
+            try:
+                answers.begin(job, job.asked(tokenizer), on_progress=job.report)
+            except (TriforceError, MemoryError) as error:
+                job.report(_failed(error))
+
+    def _next(self, *, waits: bool) -> Job | None:
+        with suppress(Empty):
+            while True:
+                self._bell.get_nowait()
+        if waits and not self._waiting:
+            with suppress(Empty):
+                self._bell.get(timeout=_LISTENING_SECONDS)
+        with suppress(IndexError):  # the event loop's thread may have taken it off
+            return self._waiting.popleft()
+        return None
+
+    def _go_on(self, answers: Answers[Job]) -> None:
+        if not len(answers):
+            return
+        try:
+            parts = answers.go_on()
+        except (TriforceError, MemoryError) as error:
+            self._fail_all(answers, _failed(error))
+            return
+        for job, part in parts:
+            job.report(Piece(part.text, part.thoughts, len(part.tokens), answers.asked(job).answer.scores(part)))
+        for job in answers.ended():
+            self._finish(answers, job)
+
+    def _finish(self, answers: Answers[Job], job: Job) -> None:
+        answer = answers.asked(job).answer
+        num_parts = len(answer.parts)
+
+        def tell(stats: Stats) -> None:
+            for part in answer.parts[num_parts:]:  # text that was held back
+                job.report(Piece(part.text, part.thoughts, 0, ()))
+            job.report(Finish(answer.finish != "stop", stats))
+            self._on_end(job, stats)
+
+        answers.finish(job, on_end=tell)
+
+    def _fail_all(self, answers: Answers[Job], error: ApiError) -> None:
+        for job in answers.under_way():
+            answers.drop(job)
+            self.num_dropped += not job.is_gone
+            job.report(error)
+
+
+def _failed(error: Exception) -> ApiError:
+    status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, DoesNotFit | MemoryError) else 500
+    return ApiError(status, describe(error, debug=False).message)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", "server_stopping", _TO_RETRY)

@@ -1,0 +1,55 @@
+"""The text of a reply outside its tool calls, piece by piece."""
+
+from __future__ import annotations
+
+import re
+
+from triforce_cli.answering.calls import Call, Calls
+
+# How a reply may begin that is nothing but calls without a mark: JSON, or Python's name(...).
+_BARE = re.compile(r"\s*(?:$|[{\[`]|[A-Za-z_][\w.-]*\s*(?:\(|$))")
+
+
+class Spoken:
+    """Holds back what may be a tool call: from the first mark on, until the reply ends. calls: None if no tools are
+    offered, and nothing is held back."""
+
+    def __init__(self, calls: Calls | None) -> None:
+        self._calls = calls
+        self._openings = tuple(calls.openings) if calls is not None else ()
+        self._may_be_bare = calls is not None and calls.may_be_bare
+        self._reply, self._num_shown = "", 0
+
+    def push(self, text: str) -> str:
+        """The text that is certain after this piece not to be in a call."""
+        self._reply += text
+        if self._may_be_bare and _BARE.match(self._reply):
+            return ""
+        self._may_be_bare = False
+        return self._shown_to(self._certain())
+
+    def end(self) -> tuple[str, list[Call]]:
+        """The rest of the text, and the calls. A call that cannot be read is text."""
+        calls = self._calls.read(self._reply)[0] if self._calls is not None else []
+        if not calls:
+            return self._shown_to(len(self._reply)), []
+        return self._shown_to(self._certain() if self._first_opening() is not None else self._num_shown), calls
+
+    def _shown_to(self, end: int) -> str:
+        start, self._num_shown = self._num_shown, max(end, self._num_shown)
+        return self._reply[start : self._num_shown]
+
+    def _certain(self) -> int:
+        """The end of the text before the first mark, or before what may become one."""
+        first = self._first_opening()
+        return len(self._reply) - self._num_begun() if first is None else first
+
+    def _first_opening(self) -> int | None:
+        found = [at for mark in self._openings if (at := self._reply.find(mark, self._num_shown)) >= 0]
+        return min(found, default=None)
+
+    def _num_begun(self) -> int:
+        """The number of characters at the end that may begin a mark."""
+        most = min(max(map(len, self._openings), default=1) - 1, len(self._reply) - self._num_shown)
+        ends = (self._reply[-count:] for count in range(most, 0, -1))
+        return next((len(end) for end in ends if any(mark.startswith(end) for mark in self._openings)), 0)

@@ -188,17 +188,27 @@ def test_a_broken_call_beside_others_is_said() -> None:
     [
         ("<tool_call>", f"<tool_call>{JSON}", f"[TOOL_CALLS][{JSON}]"),
         ("[TOOL_CALLS]", f"[TOOL_CALLS][{JSON}]", f"<tool_call>{JSON}"),
-        ("<tool_call>", f"<tool_call>{JSON}", JSON),
+        ("<tool_call>", f"<tool_call>{JSON}", f"It is {JSON}"),
         ("<|python_tag|>", LLAMA, f"<tool_call>{JSON}"),
         ("<tool_call> <function=", tagged(("city", "Paris")), f"<|tool_call|>[{JSON}]"),
-        ("<tool_call> <arg_key>", "<tool_call>get_time</tool_call>", JSON),
-        ("<｜tool▁call▁begin｜>", DEEPSEEK.format("get_time<｜tool▁sep｜>{}"), JSON),
+        ("<tool_call> <arg_key>", "<tool_call>get_time</tool_call>", f"[TOOL_CALLS][{JSON}]"),
+        ("<｜tool▁call▁begin｜>", DEEPSEEK.format("get_time<｜tool▁sep｜>{}"), f"[TOOL_CALLS][{JSON}]"),
     ],
 )
 def test_the_marks_of_a_template_say_which_forms_there_are(template: str, reads: str, leaves: str) -> None:
     """A model of ChatML that explains Mistral's marks makes no call."""
     assert read(reads, template)
     assert Calls(TOOLS, template).read(leaves) == ([], "")
+
+
+@pytest.mark.parametrize("template", ["", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"])
+def test_a_reply_that_is_nothing_but_json_is_a_call_if_it_names_an_offered_tool(template: str) -> None:
+    """Small models forget the marks."""
+    call = [{"name": "get_weather", "arguments": {"city": "Paris"}}]
+    for reply in (JSON, f"```json\n{JSON}\n```"):
+        assert Calls(TOOLS, template).read(reply) == (call, "")
+    for reply in (JSON.replace("get_weather", "get_money"), f"{JSON} is it", '{"name": "get_weather"}'):
+        assert Calls(TOOLS, template).read(reply)[0] == []
 
 
 def test_marks_are_those_of_the_templates_forms() -> None:

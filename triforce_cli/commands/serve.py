@@ -19,7 +19,6 @@ from offload.interrupts import ENDING, Terminated, handled
 from triforce_cli import options
 from triforce_cli.answering.options import ChatFlags, EndFlags, Layout, setup, wanted
 from triforce_cli.answering.request import Wanted
-from triforce_cli.batch.records import MOST_TOKENS
 from triforce_cli.choice import Models
 from triforce_cli.control import Sampling
 from triforce_cli.engine import Prepared, Setup, open_engine
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from offload.metrics import Stats
     from offload.plan.planner import Plan
-    from triforce_cli.serve.job import Job
     from triforce_cli.serve.scheduler import Scheduler
 
 SERVER = "Server"
@@ -78,10 +76,10 @@ Waiting = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int | None,
+    int,
     option(
         "--max-tokens",
-        "New tokens at most, where a request sets no limit; without it, what the context has room for.",
+        "New tokens at most, where a request sets no limit.",
         options.SAMPLING,
         metavar="N",
         parser=whole,
@@ -136,8 +134,8 @@ class Serve:
     def _scheduler(self, output: Output) -> Scheduler:
         from triforce_cli.serve.scheduler import Scheduler
 
-        def on_end(job: Job, stats: Stats) -> None:
-            output.note(answered(job.name, stats, is_gone=job.is_gone))
+        def on_end(name: str, stats: Stats, is_gone: bool) -> None:
+            output.note(answered(name, stats, is_gone=is_gone))
 
         return Scheduler(most_waiting=self.most_waiting, on_end=on_end)
 
@@ -215,7 +213,7 @@ def serve(
     batch: AtATime = 1,
     max_waiting: Waiting = 64,
     chat: ChatFlags,
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = 4096,
     sampling: Sampling,
     ends: EndFlags,
     plan: options.GivenPlan = None,
@@ -242,7 +240,7 @@ def serve(
         names=_names(serve_as or (), started.models, models.model),
         num_sequences=batch,
         most_waiting=max_waiting,
-        wanted=wanted(max_tokens or MOST_TOKENS, sampling, ends=ends, cites=False, logprobs=None, chat=chat),
+        wanted=wanted(max_tokens, sampling, ends=ends, cites=False, logprobs=None, chat=chat),
         layout=chat.layout(),
         setup=started,
         quiet=quiet,

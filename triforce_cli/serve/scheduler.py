@@ -24,7 +24,7 @@ STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
 _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
 _TO_RETRY = {"retry-after": "1"}
 
-OnEnd = Callable[[Job, "Stats"], None]
+OnEnd = Callable[[str, "Stats", bool], None]  # of a job: name, statistics, whether its client went away before
 
 
 class Scheduler:
@@ -139,8 +139,9 @@ class Scheduler:
         def tell(stats: Stats) -> None:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(Piece(part.text, part.thoughts, 0, ()))
+            is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
             job.report(Finish(answer.finish != "stop", stats))
-            self._on_end(job, stats)
+            self._on_end(job.name, stats, is_gone)
 
         answers.finish(job, on_end=tell)
 

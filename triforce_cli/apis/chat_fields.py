@@ -80,3 +80,11 @@ def constraint(value: Any, place: str) -> dict[str, Any]:
     if schema is None and kind == "json_schema":
         raise UsageError(f'{place}: response_format of type json_schema needs {{"json_schema": {{"schema": ...}}}}')
     return {"json_schema": {"type": "object"} if schema is None else schema}
+
+
+def format_constraint(wanted: Any, place: str) -> dict[str, Any]:
+    """Our field for a format whose schema stands beside its type, as in the newer APIs; None: no constraint. Raises
+    UsageError."""
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+    return {} if wanted is None else constraint(wanted, place)

@@ -9,6 +9,7 @@ from typing import Any
 from offload.errors import UsageError
 from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, ToolCall, Usage, flag, identifier
 from triforce_cli.apis.api import without as _without
+from triforce_cli.apis.chat_fields import format_constraint
 from triforce_cli.apis.message_input import choice_of, messages_of, tools_of
 from triforce_cli.apis.response_input import object_of
 
@@ -16,7 +17,10 @@ _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-_READ = ("model", "messages", "system", "tools", "tool_choice", "thinking", "stop_sequences", "stream")
+_READ = (
+    *("model", "messages", "system", "tools", "tool_choice", "thinking", "stop_sequences", "stream"),
+    *("context_management", "output_config"),
+)
 _IGNORED = ("metadata", "service_tier")  # they do not affect the text
 _KNOWN = (*_READ, *_IGNORED, "max_tokens", "temperature", "top_p", "top_k")
 
@@ -32,7 +36,8 @@ class Messages:
         flag(body, "stream")
         if body.get("max_tokens") is None:
             raise UsageError(f"{PLACE}: max_tokens is missing, and this API demands it")
-        return self.prompt_fields(body) | _without(body, *_READ, *_IGNORED) | _stops(body)
+        _check_edits(body)
+        return self.prompt_fields(body) | _without(body, *_READ, *_IGNORED) | _stops(body) | _format(body)
 
     def prompt_fields(self, body: Mapping[str, Any]) -> Fields:
         """The fields of the prompt alone."""
@@ -53,6 +58,20 @@ class Messages:
 def _stops(body: Mapping[str, Any]) -> Fields:
     stops = body.get("stop_sequences")
     return {"stop": stops} if stops else {}
+
+
+def _check_edits(body: Mapping[str, Any]) -> None:
+    """Raises UsageError for edits of the messages that would take anything away: the server makes none."""
+    edits = object_of(body, "context_management", "edits").get("edits") or []
+    for edit in edits if isinstance(edits, list) else [edits]:
+        if edit != {"type": "clear_thinking_20251015", "keep": "all"}:
+            raise UsageError(f"{PLACE}: context_management has {json.dumps(edit)[:80]}; the server edits no messages")
+
+
+def _format(body: Mapping[str, Any]) -> Fields:
+    """The constraint of `output_config.format`. Its effort is a hint that no template of an open model knows."""
+    wanted = object_of(body, "output_config", "format", "effort").get("format")
+    return format_constraint(wanted, PLACE)
 
 
 def _thinking(body: Mapping[str, Any]) -> Fields:

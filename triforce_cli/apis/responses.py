@@ -9,7 +9,7 @@ from offload.errors import UsageError
 from triforce_cli.apis import openai_style
 from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, ToolCall, Usage, flag, identifier
 from triforce_cli.apis.api import without as _without
-from triforce_cli.apis.chat_fields import IGNORED, check_same, constraint
+from triforce_cli.apis.chat_fields import IGNORED, check_same, format_constraint
 from triforce_cli.apis.response_input import messages_of, object_of, tools_of
 
 _SAME = {
@@ -66,9 +66,7 @@ def _logprobs(body: Mapping[str, Any]) -> Any:
 def _format(body: Mapping[str, Any]) -> Fields:
     """The constraint of `text.format`."""
     wanted = object_of(body, "text", "format", "verbosity").get("format")
-    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
-    return {} if wanted is None else constraint(wanted, PLACE)
+    return format_constraint(wanted, PLACE)
 
 
 def _effort(body: Mapping[str, Any]) -> Fields:

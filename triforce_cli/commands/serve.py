@@ -89,7 +89,8 @@ MaxTokens = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """One `triforce serve`, parsed. names: of the model in requests. num_sequences: requests at a time."""
+    """One `triforce serve`, parsed. names: of the model in requests. num_sequences: requests at a time. shows_thoughts:
+    to clients."""
 
     access: Access
     port: int
@@ -98,6 +99,7 @@ class Serve:
     most_waiting: int
     wanted: Wanted
     layout: Layout
+    shows_thoughts: bool
     setup: Setup
     quiet: bool
 
@@ -148,7 +150,8 @@ class Serve:
         prompts = Prompts(prepared, self.layout)
         output.note(self.layout.format(prepared.prompt_tokenizer, self.wanted).notice)
         reader = Reader(prompts, self.wanted, names=self.names, context=context)
-        return web_application(Service(Served(self.names, int(time.time()), context), reader, scheduler), self.access)
+        served = Served(self.names, int(time.time()), context, self.shows_thoughts)
+        return web_application(Service(served, reader, scheduler), self.access)
 
 
 @contextmanager
@@ -242,6 +245,7 @@ def serve(
         most_waiting=max_waiting,
         wanted=wanted(max_tokens, sampling, ends=ends, cites=False, logprobs=None, chat=chat),
         layout=chat.layout(),
+        shows_thoughts=chat.how() == "show",
         setup=started,
         quiet=quiet,
     )

@@ -18,11 +18,9 @@ def serving(url: str, model: str, context: int) -> str:
 def answered(name: str, stats: Stats, *, is_gone: bool) -> str:
     """The line after an answer. name: of the request. is_gone: the client went away before its end."""
     cached = f" ({stats.reused_tokens:,} cached)" if stats.reused_tokens else ""
-    seconds = stats.first_token_seconds + stats.decode_seconds
     rate = stats.decode_tokens_per_second
     speed = f", {significant(rate)} tokens/s" if rate else ""
+    seconds = duration(stats.first_token_seconds + stats.decode_seconds)
+    new = f", {stats.output_tokens:,} new in {seconds}{speed}" if stats.output_tokens else ""
     end = "; the client went away" if is_gone else ""
-    return (
-        f"{name}: {stats.prompt_tokens:,} prompt tokens{cached}, {stats.output_tokens:,} new in "
-        f"{duration(seconds)}{speed}{end}"
-    )
+    return f"{name}: {stats.prompt_tokens:,} prompt tokens{cached}{new}{end}"

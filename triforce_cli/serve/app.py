@@ -40,11 +40,13 @@ _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by p
 
 @dataclass(frozen=True)
 class Served:
-    """What is served. names: of the model. created: when the server began, in seconds since 1970. context: tokens."""
+    """What is served. names: of the model. created: when the server began, in seconds since 1970. context: tokens.
+    shows_thoughts: to clients."""
 
     names: tuple[str, ...]
     created: int
     context: int
+    shows_thoughts: bool
 
     def models(self) -> list[dict[str, Any]]:
         """The model under each of its names, as OpenAI's and Anthropic's clients know one."""
@@ -107,7 +109,8 @@ class Service:
         body = readable.body
         job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
         reply = api.reply(body, body.get("model") or self._served.names[0])
-        telling = Telling(job, most_calls=1 if api.has_one_call(body) else None)
+        most_calls = 1 if api.has_one_call(body) else None
+        telling = Telling(job, most_calls=most_calls, shows_thoughts=self._served.shows_thoughts)
         self._scheduler.submit(job)
         if body.get("stream"):
             stream = self._until_forgotten(job, events(job, telling, reply))

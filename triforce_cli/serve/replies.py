@@ -15,11 +15,11 @@ _PROGRESS_SECONDS = 1.0  # between two comments on the prefill
 
 
 class Telling:
-    """A reply being told: the job's pieces, with tool calls taken apart. most_calls: that the reply may have, or
-    None."""
+    """A reply being told: the job's pieces, with tool calls taken apart. most_calls: that the reply may have, or None.
+    shows_thoughts: False keeps them from the client."""
 
-    def __init__(self, job: Job, *, most_calls: int | None) -> None:
-        self._job, self._most_calls = job, most_calls
+    def __init__(self, job: Job, *, most_calls: int | None = None, shows_thoughts: bool = True) -> None:
+        self._job, self._most_calls, self._shows_thoughts = job, most_calls, shows_thoughts
         self._spoken = Spoken(job.prompt.calls)
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -33,10 +33,11 @@ class Telling:
 
     def add(self, piece: Piece) -> Said:
         """What is certain after a piece."""
-        said = Said(self._spoken.push(piece.text), piece.thoughts, piece.scores)
+        thoughts = piece.thoughts if self._shows_thoughts else ""
+        said = Said(self._spoken.push(piece.text), thoughts, piece.scores)
         self._num_tokens += piece.num_tokens
         self._num_thoughts += piece.num_tokens if piece.thoughts and not piece.text else 0
-        self._thoughts.append(piece.thoughts)
+        self._thoughts.append(thoughts)
         self._texts.append(said.text)
         self._scores += piece.scores
         return said

@@ -182,6 +182,23 @@ def interruptible(*, last: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def heard(listener: Callable[[int], None]) -> Iterator[None]:
+    """A context in which signals call `listener` with their number, in place of raising, for programs that end in their
+    own time."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        listener(number)
+
+    with handled(dict.fromkeys((signal.SIGINT, *ENDING), on_signal)):
+        yield
+
+
+def ending_of(number: int) -> BaseException:
+    """The exception of a signal that was heard, for a program that it ends."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+
+
+@contextmanager
 def handled(handlers: Mapping[signal.Signals, Handler], *, then: Handler = None) -> Iterator[None]:
     """A context in which signals go to `handlers`, except signals that were ignored when the program started (as under
     nohup); afterwards they go to `then`, by default to their previous handlers."""

@@ -262,6 +262,7 @@ SCENES: dict[str, Scene] = {
     "sessions-rm": Scene("sessions rm notes --yes", some_sessions, modes=OUTPUT_MODES),
     "sessions-rm-asked": Scene("sessions rm notes book-club", some_sessions, typed=[("?", "y")], modes="terminal"),
     "sessions-prune": Scene("sessions prune --older-than 2 --dry-run", some_sessions, modes=OUTPUT_MODES),
+    "serve-elsewhere": Scene("serve --host 192.0.2.1"),
     "store-show": Scene("store show", a_store),
     "store-clear": Scene("store clear", a_store, modes=OUTPUT_MODES),
     "log-ls": Scene("log ls", a_log),

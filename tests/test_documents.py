@@ -50,7 +50,7 @@ def test_prose_is_wrapped(page: Path) -> None:
 
 def test_the_readme_is_short_and_its_code_narrow() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("\n") <= 160
+    assert text.count("\n") < 190
     code = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert code
     assert not [line for line in code.splitlines() if len(line) >= 90]

@@ -23,7 +23,6 @@ from triforce_cli.answering.options import (
 )
 from triforce_cli.answering.recorder import MOST_OF_TEXT, ending
 from triforce_cli.answering.request import Prompt
-from triforce_cli.batch import Batch
 from triforce_cli.commands import Command
 from triforce_cli.control import Sampling
 from triforce_cli.documents.selection import Named
@@ -187,6 +186,8 @@ def generate(
             answer.extract,
         ),
     )
+    from triforce_cli.batch import Batch
+
     return Batch(
         source=user_path(str(input_jsonl)),
         target=destination(output_jsonl),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from offload.errors import UsageError
-from offload.interrupts import ENDING, Terminated, handled
+from offload.interrupts import ending_of, heard
 from triforce_cli import options
 from triforce_cli.answering.options import ChatFlags, EndFlags, Layout, setup, wanted
 from triforce_cli.answering.request import Wanted
@@ -25,14 +22,13 @@ from triforce_cli.engine import Prepared, Setup, open_engine
 from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, StoreFlags, spread
 from triforce_cli.options import option, whole
 from triforce_cli.output import Output
-from triforce_cli.render.serve import answered, serving
-from triforce_cli.serve.access import Access, is_loopback
 
 if TYPE_CHECKING:
     import socket
 
     from offload.metrics import Stats
     from offload.plan.planner import Plan
+    from triforce_cli.serve.access import Access
     from triforce_cli.serve.scheduler import Scheduler
 
 SERVER = "Server"
@@ -107,6 +103,7 @@ class Serve:
         """Bind the address, load the model, then answer until a signal comes. Answers under way may end; if some could
         not, the signal's exit code tells."""
         _check_installed()
+        from triforce_cli.render.serve import serving
         from triforce_cli.serve.http import HttpServer, listening_socket
 
         with Output(quiet=self.quiet) as output:
@@ -118,11 +115,11 @@ class Serve:
             with open_engine(prepared, plan, on_progress=output.progress) as engine:
                 scheduler = self._scheduler(output)
                 application = self._application(prepared, plan, scheduler, output)
-                with HttpServer(application, bound, on_end=scheduler.stop), _signals_stop(scheduler) as signals:
+                with heard(scheduler.hear), HttpServer(application, bound, on_end=scheduler.stop):
                     output.note(serving(_url(bound), self.names[0], plan.request.capacity))
                     scheduler.run(engine, prepared.tokenizer)
-        if scheduler.num_dropped and signals:
-            raise KeyboardInterrupt if signals[0] == signal.SIGINT else Terminated(signals[0])
+        if scheduler.num_dropped and scheduler.signal is not None:
+            raise ending_of(scheduler.signal)
 
     def _plan(self, prepared: Prepared) -> Plan:
         """The plan for the context. Raises DoesNotFit."""
@@ -134,6 +131,7 @@ class Serve:
         return request.together(plan, self.num_sequences, most=self.num_sequences)
 
     def _scheduler(self, output: Output) -> Scheduler:
+        from triforce_cli.render.serve import answered
         from triforce_cli.serve.scheduler import Scheduler
 
         def on_end(name: str, stats: Stats, is_gone: bool) -> None:
@@ -154,23 +152,6 @@ class Serve:
         return web_application(Service(served, reader, scheduler), self.access)
 
 
-@contextmanager
-def _signals_stop(scheduler: Scheduler) -> Iterator[list[int]]:
-    """A context in which the first signal stops the scheduler, and another one ends answers under way as well. Its
-    value is the list of signals that came."""
-    signals = list[int]()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) == 1:
-            scheduler.stop()
-        else:
-            scheduler.stop_now()
-
-    with handled(dict.fromkeys((signal.SIGINT, *ENDING), on_signal)):
-        yield signals
-
-
 def _check_installed() -> None:
     """Raises UsageError if a package of the server is missing."""
     for name in ("starlette", "uvicorn"):
@@ -185,6 +166,8 @@ def _url(bound: socket.socket) -> str:
 
 def _access(host: str, key: str | None, origins: Iterable[str]) -> Access:
     """Raises UsageError."""
+    from triforce_cli.serve.access import Access, is_loopback
+
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise UsageError("api-key must be a text of printable ASCII characters, without spaces around it")
     if key is None and not is_loopback(host):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -17,10 +18,9 @@ def is_loopback(host: str) -> bool:
     """True for an address or name of this machine alone."""
     if host == _LOCAL or host.endswith(f".{_LOCAL}"):
         return True
-    try:
+    with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ def _is_preflight(method: str, origin: str | None) -> bool:
 
 def _host_in(header: str) -> str:
     """The name or address in a Host header, without its port; "" if it cannot be read."""
-    try:
+    with suppress(ValueError):
         return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
+    return ""
 
 
 def _key_in(headers: Mapping[str, str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,10 +175,9 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise ClientDisconnect
         return working.result()
     finally:
-        for task in (working, leaving):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:

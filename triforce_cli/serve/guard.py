@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -54,9 +55,8 @@ class Guard:
             await error_response(scope["path"], error)(scope, receive, send_in_time)
             return
         try:
-            await self._application(scope, receive, send_in_time)
-        except asyncio.TimeoutError:
-            return  # the server closes the connection
+            with suppress(asyncio.TimeoutError):  # the server closes the connection
+                await self._application(scope, receive, send_in_time)
         except Exception:
             log.failure(traceback.format_exc())
             raise

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offload.errors import UsageError
+from offload.interrupts import poll
 from triforce_cli.serve.guard import Guard
 
 IDLE_SECONDS = 75.0  # for a client to send a request's headers, and between two requests
@@ -62,6 +63,7 @@ class HttpServer:
     def __enter__(self) -> HttpServer:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
+            poll()
             time.sleep(0.01)
         return self
 

@@ -61,10 +61,9 @@ class Job:
 
     async def next_report(self, seconds: float | None = None) -> Report | None:
         """The next report; None if there is none within `seconds`."""
-        try:
+        with suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(self._reports.get(), seconds)
-        except asyncio.TimeoutError:
-            return None
+        return None
 
     def leave(self) -> None:
         """The client has gone, or has all it asked for: an answer under way ends at the next pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,13 +30,14 @@ OnEnd = Callable[[str, "Stats", bool], None]  # of a job: name, statistics, whet
 
 class Scheduler:
     """Answers jobs in the order in which they came. `submit` and `forget` are for the event loop's thread, `run` for
-    the main thread, `stop` for any, and for handlers of signals. on_end: called after each answer."""
+    the main thread, `stop` for any; `hear` is for handlers of signals. on_end: called after each answer."""
 
     def __init__(self, *, most_waiting: int, on_end: OnEnd) -> None:
         self._waiting = deque[Job]()
         self._bell = SimpleQueue[None]()  # rings when there is something to do
         self._most_waiting, self._on_end = most_waiting, on_end
         self._stops_at: float | None = None
+        self.signal: int | None = None  # the first that was heard
         self.num_dropped = 0  # answers under way that were ended because the server stopped
 
     @property
@@ -64,12 +66,15 @@ class Scheduler:
 
     def stop(self) -> None:
         """Refuse jobs from now on. Answers under way have STOP_SECONDS to end."""
-        self._stops_at = self._stops_at or time.monotonic() + STOP_SECONDS
-        self._bell.put(None)
+        self._stop_in(STOP_SECONDS)
 
-    def stop_now(self) -> None:
-        """Refuse jobs, and end answers under way at the next pass."""
-        self._stops_at = time.monotonic()
+    def hear(self, number: int) -> None:
+        """Stop because of a signal; at a second one answers under way end at the next pass."""
+        self._stop_in(0.0 if self.signal is not None else STOP_SECONDS)
+        self.signal = self.signal or number
+
+    def _stop_in(self, seconds: float) -> None:
+        self._stops_at = min(self._stops_at or math.inf, time.monotonic() + seconds)
         self._bell.put(None)
 
     def run(self, engine: Engine, tokenizer: Tokenizer) -> None:

@@ -341,7 +341,7 @@ def test_after_any_requests_texts_are_those_without_a_store(tmp_path: Path, pyte
         if chance.random() < 0.4 and (some := files(root)):
             flip(chance.choice(some))
         shrink(root, chance.choice([ENOUGH, 100_000]))
-    assert num_read > 80 * rounds
+    assert num_read > 60 * rounds  # how many depends on which pages the file system calls the oldest
 
 
 def test_a_batch_reads_what_another_has_kept(tmp_path: Path) -> None:

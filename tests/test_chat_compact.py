@@ -10,7 +10,7 @@ import pytest
 from offload.errors import DoesNotFit, UsageError
 from test_chat_dialogue import Make, make, models
 from triforce_cli.chat import slash
-from triforce_cli.chat.compact import REQUEST, Compaction, beginning, fitting
+from triforce_cli.chat.compact import BEGIN, REQUEST, Compaction, beginning, fitting
 from triforce_cli.chat.conversation import Conversation, Document, Turn
 from triforce_cli.chat.dialogue import Dialogue
 
@@ -26,9 +26,9 @@ CONVERSATION = Conversation("be brief", TURNS, (Document("new", "more"),))
 
 
 def test_a_summary_keeps_documents_and_later_turns_and_can_be_taken_back() -> None:
-    compaction = Compaction.of(TURNS[:2], "in short", [7, 8])
+    compaction = Compaction.of(TURNS[:2], "in short")
     done = compaction.done(CONVERSATION)
-    assert done.turns == (Turn(REQUEST, (BOOK,), "in short", (7, 8), True), TURNS[2])
+    assert done.turns == (Turn(REQUEST, (BOOK,), "in short", (), True), TURNS[2])
     assert (done.system, done.pending_documents) == (CONVERSATION.system, CONVERSATION.pending_documents)
     assert compaction.undone(done) == CONVERSATION
     later = done.asked("four").answered("fourth", [9], complete=True)
@@ -36,8 +36,9 @@ def test_a_summary_keeps_documents_and_later_turns_and_can_be_taken_back() -> No
     for gone in (done.drop_turns(1), done.clear()):
         with pytest.raises(UsageError, match="no longer in the conversation"):
             compaction.undone(gone)
-    with pytest.raises(UsageError, match="no summary"):
-        Compaction.of(TURNS[:1], "", [])
+    for nothing in ("", BEGIN):
+        with pytest.raises(UsageError, match="no summary"):
+            Compaction.of(TURNS[:1], nothing)
 
 
 def test_the_model_reads_the_turns_that_are_replaced_and_no_others() -> None:
@@ -54,7 +55,7 @@ def test_as_many_turns_as_have_room_with_their_summary(limit: int, count: int) -
 def dialogue(make: Make, monkeypatch: pytest.MonkeyPatch) -> Dialogue:
     monkeypatch.setattr("triforce_cli.chat.dialogue.MAX_TOKENS", 20)
     dialogue = make()
-    for question in ("hello", "what is it", "and then"):
+    for question in ("hello " * 60, "what is it", "and then"):
         dialogue.say(question)
     return dialogue
 
@@ -73,15 +74,28 @@ def test_a_chat_goes_on_after_its_summary(
     monkeypatch.setattr(dialogue.output, "thought", shown.append)
     capsys.readouterr()
     note = run(dialogue, "/compact", notes, monkeypatch)
-    assert re.match(r"the summary is [\d,]+ tokens (short|long)er than the 2 oldest turns, which /compact undo", note)
+    assert re.match(r"the summary is [\d,]+ tokens shorter than the 2 oldest turns, which /compact undo", note)
     [summary, last] = dialogue.conversation.turns
     assert (summary.user, summary.reply) == (REQUEST, "".join(shown).strip())
+    assert summary.reply.startswith(BEGIN)
     assert last == before.turns[2]
     assert capsys.readouterr().out == ""
     dialogue.say("go on")
     assert len(dialogue.conversation.turns) == 3
     run(dialogue, "/compact undo", notes, monkeypatch)
     assert dialogue.conversation.turns == (*before.turns, dialogue.conversation.turns[-1])
+    with pytest.raises(UsageError, match="nothing was compacted"):
+        dialogue.undo_compaction()
+
+
+def test_a_summary_that_frees_nothing_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triforce_cli.chat.dialogue.MAX_TOKENS", 20)
+    dialogue = make()
+    dialogue.say("hello")
+    before = dialogue.conversation
+    with pytest.raises(UsageError, match=r"would be \d+ tokens longer than the oldest turn; the conversation stays"):
+        slash.run(dialogue, "/compact")
+    assert dialogue.conversation == before
     with pytest.raises(UsageError, match="nothing was compacted"):
         dialogue.undo_compaction()
 

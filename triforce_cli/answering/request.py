@@ -75,6 +75,13 @@ class Prompt:
         names = frozenset(self.named.values())
         return Splitter(self.marks, begun=self.begun, begin=self.begin, named=names, trims=self.is_chat)
 
+    def without_begin(self) -> Prompt:
+        """The prompt of whose answer `begin` is not written, as HTTP APIs have it."""
+        splitter = self.splitter()
+        pieces = [*splitter.push(""), *splitter.flush()]
+        said, thoughts = (sum(len(each.text) for each in pieces if each.is_thought is kind) for kind in (False, True))
+        return replace(self, earlier=replace(self.earlier, num_text=said, num_thoughts=thoughts))
+
     def budget(self, tokens: int | None) -> ThoughtBudget | None:
         """The limit of `tokens` on thoughts; None without a limit, or if thoughts are already closed."""
         splitter = self.splitter()

@@ -9,9 +9,10 @@ from offload.errors import UsageError
 from triforce_cli.chat.conversation import Conversation, Turn
 
 REQUEST = (
-    "Summarise our conversation so far for yourself, in at most 200 words: what is known, what was decided, "
-    "names and numbers, and what is still open."
+    "Write a summary of the conversation above: who I am, what I asked, what you answered, every name, number and "
+    "date, what was decided and what is still open. At most 200 words."
 )
+BEGIN = "Summary: The user"  # of the reply: a model of 1.5B else says that it knows of no conversation
 MAX_TOKENS = 400  # of a summary
 
 
@@ -23,12 +24,13 @@ class Compaction:
     summary: Turn
 
     @classmethod
-    def of(cls, oldest: Sequence[Turn], reply: str, tokens: Sequence[int]) -> Compaction:
-        """Replace the turns `oldest` by `reply`, the model's answer to REQUEST. Raises UsageError for an empty one."""
-        if not reply:
+    def of(cls, oldest: Sequence[Turn], reply: str) -> Compaction:
+        """Replace the turns `oldest` by `reply`, the model's answer to REQUEST, with BEGIN. Raises UsageError if that
+        is all."""
+        if reply in ("", BEGIN):
             raise UsageError("the model wrote no summary; the conversation stays, and /drop makes room")
         documents = tuple(document for turn in oldest for document in turn.documents)
-        return cls(tuple(oldest), Turn(REQUEST, documents, reply, tuple(tokens), complete=True))
+        return cls(tuple(oldest), Turn(REQUEST, documents, reply, (), complete=True))
 
     def done(self, conversation: Conversation) -> Conversation:
         """The conversation with the summary in place of its first turns."""

@@ -15,7 +15,7 @@ from triforce_cli.answering.forms import Written
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat.background import BackgroundWork
-from triforce_cli.chat.compact import MAX_TOKENS, Compaction, beginning, fitting
+from triforce_cli.chat.compact import BEGIN, MAX_TOKENS, Compaction, beginning, fitting
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.drops import drops
 from triforce_cli.chat.mentions import mentions_in, typed
@@ -135,17 +135,26 @@ class Dialogue:
         if num_turns is not None and num_turns > there:
             raise UsageError(f"{num_turns} turns cannot be compacted; there are {there}")
         most = num_turns or max(there - 1, 1)
-        count = fitting(conversation, most, lambda asked: len(self.format.prompt(asked).tokens), self.engine.limit)
+        count = fitting(
+            conversation, most, lambda asked: len(self.format.prompt(asked, BEGIN).tokens), self.engine.limit
+        )
         if not count:
             raise DoesNotFit(render_chat.no_room_for_a_summary(self._drops()))
-        answer = self._aside(beginning(conversation, count))
+        answer = self._aside(beginning(conversation, count), BEGIN)
         if answer is None:
             return
-        spoken = self.format.spoken(answer.tokens, answer.written)
-        self._compaction = Compaction.of(conversation.turns[:count], answer.text.strip(), spoken)
-        before = self.num_used
-        self.change(self._compaction.done(conversation))
-        self.output.note(render_chat.compacted(count, before - self.num_used, self.num_used, self.engine.limit))
+        compaction = Compaction.of(conversation.turns[:count], answer.text.strip())
+        done = compaction.done(conversation)
+        freed = self.num_used - len(self._certain(done))
+        if freed <= 0:
+            raise UsageError(render_chat.nothing_freed(count, -freed))
+        self._compaction = compaction
+        self.change(done)
+        self.output.note(render_chat.compacted(count, freed, self.num_used, self.engine.limit))
+
+    def _num_to_summarise(self, asked: Conversation) -> int:
+        """The tokens of a request for a summary."""
+        return len(self.format.prompt(asked, BEGIN).tokens)
 
     def undo_compaction(self) -> None:
         """Take the last compaction back. Raises UsageError."""
@@ -154,12 +163,12 @@ class Dialogue:
         self.change(self._compaction.undone(self.conversation))
         self._compaction = None
 
-    def _aside(self, asked: Conversation) -> Answer | None:
+    def _aside(self, asked: Conversation, begin: str) -> Answer | None:
         """The answer to a question beside the conversation, shown on standard error as it comes; None if it was
-        stopped."""
+        stopped. begin: its beginning."""
         sampling = replace(self.settings.params(self._num_replies), constraint=None)
         wanted = Wanted(sampling=sampling, max_tokens=MAX_TOKENS, thinks=self.wanted.thinks)
-        prompt = self.format.prompt(asked)
+        prompt = self.format.prompt(asked, begin)
         answer = Answer(prompt, wanted, self.format.tokenizer)
         try:
             with self.output, stoppable(by_ctrl_c=self.interactive):

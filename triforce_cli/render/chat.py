@@ -99,11 +99,20 @@ def nearly_full(used: int, limit: int, drops: Sequence[Drop]) -> str:
 
 
 def compacted(num_turns: int, freed: int, used: int, limit: int) -> str:
-    """The note after a summary took the place of the oldest turns. freed: tokens of context; negative if the summary is
-    longer than they were."""
-    turns = "the oldest turn" if num_turns == 1 else f"the {num_turns} oldest turns"
-    size = f"{freed:,} tokens shorter than" if freed >= 0 else f"{-freed:,} tokens longer than"
-    return f"the summary is {size} {turns}, which /compact undo brings back; {room(used, limit)}"
+    """The note after a summary took the place of the oldest turns. freed: tokens of context."""
+    return (
+        f"the summary is {freed:,} tokens shorter than {_oldest(num_turns)}, which /compact undo brings back; "
+        f"{room(used, limit)}"
+    )
+
+
+def nothing_freed(num_turns: int, more: int) -> str:
+    """The message if a summary would not be shorter than the turns. more: tokens that it has more."""
+    return f"the summary would be {more:,} tokens longer than {_oldest(num_turns)}; the conversation stays as it is"
+
+
+def _oldest(num_turns: int) -> str:
+    return "the oldest turn" if num_turns == 1 else f"the {num_turns} oldest turns"
 
 
 def no_room_for_a_summary(drops: Sequence[Drop]) -> str:

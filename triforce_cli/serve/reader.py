@@ -85,7 +85,7 @@ class Reader:
             raise UsageError(f"{PLACE}: the prompt has no tokens")
         if num_tokens >= self._context:
             raise self._too_long(f" ({num_tokens:,} tokens)")
-        return prompt, record.wanted
+        return prompt.without_begin(), record.wanted
 
     def _too_long(self, size: str) -> ApiError:
         message = (

@@ -1,0 +1,263 @@
+"""`triforce serve` as a program: its answers are those of `ask`, and how it begins and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import programs
+from models import save_pair
+from served import CHAT, PATIENCE_SECONDS, Client, received, received_until, request, until
+from test_cli_fake import environment
+
+QUESTIONS = ("Where is the key?", "Who came in, and when was that?", "What?")
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("pair"), context=1024)[0]
+
+
+def options(target: Path) -> list[str]:
+    return ["--model", str(target), "--draft", "none", "--dtype", "fp32", "--context", "1024"]
+
+
+class Program:
+    """`triforce serve ARGS`. said: its lines on standard error."""
+
+    def __init__(self, args: Sequence[str], **variables: str) -> None:
+        self.said: list[str] = []
+        reading, writing = os.pipe()
+        null = os.open(os.devnull, os.O_RDWR)
+        self.process = programs.begin(["serve", "--port", "0", *args], env=environment(**variables),
+                                      streams=(null, null, writing))  # fmt: skip
+        os.close(writing)
+        os.close(null)
+        self._reader = threading.Thread(target=self._read, args=(reading,))
+        self._reader.start()
+
+    @property
+    def client(self) -> Client:
+        """Once it serves."""
+        until(lambda: self._port() or not self._reader.is_alive())
+        port = self._port()
+        assert port, self.said
+        return Client(port)
+
+    def _port(self) -> int:
+        found = (re.match(r"serving .* at http://127\.0\.0\.1:(\d+)/v1, ", line) for line in self.said)
+        return next((int(match[1]) for match in found if match), 0)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def finish(self) -> int:
+        self.process.join(PATIENCE_SECONDS)
+        self._reader.join(PATIENCE_SECONDS)
+        assert self.process.exitcode is not None, self.said
+        return self.process.exitcode
+
+    def _read(self, reading: int) -> None:
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                self.said.append(line.rstrip("\n"))
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self._reader.join()
+
+
+@pytest.fixture(scope="module")
+def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    with Program([*options(target), "--batch", "2", "--no-store", "--no-speculation"]) as server:
+        yield server
+        server.signal(signal.SIGTERM)
+        assert server.finish() == 0, server.said
+
+
+def asked(target: Path, question: str, **fields: Any) -> str:
+    """The text of `triforce ask`."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
+    args = ["ask", question, *options(target), *given, "--json", "-q", "--no-store", "--no-log", "--no-speculation"]
+    done = programs.run(args, env=environment())
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["text"])
+
+
+def test_answers_are_those_of_ask_alone_and_together(server: Program, target: Path) -> None:
+    expected = [asked(target, question, **fields) for question in QUESTIONS[:2] for fields in (GREEDY, SEEDED)]
+    requests = [(question, fields) for question in QUESTIONS[:2] for fields in (GREEDY, SEEDED)]
+    assert [server.client.chat(question, **fields).said for question, fields in requests] == expected
+    assert [server.client.chat(question, **fields, stream=True).said for question, fields in requests] == expected
+    with ThreadPoolExecutor(4) as clients:
+        together = clients.map(lambda each: server.client.chat(each[0], **each[1], stream=True).said, requests)
+        assert list(together) == expected
+
+
+def test_apis_say_the_same(server: Program) -> None:
+    client, question = server.client, QUESTIONS[2]
+    said = client.chat(question, **GREEDY).said
+    message = client.ask("/v1/messages", request(question, **GREEDY)).body
+    assert message["content"] == [{"type": "text", "text": said}]
+    response = client.ask("/v1/responses", {"input": question, "temperature": 0, "max_output_tokens": 24}).body
+    assert response["output"][0]["content"][0]["text"] == said
+    assert (message["stop_reason"], response["status"]) == ("max_tokens", "incomplete")
+    count = client.ask("/v1/messages/count_tokens", request(question)).body["input_tokens"]
+    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] == count
+    assert message["usage"]["output_tokens"] == 24
+
+
+def test_scores_are_those_of_the_tokens(server: Program) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2, "temperature": 0, "max_tokens": 5}
+    choice = server.client.chat("Where?", **fields).body["choices"][0]
+    scores = choice["logprobs"]["content"]
+    assert len(scores) == 5
+    for score in scores:
+        assert score["top_logprobs"][0]["token"] == score["token"]
+        assert score["logprob"] == max(each["logprob"] for each in score["top_logprobs"]) <= 0
+    text = server.client.ask("/v1/completions", {"prompt": "Where?", "logprobs": 1, "temperature": 0}).body
+    assert len(text["choices"][0]["logprobs"]["tokens"]) == 16 == text["usage"]["completion_tokens"]
+
+
+def test_settings_that_the_model_has_not_are_refused(server: Program) -> None:
+    colour = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
+    for fields in (
+        {"logit_bias": {"99999": 1}}, {"temperature": -1}, {"top_p": 2}, {"logprobs": True, "top_logprobs": 99},
+        {"response_format": colour}, {"tools": [{}]}, {"template_args": {"nothing": 1}},
+    ):  # fmt: skip
+        refused = server.client.chat("x", **fields)
+        assert refused.status == 400, fields
+        assert refused.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_schema_is_followed(server: Program) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    said = server.client.chat("x", response_format=wanted, max_tokens=64, temperature=0).said
+    assert json.loads(said) == {"a": "b"}
+
+
+def test_an_answer_under_way_ends_after_a_signal_and_others_are_refused(target: Path) -> None:
+    with Program([*options(target), "--no-store"]) as server, ThreadPoolExecutor(1) as clients:
+        client = server.client
+        under_way = clients.submit(client.chat, "x", stream=True, temperature=0, max_tokens=300)
+        until(lambda: client.ask("/health").status == 200)
+        connection = client.begin("y", stream=True, temperature=0, max_tokens=300)
+        received_until(connection, b"data: ")
+        server.signal(signal.SIGTERM)
+        assert under_way.result().said
+        assert b"data: [DONE]" in (rest := received(connection)) or b"server_stopping" in rest
+        connection.close()
+        assert server.finish() == 0, server.said
+        assert any("prompt tokens" in line for line in server.said)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_drops_answers_under_way(target: Path, number: signal.Signals) -> None:
+    with Program([*options(target), "--no-store"]) as server:
+        connection = server.client.begin("x", stream=True, temperature=0, max_tokens=900)
+        received_until(connection, b'"content"')
+        server.signal(number)
+        time.sleep(0.01)
+        server.signal(number)
+        rest = received(connection)
+        connection.close()
+        code = server.finish()
+    if b"[DONE]" in rest:  # it was quicker
+        assert code == 0
+    else:
+        assert (code, b"the server is stopping" in rest) == (128 + number, True)
+
+
+def test_a_killed_server_leaves_a_sound_store(target: Path, tmp_path: Path) -> None:
+    """A client sees a closed connection; what the next server says is the same."""
+    question = "Where? " * 90  # more than a page
+    args, store = [*options(target), "--no-speculation"], {"TRIFORCE_CACHE_DIR": str(tmp_path)}
+    with Program([*args, "--no-store"], **store) as server:
+        expected = server.client.chat(question, **GREEDY).said
+    for _ in range(2):
+        with Program(args, **store) as server:
+            client = server.client
+            assert client.chat(question, **GREEDY).said == expected
+            connection = client.begin(question, stream=True, temperature=0, max_tokens=200)
+            received_until(connection, b'"content"')
+            server.process.kill()
+            assert b"[DONE]" not in received(connection)
+            connection.close()
+            assert server.finish() == -signal.SIGKILL
+    with Program(args, **store) as server:
+        answers = [server.client.chat(question, **GREEDY) for _ in range(2)]
+        assert [answer.said for answer in answers] == [expected] * 2
+        cached = [answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached[1] >= 512
+        assert not any("damaged" in line or "computed again" in line for line in server.said)
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(triforce: Callable[..., tuple[int, str, str]]) -> Refused:
+    """The message for arguments that are not accepted, before a model is loaded."""
+
+    def refused(*args: str) -> str:
+        code, out, err = triforce("serve", *args)
+        assert (code, out) == (2, ""), err
+        assert "load" not in err
+        return " ".join(err.split())
+
+    return refused
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(refused: Refused) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1 port {port} cannot be served (Address already in use)" in refused("--port", str(port))
+
+
+def test_what_is_no_server_is_refused(target: Path, refused: Refused) -> None:
+    model = ["--model", str(target)]
+    for host in ("0.0.0.0", "::", "192.168.1.1", "example.com"):
+        assert "needs a key (--api-key" in refused(*model, "--host", host)
+    for key in ("", " ", "a b\n", "schlüssel", " x"):
+        assert "api-key must be" in refused(*model, "--api-key", key)
+    for origin in ("*", "localhost:3000", "http://localhost:3000/", "http://localhost/x", "http://", "null", ""):
+        assert "allow-origin is" in refused(*model, "--allow-origin", origin)
+    for name, values in (("port", (-1, 65536)), ("batch", (0, 65)), ("max-waiting", (0,)), ("max-tokens", (0,))):
+        for value in values:
+            assert f"{name} is {value}" in refused(*model, f"--{name}", str(value))
+    assert "thinking is 'loud'" in refused(*model, "--thinking", "loud")
+    assert "seed" in refused(*model, "--seed", "-1")
+
+
+def test_the_key_and_the_names_are_those_that_were_given(target: Path) -> None:
+    args = [*options(target), "--no-store", "--serve-as", "one", "--serve-as", "two"]
+    with Program(args, TRIFORCE_API_KEY="secret-key") as server:
+        assert server.client.ask("/v1/models").status == 401
+        keyed = Client(server.client.port, {"x-api-key": "secret-key"})
+        assert [model["id"] for model in keyed.ask("/v1/models").body["data"]] == ["one", "two"]
+        assert keyed.ask(CHAT, request("x", max_tokens=2, model="two")).body["model"] == "two"
+        assert keyed.ask(CHAT, request("x", max_tokens=2, model="target")).status == 404
+        assert "secret" not in "\n".join(server.said)
+        server.signal(signal.SIGINT)
+        assert server.finish() == 0, server.said

@@ -646,6 +646,23 @@ def test_events_of_a_message_in_their_order() -> None:
     assert start["message"]["usage"]["input_tokens"] == 10
 
 
+def test_events_of_a_response_in_their_order() -> None:
+    pieces = [Said("", "h"), Said("It ", "m"), Said("rains.")]
+    events = told(RESPONSES.reply({}, "m"), pieces, ENDED)
+    assert [(event.name.removeprefix("response."), event.data.get("output_index")) for event in events
+            if isinstance(event.data, dict)] == [
+        ("created", None), ("in_progress", None),
+        ("output_item.added", 0), ("content_part.added", 0), ("reasoning_text.delta", 0), ("reasoning_text.delta", 0),
+        ("reasoning_text.done", 0), ("content_part.done", 0), ("output_item.done", 0),
+        ("output_item.added", 1), ("content_part.added", 1), ("output_text.delta", 1), ("output_text.delta", 1),
+        ("output_text.done", 1), ("content_part.done", 1), ("output_item.done", 1),
+        ("output_item.added", 2), ("function_call_arguments.delta", 2), ("function_call_arguments.done", 2),
+        ("output_item.done", 2), ("completed", None),
+    ]  # fmt: skip
+    whole = RESPONSES.reply({}, "m").document(ENDED)
+    assert without_names(CLIENTS[RESPONSES.path](parse("".join(map(str, events))))) == without_names(whole)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stream_that_fails_says_so_at_its_end(begun: bool) -> None:
     error = ApiError(503, "no room", "busy")

@@ -135,6 +135,25 @@ def test_tool_calls_are_taken_out_of_the_text(client: Client) -> None:
     assert client.chat(f"I ask. {CALL}").said == f"I ask. {CALL}"  # no tools were offered
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_was_held_back_is_told_at_the_end(server: Server, client: Client, stream: bool) -> None:
+    """As what might become a call, or a mark of thoughts; also where the time is over before that is certain."""
+    for text in ("I ask <tool_c", f"I ask {CALL[:30]}", "Hm"):
+        assert client.chat(text, tools=[TOOL], stream=stream).said == text
+    assert client.chat("<thin", stream=stream).said == "<thin"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.model, "steps", lambda text: _begins(text))
+        answer = client.chat("<thin", stream=stream, timeout=0.05)
+    assert (answer.said, '"length"' in answer.text) == ("<thin", True)
+
+
+def _begins(text: str) -> Iterator[Step]:
+    while True:
+        yield Step(text, [1], None)
+        text = ""
+        _wait(0.005)
+
+
 def test_echo_begins_with_the_prompt(client: Client) -> None:
     for stream in (False, True):
         answer = client.ask(TEXT, {"prompt": "a b", "echo": True, "stream": stream})

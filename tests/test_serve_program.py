@@ -235,7 +235,8 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(refused: Refused) -> N
         assert f"127.0.0.1 port {port} cannot be served (Address already in use)" in refused("--port", str(port))
 
 
-def test_what_is_no_server_is_refused(target: Path, refused: Refused) -> None:
+def test_what_is_no_server_is_refused(target: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triforce_cli.commands.serve.Serve.run", lambda self: None)
     model = ["--model", str(target)]
     for host in ("0.0.0.0", "::", "192.168.1.1", "example.com"):
         assert "needs a key (--api-key" in refused(*model, "--host", host)

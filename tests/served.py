@@ -33,10 +33,12 @@ from test_cli_fake import Step
 from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import Marks
+from triforce_cli.answering.together import Answers
 from triforce_cli.batch.records import Record
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.app import Served, Service, web_application
 from triforce_cli.serve.http import HttpServer, listening_socket
+from triforce_cli.serve.job import Job
 from triforce_cli.serve.reader import Reader
 from triforce_cli.serve.scheduler import Scheduler
 
@@ -290,8 +292,8 @@ class Server:
 
     def _run(self) -> None:
         try:
-            with self._http:
-                self.scheduler.run(self.model, None)  # type: ignore[arg-type]
+            with self._http, Answers[Job](self.model) as answers:  # type: ignore[arg-type]
+                self.scheduler.run(answers, None)  # type: ignore[arg-type]
         except BaseException as error:
             self.error = error
 

@@ -112,3 +112,22 @@ def test_a_request_has_what_is_wanted_and_what_the_template_says(prompt: Prompt,
     assert request.passages > 0
     ends = Prompt([1], end_tokens=frozenset({3}), stops=("b",), named={5: "<x>"}).request(wanted, max_tokens=99)
     assert (ends.stop, ends.end_tokens, ends.named, ends.max_tokens) == (("a", "b"), frozenset({3}), {5: "<x>"}, 9)
+
+
+@pytest.mark.parametrize(
+    ("begin", "text", "thoughts"),
+    [
+        ("", "It is", ""),
+        ("So: ", "It is", ""),
+        ("<think>hm</think>\n\nSo: ", "It is", ""),
+        ("<think>hm", "is it", " so"),
+    ],
+)
+def test_an_api_does_not_write_the_beginning_of_a_reply_that_the_client_has(
+    begin: str, text: str, thoughts: str
+) -> None:
+    prompt = Prompt([1], is_chat=True, begin=begin, marks=MARKS).without_begin()
+    assert told(answer_to(prompt).add(step(f"{thoughts}</think>{text}" if thoughts else text, "stop"))) == (
+        text,
+        thoughts,
+    )

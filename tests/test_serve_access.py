@@ -46,7 +46,6 @@ def test_without_a_key_the_host_has_to_be_this_machine(host: str, allowed: bool)
     assert status(LOCAL, {"host": host}, is_open=True) == (200 if allowed else 403)
 
 
-@pytest.mark.xfail(reason="what is before @ is not looked at")
 @pytest.mark.parametrize("host", ["evil.com@localhost", "evil.com:80@localhost", "evil.com\\@127.0.0.1", "@localhost"])
 def test_a_host_with_a_user_is_none(host: str) -> None:
     """No browser sends one."""

@@ -109,7 +109,6 @@ def test_nothing_of_a_reply_that_is_calls_alone_is_told(
     assert ("".join(shown) + rest, found[0]) == ("", PARIS)
 
 
-@pytest.mark.xfail(reason="the text up to the mark is told")
 @pytest.mark.parametrize(
     "calls", ['[get_weather(city="{}")]', '{{"name": "get_weather", "parameters": {{"city": "{}"}}}}']
 )

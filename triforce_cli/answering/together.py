@@ -47,8 +47,8 @@ class Asked:
 class Answers(Generic[Key]):
     """Answers under way, by the caller's keys. A context manager: at its end all of them are dropped.
 
-    Raises DoesNotFit if there is no memory for as many sequences as planned. After an error in a pass, the answers
-    under way can only be dropped.
+    Raises DoesNotFit if there is no memory for as many sequences as planned. After an error in a prefill its answer can
+    only be dropped, after one in a pass all of them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -78,12 +78,8 @@ class Answers(Generic[Key]):
         prefill."""
         request = asked.prompt.request(asked.wanted, max_tokens=self._capacity - len(asked.prompt.tokens))
         self._under_way[key] = asked
-        try:
-            with suppress(TimedOut):
-                self._sequences.join(key, request, on_progress=asked.deadline.heard(on_progress))
-        except Exception:
-            self.drop(key)
-            raise
+        with suppress(TimedOut):
+            self._sequences.join(key, request, on_progress=asked.deadline.heard(on_progress))
 
     def go_on(self) -> list[tuple[Key, Part]]:
         """The parts of the next steps; none while `ended` has an answer."""

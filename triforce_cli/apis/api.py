@@ -62,7 +62,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of a reply: thoughts, then text outside tool calls. scores: of its tokens, if they were asked for."""
+    """A piece of a reply: thoughts, then text outside tool calls. scores: of the text's tokens, if they were asked
+    for."""
 
     text: str
     thoughts: str = ""

@@ -23,6 +23,8 @@ class ChatCompletions:
         flag(body, "stream")
         flag(body, "parallel_tool_calls")
         includes_usage(body)
+        if body.get("messages") is None:
+            raise UsageError(f"{PLACE} has no messages")
         return chat_fields(_without(body, "stream", "parallel_tool_calls"), PLACE)
 
     def has_one_call(self, body: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from offload.fields import INTEGER
+from offload.fields import shown
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
 # Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".
@@ -41,25 +41,26 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
         further = found.get("template_args", {})
         found["template_args"] = {"reasoning_effort": effort, **further} if isinstance(further, dict) else further
     if body.get("logprobs"):
-        found["logprobs"] = body.get("top_logprobs") or 0
+        top = body.get("top_logprobs")
+        found["logprobs"] = 0 if top is None else top
     return found
 
 
 def check_same(body: Mapping[str, Any], name: str, value: object, place: str) -> None:
     """Raises UsageError unless a field has the single allowed value, or is null or absent."""
     if (given := body.get(name)) not in (value, None):
-        raise UsageError(f"{place}: {name} is {json.dumps(given)}, it can only be {json.dumps(value)}")
+        raise UsageError(f"{place}: {name} is {shown(given)}, it can only be {json.dumps(value)}")
 
 
 def _check_pairs(body: Mapping[str, Any], place: str) -> None:
     """Raises UsageError for fields that contradict each other."""
-    most = {body[name] for name in ("max_tokens", "max_completion_tokens") if INTEGER.fits(body.get(name))}
-    if len(most) > 1:
+    most, of_answer = body.get("max_tokens"), body.get("max_completion_tokens")
+    if most is not None and of_answer is not None and most != of_answer:
         raise UsageError(
-            f"{place}: max_tokens and max_completion_tokens are one limit, and say {min(most)} and {max(most)}"
+            f"{place}: max_tokens and max_completion_tokens are one limit, and say {shown(most)} and {shown(of_answer)}"
         )
     if not isinstance(body.get("logprobs"), bool | None):
-        raise UsageError(f"{place}: logprobs is {json.dumps(body['logprobs'])}, it can only be true or false")
+        raise UsageError(f"{place}: logprobs is {shown(body['logprobs'])}, it can only be true or false")
     if body.get("top_logprobs") and body.get("logprobs") is None:
         raise UsageError(f"{place}: top_logprobs needs logprobs, which is to be true then")
 

@@ -32,7 +32,7 @@ def _messages(message: Any, number: int) -> Iterator[Message]:
     others: list[Any] = []
     for block in blocks:
         if isinstance(block, dict) and block.get("type") == "tool_result":
-            result = _text(block.get("content", ""), f"a tool_result of {place}")
+            result = _text(block.get("content") or "", f"a tool_result of {place}")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         else:
             others.append(block)

@@ -14,7 +14,7 @@ from triforce_cli.apis.response_input import messages_of, object_of, tools_of
 
 _SAME = {
     "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",
-    "previous_response_id": None, "conversation": None, "prompt": None,
+    "previous_response_id": None, "conversation": None, "prompt": None, "messages": None,
 }  # fmt: skip
 _OF_WRITING = ("stream", "parallel_tool_calls", "include", "client_metadata")
 _READ = ("instructions", "input", "tools", "text", "reasoning", "max_output_tokens", "top_logprobs")
@@ -59,8 +59,9 @@ def _logprobs(body: Mapping[str, Any]) -> Any:
     include = body.get("include")
     if not isinstance(include, list | None):
         raise UsageError(f"{PLACE}: include is no list of texts")
-    wanted = _LOGPROBS in (include or ())
-    return body.get("top_logprobs") or 0 if wanted else None
+    if _LOGPROBS not in (include or ()):
+        return None
+    return 0 if (top := body.get("top_logprobs")) is None else top
 
 
 def _format(body: Mapping[str, Any]) -> Fields:
@@ -90,7 +91,7 @@ class ResponseReply:
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:
             yield from self._more("reasoning", said.thoughts, ())
-        if said.text or (said.scores and not said.thoughts):
+        if said.text or said.scores:
             yield from self._more("message", said.text, said.scores)
 
     def end(self, ended: Ended) -> Iterator[Event]:
@@ -110,7 +111,7 @@ class ResponseReply:
 
     def document(self, ended: Ended) -> dict[str, Any]:
         items = [_Item("reasoning", ended.thoughts).as_dict()] if ended.thoughts else []
-        if ended.text or not ended.calls:
+        if ended.text or ended.scores or not (ended.calls or ended.thoughts):
             items.append(_Item("message", ended.text, [*map(openai_style.logprob, ended.scores)]).as_dict())
         status, more = _status(ended)
         items += [_call(call) for call in ended.calls]

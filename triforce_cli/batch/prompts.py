@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from offload.decode.sampling import SamplingParams
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from triforce_cli.chat.formats import ChatFormat
 
 
+_MOST_CHECKED = 64  # parameters that are known to be supported
+
+
 class Prompts:
     """Makes the prompts of records. notice: a note on the chat template for the person, or ""; known once a record with
     messages was seen."""
@@ -27,17 +31,12 @@ class Prompts:
         self.notice = ""
         self._prepared, self._layout = prepared, layout
         self._formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
-        self._checked = set[SamplingParams]()
+        self._check = lru_cache(_MOST_CHECKED)(self._check_sampling)
 
     def check(self, record: Record) -> None:
         """Raises UsageError for sampling parameters that this model does not support. Parameters that were checked
-        before are not checked again."""
-        from offload.engine.request import check_sampling
-
-        sampling = replace(record.wanted.sampling, seed=None)
-        if sampling not in self._checked:
-            check_sampling(sampling, self._prepared.request.target, self._prepared.tokenizer)
-            self._checked.add(sampling)
+        lately are not checked again."""
+        self._check(replace(record.wanted.sampling, seed=None))
 
     def of(self, record: Record, defaults: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt of a record. defaults: variables of the chat template, for records without them; a template need
@@ -51,6 +50,11 @@ class Prompts:
         check_variables(found.template, [*record.variables, *calls])
         prompt = found.prompt_of_messages(record.messages, {**(defaults or {}), **record.variables})
         return replace(prompt, tokens=array("i", prompt.tokens))
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        from offload.engine.request import check_sampling
+
+        check_sampling(sampling, self._prepared.request.target, self._prepared.tokenizer)
 
     def _format(self, record: Record) -> ChatFormat:
         thinks = record.wanted.may_think

@@ -43,6 +43,7 @@ FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, *OF_ANSWERS, "meta", *SAMPLI
 MOST_TOKENS = 2**24
 _SECONDS = number(0, 1e9 - 1e-3, over=0, wanted="a number of seconds above 0 and below 1000000000")
 MAX_DEPTH = 64  # of nested JSON in a line
+_MOST_SHOWN = 80  # characters of an unknown field's name
 _PROMPT = Kind("a text of 1 or more characters", lambda value: TEXT.fits(value) and value != "")
 _ID = Kind("a text or a whole number", lambda value: TEXT.fits(value) or INTEGER.fits(value))
 _META = Kind("an object without halves of surrogate pairs", lambda value: isinstance(value, dict) and _encodes(value))
@@ -99,6 +100,7 @@ def check_known(data: Mapping[str, Any], fields: Sequence[str], place: str, reme
     """Raises UsageError for the first field of `data` that is not among `fields`."""
     unknown = next((key for key in data if key not in fields), None)
     if unknown is not None:
+        unknown = unknown[:_MOST_SHOWN]
         near = difflib.get_close_matches(unknown, fields, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(f"{place}: there is no field {unknown!r}; {meant}{remedy}")

@@ -103,8 +103,10 @@ class Serve:
         """Bind the address, load the model, then answer until a signal comes. Answers under way may end; if some could
         not, the signal's exit code tells."""
         _check_installed()
+        from triforce_cli.answering.together import Answers
         from triforce_cli.render.serve import serving
         from triforce_cli.serve.http import HttpServer, listening_socket
+        from triforce_cli.serve.job import Job
 
         with Output(quiet=self.quiet) as output:
             bound = listening_socket(self.access.host, self.port)
@@ -115,9 +117,13 @@ class Serve:
             with open_engine(prepared, plan, on_progress=output.progress) as engine:
                 scheduler = self._scheduler(output)
                 application = self._application(prepared, plan, scheduler, output)
-                with heard(scheduler.hear), HttpServer(application, bound, on_end=scheduler.stop):
+                with (
+                    Answers[Job](engine) as answers,
+                    heard(scheduler.hear),
+                    HttpServer(application, bound, on_end=scheduler.stop),
+                ):
                     output.note(serving(_url(bound), self.names[0], plan.request.capacity))
-                    scheduler.run(engine, prepared.tokenizer)
+                    scheduler.run(answers, prepared.tokenizer)
         if scheduler.num_dropped and scheduler.signal is not None:
             raise ending_of(scheduler.signal)
 

@@ -64,6 +64,8 @@ def _is_preflight(method: str, origin: str | None) -> bool:
 
 def _host_in(header: str) -> str:
     """The name or address in a Host header, without its port; "" if it cannot be read."""
+    if "@" in header:  # no host, and what stands before it would not be looked at
+        return ""
     with suppress(ValueError):
         return urlsplit(f"//{header}").hostname or ""
     return ""

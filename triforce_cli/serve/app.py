@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
@@ -56,6 +57,20 @@ class Served:
             }
             for name in self.names
         ]  # fmt: skip
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. on_end: called once nothing more is sent, for whatever reason."""
+
+    def __init__(self, texts: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+        super().__init__(texts, media_type="text/event-stream", headers=_NO_BUFFERING)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
 
 class Service:
@@ -112,17 +127,9 @@ class Service:
         telling = Telling(job, most_calls=most_calls, shows_thoughts=self._served.shows_thoughts)
         self._scheduler.submit(job)
         if body.get("stream"):
-            stream = self._until_forgotten(job, events(job, telling, reply))
-            return StreamingResponse(stream, media_type="text/event-stream", headers=_NO_BUFFERING)
+            return _Stream(events(job, telling, reply), on_end=lambda: self._scheduler.forget(job))
         try:
             return JSONResponse(reply.document(await _unless_gone(request, whole(job, telling))))
-        finally:
-            self._scheduler.forget(job)
-
-    async def _until_forgotten(self, job: Job, texts: AsyncIterator[str]) -> AsyncIterator[str]:
-        try:
-            async for text in texts:
-                yield text
         finally:
             self._scheduler.forget(job)
 

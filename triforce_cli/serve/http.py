@@ -6,14 +6,16 @@ import asyncio
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from offload.errors import UsageError
+from offload.errors import TriforceError, UsageError
 from offload.interrupts import poll
+from triforce_cli import log
 from triforce_cli.serve.guard import Guard
 
 IDLE_SECONDS = 75.0  # for a client to send a request's headers, and between two requests
@@ -22,7 +24,8 @@ _CLOSE_SECONDS = 5  # for clients to take the last bytes, when the server stops
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, which does not listen yet. port: 0 takes a free one. Raises UsageError."""
+    """A socket that listens on an address; clients that connect wait until they are served. port: 0 takes a free one.
+    Raises UsageError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -31,6 +34,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(MOST_CONNECTIONS)
     except OSError as error:
         bound.close()
         raise UsageError(f"{host} port {port} cannot be served ({error.strerror}); --port names another") from error
@@ -38,8 +42,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """A web application served on a bound socket, as a context manager. At its end clients have a few seconds to take
-    what was sent."""
+    """A web application served on a socket, as a context manager. At its end clients have a few seconds to take what
+    was sent. Raises TriforceError if the server had ended by itself."""
 
     def __init__(self, application: Guard, bound: socket.socket, *, on_end: Callable[[], None]) -> None:
         """on_end: called in the server's thread when it ends, for whatever reason."""
@@ -68,13 +72,19 @@ class HttpServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        has_failed = not self._thread.is_alive()
         self._server.should_exit = True
         self._thread.join(2 * _CLOSE_SECONDS)
         self._bound.close()
+        if has_failed and error is None:
+            raise TriforceError("the HTTP server has ended by itself; --log-file FILE has the reason")
 
     def _run(self) -> None:
         try:
             self._server.run(sockets=[self._bound])
+        except BaseException:
+            log.failure(traceback.format_exc())
+            raise
         finally:
             self._on_end()
 
@@ -84,14 +94,15 @@ class Patient(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_request()
+        self._expect_request(None)
 
     def on_response_complete(self) -> None:
+        answered = self.cycle  # the next one may begin in here
         super().on_response_complete()
-        self._expect_request()
+        self._expect_request(answered)
 
-    def _expect_request(self) -> None:
-        answered = self.cycle
+    def _expect_request(self, answered: RequestResponseCycle | None) -> None:
+        """Close the connection unless a request follows that was answered."""
 
         def close() -> None:
             if self.cycle is answered and not self.transport.is_closing():

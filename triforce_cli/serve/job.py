@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,9 +50,10 @@ class Job:
         self._reports = asyncio.Queue[Report]()
         self._loop = asyncio.get_running_loop()
 
-    def asked(self, tokenizer: Tokenizer) -> Asked:
-        """The prompt for the engine. Its time begins now, and is over once the client has gone."""
-        return Asked.of(self.prompt, self.wanted, tokenizer, _Patience(self))
+    def asked(self, tokenizer: Tokenizer, has_to_end: Callable[[], bool]) -> Asked:
+        """The prompt for the engine. Its time begins now, and is over once the client has gone, or the server has to
+        end."""
+        return Asked.of(self.prompt, self.wanted, tokenizer, _Patience(self, has_to_end))
 
     def report(self, report: Report) -> None:
         """Report to the connection's task, from any thread."""
@@ -73,14 +74,14 @@ class Job:
 class _Patience(Deadline):
     """The deadline of a job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, has_to_end: Callable[[], bool]) -> None:
         super().__init__(job.wanted.timeout)
-        self._job = job
+        self._job, self._has_to_end = job, has_to_end
 
     @property
     def has_passed(self) -> bool:
-        return self._job.is_gone or super().has_passed
+        return self._job.is_gone or self._has_to_end() or super().has_passed
 
     def check(self) -> None:
         if self.has_passed:
-            raise TimedOut("the client has gone, or the time is over")
+            raise TimedOut("the time is over, or the client has gone")

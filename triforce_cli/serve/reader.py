@@ -63,21 +63,16 @@ class Reader:
             raise ApiError(500, str(error)) from error
 
     def _body(self, body: bytes) -> Mapping[str, Any]:
-        try:
-            data = strict_json.parse(body.decode())
-            strict_json.check_depth(data, MAX_DEPTH, "it")
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{PLACE} is not JSON that can be answered ({error})") from error
-        given: Mapping[str, Any] = checked(data, PLACE, OBJECT, UsageError)
-        model = given.get("model", self._names[0])
-        if model not in self._names:
+        given = parsed(body)
+        model = given.get("model")
+        if model is not None and model not in self._names:
             named = json.dumps(model)[:80]
             raise ApiError(404, f"there is no model {named}; there is {', '.join(self._names)}", "model_not_found")
         return given
 
     def _prompt(self, fields: Fields) -> tuple[Prompt, Wanted]:
         check_known(fields, FIELDS, PLACE, "docs/serve.md names them")
-        record = read_record(fields, 0, PLACE, self._defaults)
+        record = read_record(fields, 1, PLACE, self._defaults)
         self._prompts.check(record)
         prompt = self._prompts.of(record, {"date_string": time.strftime("%d %b %Y")})
         num_tokens = len(prompt.tokens)
@@ -93,3 +88,15 @@ class Reader:
             "prompt and answer together; shorten the messages, or start the server with a larger --context"
         )
         return ApiError(400, message, "context_length_exceeded")
+
+
+def parsed(body: bytes) -> Mapping[str, Any]:
+    """The object in a body of JSON. Raises UsageError, also for one that cannot be written again, as parts of it are in
+    replies and messages."""
+    try:
+        data = strict_json.parse(body.decode())
+        strict_json.check_writable(data, MAX_DEPTH, "it")
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{PLACE} is not JSON that can be answered ({error})") from error
+    given: Mapping[str, Any] = checked(data, PLACE, OBJECT, UsageError)
+    return given

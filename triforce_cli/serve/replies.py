@@ -24,6 +24,7 @@ class Telling:
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._scores: list[Score] = []
+        self._held: list[Score] = []  # of tokens that may belong to thoughts, or to a call
         self._num_tokens = self._num_thoughts = 0
 
     @property
@@ -34,17 +35,19 @@ class Telling:
     def add(self, piece: Piece) -> Said:
         """What is certain after a piece."""
         thoughts = piece.thoughts if self._shows_thoughts else ""
-        said = Said(self._spoken.push(piece.text), thoughts, piece.scores)
+        text = self._spoken.push(piece.text)
+        self._held = [] if piece.thoughts else [*self._held, *piece.scores]
+        said = Said(text, thoughts, self._scored() if text else ())
         self._num_tokens += piece.num_tokens
         self._num_thoughts += piece.num_tokens if piece.thoughts and not piece.text else 0
         self._thoughts.append(thoughts)
         self._texts.append(said.text)
-        self._scores += piece.scores
         return said
 
     def end(self, finish: Finish) -> tuple[Said, Ended]:
         """The last text, and the whole reply."""
         rest, calls = self._spoken.end()
+        said = Said(rest, "", self._scored() if rest or not calls else ())
         self._texts.append(rest)
         ended = Ended(
             text="".join(self._texts),
@@ -54,7 +57,13 @@ class Telling:
             finish="length" if finish.is_cut else "stop",
             usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
         )
-        return Said(rest), ended
+        return said, ended
+
+    def _scored(self) -> list[Score]:
+        """The scores of tokens whose text is told now: those of thoughts and of calls never are."""
+        told, self._held = self._held, []
+        self._scores += told
+        return told
 
 
 async def whole(job: Job, telling: Telling) -> Ended:

@@ -18,7 +18,6 @@ from triforce_cli.serve.job import Finish, Job, Piece
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
-    from offload.engine.engine import Engine
     from offload.metrics import Stats
 
 STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
@@ -77,19 +76,18 @@ class Scheduler:
         self._stops_at = min(self._stops_at or math.inf, time.monotonic() + seconds)
         self._bell.put(None)
 
-    def run(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def run(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
         """Answer jobs until the server is to stop. An error of a request, or of memory, ends the answers that it
         concerns; any other error is raised, after the clients were told."""
-        with Answers[Job](engine) as answers:
-            try:
-                while not self._is_over(answers):
-                    self._begin_waiting(answers, tokenizer)
-                    self._go_on(answers)
-            except BaseException as error:
-                self._fail_all(answers, _failed(error) if isinstance(error, Exception) else _stopping())
-                raise
-            finally:
-                self.refuse_waiting()
+        try:
+            while not self._is_over(answers):
+                self._begin_waiting(answers, tokenizer)
+                self._go_on(answers)
+        except BaseException as error:
+            self._fail_all(answers, _failed(error) if isinstance(error, Exception) else _stopping())
+            raise
+        finally:
+            self.refuse_waiting()
 
     def refuse_waiting(self) -> None:
         """Tell the clients of waiting jobs that the server stops."""
@@ -97,11 +95,13 @@ class Scheduler:
             self._waiting.popleft().report(_stopping())
 
     def _is_over(self, answers: Answers[Job]) -> bool:
-        if self._stops_at is None:
-            return False
-        if len(answers) and time.monotonic() >= self._stops_at:
+        if self._has_to_end():
             self._fail_all(answers, _stopping())
-        return not len(answers)
+        return self.is_stopping and not len(answers)
+
+    def _has_to_end(self) -> bool:
+        """Whether the time of answers under way is over, because the server stops."""
+        return self._stops_at is not None and time.monotonic() >= self._stops_at
 
     def _begin_waiting(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
         """Begin waiting jobs while there is room. Waits for one if nothing is under way."""
@@ -109,8 +109,9 @@ class Scheduler:
             if (job := self._next(waits=not len(answers))) is None:
                 return
             try:
-                answers.begin(job, job.asked(tokenizer), on_progress=job.report)
+                answers.begin(job, job.asked(tokenizer, self._has_to_end), on_progress=job.report)
             except (TriforceError, MemoryError) as error:
+                answers.drop(job)
                 job.report(_failed(error))
 
     def _next(self, *, waits: bool) -> Job | None:
@@ -125,7 +126,7 @@ class Scheduler:
         return None
 
     def _go_on(self, answers: Answers[Job]) -> None:
-        if not len(answers):
+        if not len(answers) or self._has_to_end():
             return
         try:
             parts = answers.go_on()
@@ -135,6 +136,8 @@ class Scheduler:
         for job, part in parts:
             job.report(Piece(part.text, part.thoughts, len(part.tokens), answers.asked(job).answer.scores(part)))
         for job in answers.ended():
+            if self._has_to_end() and not (job.is_gone or answers.asked(job).is_complete):
+                return  # its time is over because the server stops
             self._finish(answers, job)
 
     def _finish(self, answers: Answers[Job], job: Job) -> None:

@@ -22,6 +22,8 @@ class Spoken:
 
     def push(self, text: str) -> str:
         """The text that is certain after this piece not to be in a call."""
+        if self._calls is None:
+            return text
         self._reply += text
         if self._may_be_bare and _BARE.match(self._reply):
             return ""
@@ -30,10 +32,14 @@ class Spoken:
 
     def end(self) -> tuple[str, list[Call]]:
         """The rest of the text, and the calls. A call that cannot be read is text."""
-        calls = self._calls.read(self._reply)[0] if self._calls is not None else []
+        if self._calls is None:
+            return "", []
+        calls, first = self._calls.read(self._reply)[0], self._first_opening()
         if not calls:
             return self._shown_to(len(self._reply)), []
-        return self._shown_to(self._certain() if self._first_opening() is not None else self._num_shown), calls
+        if first is None or (self._may_be_bare and self._calls.read(self._reply[first:])[0] != calls):
+            return "", calls  # without marks, or with one in an argument
+        return self._shown_to(first), calls
 
     def _shown_to(self, end: int) -> str:
         start, self._num_shown = self._num_shown, max(end, self._num_shown)

@@ -43,7 +43,7 @@ class Letters:
 
 
 def cited(prompt: str, documents: list[Document], start: int, end: int) -> Citation:
-    [found] = citations([Passage(start, end, 0.5)], list(map(ord, prompt)), documents, Letters())  # type: ignore[arg-type]
+    [found] = citations([Passage(start, end, 0.5)], list(map(ord, prompt)), documents, Letters(), "")  # type: ignore[arg-type]
     return found
 
 

@@ -22,7 +22,7 @@ from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
 from offload.decode.tokenizer import Tokenizer
-from offload.engine.attended import Attended, Passage
+from offload.engine.attended import NUM_ROWS, Attended, Passage
 from offload.engine.prefix import OpenStore, PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.engine.scores import Reference, Scores, Scoring
@@ -206,9 +206,11 @@ class Engine:
                     yield run
                     continue
                 if attended is not None and run.tokens:
-                    is_first = self.stats.output_tokens == len(run.tokens)
-                    rows = full.mass(len(run.tokens), after=num_pending - 1 if is_first else 0)
-                    attended.add(rows, of_prompt=is_first)
+                    if self.stats.output_tokens == len(run.tokens):
+                        last = range(max(num_pending - NUM_ROWS, 0), num_pending)
+                        attended.begin([full.mass(1, after=row) for row in last])
+                    else:
+                        attended.add(full.mass(len(run.tokens)), len(run.tokens))
                 self.worker.fetch_ahead()
                 step, begun = _show(run, written, begun), ""
                 if step.finish == "length" and distribution.is_over(text_tokens + step.tokens):

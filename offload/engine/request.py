@@ -29,8 +29,8 @@ class GenerationRequest:
     rounding. Otherwise only rows that a prefill of this prompt would give bit for bit are reused (whole blocks with
     which both prompts begin), and the text does not depend on earlier requests.
     logprobs: the number of likeliest tokens to return with each token's log probability; None: no log probabilities.
-    passages: the number of most attended passages of the prompt to return with the last step; 0: none. The plan must
-    record masses.
+    passages: the number of passages of the prompt that the text draws on to return with the last step, see
+    `Attended`; 0: none. The plan must record masses.
     named: tokens to write in the text by the given names; otherwise special tokens have no text.
     speculation: False decodes plainly, whatever the plan says; the placement stays as planned.
     """

@@ -54,12 +54,12 @@ class Answer:
         pieces = self._splitter.push(step.text, step.named)
         if step.finish is not None:
             pieces += self._splitter.flush()
-            if self.wanted.cites:
-                read, documents = self.prompt.tokens, self.prompt.documents
-                self.citations = citations(step.passages, read, documents, self._tokenizer)
         self.num_tokens += len(step.tokens)
         text, thoughts = self._told_apart(pieces)
         self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish))
+        if step.finish is not None and self.wanted.cites:
+            read, documents = self.prompt.tokens, self.prompt.documents
+            self.citations = citations(step.passages, read, documents, self._tokenizer, self.text)
         return self.parts[-1]
 
     def break_off(self) -> Part | None:

@@ -1,4 +1,4 @@
-"""Citations of an answer: the document passages with the most attention mass, by name and by place."""
+"""Citations of an answer: the document passages that it draws on by attention and by words, by name and by place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from triforce_cli.answering import words
 from triforce_cli.documents.places import Place, shown, touched
 from triforce_cli.render.text import line_text
 
@@ -62,22 +63,50 @@ class _Found:
 
 
 def citations(
-    passages: Iterable[Passage], prompt: Sequence[int], documents: Sequence[Document], tokenizer: Tokenizer
+    passages: Sequence[Passage],
+    prompt: Sequence[int],
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    answer: str,
 ) -> list[Citation]:
-    """The first SHOWN of the prompt's `passages` that are in one of `documents`. Of several occurrences of a text, the
-    citation is the one closest to the passage's place in the prompt."""
-    located = _located(tokenizer.decode(prompt), documents) if documents else []
-    found: list[Citation] = []
-    for passage in passages:
-        if not located or len(found) == SHOWN:
-            break
-        text, start = (
-            tokenizer.decode(prompt[passage.start : passage.end]),
-            len(tokenizer.decode(prompt[: passage.start])),
-        )
-        citation = _citation(text[_CUT:-_CUT].strip(), start, passage.share, located)
-        if citation is not None:
-            found.append(citation)
+    """SHOWN of the prompt's `passages` that are in one of `documents`, the best first. Two rankings are fused: the
+    order of the passages, and the words that they have in common with the answer."""
+    found = [each for each in located(passages, prompt, documents, tokenizer) if each is not None]
+    return _fused(found, words.scores(answer, [citation.text for citation in found]))[:SHOWN]
+
+
+def located(
+    passages: Sequence[Passage], prompt: Sequence[int], documents: Sequence[Document], tokenizer: Tokenizer
+) -> list[Citation | None]:
+    """The citation of each of the prompt's `passages`; None of one that is in no document. Of several occurrences of a
+    text, it is the one closest to the passage's place in the prompt."""
+    if not documents or not passages:
+        return [None] * len(passages)
+    found = _located(tokenizer.decode(prompt), documents)
+    starts = _starts(passages, prompt, tokenizer)
+    texts = [tokenizer.decode(prompt[passage.start : passage.end])[_CUT:-_CUT].strip() for passage in passages]
+    return [
+        _citation(text, starts[passage.start], passage.share, found)
+        for text, passage in zip(texts, passages, strict=True)
+    ]
+
+
+def _fused(found: Sequence[Citation], scores: Sequence[float]) -> list[Citation]:
+    """The citations by the sum of their reciprocal ranks (Cormack et al., 2009) in `found` and by `scores`; those with
+    a score of 0 have no second rank."""
+    by_score = sorted((i for i, score in enumerate(scores) if score), key=lambda i: -scores[i])
+    ranks = {i: rank for rank, i in enumerate(by_score, start=1)}
+    sums = [1 / (i + 1) + (1 / ranks[i] if i in ranks else 0.0) for i in range(len(found))]
+    return [found[i] for i in sorted(range(len(found)), key=lambda i: -sums[i])]
+
+
+def _starts(passages: Iterable[Passage], prompt: Sequence[int], tokenizer: Tokenizer) -> dict[int, int]:
+    """The character of the prompt's text at which each passage begins, by its first token; off by a few where a
+    character was cut."""
+    found, token, character = dict[int, int](), 0, 0
+    for start in sorted(passage.start for passage in passages):
+        character += len(tokenizer.decode(prompt[token:start]))
+        found[start], token = character, start
     return found
 
 

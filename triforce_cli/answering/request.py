@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """Wishes for an answer. logprobs: the number of likeliest tokens to report at each position; None: no scores.
-    cites: find the passages with the most attention mass. thinks: False turns off a model's thoughts. thought_tokens: a
+    cites: find the passages that the answer draws on. thinks: False turns off a model's thoughts. thought_tokens: a
     limit on thoughts, or None. timeout: seconds until the answer is stopped."""
 
     max_tokens: int

@@ -100,6 +100,15 @@ def test_json_has_what_is_wanted_and_no_more() -> None:
     )  # fmt: skip
 
 
+def test_an_answers_own_words_rank_its_citations() -> None:
+    text = "Nobody came here. The spare keys are under the mat."
+    prompt = Prompt(list(map(ord, text)), (Document("d", text),))
+    answer = answer_to(prompt, Wanted(max_tokens=9, sampling=SamplingParams(), cites=True))
+    answer.add(step("Under "))
+    answer.add(step("the mat", "stop", passages=(Passage(0, 17, 0.5), Passage(17, len(text), 0.25))))
+    assert [each.share for each in answer.citations or ()] == [0.25, 0.5]
+
+
 @pytest.mark.parametrize(
     ("prompt", "budget"),
     [(REPLY, ThoughtBudget(5, MARKS.end, MARKS.open)), (Prompt([1], is_chat=True), None), (Prompt([1]), None)],

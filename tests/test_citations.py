@@ -93,6 +93,7 @@ def test_a_pass_counts_by_its_rows_and_not_as_one() -> None:
     together.add(there, 1)
     assert together.passages(9) == alone.passages(9)
     assert places(together)[0] == (1, 4)
+    assert places(attended([others, others], others, others, others)) == []
 
 
 def test_masses_too_small_to_compare_make_no_passage_before_a_real_one() -> None:

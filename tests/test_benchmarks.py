@@ -17,6 +17,8 @@ from fake_peers import fake_environment
 from models import TOKENIZER_SIZE, random_model, save
 from offload.kernels.cpu import kernels
 from offload.plan.rates import FOLDER_VARIABLE
+from triforce_cli.documents.reading import read_documents
+from triforce_cli.documents.selection import Named
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
@@ -27,6 +29,10 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
 Run = Callable[..., tuple[str, str]]
+
+
+def quiet(*_: object, **__: object) -> None:
+    """Say nothing."""
 
 
 def first_of_torch_and_ours(module: str, *within: str) -> str:
@@ -315,3 +321,31 @@ def test_json_texts_are_judged_and_compared(run: Run, tmp_path: Path) -> None:
     assert "2 schemas can be followed, 1 cannot" in table
     assert [(way["texts"], way["finished"], way["unfit"], way["differing"]) for way in ways] == [(2, 2, 0, 0)] * 3
     assert ways[1]["accepted"]["grammar"] > 0
+
+
+def test_each_question_about_a_document_has_its_passage_there_once(tmp_path: Path) -> None:
+    """A file of each program is read back; white space may be another."""
+    for module in ("docx", "reportlab", "lxml", "pypdf"):
+        pytest.importorskip(module)
+    from office_files import PROGRAMS, source, write
+
+    for name in PROGRAMS:
+        [reading] = read_documents(Named((write(name, tmp_path),)), "it", note=quiet, on_read=quiet)
+        text = " ".join(reading.text.split())
+        assert [text.count(" ".join(each.passage.split())) for each in source(name)[1]] == [1] * 14
+    planted, questions = source("planted")
+    assert [sum(each.passage in line.text for line in planted) for each in questions] == [1] * len(planted)
+
+
+def test_citations_are_judged_by_every_rule(run: Run) -> None:
+    pytest.importorskip("lxml")
+    demo = ROOT / "triforce_cli" / "models" / "demo-target"
+    args = ("--documents", "board", "--novel", "4000", "--questions", "2")
+    written, table = run("citations.py", "--model", str(demo), *args)
+    shared, asked = read(written)
+    assert [(each["document"], each["half"]) for each in asked] == [
+        ("board", 1), ("board", 2), ("novel 4000", 1), ("novel 4000", 2),
+    ]  # fmt: skip
+    assert all(set(each["first"]) <= set(each["three"]) <= set(range(len(shared["rules"]))) for each in asked)
+    assert all(0 < each["at random"][0] < each["at random"][1] < 0.5 for each in asked)
+    assert all(f"\n{rule}" in table for rule in ("questions", "at random", *shared["rules"]))

@@ -83,7 +83,9 @@ def test_the_prompts_last_row_is_the_texts_until_it_has_rows_of_its_own() -> Non
 
 
 def test_without_rows_to_compare_with_the_most_mass_counts_but_not_the_sinks() -> None:
-    assert places(attended([row(90, 1, 1, 1, 30, 1, 1, 1)])) == [(3, 6)]
+    found = attended([row(90, 1, 1, 1, 30, 1, 1, 1)])
+    assert places(found) == [(3, 6)]
+    assert [each.share for each in found.passages(9)] == pytest.approx([32 / 36])
 
 
 def test_a_pass_counts_by_its_rows_and_not_as_one() -> None:

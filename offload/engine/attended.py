@@ -33,26 +33,29 @@ class Passage:
 @dataclass(frozen=True)
 class Masses:
     """The mass of each of the prompt's chunks by a mean row of the text and by the baseline, [C] fp32 on the host. The
-    baseline is None if the prompt has but one row."""
+    baseline is None if the text's first pass had but one row of the prompt: then the sink, the first chunk, is left
+    out, and the others count by their mass."""
 
     text: Tensor
     base: Tensor | None
 
     @property
     def lifts(self) -> Tensor:
-        """The text's mass over the baseline's; without a baseline over the mean mass, and 0 for the sink."""
+        """The text's mass over the baseline's, by chunk, or over the mean mass."""
+        if self.base is None:
+            return self._without_sink / self.text.mean()
         floor = _FLOOR * self.text.mean()
-        if self.base is not None:
-            return (self.text + floor) / (self.base + floor)
-        lifts = self.text / self.text.mean()
-        lifts[0] = 0.0
-        return lifts
+        return (self.text + floor) / (self.base + floor)
 
     @property
     def shares(self) -> Tensor:
         """The part of each chunk in the mass beyond the baseline; they sum to 1, or to 0 where there is none."""
-        beyond = self.text if self.base is None else (self.text - self.base).clamp(min=0.0)
+        beyond = self._without_sink if self.base is None else (self.text - self.base).clamp(min=0.0)
         return beyond / beyond.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+    @property
+    def _without_sink(self) -> Tensor:
+        return torch.cat([torch.zeros(1), self.text[1:]])
 
 
 class Attended:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 BESIDE = 1  # chunks of a passage on either side of its best chunk
 NUM_ROWS = 8  # last rows of the prompt: the text's first row, and those of the baseline before it
-_LEAST = 1.4  # lift of a passage: with less none was the one with the answer (docs/measured.md)
 _FLOOR = 0.3  # of a chunk's mean mass, added to both masses, since the quotient of very small ones is noise
 
 
@@ -88,10 +87,10 @@ class Attended:
         return Masses(text, torch.stack(before).median(0).values if before else None)
 
     def passages(self, count: int) -> list[Passage]:
-        """At most `count` passages, the greatest lift first, and none with less than the least lift."""
+        """At most `count` passages, the greatest lift first. None is attended to less than the baseline."""
         if (masses := self.masses()) is None:
             return []
-        return ranked(masses.lifts, masses.shares, count, chunk=self.chunk, above=_LEAST)
+        return ranked(masses.lifts, masses.shares, count, chunk=self.chunk, above=1.0)
 
     def _summed(self, mass: Tensor) -> Tensor:
         """The mass of the prompt's chunks over all layers and heads, [C] fp32."""

@@ -82,7 +82,7 @@ def located(
     text, it is the one closest to the passage's place in the prompt."""
     if not documents or not passages:
         return [None] * len(passages)
-    found = _located(tokenizer.decode(prompt), documents)
+    found = _placed(tokenizer.decode(prompt), documents)
     starts = _starts(passages, prompt, tokenizer)
     texts = [tokenizer.decode(prompt[passage.start : passage.end])[_CUT:-_CUT].strip() for passage in passages]
     return [
@@ -110,7 +110,7 @@ def _starts(passages: Iterable[Passage], prompt: Sequence[int], tokenizer: Token
     return found
 
 
-def _located(prompt: str, documents: Sequence[Document]) -> list[_Found]:
+def _placed(prompt: str, documents: Sequence[Document]) -> list[_Found]:
     """The documents in the order of the prompt, each after the one before it."""
     found: list[_Found] = []
     after = 0

@@ -411,7 +411,7 @@ def test_cite_names_passages_below_the_answer_and_in_json(folder: Path, triforce
     no_documents = (*common[:-2], "--prompt-file", str(question), "--cite")
     code, out, err = triforce("ask", *no_documents, "--json")
     assert (code, json.loads(out)["citations"]) == (0, [])
-    assert "no passage of a document" in err
+    assert "no place in a document stands out" in err
 
 
 def test_generate_names_passages_of_documents_and_of_standard_input(

@@ -425,7 +425,7 @@ Logprobs = Annotated[
 ]
 Cite = Annotated[
     bool,
-    switch("--cite", "Below the answer, the passages it attended to most.", OUTPUT),
+    switch("--cite", "Below the answer, the places it came from.", OUTPUT),
 ]
 AsJson = Annotated[bool, switch("--json", "Write one JSON object at the end instead of text.", OUTPUT)]
 Quiet = Annotated[bool, switch("--quiet", "No progress and no notes on standard error.", OUTPUT, short="-q")]

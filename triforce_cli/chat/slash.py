@@ -219,7 +219,7 @@ _ALL = (
     Slash("/load PATH", "go on with a conversation from a file", _load, takes_path=True),
     Slash("/copy [code]", "copy the last reply, or its last code block", _copy),
     Slash("/log [WORDS]", "past questions, or those with WORDS (triforce log)", _log),
-    Slash("/where", "passages the last reply attended to most (chat --cite)", _where),
+    Slash("/where", "places the last reply came from (chat --cite)", _where),
     Slash("/stats", "what the last reply cost", _stats),
     Slash("/set [KEY VALUE]", "show or change temperature, seed, max-tokens ...", _set),
     Slash("/tokens", "what takes how much of the context", _tokens),

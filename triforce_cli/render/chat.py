@@ -122,7 +122,7 @@ def no_room_for_a_summary(drops: Sequence[Drop]) -> str:
 def cited(citations: Sequence[Citation]) -> str:
     """The passages of documents that an answer draws on, a line each, or a note that there are none."""
     lines = [f"[{number}] {citation}" for number, citation in enumerate(citations, start=1)]
-    return "\n".join(lines) or "no passage of a document is among those that the answer attended to most"
+    return "\n".join(lines) or "no place in a document stands out as the one that the answer came from"
 
 
 def cut_short(max_tokens: int | None, constraint: Constraint | None) -> str:

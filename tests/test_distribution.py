@@ -79,13 +79,16 @@ def test_each_place_has_the_distribution_of_its_definition(
 
 def near_a_threshold(row: list[float], before: list[int], num_prompt: int, sampling: SamplingParams) -> bool:
     """Whether a change of the logits like fp32's rounding changes by its definition what is kept."""
-    first = probabilities(row, before, num_prompt, sampling, end_tokens=ENDS)
-    shaken = ([x + sign * 1e-5 * (i + 1) for i, x in enumerate(row)] for sign in (1, -1))
-    others = [probabilities(each, before, num_prompt, sampling, end_tokens=ENDS) for each in shaken]
-    return any(other != pytest.approx(first, abs=1e-3) for other in others) or (
-        sampling.typical_p < 1.0
-        and equally_typical(probabilities(row, before, num_prompt, untypical(sampling), end_tokens=ENDS))
-    )
+    shaken = [[x + sign * 1e-5 * (i + 1) for i, x in enumerate(row)] for sign in (1, -1)]
+    top_k_alone = replace(
+        untypical(sampling), top_p=1.0, min_p=0.0, top_n_sigma=0.0
+    )  # others drop what was at its edge
+    for params in (sampling, top_k_alone, untypical(sampling)):
+        first = probabilities(row, before, num_prompt, params, end_tokens=ENDS)
+        others = (probabilities(each, before, num_prompt, params, end_tokens=ENDS) for each in shaken)
+        if any(other != pytest.approx(first, abs=1e-3) for other in others):
+            return True
+    return sampling.typical_p < 1.0 and equally_typical(first)
 
 
 def untypical(sampling: SamplingParams) -> SamplingParams:

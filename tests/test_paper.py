@@ -104,9 +104,7 @@ def test_a_seed_repeats_its_text(pair: Pair) -> None:
 
 
 @pytest.mark.deep
-def test_a_request_that_is_broken_off_leaves_nothing_under_way(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> None:
+def test_a_request_that_is_broken_off_leaves_nothing_under_way(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a layer's attention, after so many of them: in the prefill, a draft, a retrieval, a verification. What
     runs as a graph has none."""
     expected, attend = plainly(BUSIEST.plain(), pair)[0], TorchLayers._attended
@@ -117,8 +115,8 @@ def test_a_request_that_is_broken_off_leaves_nothing_under_way(
             said(engine, OTHER)
             calls.clear()  # graphs are recorded now
             said(engine, OTHER)
-        assert len(calls) > 23
-        for after in range(0, len(calls), 3) if pytestconfig.getoption("deep") else (4, 13, 19, 23):
+        assert len(calls) > 9  # how many depends on how far drafts pay on this machine
+        for after in range(0, len(calls), 3):
             with monkeypatch.context() as patch:
                 left = iter(range(after))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -14,7 +13,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from offload.errors import TriforceError, UsageError
-from offload.interrupts import poll
 from triforce_cli import log
 from triforce_cli.serve.guard import Guard
 
@@ -66,9 +64,6 @@ class HttpServer:
 
     def __enter__(self) -> HttpServer:
         self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            poll()
-            time.sleep(0.01)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

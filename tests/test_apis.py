@@ -453,7 +453,7 @@ def replies(draw: st.DrawFn) -> tuple[list[Said], Ended]:
     letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 
     def piece(text: str, thoughts: str) -> Said:
-        count = draw(st.integers(0, 2)) if scored and not thoughts else 0
+        count = draw(st.integers(0, 2)) if scored and text and not thoughts else 0
         return Said(text, thoughts, [score(draw(letters), "a", "b") for _ in range(count)])
 
     pieces = [piece("", draw(letters)) for _ in range(draw(st.integers(0, 3)))]

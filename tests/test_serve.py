@@ -143,7 +143,7 @@ def test_text_that_was_held_back_is_told_at_the_end(server: Server, client: Clie
     assert client.chat("<thin", stream=stream).said == "<thin"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.model, "steps", lambda text: _begins(text))
-        answer = client.chat("<thin", stream=stream, timeout=0.05)
+        answer = client.chat("<thin", stream=stream, timeout=0.5)
     assert (answer.said, '"length"' in answer.text) == ("<thin", True)
 
 

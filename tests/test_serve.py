@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
@@ -13,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from api_clients import CLIENTS, without_names
 from offload.decode.sampling import SamplingParams
-from offload.errors import UsageError
+from offload.errors import TriforceError, UsageError
 from offload.metrics import Stats
 from served import (
     CHAT,
@@ -35,12 +36,15 @@ from served import (
 )
 from test_cli_fake import Step
 from triforce_cli.answering.options import Layout
-from triforce_cli.apis.api import ApiError
+from triforce_cli.apis.api import ApiError, Event
+from triforce_cli.apis.chat_completions import ChatCompletions
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import Record
 from triforce_cli.serve import app, guard, http, replies, scheduler
 from triforce_cli.serve.http import listening_socket
 from triforce_cli.serve.job import Finish, Job, Piece
+
+T = TypeVar("T")
 
 TEXT, RESPONSES, MESSAGES, COUNT = (
     "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
@@ -387,7 +391,7 @@ def test_a_client_that_half_closes_is_gone(server: Server, client: Client) -> No
 def test_the_answer_of_a_client_that_does_not_read_ends(goes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After SEND_SECONDS, or once it goes away; whether or not garbage is collected, which held what forgets the
     job."""
-    monkeypatch.setattr(guard, "SEND_SECONDS", 60.0 if goes else 0.1)
+    monkeypatch.setattr(http, "SEND_SECONDS", 60.0 if goes else 0.1)
     gc.disable()
     try:
         with Server() as server:
@@ -785,3 +789,72 @@ def test_errors_of_handlers_name_what_happened(client: Client, server: Server, m
 
 def _refuses(*given: Any) -> Any:
     raise ApiError(418, "teapot")
+
+
+def test_an_answer_that_cannot_begin_concerns_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not under way yet, and to drop it ended the server."""
+    with Server() as server:
+        monkeypatch.setattr(Job, "asked", lambda *given: _raise(MemoryError()))
+        assert server.client.chat("hi").status == 503
+        monkeypatch.undo()
+        assert server.client.chat("hi there").said == "hi there"
+
+
+def test_an_error_after_an_answer_fails_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its rows were kept; it ended the server."""
+    with Server() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("served.Sequences.leave", lambda *given, **more: _raise(TriforceError("the disk is gone")))
+            assert "the disk is gone" in server.client.chat("hi").text
+        assert server.client.chat("hi there").said == "hi there"
+
+
+def test_a_scheduler_whose_loop_has_ended_refuses() -> None:
+    ended = scheduler.Scheduler(most_waiting=3, on_end=lambda *given: None)
+    answers = SimpleNamespace(has_room=True, under_way=list)
+    with pytest.raises(TypeError):  # it has no length
+        ended.run(answers, None)  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="stopping"):
+        ended.submit(SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_a_stream_that_holds_text_back_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces came, and nothing was sent: hidden thoughts, or the text of a tool call."""
+    seconds = iter(range(10_000))
+    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
+    reports: Any = iter([*([Piece("", "hm", 1, ())] * 50), Finish(False, Stats())])
+    job.next_report = lambda wait: _soon(next(reports))
+    reply = ChatCompletions().reply({}, "tiny")
+
+    async def told() -> list[str]:
+        telling = replies.Telling(job, shows_thoughts=False)
+        return [text async for text in replies.events(job, telling, reply, lambda: float(next(seconds)))]
+
+    assert asyncio.run(told()).count(": waiting\n\n") >= 4
+
+
+async def _soon(value: T) -> T:
+    return value
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_line_ends_of_other_alphabets_split_no_event() -> None:
+    event = str(Event({"text": "a\u2028b\x85c\u2029d\u00e9"}))
+    assert len(event.splitlines()) == 2
+    assert json.loads(event.removeprefix("data: ")) == {"text": "a\u2028b\x85c\u2029d\u00e9"}
+
+
+def test_a_connection_whose_client_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To close it waited for the client to read what was left."""
+    monkeypatch.setattr(http, "SEND_SECONDS", 0.1)
+    with Server() as server:
+        monkeypatch.setattr(server.model, "steps", lambda text: _much())
+        server._bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with server.client.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(raw(CHAT, request("much", stream=True)))
+            until(lambda: server.ended)
+            until(lambda: not server._http._server.server_state.connections)

@@ -35,7 +35,7 @@ class WordWrap:
         self._begin_line()
 
     def push(self, text: str) -> str:
-        """What to write to the terminal for the next piece of text, which has no control characters."""
+        """The characters to write to the terminal for the next piece of text, which has no control characters."""
         return "".join(map(self._add, text))
 
     def _add(self, char: str) -> str:

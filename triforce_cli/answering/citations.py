@@ -135,13 +135,11 @@ def _start(prompt: str, text: str, after: int) -> int:
 
 
 def _citation(text: str, start: int, share: float, located: Sequence[_Found]) -> Citation | None:
-    best: tuple[int, Citation] | None = None
-    for found in located:
-        for part in _occurrences(found.document.text, text):
-            distance = abs(found.start + part.start - start)
-            if best is None or distance < best[0]:
-                best = distance, _at(found.document, _whole_words(found.document.text, part.start, part.stop), share)
-    return None if best is None else best[1]
+    parts = [(found, part) for found in located for part in _occurrences(found.document.text, text)]
+    if not parts:
+        return None
+    found, part = min(parts, key=lambda each: abs(each[0].start + each[1].start - start))
+    return _at(found.document, _whole_words(found.document.text, part.start, part.stop), share)
 
 
 def _occurrences(text: str, wanted: str) -> list[slice]:

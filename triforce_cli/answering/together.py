@@ -95,13 +95,15 @@ class Answers(Generic[Key]):
     def finish(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> tuple[Asked, Stats]:
         """Take an answer off, with the text that was held back, and its statistics. on_end: gets them before its
         prompt's rows are kept, which takes a while."""
-        asked = self._under_way.pop(key)
+        asked = self._under_way[key]
         asked.answer.break_off()
-        return asked, self._sequences.leave(key, on_end=on_end)
+        stats = self._sequences.leave(key, on_end=on_end)
+        del self._under_way[key]  # after an error it is to be dropped
+        return asked, stats
 
     def drop(self, key: Key) -> None:
-        """Take an answer off that failed."""
-        del self._under_way[key]
+        """Take an answer off that failed, wherever it did."""
+        self._under_way.pop(key, None)
         self._sequences.drop(key)
 
     def __enter__(self) -> Answers[Key]:

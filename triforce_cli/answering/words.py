@@ -12,7 +12,7 @@ _SATURATION, _LENGTH = 1.2, 0.75  # k1 and b
 
 
 def words(text: str) -> list[str]:
-    """The words and numbers of a text, in small letters."""
+    """The words and numbers of a text, in lower case."""
     return [word.casefold() for word in _WORD.findall(text)]
 
 

@@ -13,6 +13,7 @@ from offload.errors import UsageError
 from triforce_cli.answering.calls import Call
 
 PLACE = "the request"  # its name in messages
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # that some clients split events at
 Score = Mapping[str, Any]  # see `Answer.scores`
 Fields = dict[str, Any]  # of a record, see triforce_cli.batch.records
 
@@ -33,7 +34,7 @@ class Event:
     name: str = ""
 
     def __str__(self) -> str:
-        text = self.data if isinstance(self.data, str) else as_json(self.data)
+        text = self.data if isinstance(self.data, str) else as_json(self.data).translate(_LINE_ENDS)
         return f"event: {self.name}\ndata: {text}\n\n" if self.name else f"data: {text}\n\n"
 
 
@@ -150,6 +151,16 @@ def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     if not isinstance(value, bool | None):
         raise UsageError(f"{PLACE}: {name} is {json.dumps(value)[:80]}, it can only be true or false")
     return default if value is None else value
+
+
+def joined(*parts: Mapping[str, Any]) -> Fields:
+    """The fields of several parts of a request. Raises UsageError if two of them say the same."""
+    found: Fields = {}
+    for part in parts:
+        if twice := found.keys() & part.keys():
+            raise UsageError(f"{PLACE}: {min(twice)} is said twice, by a field of this name and by the API's own")
+        found |= part
+    return found
 
 
 def without(body: Mapping[str, Any], *names: str) -> Fields:

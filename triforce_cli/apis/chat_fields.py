@@ -27,19 +27,29 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
     UsageError for requests that are not supported; fields that are not known stay as they are."""
     _check_pairs(body, place)
     found: dict[str, Any] = {}
+
+    def put(name: str, value: Any) -> None:
+        if name in found:
+            raise UsageError(f"{place}: {name} is said twice, by a field of this name and by the API's own")
+        found[name] = value
+
     without = ("tools", "tool_choice") if body.get("tool_choice") == "none" else ()
     for name, value in body.items():
-        if name in without:
+        if name in without or name in ("logprobs", "top_logprobs", "reasoning_effort", *IGNORED) or value is None:
             continue
         if name in SAME:
             check_same(body, name, SAME[name], place)
         elif name == "response_format":
-            found |= {} if value is None else constraint(value, place)
-        elif name not in ("logprobs", "top_logprobs", "reasoning_effort", *IGNORED) and value is not None:
-            found[_OTHER_NAMES.get(name, str(name))] = value
+            for constraint_name, wanted in constraint(value, place).items():
+                put(constraint_name, wanted)
+        elif name != "max_completion_tokens" or body.get("max_tokens") is None:
+            put(_OTHER_NAMES.get(name, str(name)), value)
     if (effort := body.get("reasoning_effort")) is not None:
         further = found.get("template_args", {})
-        found["template_args"] = {"reasoning_effort": effort, **further} if isinstance(further, dict) else further
+        if isinstance(further, dict):
+            found["template_args"] = {**further, "reasoning_effort": effort}
+            if "reasoning_effort" in further:
+                raise UsageError(f"{place}: reasoning_effort is said twice, by itself and by the template's variables")
     if body.get("logprobs"):
         top = body.get("top_logprobs")
         found["logprobs"] = 0 if top is None else top
@@ -48,7 +58,8 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def check_same(body: Mapping[str, Any], name: str, value: object, place: str) -> None:
     """Raises UsageError unless a field has the single allowed value, or is null or absent."""
-    if (given := body.get(name)) not in (value, None):
+    given = body.get(name)
+    if given is not None and (given != value or type(given) is not type(value)):
         raise UsageError(f"{place}: {name} is {shown(given)}, it can only be {json.dumps(value)}")
 
 

@@ -76,13 +76,16 @@ def _format(body: Mapping[str, Any]) -> Fields:
 
 def _thinking(body: Mapping[str, Any]) -> Fields:
     wanted = object_of(body, "thinking", "type", "budget_tokens", "display")
+    budget = wanted.get("budget_tokens")
     kinds: dict[Any, Fields] = {
         None: {},
         "adaptive": {},
         "disabled": {"thinking": "off"},
-        "enabled": {"thinking_tokens": wanted.get("budget_tokens")},
+        "enabled": {"thinking": "show", "thinking_tokens": budget},
     }
     kind = wanted.get("type")
+    if (kind == "enabled") is (budget is None):
+        raise UsageError(f"{PLACE}: thinking is enabled with budget_tokens, and has none otherwise")
     if not isinstance(kind, str | None) or kind not in kinds:
         raise UsageError(f"{PLACE}: thinking is of the type {json.dumps(kind)[:80]}, which is not understood")
     return kinds[kind]

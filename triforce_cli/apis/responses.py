@@ -7,7 +7,20 @@ from typing import Any
 
 from offload.errors import UsageError
 from triforce_cli.apis import openai_style
-from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, ToolCall, Usage, flag, identifier
+from triforce_cli.apis.api import (
+    PLACE,
+    ApiError,
+    Ended,
+    Event,
+    Fields,
+    Head,
+    Said,
+    ToolCall,
+    Usage,
+    flag,
+    identifier,
+    joined,
+)
 from triforce_cli.apis.api import without as _without
 from triforce_cli.apis.chat_fields import IGNORED, check_same, format_constraint
 from triforce_cli.apis.response_input import messages_of, object_of, tools_of
@@ -35,15 +48,15 @@ class Responses:
                 check_same(body, name, value, PLACE)
         tools = tools_of(body) if offers else []
         limit, logprobs = body.get("max_output_tokens"), _logprobs(body)
-        return {
-            "messages": messages_of(body),
-            **({"tools": tools} if tools else {}),
-            **({} if limit is None else {"max_tokens": limit}),
-            **({} if logprobs is None else {"logprobs": logprobs}),
-            **_format(body),
-            **_effort(body),
-            **_without(body, *_OF_WRITING, *_READ, *_SAME, *IGNORED),
-        }
+        return joined(
+            {"messages": messages_of(body)},
+            {"tools": tools} if tools else {},
+            {} if limit is None else {"max_tokens": limit},
+            {} if logprobs is None else {"logprobs": logprobs},
+            _format(body),
+            _effort(body),
+            _without(body, *_OF_WRITING, *_READ, *_SAME, *IGNORED),
+        )
 
     def has_one_call(self, body: Mapping[str, Any]) -> bool:
         return not flag(body, "parallel_tool_calls", default=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from triforce_cli.chat.formats import ChatFormat
 
 
-_MOST_CHECKED = 64  # parameters that are known to be supported
+_MOST_CHECKED, _MOST_REMEMBERED = 64, 8192  # parameters that are known to be supported; characters of a constraint
 
 
 class Prompts:
@@ -36,7 +36,10 @@ class Prompts:
     def check(self, record: Record) -> None:
         """Raises UsageError for sampling parameters that this model does not support. Parameters that were checked
         lately are not checked again."""
-        self._check(replace(record.wanted.sampling, seed=None))
+        sampling = replace(record.wanted.sampling, seed=None)
+        constraint = sampling.constraint
+        is_small = constraint is None or len(constraint.text) <= _MOST_REMEMBERED
+        (self._check if is_small else self._check_sampling)(sampling)
 
     def of(self, record: Record, defaults: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt of a record. defaults: variables of the chat template, for records without them; a template need

@@ -177,7 +177,7 @@ def _access(host: str, key: str | None, origins: Iterable[str]) -> Access:
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise UsageError("api-key must be a text of printable ASCII characters, without spaces around it")
     if key is None and not is_loopback(host):
-        raise UsageError(f"host is {host}, which other machines can reach; that needs a key (--api-key KEY)")
+        raise UsageError(f"host is {host!r}, which other machines may reach; that needs a key (--api-key KEY)")
     for origin in origins:
         parts = urlsplit(origin)
         if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:

@@ -1,10 +1,10 @@
-"""Who may use the server: the hosts and origins in requests, and the key."""
+"""Access to the server: the hosts and origins that requests may name, and the key."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ _LOCAL = "localhost"
 
 def is_loopback(host: str) -> bool:
     """True for an address or name of this machine alone."""
+    host = host.lower()
     if host == _LOCAL or host.endswith(f".{_LOCAL}"):
         return True
     with suppress(ValueError):  # a name
@@ -45,10 +46,10 @@ class Access:
         if self.key is None:
             self._check_host(headers.get("host", ""))
         elif not (is_open or _is_preflight(method, origin)):
-            self._check_key(_key_in(headers), self.key)
+            self._check_key(_keys_in(headers), self.key)
 
-    def _check_key(self, given: str, key: str) -> None:
-        if not hmac.compare_digest(given.encode(), key.encode()):
+    def _check_key(self, given: Sequence[str], key: str) -> None:
+        if not any(hmac.compare_digest(each.encode(), key.encode()) for each in given):
             raise ApiError(401, "the key is missing or wrong; it goes into Authorization: Bearer", "invalid_api_key")
 
     def _check_host(self, header: str) -> None:
@@ -71,7 +72,7 @@ def _host_in(header: str) -> str:
     return ""
 
 
-def _key_in(headers: Mapping[str, str]) -> str:
-    """The key of a request, as OpenAI's or as Anthropic's clients send it."""
+def _keys_in(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The keys of a request, as OpenAI's and as Anthropic's clients send them."""
     kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")

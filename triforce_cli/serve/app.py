@@ -40,7 +40,7 @@ _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by p
 
 @dataclass(frozen=True)
 class Served:
-    """What is served. names: of the model. created: when the server began, in seconds since 1970. context: tokens.
+    """The served model. names: of the model. created: when the server began, in seconds since 1970. context: tokens.
     shows_thoughts: to clients."""
 
     names: tuple[str, ...]

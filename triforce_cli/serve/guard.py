@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import traceback
-from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triforce_cli import log
-from triforce_cli.apis import openai_style
-from triforce_cli.apis.api import ApiError
+from triforce_cli.apis.api import Api, ApiError
+from triforce_cli.apis.chat_completions import ChatCompletions
 from triforce_cli.apis.messages import Messages
 from triforce_cli.serve.access import Access
 
-SEND_SECONDS = 60.0  # for a client to take what was sent
 _OPEN = ("/health",)  # paths that need no key
 _GONE = 499  # the status of a response that nobody reads
 
@@ -31,32 +28,28 @@ def error_response(path: str, error: Exception) -> Response:
         error = ApiError(error.status_code, f"{error.detail}: {path[:80]}", headers=error.headers)
     if not isinstance(error, ApiError):
         error = ApiError(500, f"unexpected {type(error).__name__}")
-    body = Messages().error(error) if path.startswith(Messages.path) else openai_style.error(error)
-    return JSONResponse(body, error.status, error.headers)
+    api: Api = Messages() if path.startswith(Messages.path) else ChatCompletions()
+    return JSONResponse(api.error(error), error.status, error.headers)
 
 
 class Guard:
-    """An ASGI application around another one. It refuses requests that `access` does not allow, closes connections
-    whose clients do not read, and logs errors that nothing handled."""
+    """An ASGI application around another one. It refuses requests that `access` does not allow, and logs errors that
+    nothing handled."""
 
     def __init__(self, application: ASGIApp, access: Access) -> None:
         self._application, self._access = application, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            await asyncio.wait_for(send(message), SEND_SECONDS)
-
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
         try:
             self._access.check(Headers(scope=scope), method=scope["method"], is_open=scope["path"] in _OPEN)
         except ApiError as error:
-            await error_response(scope["path"], error)(scope, receive, send_in_time)
+            await error_response(scope["path"], error)(scope, receive, send)
             return
         try:
-            with suppress(asyncio.TimeoutError):  # the server closes the connection
-                await self._application(scope, receive, send_in_time)
+            await self._application(scope, receive, send)
         except Exception:
             log.failure(traceback.format_exc())
             raise

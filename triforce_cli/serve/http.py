@@ -17,6 +17,7 @@ from triforce_cli import log
 from triforce_cli.serve.guard import Guard
 
 IDLE_SECONDS = 75.0  # for a client to send a request's headers, and between two requests
+SEND_SECONDS = 60.0  # for a client to take what was sent
 MOST_CONNECTIONS = 512
 _CLOSE_SECONDS = 5  # for clients to take the last bytes, when the server stops
 
@@ -85,11 +86,32 @@ class HttpServer:
 
 
 class Patient(H11Protocol):
-    """HTTP/1.1 with a limit on the time that a client takes to send the headers of a request."""
+    """HTTP/1.1 with limits on the time that a client takes to send the headers of a request, and to take what was
+    sent."""
+
+    _patience: asyncio.TimerHandle | None = None  # with a client that takes nothing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_request(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_patience()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_patience()
+        self._patience = self.loop.call_later(SEND_SECONDS, self.transport.abort)  # to close waits for the client
+
+    def resume_writing(self) -> None:
+        self._end_patience()
+        super().resume_writing()
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def on_response_complete(self) -> None:
         answered = self.cycle  # the next one may begin in here

@@ -43,7 +43,10 @@ class Reader:
         """The request. Raises ApiError."""
         with self._refusing():
             given = self._body(body)
-            return Readable(given, *self._prompt(api.fields(given)))
+            prompt, wanted = self._prompt(api.fields(given))
+            if len(prompt.tokens) >= self._context:
+                raise self._too_long(f" ({len(prompt.tokens):,} tokens)")
+            return Readable(given, prompt, wanted)
 
     def num_tokens(self, api: Messages, body: bytes) -> int:
         """The number of tokens of a request's prompt. Raises ApiError."""
@@ -71,15 +74,14 @@ class Reader:
         return given
 
     def _prompt(self, fields: Fields) -> tuple[Prompt, Wanted]:
-        check_known(fields, FIELDS, PLACE, "docs/serve.md names them")
+        check_known(fields, FIELDS, PLACE, f"there are {', '.join(FIELDS)}")
+        if fields.get("thinking") == "hide":
+            raise UsageError(f"{PLACE}: thinking is 'hide', which is for the server to say; it can be 'show' or 'off'")
         record = read_record(fields, 1, PLACE, self._defaults)
         self._prompts.check(record)
         prompt = self._prompts.of(record, {"date_string": time.strftime("%d %b %Y")})
-        num_tokens = len(prompt.tokens)
-        if not num_tokens:
+        if not prompt.tokens:
             raise UsageError(f"{PLACE}: the prompt has no tokens")
-        if num_tokens >= self._context:
-            raise self._too_long(f" ({num_tokens:,} tokens)")
         return prompt.without_begin(), record.wanted
 
     def _too_long(self, size: str) -> ApiError:

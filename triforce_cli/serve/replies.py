@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from offload.progress import Progress
 from triforce_cli.apis.api import ApiError, Ended, Reply, Said, Score, ToolCall, Usage
-from triforce_cli.serve.job import Finish, Job, Piece
+from triforce_cli.serve.job import Finish, Job, Piece, Report
 from triforce_cli.serve.spoken import Spoken
 
 QUIET_SECONDS = 10.0  # after which a stream without news gets a comment, so that the client keeps waiting
@@ -33,10 +33,11 @@ class Telling:
         return Usage(len(self._job.prompt.tokens))
 
     def add(self, piece: Piece) -> Said:
-        """What is certain after a piece."""
+        """The text and thoughts that are certain after a piece."""
         thoughts = piece.thoughts if self._shows_thoughts else ""
         text = self._spoken.push(piece.text)
-        self._held = [] if piece.thoughts else [*self._held, *piece.scores]
+        is_thought = piece.thoughts and not (piece.text and self._shows_thoughts)
+        self._held = [] if is_thought else [*self._held, *piece.scores]
         said = Said(text, thoughts, self._scored() if text else ())
         self._num_tokens += piece.num_tokens
         self._num_thoughts += piece.num_tokens if piece.thoughts and not piece.text else 0
@@ -84,16 +85,17 @@ async def events(
     """Yield the reply as the text of server-sent events, with comments on the prefill."""
     for event in reply.begin(telling.usage):
         yield str(event)
-    commented = clock()
+    last = clock()  # when anything was sent
     while True:
         report = await job.next_report(QUIET_SECONDS)
-        if report is None or (isinstance(report, Progress) and clock() - commented >= _PROGRESS_SECONDS):
-            commented = clock()
-            yield _comment(report)
-        elif isinstance(report, Piece):
-            for event in reply.add(telling.add(report)):
-                yield str(event)
-        elif isinstance(report, Finish | ApiError):
+        news = [str(event) for event in reply.add(telling.add(report))] if isinstance(report, Piece) else []
+        patience = _PROGRESS_SECONDS if isinstance(report, Progress) else QUIET_SECONDS
+        if not news and (report is None or clock() - last >= patience):  # text may be held back for long
+            news = [_comment(report)]
+        for text in news:
+            last = clock()
+            yield text
+        if isinstance(report, Finish | ApiError):
             for text in _last(telling, reply, report):
                 yield text
             return
@@ -106,7 +108,7 @@ def _last(telling: Telling, reply: Reply, report: Finish | ApiError) -> list[str
     return [str(event) for event in (*reply.add(said), *reply.end(ended))]
 
 
-def _comment(report: Progress | None) -> str:
-    if report is None:
+def _comment(report: Report | None) -> str:
+    if not isinstance(report, Progress):
         return ": waiting\n\n"
     return f": {report.stage} {report.done:,} of {report.total:,} {report.unit}\n\n"

@@ -84,6 +84,7 @@ class Scheduler:
                 self._begin_waiting(answers, tokenizer)
                 self._go_on(answers)
         except BaseException as error:
+            self._stop_in(0.0)
             self._fail_all(answers, _failed(error) if isinstance(error, Exception) else _stopping())
             raise
         finally:
@@ -129,11 +130,13 @@ class Scheduler:
         if not len(answers) or self._has_to_end():
             return
         try:
-            parts = answers.go_on()
+            self._tell(answers)
         except (TriforceError, MemoryError) as error:
             self._fail_all(answers, _failed(error))
-            return
-        for job, part in parts:
+
+    def _tell(self, answers: Answers[Job]) -> None:
+        """Run passes, and report what they gave."""
+        for job, part in answers.go_on():
             job.report(Piece(part.text, part.thoughts, len(part.tokens), answers.asked(job).answer.scores(part)))
         for job in answers.ended():
             if self._has_to_end() and not (job.is_gone or answers.asked(job).is_complete):

@@ -128,7 +128,7 @@ class Splitter:
             self._taken(len(marks.close))
             self.state, self._trims = "said", True
             return parts
-        certain = len(self._held[: len(self._held) - _overlap(self._held, marks.close)].rstrip())
+        certain = len(self._held[: len(self._held) - overlap(self._held, marks.close)].rstrip())
         return self._out(self._taken(certain), is_thought=True)
 
     def _find(self, mark: str) -> int | None:
@@ -156,6 +156,6 @@ def without_thoughts(reply: str, marks: Marks | None, *, begun: bool) -> str:
     return "".join(piece.text for piece in (*splitter.push(reply), *splitter.flush()) if not piece.is_thought)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """The number of characters at the end of `text` that may begin `mark`."""
     return next((count for count in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-count:])), 0)

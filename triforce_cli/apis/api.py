@@ -153,12 +153,13 @@ def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     return default if value is None else value
 
 
-def joined(*parts: Mapping[str, Any]) -> Fields:
-    """The fields of several parts of a request. Raises UsageError if two of them say the same."""
+def joined(place: str, *parts: Mapping[str, Any]) -> Fields:
+    """The fields of several parts of a request. place: of the request, in messages. Raises UsageError if two of them
+    say the same."""
     found: Fields = {}
     for part in parts:
         if twice := found.keys() & part.keys():
-            raise UsageError(f"{PLACE}: {min(twice)} is said twice, by a field of this name and by the API's own")
+            raise UsageError(f"{place}: {min(twice)} is said twice, by a field of this name and by the API's own")
         found |= part
     return found
 
@@ -166,3 +167,24 @@ def joined(*parts: Mapping[str, Any]) -> Fields:
 def without(body: Mapping[str, Any], *names: str) -> Fields:
     """The fields of a request but for `names`, and for those that are null, which count as absent."""
     return {name: value for name, value in body.items() if name not in names and value is not None}
+
+
+def object_of(body: Mapping[str, Any], name: str, *known: str) -> Mapping[str, Any]:
+    """A field that is an object with known fields, or null. Raises UsageError."""
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{PLACE}: {name} is {json.dumps(value)[:80]}, it must be an object")
+    if unknown := [each for each in value if each not in known]:
+        raise UsageError(f"{PLACE}: {name} has {unknown[0]!r}, which is not understood")
+    return value
+
+
+def text_of(content: Any, place: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a content: a text, or the joined texts of parts. kinds: types of parts. Raises UsageError."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{PLACE}: {place} has a content that is no text; only texts can be read")
+    return "".join(text for text in texts if text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.errors import UsageError
 from offload.fields import shown
+from triforce_cli.apis.api import joined
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
 # Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".
@@ -26,13 +27,7 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The body of a request for a chat completion, with our field names. place: of the request, in messages. Raises
     UsageError for requests that are not supported; fields that are not known stay as they are."""
     _check_pairs(body, place)
-    found: dict[str, Any] = {}
-
-    def put(name: str, value: Any) -> None:
-        if name in found:
-            raise UsageError(f"{place}: {name} is said twice, by a field of this name and by the API's own")
-        found[name] = value
-
+    parts: list[Mapping[str, Any]] = []
     without = ("tools", "tool_choice") if body.get("tool_choice") == "none" else ()
     for name, value in body.items():
         if name in without or name in ("logprobs", "top_logprobs", "reasoning_effort", *IGNORED) or value is None:
@@ -40,10 +35,10 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
         if name in SAME:
             check_same(body, name, SAME[name], place)
         elif name == "response_format":
-            for constraint_name, wanted in constraint(value, place).items():
-                put(constraint_name, wanted)
+            parts.append(constraint(value, place))
         elif name != "max_completion_tokens" or body.get("max_tokens") is None:
-            put(_OTHER_NAMES.get(name, str(name)), value)
+            parts.append({_OTHER_NAMES.get(name, str(name)): value})
+    found = joined(place, *parts)
     if (effort := body.get("reasoning_effort")) is not None:
         further = found.get("template_args", {})
         if isinstance(further, dict):

@@ -8,18 +8,29 @@ from itertools import accumulate
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis import openai_style
-from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, Score, Usage, flag, identifier
-from triforce_cli.apis.api import without as _without
-from triforce_cli.apis.chat_completions import DONE, includes_usage
+from triforce_cli.apis.api import (
+    PLACE,
+    ApiError,
+    Ended,
+    Event,
+    Fields,
+    Head,
+    Said,
+    Score,
+    Usage,
+    flag,
+    identifier,
+    without,
+)
 from triforce_cli.apis.chat_fields import IGNORED, check_same
+from triforce_cli.apis.openai_style import Chunks, OpenAiApi, error_body, includes_usage
 
 MAX_TOKENS = 16  # the API's default
 _SAME = {"n": 1, "best_of": 1, "suffix": ""}
 _OF_WRITING = ("stream", "echo", "prompt")
 
 
-class Completions:
+class Completions(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/completions"
@@ -30,17 +41,12 @@ class Completions:
         for name in ("stream", "echo"):
             flag(body, name)
         includes_usage(body)
-        return {"max_tokens": MAX_TOKENS, "prompt": _prompt(body), **_without(body, *_OF_WRITING, *_SAME, *IGNORED)}
-
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        return False
+        return {"max_tokens": MAX_TOKENS, "prompt": _prompt(body), **without(body, *_OF_WRITING, *_SAME, *IGNORED)}
 
     def reply(self, body: Mapping[str, Any], model: str) -> CompletionReply:
         echo = _prompt(body) if flag(body, "echo") else ""
-        return CompletionReply(Head(identifier("cmpl-"), model), echo, includes_usage=includes_usage(body))
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_style.error(error)
+        kind = "text_completion"
+        return CompletionReply(Chunks(Head(identifier("cmpl-"), model), kind, kind, includes_usage(body)), echo)
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
@@ -55,8 +61,8 @@ def _prompt(body: Mapping[str, Any]) -> str:
 class CompletionReply:
     """A completion; see `Reply`. echo: the text that it begins with."""
 
-    def __init__(self, head: Head, echo: str, *, includes_usage: bool) -> None:
-        self._head, self._echo, self._includes_usage = head, echo, includes_usage
+    def __init__(self, chunks: Chunks, echo: str) -> None:
+        self._chunks, self._echo = chunks, echo
         self._num_characters = len(echo)
 
     def begin(self, usage: Usage) -> Iterator[Event]:
@@ -70,36 +76,21 @@ class CompletionReply:
 
     def end(self, ended: Ended) -> Iterator[Event]:
         yield self._chunk("", finish=ended.finish)
-        if self._includes_usage:
-            yield Event(self._object([], usage=openai_style.usage(ended.usage)))
-        yield DONE
+        yield from self._chunks.end(ended.usage)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
-        yield Event(openai_style.error(error))
+        yield Event(error_body(error))
 
     def document(self, ended: Ended) -> dict[str, Any]:
         choice = {
-            "index": 0,
             "text": self._echo + ended.text,
             "logprobs": _logprobs(ended.scores, len(self._echo)),
             "finish_reason": ended.finish,
         }
-        return self._object([choice], usage=openai_style.usage(ended.usage))
+        return self._chunks.whole(choice, ended.usage)
 
     def _chunk(self, text: str, *, logprobs: Any = None, finish: str | None = None) -> Event:
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self._includes_usage else {}
-        return Event(self._object([choice], **usage))
-
-    def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            "id": self._head.id,
-            "object": "text_completion",
-            "created": self._head.created,
-            "model": self._head.model,
-            "choices": choices,
-            **more,
-        }
+        return self._chunks.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish})
 
 
 def _logprobs(scores: Sequence[Score], start: int) -> dict[str, Any] | None:

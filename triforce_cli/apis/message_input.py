@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis.api import PLACE
-from triforce_cli.apis.response_input import object_of
+from triforce_cli.apis.api import PLACE, object_of, text_of
 
 Message = dict[str, Any]
 
@@ -18,7 +17,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
     system, given = body.get("system"), body.get("messages")
     if not isinstance(given, list):
         raise UsageError(f"{PLACE}: messages are {json.dumps(given)[:80]}, they must be a list")
-    first = [] if system is None else [{"role": "system", "content": _text(system, "system")}]
+    first = [] if system is None else [{"role": "system", "content": text_of(system, "system")}]
     return [*first, *(each for number, message in enumerate(given, start=1) for each in _messages(message, number))]
 
 
@@ -32,7 +31,7 @@ def _messages(message: Any, number: int) -> Iterator[Message]:
     others: list[Any] = []
     for block in blocks:
         if isinstance(block, dict) and block.get("type") == "tool_result":
-            result = _text(block.get("content") or "", f"a tool_result of {place}")
+            result = text_of(block.get("content") or "", f"a tool_result of {place}")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         else:
             others.append(block)
@@ -45,7 +44,7 @@ def _said(role: Any, blocks: list[Any], place: str) -> Message:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts += _text([block], place)
+            texts += text_of([block], place)
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts += block["thinking"]
         elif kind == "tool_use":
@@ -59,14 +58,6 @@ def _said(role: Any, blocks: list[Any], place: str) -> Message:
         **({"reasoning_content": thoughts} if thoughts else {}),
         **({"tool_calls": calls} if calls else {}),
     }
-
-
-def _text(content: Any, place: str) -> str:
-    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None for block in blocks]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{PLACE}: {place} has a content that is no text; only texts can be read")
-    return "".join(text for text in texts if text)
 
 
 def choice_of(body: Mapping[str, Any]) -> Mapping[str, Any]:

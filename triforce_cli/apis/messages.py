@@ -7,11 +7,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Fields, Head, Said, ToolCall, Usage, flag, identifier
-from triforce_cli.apis.api import without as _without
+from triforce_cli.apis.api import (
+    PLACE,
+    ApiError,
+    Ended,
+    Event,
+    Fields,
+    Head,
+    Said,
+    ToolCall,
+    Usage,
+    flag,
+    identifier,
+    object_of,
+    without,
+)
 from triforce_cli.apis.chat_fields import format_constraint
 from triforce_cli.apis.message_input import choice_of, messages_of, tools_of
-from triforce_cli.apis.response_input import object_of
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -37,7 +49,7 @@ class Messages:
         if body.get("max_tokens") is None:
             raise UsageError(f"{PLACE}: max_tokens is missing, and this API demands it")
         _check_edits(body)
-        return self.prompt_fields(body) | _without(body, *_READ, *_IGNORED) | _stops(body) | _format(body)
+        return self.prompt_fields(body) | without(body, *_READ, *_IGNORED) | _stops(body) | _format(body)
 
     def prompt_fields(self, body: Mapping[str, Any]) -> Fields:
         """The fields of the prompt alone."""

@@ -1,18 +1,66 @@
-"""Parts that OpenAI's APIs share: errors, usage, log-probabilities."""
+"""Parts that OpenAI's APIs share: errors, tool calls one at a time, completions in chunks, usage, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from triforce_cli.apis.api import ApiError, Score, Usage
+from offload.errors import UsageError
+from triforce_cli.apis.api import PLACE, ApiError, Event, Head, Score, Usage, flag
 
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
 }  # fmt: skip
 
 
-def error(failed: ApiError) -> dict[str, Any]:
+class OpenAiApi:
+    """The part of an API that OpenAI's have in common; see `Api`."""
+
+    def has_one_call(self, body: Mapping[str, Any]) -> bool:
+        return not flag(body, "parallel_tool_calls", default=True)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The objects of a completion, whole or in chunks. kind, chunk_kind: their names. includes_usage: the last chunk is
+    to have the usage."""
+
+    head: Head
+    kind: str
+    chunk_kind: str
+    includes_usage: bool
+
+    def chunk(self, choice: Mapping[str, Any]) -> Event:
+        usage = {"usage": None} if self.includes_usage else {}
+        return Event(self._object(self.chunk_kind, [{"index": 0, **choice}], **usage))
+
+    def end(self, used: Usage) -> Iterator[Event]:
+        """The events after the last choice."""
+        if self.includes_usage:
+            yield Event(self._object(self.chunk_kind, [], usage=usage(used)))
+        yield Event("[DONE]")
+
+    def whole(self, choice: Mapping[str, Any], used: Usage) -> dict[str, Any]:
+        return self._object(self.kind, [{"index": 0, **choice}], usage=usage(used))
+
+    def _object(self, kind: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        head = self.head
+        return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices, **more}
+
+
+def includes_usage(body: Mapping[str, Any]) -> bool:
+    """Whether the last event of a stream is to have the usage. Raises UsageError."""
+    options = body.get("stream_options")
+    if not isinstance(options, dict | None):
+        raise UsageError(f'{PLACE}: stream_options are an object such as {{"include_usage": true}}')
+    return flag(options or {}, "include_usage")
+
+
+def error_body(failed: ApiError) -> dict[str, Any]:
     """The body of an error's response."""
     kind = _TYPES.get(failed.status, "invalid_request_error" if failed.status < 500 else "server_error")
     return {"error": {"message": str(failed), "type": kind, "param": None, "code": failed.code or None}}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis.api import PLACE
+from triforce_cli.apis.api import PLACE, text_of
 
 _TEXTS = ("input_text", "output_text", "text")
 _ABOUT_TOOLS = ("name", "description", "parameters", "strict")
@@ -41,26 +41,18 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _message(item: Any, kind: Any, number: int) -> dict[str, Any]:
     """The message of an item other than reasoning."""
     if kind == "message":
-        return {"role": item.get("role"), "content": _text(item.get("content"), number)}
+        return {"role": item.get("role"), "content": text_of(item.get("content"), f"item {number} of input", _TEXTS)}
     if kind == "function_call":
         call = {name: item.get(name) for name in ("name", "arguments")}
         calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
         return {"role": "assistant", "content": None, "tool_calls": calls}
     if kind == "function_call_output":
-        text = _text(item.get("output"), number)
+        text = text_of(item.get("output"), f"item {number} of input", _TEXTS)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     raise UsageError(
         f"{PLACE}: item {number} of input is of the type {json.dumps(kind)[:80]}, which cannot be read; only "
         "message, function_call, function_call_output and reasoning can"
     )
-
-
-def _text(content: Any, number: int) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{PLACE}: item {number} of input has a content that is no text; only texts can be read")
-    return "".join(text for text in texts if text)
 
 
 def _thoughts(item: Mapping[str, Any]) -> str:
@@ -87,15 +79,3 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
         )
     function = {name: tool[name] for name in _ABOUT_TOOLS if tool.get(name) is not None}
     return {"type": "function", "function": function}
-
-
-def object_of(body: Mapping[str, Any], name: str, *known: str) -> Mapping[str, Any]:
-    """A field that is an object with known fields, or null. Raises UsageError."""
-    value = body.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UsageError(f"{PLACE}: {name} is {json.dumps(value)[:80]}, it must be an object")
-    if unknown := [each for each in value if each not in known]:
-        raise UsageError(f"{PLACE}: {name} has {unknown[0]!r}, which is not understood")
-    return value

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis import openai_style
 from triforce_cli.apis.api import (
     PLACE,
     ApiError,
@@ -20,10 +19,12 @@ from triforce_cli.apis.api import (
     flag,
     identifier,
     joined,
+    object_of,
+    without,
 )
-from triforce_cli.apis.api import without as _without
 from triforce_cli.apis.chat_fields import IGNORED, check_same, format_constraint
-from triforce_cli.apis.response_input import messages_of, object_of, tools_of
+from triforce_cli.apis.openai_style import OpenAiApi, logprob
+from triforce_cli.apis.response_input import messages_of, tools_of
 
 _SAME = {
     "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",
@@ -34,7 +35,7 @@ _READ = ("instructions", "input", "tools", "text", "reasoning", "max_output_toke
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
-class Responses:
+class Responses(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/responses"
@@ -49,23 +50,18 @@ class Responses:
         tools = tools_of(body) if offers else []
         limit, logprobs = body.get("max_output_tokens"), _logprobs(body)
         return joined(
+            PLACE,
             {"messages": messages_of(body)},
             {"tools": tools} if tools else {},
             {} if limit is None else {"max_tokens": limit},
             {} if logprobs is None else {"logprobs": logprobs},
             _format(body),
             _effort(body),
-            _without(body, *_OF_WRITING, *_READ, *_SAME, *IGNORED),
+            without(body, *_OF_WRITING, *_READ, *_SAME, *IGNORED),
         )
-
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        return not flag(body, "parallel_tool_calls", default=True)
 
     def reply(self, body: Mapping[str, Any], model: str) -> ResponseReply:
         return ResponseReply(Head(identifier("resp_"), model), body)
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_style.error(error)
 
 
 def _logprobs(body: Mapping[str, Any]) -> Any:
@@ -125,7 +121,7 @@ class ResponseReply:
     def document(self, ended: Ended) -> dict[str, Any]:
         items = [_Item("reasoning", ended.thoughts).as_dict()] if ended.thoughts else []
         if ended.text or ended.scores or not (ended.calls or ended.thoughts):
-            items.append(_Item("message", ended.text, [*map(openai_style.logprob, ended.scores)]).as_dict())
+            items.append(_Item("message", ended.text, [*map(logprob, ended.scores)]).as_dict())
         status, more = _status(ended)
         items += [_call(call) for call in ended.calls]
         return self._object(status, output=items, usage=_usage(ended.usage), **more)
@@ -138,7 +134,7 @@ class ResponseReply:
             self._open = _Item(kind)
             yield self._event("response.output_item.added", item=self._open.begun(), **self._place)
             yield self._event("response.content_part.added", part=_part(kind, ""), **self._part_place(self._open))
-        item, logprobs = self._open, [openai_style.logprob(score) for score in scores]
+        item, logprobs = self._open, [logprob(score) for score in scores]
         item.text += text
         item.logprobs += logprobs
         scored = {"logprobs": logprobs} if kind == "message" else {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.decode.sampling import SamplingParams
 from triforce_cli.answering.options import Layout
-from triforce_cli.answering.request import Prompt
+from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.batch.records import Record
 from triforce_cli.chat.tools import check_variables
 from triforce_cli.documents import Document
@@ -24,14 +24,16 @@ _MOST_CHECKED, _MOST_REMEMBERED = 64, 8192  # parameters that are known to be su
 
 
 class Prompts:
-    """Makes the prompts of records. notice: a note on the chat template for the person, or ""; known once a record with
-    messages was seen."""
+    """Makes the prompts of records."""
 
     def __init__(self, prepared: Prepared, layout: Layout) -> None:
-        self.notice = ""
         self._prepared, self._layout = prepared, layout
         self._formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
         self._check = lru_cache(_MOST_CHECKED)(self._check_sampling)
+
+    def notice(self, wanted: Wanted) -> str:
+        """A note on the chat template for the person, or ""."""
+        return self._format(wanted).notice
 
     def check(self, record: Record) -> None:
         """Raises UsageError for sampling parameters that this model does not support. Parameters that were checked
@@ -48,7 +50,7 @@ class Prompts:
         if record.messages is None:
             tokens = self._prepared.prompt_tokenizer.encode(record.prompt)
             return Prompt(array("i", tokens), (Document("prompt", record.prompt),))
-        found = self._format(record)
+        found = self._format(record.wanted)
         calls = ("tool_calls",) if record.messages.have_calls else ()
         check_variables(found.template, [*record.variables, *calls])
         prompt = found.prompt_of_messages(record.messages, {**(defaults or {}), **record.variables})
@@ -59,9 +61,8 @@ class Prompts:
 
         check_sampling(sampling, self._prepared.request.target, self._prepared.tokenizer)
 
-    def _format(self, record: Record) -> ChatFormat:
-        thinks = record.wanted.may_think
+    def _format(self, wanted: Wanted) -> ChatFormat:
+        thinks = wanted.may_think
         if thinks not in self._formats:
-            self._formats[thinks] = self._layout.format(self._prepared.prompt_tokenizer, record.wanted)
-            self.notice = self._formats[thinks].notice
+            self._formats[thinks] = self._layout.format(self._prepared.prompt_tokenizer, wanted)
         return self._formats[thinks]

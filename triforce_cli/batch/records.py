@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -193,9 +193,17 @@ def _sampling(fields: Fields, default: SamplingParams) -> SamplingParams:
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
+    return read_object(line, place, strict_json.check_depth)
+
+
+def read_object(
+    text: str | bytes, place: str, check: Callable[[object, int, str], None] = strict_json.check_writable
+) -> dict[str, Any]:
+    """The JSON object in a text or its UTF-8. place: of the text, in messages. check: of the value, see strict_json.
+    Raises UsageError."""
     try:
-        data = strict_json.parse(line)
-        strict_json.check_depth(data, MAX_DEPTH, "it")
+        data = strict_json.parse(text if isinstance(text, str) else text.decode())
+        check(data, MAX_DEPTH, "it")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place} is not JSON that can be answered ({error})") from error
     found: dict[str, Any] = checked(data, place, OBJECT, UsageError)

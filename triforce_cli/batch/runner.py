@@ -113,12 +113,12 @@ class Batch:
         for record in records:
             with named(record.name):
                 prompts.check(record)
+        if first := next((record for record in records if record.messages is not None), None):
+            output.note(prompts.notice(first.wanted))
         found: dict[int, Prompt] = {}
         for record in records:
-            had_notice = bool(prompts.notice)
             with named(record.name):
                 found[record.number] = prompts.of(record)
-            output.note("" if had_notice else prompts.notice)
         return found
 
     def _result(self, record: Record, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Serve:
 
         context = plan.request.capacity
         prompts = Prompts(prepared, self.layout)
-        output.note(self.layout.format(prepared.prompt_tokenizer, self.wanted).notice)
+        output.note(prompts.notice(self.wanted))
         reader = Reader(prompts, self.wanted, names=self.names, context=context)
         served = Served(self.names, int(time.time()), context, self.shows_thoughts)
         return web_application(Service(served, reader, scheduler), self.access)

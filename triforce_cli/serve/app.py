@@ -19,10 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
-from triforce_cli.apis.chat_completions import ChatCompletions
-from triforce_cli.apis.completions import Completions
 from triforce_cli.apis.messages import Messages
-from triforce_cli.apis.responses import Responses
+from triforce_cli.apis.table import APIS
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.guard import Guard, error_response
 from triforce_cli.serve.job import Job
@@ -32,7 +30,6 @@ from triforce_cli.serve.scheduler import Scheduler
 
 T = TypeVar("T")
 
-APIS: tuple[Api, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
 MOST_BYTES = 32 << 20  # of a request
 BODY_SECONDS = 60.0  # for a client to send its request
 _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by proxies

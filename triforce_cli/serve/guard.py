@@ -11,9 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triforce_cli import log
-from triforce_cli.apis.api import Api, ApiError
-from triforce_cli.apis.chat_completions import ChatCompletions
-from triforce_cli.apis.messages import Messages
+from triforce_cli.apis.api import ApiError
+from triforce_cli.apis.table import api_of
 from triforce_cli.serve.access import Access
 
 _OPEN = ("/health",)  # paths that need no key
@@ -28,8 +27,7 @@ def error_response(path: str, error: Exception) -> Response:
         error = ApiError(error.status_code, f"{error.detail}: {path[:80]}", headers=error.headers)
     if not isinstance(error, ApiError):
         error = ApiError(500, f"unexpected {type(error).__name__}")
-    api: Api = Messages() if path.startswith(Messages.path) else ChatCompletions()
-    return JSONResponse(api.error(error), error.status, error.headers)
+    return JSONResponse(api_of(path).error(error), error.status, error.headers)
 
 
 class Guard:

@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offload import strict_json
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from offload.fields import OBJECT, checked
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.apis.api import PLACE, Api, ApiError, Fields
 from triforce_cli.apis.messages import Messages
 from triforce_cli.batch.prompts import Prompts
-from triforce_cli.batch.records import MAX_DEPTH, OF_MESSAGES, check_known, read_record
+from triforce_cli.batch.records import OF_MESSAGES, check_known, read_object, read_record
 from triforce_cli.batch.sampling import SAMPLING
 
 FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", *SAMPLING)
@@ -95,10 +93,4 @@ class Reader:
 def parsed(body: bytes) -> Mapping[str, Any]:
     """The object in a body of JSON. Raises UsageError, also for one that cannot be written again, as parts of it are in
     replies and messages."""
-    try:
-        data = strict_json.parse(body.decode())
-        strict_json.check_writable(data, MAX_DEPTH, "it")
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{PLACE} is not JSON that can be answered ({error})") from error
-    given: Mapping[str, Any] = checked(data, PLACE, OBJECT, UsageError)
-    return given
+    return read_object(body, PLACE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from triforce_cli.answering.calls import Call, Calls
+from triforce_cli.answering.thoughts import overlap
 
 # How a reply may begin that is nothing but calls without a mark: JSON, or Python's name(...).
 _BARE = re.compile(r"\s*(?:$|[{\[`]|[A-Za-z_][\w.-]*\s*(?:\(|$))")
@@ -56,6 +57,5 @@ class Spoken:
 
     def _num_begun(self) -> int:
         """The number of characters at the end that may begin a mark."""
-        most = min(max(map(len, self._openings), default=1) - 1, len(self._reply) - self._num_shown)
-        ends = (self._reply[-count:] for count in range(most, 0, -1))
-        return next((len(end) for end in ends if any(mark.startswith(end) for mark in self._openings)), 0)
+        told_next = self._reply[self._num_shown :]
+        return max((overlap(told_next, mark) for mark in self._openings), default=0)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pyte
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -91,6 +91,7 @@ OTHER = st.text("ab" + MARK + WIDE, min_size=1, max_size=9).filter(lambda word: 
     ENDS,
     COLUMNS,
 )
+@example([("waaaaaaaaaaaa", "\t"), ("a", " ")], [], 14)  # a tab in the last column
 def test_no_word_is_cut_beside_wide_characters_tabs_and_combining_marks(
     words: list[tuple[str, str]], ends: list[int], columns: int
 ) -> None:

@@ -52,7 +52,8 @@ class WordWrap:
 
     def _add_space(self, space: str) -> str:
         """A space, or none where it would begin a row; the line may break after it."""
-        if self._column >= self._width and self._is_prose:
+        is_stuck = space == "\t" and self._column == self._width - 1 and self._column > self._word_column
+        if (self._column >= self._width or is_stuck) and self._is_prose:  # a tab does not leave the last column
             self._is_due = True
             return ""
         tab = min((self._column // _TAB + 1) * _TAB, self._width - 1)

@@ -30,6 +30,7 @@ OLDEST_GLIBC = "2.17"
 CPU_FLAGS = {
     "x86_64": {
         "avx2": ("-mcpu=x86_64_v3",),
+        "avx512_bf16": ("-mcpu=x86_64_v4+avx512vnni+avx512bf16", "-mprefer-vector-width=512"),
         "avx512": ("-mcpu=x86_64_v4", "-mprefer-vector-width=512"),
         "amx": ("-mcpu=x86_64_v4+amx_tile+amx_bf16+avx512vnni+avx512bf16", "-mprefer-vector-width=512"),
     },

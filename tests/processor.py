@@ -18,7 +18,8 @@ from offload.kernels.cpu import CpuKernels, instruction_sets, load
 from offload.kernels.device import NONE, DeviceKernels
 
 SETS = {
-    "x86_64": {"amx": "", "avx512": "AVX512", "avx2": "AVX2"},  # what torch is told, so that it is chosen
+    # what torch is told, so that it is chosen
+    "x86_64": {"amx": "", "avx512_bf16": "", "avx512": "AVX512", "avx2": "AVX2"},
     "aarch64": {"neon": torch.backends.cpu.get_cpu_capability()},
 }
 
@@ -27,7 +28,7 @@ def on_this_machine() -> list[str]:
     """The instruction sets whose libraries run here, the best one first."""
     names = list(SETS.get(platform.machine(), {})) if sys.platform == "linux" else []
     capability = torch.backends.cpu.get_cpu_capability()
-    best = instruction_sets(sys.platform, platform.machine(), capability, cpu._has_amx())
+    best = instruction_sets(sys.platform, platform.machine(), capability, cpu.features())
     return names[names.index(best[0]) :] if best else []
 
 

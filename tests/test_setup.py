@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = Path("offload/native")
-NAMES = {"x86_64": {"avx2.so", "avx512.so", "amx.so"}, "aarch64": {"neon.so"}}.get(platform.machine(), set())
+SETS = {"x86_64": ("avx2", "avx512", "avx512_bf16", "amx"), "aarch64": ("neon",)}
+NAMES = {f"{name}.so" for name in SETS.get(platform.machine(), ())}
 WORKS = "import sys; open(sys.argv[-1], 'w').write(' '.join(sys.argv))"
 FAILS = "import sys; sys.exit('2 warnings\\nkernels.cpp:1:2: error: no such thing\\n1 error generated.')"
 

@@ -1,9 +1,10 @@
 """Matrices as quantised checkpoints store them: their numbers beside llama.cpp's own package, bit for bit, and products
-with them beside products with these numbers, bit for bit."""
+with them beside fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
+from offload.config.block import Norm
 from offload.formats.layout import GGUF_BLOCKS, GROUP_HEAD, Encoding, encoding, is_encoding
 from offload.formats.stored import StoredMatrix, decode
-from offload.kernels.products import Ending, Step, Steps, room_to_widen
+from offload.kernels.cpu import CpuKernels
+from offload.kernels.device import NONE
+from offload.kernels.norms import NormWeights
+from offload.kernels.products import Step, Steps, room_to_widen
 from offload.weights.linear import Linear, Parts
 from processor import before_a_guard, built, on_this_machine, threads
 from stored import NAMES, made_up
@@ -88,41 +93,135 @@ def test_the_cpus_kernels_find_the_same_numbers(name: str, instructions: str) ->
                 assert same(out, wanted.matrix(dtype)), dtype
 
 
+def multiplied(kernels: CpuKernels, x: Tensor, weight: Tensor | StoredMatrix, **step: Any) -> Tensor:
+    """By the CPU's kernels, without a norm."""
+    outputs = weight.shape[0]
+    out = torch.empty(len(x), outputs, dtype=x.dtype)
+    Steps(kernels, [Step(x, weight, None, out, **step)], room_to_widen(*x.shape)).run(len(x))
+    return out
+
+
+def largest(stored: StoredMatrix) -> Tensor:
+    """For each number the largest magnitudes of its group that a number is the sum of: a step times a code, and the
+    least value. fp64 [outputs, inputs]."""
+    numbers, kind = stored.matrix(torch.float32).double(), stored.encoding.kind
+    codes = numbers
+    if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+        blocks = stored.rows.view(-1, stored.encoding.nbytes).clone()
+        blocks[:, 2:4] = 0
+        codes = StoredMatrix(blocks.view_as(stored.rows), stored.encoding).matrix(torch.float32).double()
+    groups = codes.abs().view(len(numbers), -1, 16).amax(2) + (numbers - codes).abs().view(len(numbers), -1, 16).amax(2)
+    return groups.repeat_interleave(16, 1)
+
+
+def rows_of(form: str, count: int, inputs: int) -> Tensor:
+    x = torch.randn(count, inputs)
+    if form == "ranges":
+        x *= torch.exp2(torch.randint(-20, 21, x.shape).float())
+    if form == "one huge":
+        x[:, 5::32] *= 2.0**20
+    if form == "zeros":
+        x[:, : inputs // 2] = 0
+        x[0] = 0
+    return x
+
+
 @pytest.mark.parametrize("instructions", on_this_machine())
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q5_0", "INT4_BF16/64", "FP8_F32/128"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_have_the_bits_of_those_with_the_numbers(name: str, dtype: torch.dtype, instructions: str) -> None:
-    kernels, stored = built(instructions), made_up(name, 2 * 40, 512, seed=0)
-    plain = stored.matrix(dtype)
-    endings: tuple[Ending, ...] = ("write", "add", "gate", "activate")
-    bias = torch.randn(80).to(dtype)
-    for rows in (1, 5, 33):
-        x = (torch.randn(rows, 512) / 16).to(dtype)
-        for ending in endings:
-            outputs = 40 if ending == "gate" else 80
-            outs = []
-            for weight in (stored, plain):
-                out = torch.ones(rows, outputs, dtype=dtype)
-                Steps(kernels, [Step(x, weight, bias, out, ending=ending)], room_to_widen(rows, 512)).run(rows)
-                outs.append(out)
-            assert outs[0].isfinite().all()
-            assert torch.equal(*outs), (rows, ending)
+@pytest.mark.few(48)
+def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: torch.dtype, instructions: str) -> None:
+    """Beside fp64, also where rounding is all that is left: where the second half of a sum is the first one's negative,
+    the result is small, and its own rounding smaller."""
+    kernels, kind, own = built(instructions), encoding(name), torch.finfo(dtype)
+    forms = ("plain", "zeros") if dtype == torch.float16 else ("plain", "zeros", "ranges", "one huge")
+    for inputs in [kind.numbers * blocks for blocks in (1, 2, 3, 9)]:
+        half = made_up(name, 19, inputs, seed=inputs)
+        stored = StoredMatrix(half.rows.repeat(1, 2), kind)
+        numbers, most = stored.matrix(torch.float32).double(), largest(stored)
+        for form in forms:
+            x = rows_of(form, 11, inputs).to(dtype)
+            for rows in (torch.cat([x, x.flip(0)], 1), torch.cat([x, -x], 1)):
+                found, exact = multiplied(kernels, rows, stored).double(), rows.double() @ numbers.T
+                limit = 4e-7 * rows.double().abs() @ (numbers.abs() if form in ("plain", "zeros") else most).T
+                rounding = (exact.abs() + limit).clamp(min=own.tiny) * own.eps / 2 if own.bits == 16 else 0
+                assert ((found - exact).abs() <= rounding + limit).all(), (inputs, form)
 
 
 @pytest.mark.parametrize("instructions", on_this_machine())
-def test_halves_of_a_gate_may_be_stored_otherwise(instructions: str) -> None:
-    kernels, x = built(instructions), torch.randn(3, 256).bfloat16()
-    first, up = made_up("Q4_K", 24, 256, seed=0), made_up("Q6_K", 24, 256, seed=1)
-    outs = []
-    for halves in ((first, up), (first.matrix(torch.bfloat16), up.matrix(torch.bfloat16))):
-        out = torch.empty(3, 24, dtype=torch.bfloat16)
-        Steps(kernels, [Step(x, halves[0], None, out, ending="gate", up=halves[1])], room_to_widen(3, 256)).run(3)
-        outs.append(out)
-    assert torch.equal(*outs)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.few(48)
+def test_a_row_of_a_product_has_the_same_bits_beside_any_rows(
+    name: str, dtype: torch.dtype, instructions: str, num_cases: Callable[[int], int]
+) -> None:
+    """On any number of threads, with rows that are infinite beside it, and nothing is read behind the blocks."""
+    kernels, kind = built(instructions), encoding(name)
+    inputs = 9 * kind.numbers
+    stored, x = made_up(name, 21, inputs, seed=1), torch.randn(70, inputs).to(dtype)
+    wanted = multiplied(kernels, x[:1], stored)
+    generator = torch.Generator().manual_seed(0)
+    with before_a_guard(stored.rows) as blocks:
+        for count in (2, 3, 4, 7, 8, 13, 64, 70)[: num_cases(8)]:
+            rows = torch.randn(count, inputs, generator=generator).to(dtype)
+            rows[torch.rand(count, generator=generator) < 0.2] = float("inf")
+            place = int(torch.randint(count, (), generator=generator))
+            rows[place] = x[0]
+            with threads(1 + count % 3):
+                found = multiplied(kernels, rows, StoredMatrix(blocks, kind))
+            assert torch.equal(found[place], wanted[0]), count
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values_of_rows_come_through(name: str, instructions: str) -> None:
+    """What is no number leaves none, and only in its own row; zeros give zeros, least values among them."""
+    kernels, stored = built(instructions), made_up(name, 17, 512, seed=0)
+    x = torch.randn(4, 512)
+    x[0], x[1, 100], x[2, 3] = 0, float("nan"), float("inf")
+    for dtype in DTYPES:
+        found = multiplied(kernels, x.to(dtype), stored)
+        assert (found[0] == 0).all()
+        assert found[1].isnan().all()
+        assert not found[2].isfinite().any()
+        assert found[3].isfinite().all()
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q5_0", "INT4_F16/64"), ("Q8_0", "plain"), ("plain", "Q4_1")]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_halves_of_a_gate_may_be_stored_otherwise(kinds: Sequence[str], dtype: torch.dtype, instructions: str) -> None:
+    """Also beside plain numbers."""
+    kernels, x = built(instructions), torch.randn(19, 512).to(dtype)
+    first, up = (
+        torch.randn(24, 512).to(dtype) / 16 if kind == "plain" else made_up(kind, 24, 512, seed=seed)
+        for seed, kind in enumerate(kinds)
+    )
+    products = [multiplied(kernels, x, weight) for weight in (first, up)]
+    wanted = torch.nn.functional.silu(products[0]) * products[1]
+    torch.testing.assert_close(multiplied(kernels, x, first, ending="gate", up=up), wanted)
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_1", "INT8_BF16/64", "FP8_F32/128"])
+def test_endings_follow_a_product_with_a_stored_matrix(name: str, instructions: str) -> None:
+    """With a bias and a norm before it; rows may be strided."""
+    kernels, stored = built(instructions), made_up(name, 40, 512, seed=0)
+    x, bias = torch.randn(5, 512).bfloat16(), torch.randn(40).bfloat16()
+    norm = NormWeights(Norm(eps=1e-5), torch.randn(512).bfloat16())
+    normed = torch.nn.functional.rms_norm(x.float(), (512,), eps=1e-5) * norm.weight.float()
+    wanted = normed.bfloat16().double() @ stored.matrix(torch.float32).double().T + bias.double()
+    for ending, after in (("write", wanted), ("add", wanted + 1), ("activate", torch.nn.functional.silu(wanted))):
+        out = torch.ones(5, 80, dtype=torch.bfloat16)[:, 40:]
+        Steps(kernels, [Step(x, stored, bias, out, norm, ending)], room_to_widen(5, 512)).run(5)
+        torch.testing.assert_close(out.double(), after, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_rows_are_multiplied_by_torchs_operators(dtype: torch.dtype) -> None:
+    """With numbers of the dtype."""
     first, second, bias = made_up("Q4_K", 32, 256, seed=0), made_up("Q8_0", 16, 256, seed=0), torch.randn(48).to(dtype)
     x = torch.randn(70, 256).to(dtype)
     found = Linear(Parts((first, second)), bias)(x)
@@ -130,6 +229,16 @@ def test_many_rows_are_multiplied_by_torchs_operators(dtype: torch.dtype) -> Non
     wanted = x.double() @ whole.double().T + bias.double()
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_kernels_numbers_are_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
+    stored, bias = made_up("Q4_K", 32, 256, seed=0), torch.randn(32).to(dtype)
+    x = torch.randn(16, 256).to(dtype)
+    exact = x.double() @ stored.matrix(torch.float32).double().T + bias.double()
+    found = NONE.multiply_stored(x, stored, bias)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-5)
 
 
 def test_encodings_have_names() -> None:

@@ -9,7 +9,7 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import gcd
@@ -28,13 +28,14 @@ from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.native.interface import Library, declare
-from offload.plan.machine import KERNELS
+from offload.plan.machine import KERNELS, cpu_features
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 23  # what kernels.cpp says too
+ABI = 24  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
+_NEWER = {"amx": "amx_bf16", "avx512_bf16": "avx512_bf16"}  # instruction sets beyond AVX-512, by a CPU's feature
 WAIT_POLICY = "OMP_WAIT_POLICY"
 WAITING = {"passive": 1, "active": 2}  # threads.h; otherwise as the machine is busy
 _AGAIN = "run pip install again"
@@ -98,7 +99,7 @@ def kernels() -> DeviceKernels:
     if not wanted(VARIABLE):
         return DeviceKernels(reason=OFF)
     found = DeviceKernels(reason="there are no kernels for this CPU; they need Linux and AVX2 or 64-bit ARM")
-    for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_amx()):
+    for name in instruction_sets(sys.platform, platform.machine(), torch.backends.cpu.get_cpu_capability(), features()):
         found = load(FOLDER, name)
         if found.usable:
             break
@@ -123,13 +124,13 @@ def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     return next((each for each in found if not each.usable), found[0])
 
 
-def instruction_sets(system: str, machine: str, capability: str, has_amx: bool) -> tuple[str, ...]:
+def instruction_sets(system: str, machine: str, capability: str, features: Collection[str]) -> tuple[str, ...]:
     """Those that this machine has, the best one first. capability: what torch's own kernels use."""
     if system != "linux":
         return ()
     if machine == "x86_64":
-        best = ("amx", "avx512") if has_amx else ("avx512",)
-        return {"AVX512": best, "AVX2": ("avx2",)}.get(capability, ())
+        newer = [name for name, feature in _NEWER.items() if feature in features]
+        return {"AVX512": (*newer, "avx512"), "AVX2": ("avx2",)}.get(capability, ())
     return ("neon",) if machine == "aarch64" else ()
 
 
@@ -153,14 +154,9 @@ def load(folder: Path, name: str) -> DeviceKernels:
     return _table(library, name)
 
 
-def _has_amx() -> bool:
-    """Whether the CPU multiplies bf16 tiles, and nobody asked torch for less than all of it."""
-    if CAPABILITY in os.environ:
-        return False
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
+def features() -> Collection[str]:
+    """What the CPU can do beyond AVX-512; nothing where torch was asked for less than all of it."""
+    return () if CAPABILITY in os.environ else cpu_features()
 
 
 def wanted(variable: str) -> bool:

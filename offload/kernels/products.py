@@ -21,7 +21,7 @@ _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "activate")
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 Matrix = Tensor | Codes | StoredMatrix
 MOST = 16  # steps of one call
-_ALIGNMENT = 32  # inputs: at least a vector of every instruction set
+_ALIGNMENT = 64  # inputs: at least a vector of every instruction set, and a pair of groups in blocks
 _TILE = 16  # rows of an AMX tile; as bf16 they take half the memory of floats
 
 
@@ -76,6 +76,8 @@ class Steps:
             assert weight is not None
             weight, up = halves(weight)
         assert weight is not None or (step.ending == "add" and norm is not None)
+        widened, second = self._widened
+        widened_up = widened if up is None or _kind(up) == _kind(weight) else second  # kinds want rows in other forms
         return Product(
             step.x.data_ptr(),
             norm and norm.weight.data_ptr(),
@@ -84,7 +86,8 @@ class Steps:
             _matrix(up),
             _address(step.bias),
             step.out.data_ptr(),
-            self._widened.data_ptr(),
+            widened.data_ptr(),
+            widened_up.data_ptr(),
             step.x.stride(0),
             step.out.stride(0),
             inputs,
@@ -109,6 +112,11 @@ def halves(weight: Matrix) -> tuple[Matrix, Matrix]:
     return weight[:outputs], weight[outputs:]
 
 
+def _kind(weight: Matrix | None) -> str:
+    """The encoding's kind of a stored matrix."""
+    return weight.encoding.kind if isinstance(weight, StoredMatrix) else ""
+
+
 def _matrix(weight: Matrix | None) -> native.Matrix:
     if isinstance(weight, StoredMatrix):
         return described(weight)
@@ -116,8 +124,10 @@ def _matrix(weight: Matrix | None) -> native.Matrix:
 
 
 def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
-    """Scratch memory for `Steps` of at most `num_rows` rows and `num_inputs` inputs."""
-    return torch.empty(max(num_rows, _TILE) * -(-num_inputs // _ALIGNMENT) * _ALIGNMENT)
+    """Scratch memory for `Steps` of at most `num_rows` rows and `num_inputs` inputs, [2, ...]: the halves of a gate may
+    want their rows in different forms."""
+    padded = -(-num_inputs // _ALIGNMENT) * _ALIGNMENT
+    return torch.empty(2, max(num_rows, _TILE) * (padded + padded // 4))  # a quarter: sums of groups, see native/
 
 
 def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:

@@ -172,9 +172,11 @@ class Decoder:
         """Whether a row has the same bits at every place of a block. For GPUs, the tests check this."""
         if self.device.type != "cpu":
             return True
-        config, dtype = self.config, self.weights.embedding.dtype
+        config, dtypes = self.config, {self.weights.embedding.dtype}
+        if config.stored_in or config.head_encoding:
+            dtypes.add(torch.float32)  # in which stored matrices are multiplied
         products = (*config.all_products, (config.vocab_size, config.hidden_size, False))
-        return products_alike(products, block, dtype, torch.get_num_threads())
+        return all(products_alike(products, block, dtype, torch.get_num_threads()) for dtype in dtypes)
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
         """The logits of hidden rows: hidden [n, hidden] -> [n, V] in the model's dtype. block: as in `forward`."""

@@ -39,7 +39,7 @@ class Product(ctypes.Structure):
         *_pointers("x", "norm", "norm_bias"),
         ("weight", Matrix),
         ("up", Matrix),
-        *_pointers("bias", "out", "widened"),
+        *_pointers("bias", "out", "widened", "widened_up"),
         *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "activation"),
         *_integers("centred", "norm_fp32"),
         ("epsilon", c_double),

@@ -4,7 +4,7 @@
 // a time, and the lanes are added in the same order at the end.
 #pragma once
 #include "codes.h"
-#include "stored.h"
+#include "stored_products.h"
 #include "threads.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -26,7 +26,7 @@ struct Product {
     stored::Matrix weight, up;  // with a kind where they are stored in blocks
     const void* bias;
     void* out;
-    float* widened;  // scratch: rows, rounded up to 16, * padded(inputs)
+    float *widened, *widened_up;  // scratch for rows in the forms of weight and of up; kernels/products.py has its size
     int64_t x_stride, out_stride;  // elements
     int64_t inputs, outputs;
     int64_t bits;  // of the weight's codes, 4 or 6; 0: it is of the dtype
@@ -39,7 +39,7 @@ struct Product {
 namespace products {
 
 constexpr int OUTPUTS = codes::TILE;
-constexpr int MOST_ROWS = 64;  // that are worked on together
+constexpr int MOST_ROWS = stored::MOST_ROWS;  // that are worked on together
 // Blocks of outputs that are fetched ahead, to the second cache. A block is read column by column, its outputs at once,
 // and no prefetcher of a processor's own follows that: without this each core waits for its memory.
 constexpr int AHEAD = 2;
@@ -110,13 +110,13 @@ INLINE f32 of_norm(const Product& p, const void* vector, int first, int step, Re
     return found;
 }
 
-// One row, normed and taken to 8 bits.
-template <class E>
-void code_row(const Product& p, int64_t row) {
+// take(read) for one row, normed. read(i): elements i to i + W, fp32.
+template <class E, class Take>
+void read_row(const Product& p, int64_t row, Take&& take) {
     using element = typename E::element;
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
     const Normal normal = p.norm ? normal_of<E>(p, x) : Normal{};
-    codes::take(codes_of(p), row, [&](int at) {
+    take([&](int at) {
         const f32 part = E::read(x + at);
         auto own = [&](const void* vector) {
             return of_norm<E>(p, vector, at, 1, [&](const element* from) { return E::read(from + at); });
@@ -127,7 +127,7 @@ void code_row(const Product& p, int64_t row) {
 
 // One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
 template <class E>
-void widen_row(const Product& p, int64_t row) {
+void widen_row(const Product& p, float* widened, int64_t row) {
     using element = typename E::element;
     const int inputs = int(p.inputs);
     auto x = static_cast<const element*>(p.x) + row * p.x_stride;
@@ -144,11 +144,22 @@ void widen_row(const Product& p, int64_t row) {
             if (p.norm) parts[e] = normed<E>(normal, parts[e], own(p.norm), p.norm_bias, own(p.norm_bias));
         }
         if constexpr (tiles::take<E>) {
-            tiles::put(parts, p.widened, inputs, row, at / wide<E>);
+            tiles::put(parts, widened, inputs, row, at / wide<E>);
         } else {
-            for (int e = 0; e < E::per_unit; e++) store(p.widened + row * padded<E>(inputs) + at + e * W, parts[e]);
+            for (int e = 0; e < E::per_unit; e++) store(widened + row * padded<E>(inputs) + at + e * W, parts[e]);
         }
     }
+}
+
+// One row, normed, as it is multiplied with a matrix.
+template <class E>
+void prepare_row(const Product& p, const stored::Matrix& matrix, float* widened, int64_t row) {
+    const bool is_stored = matrix.kind != stored::Kind::none;
+    if (!is_stored && !p.bits) return widen_row<E>(p, widened, row);
+    read_row<E>(p, row, [&](auto&& read) {
+        if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::in_pairs<E>(matrix.kind), read);
+        else codes::take(codes_of(p), row, read);
+    });
 }
 
 // acc[r][o] += x[r] * units[o], for one vector of units.
@@ -202,33 +213,24 @@ inline void dots_of_rows(const typename E::element* weight, int inputs, const fl
     for (; o < count; o++) dots<E, ROWS, 1>(weight + int64_t(o) * inputs, inputs, x, from(o));
 }
 
-// `count` rows of a matrix from `first` on, as numbers.
-template <class E>
-const typename E::element* rows_of(const stored::Matrix& m, int64_t inputs, int64_t first, int count) {
-    using element = typename E::element;
-    if (m.kind == stored::Kind::none) return static_cast<const element*>(m.rows) + first * inputs;
-    auto numbers = static_cast<element*>(stored::scratch(OUTPUTS * inputs * sizeof(element)));
-    stored::decode_rows<E>(m, inputs, first, count, numbers);
-    return numbers;
-}
-
 // results[r][0..count) of `rows` rows from row `from` on, for the tile of a matrix's outputs that begins with `first`.
-// bias: of the matrix, or null.
+// widened: where the rows are. bias: of the matrix, or null.
 template <class E>
-void block(const Product& p, const stored::Matrix& matrix, const typename E::element* bias, int64_t from, int64_t first,
-           int count, int rows, float (*results)[OUTPUTS]) {
-    using element = typename E::element;
+void block(const Product& p, const stored::Matrix& matrix, float* widened, const typename E::element* bias, int64_t from,
+           int64_t first, int count, int rows, float (*results)[OUTPUTS]) {
     const int inputs = int(p.inputs), stride = padded<E>(inputs);
-    const element* weight = p.bits ? nullptr : rows_of<E>(matrix, inputs, first, count);
-    if (p.bits == 4)
+    auto weight = static_cast<const typename E::element*>(matrix.rows) + first * inputs;
+    if (matrix.kind != stored::Kind::none)
+        stored::tile<E>(matrix, stored::Rows{widened, inputs}.from(from), rows, first, count, results);
+    else if (p.bits == 4)
         codes::tile<4>(matrix.rows, codes_of(p).from(from), rows, first, results);
     else if (p.bits == 6)
         codes::tile<6>(matrix.rows, codes_of(p).from(from), rows, first, results);
     else if constexpr (tiles::take<E>)
-        tiles::block(weight, inputs, count, p.widened + from * stride / 2, rows, results);
+        tiles::block(weight, inputs, count, widened + from * stride / 2, rows, results);
     else
         by_rows(rows, [&]<int ROWS>(int r) {
-            dots_of_rows<E, ROWS>(weight, inputs, p.widened + (from + r) * stride, count, results + r);
+            dots_of_rows<E, ROWS>(weight, inputs, widened + (from + r) * stride, count, results + r);
         });
     if (bias)
         for (int r = 0; r < rows; r++)
@@ -280,8 +282,9 @@ void work_out(const Product& p, int64_t rows, int64_t tile) {
     auto bias = static_cast<const typename E::element*>(p.bias);
     for (int64_t from = 0; from < rows; from += MOST_ROWS) {
         const int some = int(rows - from < MOST_ROWS ? rows - from : MOST_ROWS);
-        block<E>(p, p.weight, bias, from, first, count, some, results);
-        if (p.ending == Ending::gate) block<E>(p, p.up, bias ? bias + p.outputs : bias, from, first, count, some, ups);
+        block<E>(p, p.weight, p.widened, bias, from, first, count, some, results);
+        if (p.ending == Ending::gate)
+            block<E>(p, p.up, p.widened_up, bias ? bias + p.outputs : bias, from, first, count, some, ups);
         auto out = static_cast<typename E::element*>(p.out) + from * p.out_stride + first;
         for (int r = 0; r < some; r++) finish<E>(p, results[r], ups[r], out + r * p.out_stride, count);
     }
@@ -334,7 +337,8 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
         } else if (!p.weight.rows) {
             add_row<E>(p, item);
         } else {
-            p.bits ? code_row<E>(p, item) : widen_row<E>(p, item);
+            prepare_row<E>(p, p.weight, p.widened, item);
+            if (p.widened_up != p.widened) prepare_row<E>(p, p.up, p.widened_up, item);
         }
     });
 }

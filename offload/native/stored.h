@@ -1,12 +1,9 @@
 // Matrices as quantised checkpoints store them: rows of blocks (formats/stored.py says what is in them), and the numbers
 // that these mean, in the dtype of a product.
 //
-// A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype. So a product
-// with a stored matrix has the bits of one with its numbers. Of codes of up to 5 bits all values that a group can have
-// are computed once, and looked up.
+// A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype, which may be
+// fp32. Of codes of up to 5 bits all values that a group can have are computed once, and looked up.
 #pragma once
-#include <stdlib.h>
-
 #include "threads.h"
 #include "vectors.h"
 #if defined(__x86_64__)
@@ -94,6 +91,12 @@ INLINE void look_up(group codes, typename E::element* out, Value&& value) {
         __builtin_memcpy(out, &found, sizeof found);
         return;
     }
+    const __m512 first = (__m512)value(counted(0)), last = COUNT == 32 ? (__m512)value(counted(W)) : first;
+    for (int i = 0; i < GROUP; i += W) {
+        const __m512i code = _mm512_cvtepu8_epi32(i ? _mm256_extracti128_si256((__m256i)codes, 1) : _mm256_castsi256_si128((__m256i)codes));
+        store(out + i, COUNT == 32 ? _mm512_permutex2var_ps(first, code, last) : _mm512_permutexvar_ps(code, first));
+    }
+    return;
 #elif defined(__AVX2__)
     if constexpr (E::per_unit == 2 && COUNT == 16) {
         __m256i all;  // as bytes: the low ones in both halves, then the high ones
@@ -157,20 +160,30 @@ INLINE group fifth(const uint8_t* at) {
     return (group)((spread & bit) != 0) & 16;
 }
 
+// The codes of a block of 32 in 4 or 5 bits.
+template <Kind KIND>
+INLINE group codes_of_32(const uint8_t* block) {
+    using enum Kind;
+    constexpr int head = KIND == q4_0 || KIND == q5_0 ? 2 : 4;
+    if constexpr (KIND == q4_0 || KIND == q4_1) return nibbles(block + head);
+    return nibbles(block + head + 4) | fifth(block + head);
+}
+
 // Blocks of 32: llama.cpp's older ones.
 template <class E, Kind KIND>
 INLINE void decode_32(const uint8_t* block, typename E::element* out) {
+    using enum Kind;
     const float d = half(block);
-    if constexpr (KIND == Kind::q8_0)
+    if constexpr (KIND == q8_0)
         return put<E, true>(out, [&](int i) { return integers(reinterpret_cast<const int8_t*>(block + 2 + i)) * d; });
-    if constexpr (KIND == Kind::q4_0)
-        return look_up<E, 16, true>(nibbles(block + 2), out, [&](f32 code) { return (code - 8.0f) * d; });
-    if constexpr (KIND == Kind::q5_0)
-        return look_up<E, 32, true>(nibbles(block + 6) | fifth(block + 2), out, [&](f32 code) { return (code - 16.0f) * d; });
-    const float least = half(block + 2);
-    const auto value = [&](f32 code) { return code * d + least; };
-    if constexpr (KIND == Kind::q4_1) look_up<E, 16, true>(nibbles(block + 4), out, value);
-    if constexpr (KIND == Kind::q5_1) look_up<E, 32, true>(nibbles(block + 8) | fifth(block + 4), out, value);
+    constexpr int count = KIND == q4_0 || KIND == q4_1 ? 16 : 32;
+    if constexpr (KIND == q4_0 || KIND == q5_0) {
+        const auto value = [&](f32 code) { return (code - count / 2.0f) * d; };
+        look_up<E, count, true>(codes_of_32<KIND>(block), out, value);
+    } else {
+        const float least = half(block + 2);
+        look_up<E, count, true>(codes_of_32<KIND>(block), out, [&](f32 code) { return code * d + least; });
+    }
 }
 
 // Of a block's 8 groups, the steps and what is taken away: 6 bits each, times the block's own.
@@ -191,21 +204,30 @@ struct Scales {
     }
 };
 
+// The codes of group g of a block.
+INLINE group codes_of_q5_k(const uint8_t* block, int g) {
+    const group both = load<group>(block + 48 + g / 2 * GROUP), fifths = load<group>(block + 16);
+    return (g % 2 ? both >> 4 : both & 15) | (fifths >> g & 1) << 4;
+}
+
+// The same, less 32 each: with a sign.
+INLINE group codes_of_q6_k(const uint8_t* block, int g) {
+    const group lower = load<group>(block + g / 4 * 64 + g % 2 * GROUP), upper = load<group>(block + 128 + g / 4 * GROUP);
+    return ((g % 4 < 2 ? lower & 15 : lower >> 4) | (upper >> g % 4 * 2 & 3) << 4) - 32;
+}
+
 template <class E, int BITS>
 INLINE void decode_k(const uint8_t* block, typename E::element* out) {
     const Scales scales(block);
-    const uint8_t* codes = block + (BITS == 4 ? 16 : 48);
-    const group fifths = BITS == 4 ? group{} : load<group>(block + 16);
 #pragma unroll
     for (int g = 0; g < 8; g += 2) {
         const auto value = [&](f32 code) { return code * scales.steps[g] - scales.least[g]; };
         const auto other = [&](f32 code) { return code * scales.steps[g + 1] - scales.least[g + 1]; };
-        const group both = load<group>(codes + g / 2 * GROUP);
         if constexpr (BITS == 4) {
-            look_up_both<E>(both, out + g * GROUP, value, other);
+            look_up_both<E>(load<group>(block + 16 + g / 2 * GROUP), out + g * GROUP, value, other);
         } else {
-            look_up<E, 32, true>((both & 15) | (fifths >> g & 1) << 4, out + g * GROUP, value);
-            look_up<E, 32, true>(both >> 4 | (fifths >> (g + 1) & 1) << 4, out + (g + 1) * GROUP, other);
+            look_up<E, 32, true>(codes_of_q5_k(block, g), out + g * GROUP, value);
+            look_up<E, 32, true>(codes_of_q5_k(block, g + 1), out + (g + 1) * GROUP, other);
         }
     }
 }
@@ -218,10 +240,8 @@ INLINE void decode_q6_k(const uint8_t* block, typename E::element* out) {
     for (int i = 0; i < 16; i += W) store(steps + i, integers(scales + i) * d);
 #pragma unroll
     for (int g = 0; g < 8; g++) {
-        const group lower = load<group>(block + g / 4 * 64 + g % 2 * GROUP), upper = load<group>(block + 128 + g / 4 * GROUP);
-        const group code = ((g % 4 < 2 ? lower & 15 : lower >> 4) | (upper >> g % 4 * 2 & 3) << 4) - 32;
         alignas(GROUP) int8_t numbers[GROUP];
-        store(numbers, code);
+        store(numbers, codes_of_q6_k(block, g));
         put<E, true>(out + g * GROUP, [&](int i) { return integers(numbers + i) * steps[2 * g + i / 16]; });
     }
 }
@@ -239,6 +259,12 @@ INLINE f32 float8(i32 code) {
 // Our own blocks. S: the scale's dtype.
 template <class E, class S, int BITS, bool FLOAT>
 INLINE void decode_grouped(const uint8_t* block, int64_t numbers, typename E::element* out) {
+    if constexpr (BITS == 4 && W < 16 && __is_same(E, Fp32) && __is_same(S, Fp16)) {  // S has them, in a smaller table
+        alignas(64) typename S::element own[128];
+        decode_grouped<S, S, BITS, FLOAT>(block, numbers, own);
+        for (int i = 0; i < numbers; i += W) store(out + i, S::read(own + i));
+        return;
+    }
     typename S::element bits;
     int16_t zero;
     __builtin_memcpy(&bits, block, sizeof bits), __builtin_memcpy(&zero, block + 2, 2);
@@ -328,17 +354,6 @@ void decode(const Matrix& m, int64_t outputs, int64_t inputs, typename E::elemen
         const int64_t first = item * some, rest = outputs - first;
         decode_rows<E>(m, inputs, first, rest < some ? rest : some, out + first * inputs);
     });
-}
-
-// Memory of this thread's own, of at least so many bytes, for rows that are multiplied next.
-inline void* scratch(size_t bytes) {
-    static thread_local struct { void* at; size_t size; } own = {};
-    if (own.size < bytes) {
-        free(own.at);
-        own.size = (bytes + 4095) / 4096 * 4096;
-        own.at = aligned_alloc(64, own.size);
-    }
-    return own.at;
 }
 
 }  // namespace stored

@@ -221,10 +221,9 @@ INLINE void transpose(u32 (&rows)[W]) {
     }
 }
 
-// f.template operator()<n>(r) for blocks of n rows from r on that make up `rows`.
-template <class F>
+// f.template operator()<n>(r) for blocks of n rows from r on, at most `most`, 4 or 8, that make up `rows`.
+template <int most = W == 16 ? 8 : 4, class F>
 inline void by_rows(int rows, F&& f) {
-    constexpr int most = W == 16 ? 8 : 4;
     int r = 0;
     for (; r + most <= rows; r += most) f.template operator()<most>(r);
     if constexpr (most == 8)

@@ -43,7 +43,7 @@ def look(root: Path = ROOT) -> Machine:
     return Machine(
         system=platform.platform(terse=True),
         processor=_processor(root),
-        features=_features(root),
+        features=cpu_features(root),
         num_cores=len(ours),
         host_bytes=min(_memory(root)[0], number_in(root / "sys/fs/cgroup/memory.max") or 1 << 62),
         host_free_bytes=free_host_bytes(root),
@@ -57,7 +57,7 @@ def has_native_kernels(root: Path = ROOT) -> bool:
     """Whether the CPU's kernels were built for this CPU and are not switched off."""
     built = {path.stem for path in (Path(__file__).parents[1] / "native").glob("*.so")}
     own = {"avx2": "avx2", "asimd": "neon"}
-    return os.environ.get(KERNELS) != "off" and any(own.get(name) in built for name in _features(root))
+    return os.environ.get(KERNELS) != "off" and any(own.get(name) in built for name in cpu_features(root))
 
 
 def machine_name(root: Path = ROOT) -> str:
@@ -100,7 +100,8 @@ def _processor(root: Path) -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def _features(root: Path) -> tuple[str, ...]:
+def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
+    """Those of `FEATURES` that the CPU has."""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     present = set(found[1].split()) if found else set()
     return tuple(feature for feature in FEATURES if feature in present)

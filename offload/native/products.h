@@ -125,7 +125,7 @@ void read_row(const Product& p, int64_t row, Take&& take) {
     });
 }
 
-// One row, normed and widened to fp32 in the order of units; or kept as bf16 for tiles.
+// One row, normed and widened to fp32 in the order of units; or kept as units of bf16, for tiles in their order.
 template <class E>
 void widen_row(const Product& p, float* widened, int64_t row) {
     using element = typename E::element;
@@ -145,6 +145,8 @@ void widen_row(const Product& p, float* widened, int64_t row) {
         }
         if constexpr (tiles::take<E>) {
             tiles::put(parts, widened, inputs, row, at / wide<E>);
+        } else if constexpr (in_pairs<E>) {
+            store(widened + row * padded<E>(inputs) + at / 2, pairs_of(parts));
         } else {
             for (int e = 0; e < E::per_unit; e++) store(widened + row * padded<E>(inputs) + at + e * W, parts[e]);
         }
@@ -157,14 +159,22 @@ void prepare_row(const Product& p, const stored::Matrix& matrix, float* widened,
     const bool is_stored = matrix.kind != stored::Kind::none;
     if (!is_stored && !p.bits) return widen_row<E>(p, widened, row);
     read_row<E>(p, row, [&](auto&& read) {
-        if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::in_pairs<E>(matrix.kind), read);
+        if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::paired<E>(matrix.kind), read);
         else codes::take(codes_of(p), row, read);
     });
 }
 
-// acc[r][o] += x[r] * units[o], for one vector of units.
+// acc[r][o] += x[r] * units[o], for one vector of units. x: the rows from its first unit on.
 template <class E, int ROWS, int OUTS>
 INLINE void step(const u32 (&units)[OUTS], const float* x, int stride, f32 (&acc)[ROWS * OUTS]) {
+    if constexpr (in_pairs<E>) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int o = 0; o < OUTS; o++)
+                acc[r * OUTS + o] = add_pairs(acc[r * OUTS + o], load<u32>(x + r * stride), units[o]);
+        return;
+    }
 #pragma unroll
     for (int e = 0; e < E::per_unit; e++) {
         f32 w[OUTS];
@@ -182,6 +192,7 @@ INLINE void step(const u32 (&units)[OUTS], const float* x, int stride, f32 (&acc
 // results[r][o] of ROWS rows and OUTS outputs.
 template <class E, int ROWS, int OUTS>
 inline void dots(const typename E::element* weight, int inputs, const float* x, float (*results)[OUTPUTS]) {
+    constexpr int shrunk = in_pairs<E> ? 2 : 1;
     const int stride = padded<E>(inputs), whole = inputs / wide<E> * wide<E>;
     f32 acc[ROWS * OUTS] = {};
     u32 units[OUTS];
@@ -192,12 +203,12 @@ inline void dots(const typename E::element* weight, int inputs, const float* x, 
             units[o] = load<u32>(unit);
             __builtin_prefetch(unit + AHEAD * int64_t(OUTS) * inputs, 0, 2);
         }
-        step<E, ROWS, OUTS>(units, x + at, stride, acc);
+        step<E, ROWS, OUTS>(units, x + at / shrunk, stride, acc);
     }
     if (whole < inputs) {
         for (int o = 0; o < OUTS; o++)
             units[o] = load_some(weight + int64_t(o) * inputs + whole, (inputs - whole) / E::per_unit);
-        step<E, ROWS, OUTS>(units, x + whole, stride, acc);
+        step<E, ROWS, OUTS>(units, x + whole / shrunk, stride, acc);
     }
     put_sums<ROWS, OUTS>(acc, results);
 }

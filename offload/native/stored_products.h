@@ -25,12 +25,8 @@ constexpr bool has_codes(Kind kind) { return kind <= Kind::q6_k; }
 
 // Whether rows of E are multiplied in bf16.
 template <class E>
-constexpr bool in_pairs(Kind kind) {
-#if defined(__AVX512BF16__)
-    return __is_same(E, Bf16) && has_codes(kind);
-#else
-    return kind == Kind::none;
-#endif
+constexpr bool paired(Kind kind) {
+    return in_pairs<E> && has_codes(kind);
 }
 
 // Rows as they are multiplied, one after the other: [inputs] in fp32, or, in pairs, of each 64 inputs the even ones in
@@ -59,7 +55,7 @@ INLINE void put_pairs(const uint16_t* from, uint16_t* to) {
 
 // One row. read(i): elements i to i + W, fp32.
 template <class F>
-void take(const Rows& rows, int64_t row, bool in_pairs, F&& read) {
+void take(const Rows& rows, int64_t row, bool paired, F&& read) {
     float* sums = rows.sums(row);
     __builtin_memset(sums, 0, (rows.groups() + GROUPS) * sizeof *sums);
     for (int from = 0; from < rows.inputs; from += PAIR) {
@@ -68,13 +64,13 @@ void take(const Rows& rows, int64_t row, bool in_pairs, F&& read) {
             f32 total = {};
             for (int i = first; i < first + GROUP; i += W) {
                 const f32 x = read(i);
-                if (in_pairs) Bf16::write(halves + i - from, x);
+                if (paired) Bf16::write(halves + i - from, x);
                 else store(rows.numbers(row) + i, x);
                 total += x;
             }
             sums[first / GROUP] = sum(total);
         }
-        if (in_pairs) put_pairs(halves, rows.halves(row) + from);
+        if (paired) put_pairs(halves, rows.halves(row) + from);
     }
 }
 
@@ -352,7 +348,7 @@ void tile(const Matrix& matrix, const Rows& rows, int number, int64_t first, int
     const auto to = [&](int r, int o) { return reinterpret_cast<float(*)[TILE]>(&results[r][o]); };
     with_kind(matrix.kind, [&]<Kind KIND>() {
         if constexpr (has_codes(KIND)) {
-            using Multiplied = Either<in_pairs<E>(KIND), Pairs<KIND>, Codes<KIND>>::type;
+            using Multiplied = Either<paired<E>(KIND), Pairs<KIND>, Codes<KIND>>::type;
             by_rows<Multiplied::MOST>(number, [&]<int ROWS>(int r) {
                 for (int o = 0; o < count; o++)
                     dots_of_codes<KIND, Multiplied, ROWS>(at + o * of_output, rows, r, to(r, o));

@@ -48,7 +48,7 @@ struct Use {
 inline void put(const f32 (&parts)[2], float* widened, int inputs, int64_t row, int block) {
     const int64_t blocks = padded<Bf16>(inputs) / DEEP;
     auto to = reinterpret_cast<uint32_t*>(widened) + (row / SIDE * blocks + block) * SIDE * SIDE + row % SIDE;
-    const u32 pairs = (u32)parts[0] >> 16 | ((u32)parts[1] & 0xffff0000u);
+    const u32 pairs = pairs_of(parts);
     for (int i = 0; i < SIDE; i++) to[i * SIDE] = pairs[i];
 }
 

@@ -5,6 +5,9 @@
 // it is kept in the same order: element i of a row is at `place<E>(i)`.
 #pragma once
 #include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int W = 16;  // lanes
@@ -139,6 +142,26 @@ struct Fp32 {
     static float widen_one(element x) { return x; }
     static element round_one(float x) { return x; }
 };
+
+// Whether the processor multiplies units of two elements, and adds both products to a lane in fp32. It takes subnormal
+// numbers for zeros.
+template <class E>
+#if defined(__AVX512BF16__)
+constexpr bool in_pairs = __is_same(E, Bf16);
+#else
+constexpr bool in_pairs = false;
+#endif
+
+INLINE f32 add_pairs(f32 acc, u32 one, u32 other) {
+#if defined(__AVX512BF16__)
+    return (f32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)one, (__m512bh)other);
+#else
+    return (void)one, (void)other, acc;
+#endif
+}
+
+// Units of bf16: the even elements and the odd ones, rounded.
+INLINE u32 pairs_of(const f32 (&parts)[2]) { return (u32)parts[0] >> 16 | ((u32)parts[1] & 0xffff0000u); }
 
 // Elements that one vector of units holds.
 template <class E>

@@ -1,10 +1,12 @@
 """The CPU's kernels beside torch's operators and a plain sum, by rows: GB/s of cache and of weights, in one run.
 
 usage: python benchmarks/kernels.py [--tokens 30000] [--rows 1,2,4,8,16,32] [--layers 8] [--megabytes 64]
+                                    [--stored Q4_0,Q8_0,Q4_K,Q6_K,INT4_F16/128]
 
 Attention of rows at the end of a full cache of the demo target's shape (or --heads, --kv-heads, --head-dim), bf16, and
-products with bf16 weights of the demo target's and of a larger model's shape, each over enough bytes to leave the
-CPU's caches. "of a sum" is the share of what `torch.sum` over fp32 reads in the same time.
+products with bf16 weights of the demo target's and of a larger model's shape, and with the latter's in --stored
+encodings, each over enough bytes to leave the CPU's caches. "of a sum" is the share of what `torch.sum` over fp32 reads
+in the same time. Stored numbers are zeros; torch's products have to decode them first.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from __future__ import annotations
 import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from report import about, emit, say
 from torch import Tensor
-from torch.nn.functional import linear
 
+from offload.formats.layout import encoding
+from offload.formats.stored import StoredMatrix
 from offload.kernels.attention import attend, fold
 from offload.kernels.cpu import kernels
 from offload.kernels.products import Step, Steps, room_to_widen
@@ -27,6 +31,7 @@ from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.runs import Rows, Run
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.plan.options import PAGE_TOKENS
+from offload.weights.linear import product
 
 SHAPES = ((1280, 384), (8960, 1536))  # outputs, inputs
 
@@ -63,7 +68,7 @@ def attention_ways(args: argparse.Namespace, layers: list[Tensor], num_rows: int
     return {"kernels": ours, "torch": with_torch}
 
 
-def product_ways(weights: list[Tensor], num_rows: int) -> dict[str, Callable[[], None]]:
+def product_ways(weights: Sequence[Tensor | StoredMatrix], num_rows: int) -> dict[str, Callable[[], None]]:
     outputs, inputs = weights[0].shape
     x, out = torch.randn(num_rows, inputs).bfloat16(), torch.empty(num_rows, outputs, dtype=torch.bfloat16)
     room = room_to_widen(num_rows, inputs)
@@ -75,9 +80,17 @@ def product_ways(weights: list[Tensor], num_rows: int) -> dict[str, Callable[[],
 
     def with_torch() -> None:
         for weight in weights:
-            linear(x, weight)
+            product(x, weight, None)
 
     return {"kernels": ours, "torch": with_torch}
+
+
+def stored_zeros(name: str, num_bytes: int) -> list[Tensor | StoredMatrix]:
+    """Matrices of the larger shape in the encoding `name`, of so many bytes or a few more."""
+    outputs, inputs = SHAPES[-1]
+    own = encoding(name)
+    number = -(-num_bytes // (outputs * own.row_bytes(inputs)))
+    return [StoredMatrix(torch.zeros(outputs, own.row_bytes(inputs), dtype=torch.uint8), own) for _ in range(number)]
 
 
 @torch.inference_mode()
@@ -89,6 +102,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--kv-heads", type=int, default=6)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--stored", default="Q4_0,Q8_0,Q4_K,Q6_K,INT4_F16/128", help="encodings, or an empty text")
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of each shape, and of the sum")
     args = parser.parse_args()
     if not kernels().usable:
@@ -99,14 +113,15 @@ def main() -> None:
     pages = -(-args.tokens // PAGE_TOKENS)
     size = (2, pages, args.kv_heads, PAGE_TOKENS, args.head_dim)
     layers = [torch.randn(size).bfloat16() for _ in range(args.layers)]
-    cases = [("attention", layers)]
+    cases: list[tuple[str, Sequence[Any]]] = [("attention", layers)]
     for outputs, inputs in SHAPES:
         number = -(-num_bytes // (2 * outputs * inputs))
         weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(number)]
         cases.append((f"product {outputs} x {inputs}", weights))
+    cases += [(f"product in {name}", stored_zeros(name, num_bytes)) for name in filter(None, args.stored.split(","))]
     runs, table = [], []
     for name, read in cases:
-        total = sum(tensor.nbytes for tensor in read)
+        total = sum(each.rows.nbytes if isinstance(each, StoredMatrix) else each.nbytes for each in read)
         for num_rows in map(int, args.rows.split(",")):
             ways = attention_ways(args, read, num_rows) if read is layers else product_ways(read, num_rows)
             rates = {way: total / least_seconds(run) for way, run in ways.items()}

@@ -6,6 +6,8 @@ import json
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from models import GREEDY, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.bench import exactness
 from offload.bench.exactness import ExactnessReport, Recorder
+from offload.config.model import ModelConfig
 from offload.decode import speculation
 from offload.decode.random_source import RandomSource
 from offload.decode.sampling import SamplingParams
@@ -23,6 +26,7 @@ from offload.engine.request import GenerationRequest
 from offload.model.level import Level
 from offload.model.passes import Pass
 from offload.plan.composition import PLAIN
+from offload.plan.planner import PlannedRequest
 from triforce_cli.app import main
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True)
@@ -123,6 +127,18 @@ def test_a_prompt_that_was_prefilled_wrongly_is_found(folders: tuple[Path, Path]
     assert found.inexact == []  # the replay goes on from the same rows
     assert len(found.intolerable) == 5
     assert not found.holds
+
+
+@pytest.mark.parametrize(("dtype", "device", "stored", "factor"), [
+    ("bf16", "cpu", ("Q4_K",), 2), ("fp16", "cpu", ("Q4_K",), 2), ("fp32", "cpu", ("Q4_K",), 1),
+    ("bf16", "cuda:0", ("Q4_K",), 1), ("bf16", "cpu", (), 1),
+])  # fmt: skip
+def test_what_a_prefill_alone_rounds_is_tolerated(
+    dtype: str, device: str, stored: tuple[str, ...], factor: float
+) -> None:
+    request = cast(PlannedRequest, SimpleNamespace(dtype=dtype, device=device))
+    found = exactness.tolerance_for(request, cast(ModelConfig, SimpleNamespace(stored_in=stored)))
+    assert found == factor * exactness.TOLERANCES[dtype]
 
 
 def test_a_tolerance_is_kept_to(folders: tuple[Path, Path]) -> None:

@@ -1,0 +1,64 @@
+// Rows as they are multiplied with a matrix in blocks (stored.h), with the sums of their groups.
+#pragma once
+#include "stored.h"
+#include "vectors.h"
+
+namespace stored {
+
+constexpr int GROUPS = 8;  // whose steps and sums are read together
+constexpr int PAIR = 2 * GROUP;
+
+constexpr bool has_codes(Kind kind) { return kind <= Kind::q6_k; }
+
+// Whether rows of E are multiplied in bf16.
+template <class E>
+constexpr bool paired(Kind kind) {
+    return in_pairs<E> && has_codes(kind);
+}
+
+// Rows, one after the other: [inputs] in fp32, or, in pairs, of each 64 inputs the even ones in
+// bf16, then the odd ones, and zeros past the end. Then the sums of groups, and zeros.
+struct Rows {
+    float* at;
+    int inputs;
+
+    int padded() const { return (inputs + PAIR - 1) / PAIR * PAIR; }
+    int stride() const { return padded() + padded() / 4; }
+    int groups() const { return inputs / GROUP; }
+    Rows from(int64_t row) const { return {numbers(row), inputs}; }
+    float* numbers(int64_t row) const { return at + row * stride(); }
+    uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(numbers(row)); }
+    float* sums(int64_t row) const { return numbers(row) + padded(); }
+};
+
+// Of 64 numbers in bf16 the even ones, then the odd ones.
+INLINE void put_pairs(const uint16_t* from, uint16_t* to) {
+    for (int i = 0; i < PAIR / 2; i += W) {
+        const u32 both = load<u32>(from + 2 * i);
+        store(to + i, __builtin_convertvector(both & 0xffff, u16));
+        store(to + PAIR / 2 + i, __builtin_convertvector(both >> 16, u16));
+    }
+}
+
+// One row. read(i): elements i to i + W, fp32.
+template <class F>
+void take(const Rows& rows, int64_t row, bool paired, F&& read) {
+    float* sums = rows.sums(row);
+    __builtin_memset(sums, 0, (rows.groups() + GROUPS) * sizeof *sums);
+    for (int from = 0; from < rows.inputs; from += PAIR) {
+        alignas(64) uint16_t halves[PAIR] = {};
+        for (int first = from; first < from + PAIR && first < rows.inputs; first += GROUP) {
+            f32 total = {};
+            for (int i = first; i < first + GROUP; i += W) {
+                const f32 x = read(i);
+                if (paired) Bf16::write(halves + i - from, x);
+                else store(rows.numbers(row) + i, x);
+                total += x;
+            }
+            sums[first / GROUP] = sum(total);
+        }
+        if (paired) put_pairs(halves, rows.halves(row) + from);
+    }
+}
+
+}  // namespace stored

@@ -82,11 +82,12 @@ def test_sessions_compares_loading_with_dd(run: Run) -> None:
 
 @pytest.mark.skipif(not kernels().usable, reason=kernels().reason)
 def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
-    written, table = run("kernels.py", "--tokens", "600", "--rows", "1,3", "--layers", "1", "--megabytes", "1")
+    few = ("--tokens", "600", "--rows", "1,3", "--layers", "1", "--megabytes", "1", "--stored", "Q4_K,INT4_F16/128")
+    written, table = run("kernels.py", *few)
     shared, runs = read(written)
     assert shared["instruction_set"] == kernels().instruction_set
     assert shared["sum_bytes_per_second"] > 0
-    assert len(runs) == 3 * 2 * 2  # attention and two shapes of products, by rows, two ways
+    assert len(runs) == 5 * 2 * 2  # attention, two shapes of products and two encodings, by rows, two ways
     assert {(measured["kernel"].split()[0], measured["way"]) for measured in runs} == {
         (kernel, way) for kernel in ("attention", "product") for way in ("kernels", "torch")
     }

@@ -18,7 +18,7 @@ from offload.kernels.cpu import CpuKernels, instruction_sets, load
 from offload.kernels.device import NONE, DeviceKernels
 
 SETS = {
-    # what torch is told, so that it is chosen
+    # what torch is told, so that it is chosen; nothing: it is where there is no better one
     "x86_64": {"amx": "", "avx512_bf16": "", "avx512": "AVX512", "avx2": "AVX2"},
     "aarch64": {"neon": torch.backends.cpu.get_cpu_capability()},
 }

@@ -54,6 +54,8 @@ def test_every_instruction_set_of_this_machine_is_chosen_as_torch_chooses(name: 
     built(name)
     code = "from offload.kernels import cpu; found = cpu.kernels(); print(found.reason or found.instruction_set)"
     capability = SETS[platform.machine()][name].lower()
+    if not capability and name != on_this_machine()[0]:
+        pytest.skip("a better one is chosen here, whatever torch is told")
     variables = os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {})
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True, check=True
@@ -88,7 +90,7 @@ def test_the_instruction_sets_suit_the_machine(
 
 
 def test_a_library_that_the_system_forbids_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    best, *others = on_this_machine()
+    best, *others = on_this_machine() or [""]
     if "avx512" not in others or not built(others[0]):
         pytest.skip("this machine has one kind of instructions")
     monkeypatch.setattr(

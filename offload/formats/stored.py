@@ -6,8 +6,8 @@ then the numbers q, unsigned; with 4 bits, the low halves of the bytes hold the 
 - zero) * scale, rounded to the scale's dtype. FP8: a scale of 16 bits and 2 bytes of padding, or of 32 bits; then
 numbers in e4m3, each multiplied by the scale in the scale's dtype.
 
-A number is computed in fp32, step by step as the format's own library does (gguf 0.19: gguf.quants), and rounded to
-the compute dtype.
+A number is computed in fp32, step by step as the format's own library does (gguf 0.19: gguf.quants). Where a matrix is
+decoded, it is rounded to the compute dtype; the CPU's kernels multiply few rows without (native/stored_products.h).
 """
 
 from __future__ import annotations

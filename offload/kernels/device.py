@@ -101,8 +101,8 @@ class DeviceKernels:
     prefill: Callable[[int], PrefillAttention | None] = _no_prefill
     # x [T, inputs] times the matrix, transposed, plus bias [outputs] or None, in the dtype of x.
     multiply: Callable[[Tensor, Codes, Tensor | None], Tensor] = _multiply
-    # The same with a matrix as a checkpoint stores it: with its numbers in fp32 where torch's operators run on a CPU,
-    # else rounded to the dtype of x. Temporary memory: its numbers, unless the kernels know how to do without.
+    # The same with a matrix as a checkpoint stores it: with its numbers rounded to the dtype of x, or, on a CPU without
+    # kernels, in fp32. Temporary memory: its numbers, unless the kernels know how to do without.
     multiply_stored: Callable[[Tensor, StoredMatrix, Tensor | None], Tensor] = _multiply_stored
     # Its numbers, [outputs, inputs] of that dtype, in memory of their own.
     decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix

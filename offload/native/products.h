@@ -13,9 +13,9 @@ enum class Ending : int64_t { write, add, gate, activate };
 enum class Activation : int64_t { silu, gelu_tanh, relu_squared };
 
 // out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype, in codes
-// (codes.h) or stored in blocks (stored.h), rounded to the dtype after the norm, after the product and after each step of the ending. Where the norm
-// is null, x is taken as it is. centred: LayerNorm, which takes the mean away; norm_bias: what it adds, or null; both
-// are fp32 where norm_fp32 is set.
+// (codes.h) or stored in blocks (stored.h), rounded to the dtype after the norm, after the product and after each
+// step of the ending. Where the norm is null, x is taken as it is. centred: LayerNorm, which takes the mean away;
+// norm_bias: what it adds, or null; both are fp32 where norm_fp32 is set.
 // write: out [rows, outputs]. add: factor * product is added to out. gate: out = activation(product) * (the product with
 // `up`, whose bias comes after the other's). activate: out = activation(product).
 // Where the weight is null, there is no product: out [rows, inputs] += factor * norm(x).

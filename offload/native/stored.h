@@ -1,5 +1,5 @@
-// Matrices as quantised checkpoints store them: rows of blocks (formats/stored.py says what is in them), and the numbers
-// that these mean, in the dtype of a product.
+// Matrices as quantised checkpoints store them: rows of blocks (formats/stored.py says what is in them), and their
+// decoding to numbers of a dtype.
 //
 // A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype, which may be
 // fp32. Of codes of up to 5 bits all values that a group can have are computed once, and looked up.
@@ -93,7 +93,8 @@ INLINE void look_up(group codes, typename E::element* out, Value&& value) {
     }
     const __m512 first = (__m512)value(counted(0)), last = COUNT == 32 ? (__m512)value(counted(W)) : first;
     for (int i = 0; i < GROUP; i += W) {
-        const __m512i code = _mm512_cvtepu8_epi32(i ? _mm256_extracti128_si256((__m256i)codes, 1) : _mm256_castsi256_si128((__m256i)codes));
+        const __m256i all = (__m256i)codes;
+        const __m512i code = _mm512_cvtepu8_epi32(i ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all));
         store(out + i, COUNT == 32 ? _mm512_permutex2var_ps(first, code, last) : _mm512_permutexvar_ps(code, first));
     }
     return;

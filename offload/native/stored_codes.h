@@ -1,5 +1,5 @@
-// GGUF's numbers as step * code + least: the steps and least values of groups of 32, and codes as they are multiplied. A
-// code, less a centre, is an integer of at most 8 bits, so fp32 and bf16 have it exactly.
+// GGUF's numbers as step * code + least: the steps and least values of groups of 32, and codes as they are multiplied.
+// A code, less a centre, is an integer of at most 8 bits, so fp32 and bf16 have it exactly.
 #pragma once
 #include "stored_rows.h"
 
@@ -66,7 +66,8 @@ struct Steps {
 // A group's codes in fp32, less the centre.
 template <Kind KIND>
 struct Codes {
-    static constexpr int INPUTS = GROUP, MOST = 4, VECTORS = GROUP / W;  // MOST: rows whose numbers fit in the first cache
+    static constexpr int INPUTS = GROUP, VECTORS = GROUP / W;
+    static constexpr int MOST = 4;  // rows, whose numbers fit in the first cache
     f32 values[VECTORS], step, next;  // next: of the second 16 numbers in Q6_K
 
     template <int COUNT>
@@ -104,7 +105,7 @@ struct Codes {
 
 #if defined(__AVX512BF16__)
 
-// The same of a pair of groups, in bf16 and in the order of rows.
+// The codes of a pair of groups in bf16, less the centre, in the order of rows.
 template <Kind KIND>
 struct Pairs {
     static constexpr int INPUTS = PAIR, MOST = 8;
@@ -156,7 +157,8 @@ struct Pairs {
         } else if constexpr (of_256(KIND)) {
             const __m512i four = _mm512_srlv_epi16(twice(at + (KIND == q4_k ? 16 : 48) + pair * GROUP), by_half(0, 4));
             if constexpr (KIND == q4_k) return four;
-            return with_fifth(four, _mm512_test_epi8_mask(twice(at + 16), by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair)));
+            const __m512i bit = by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair);
+            return with_fifth(four, _mm512_test_epi8_mask(twice(at + 16), bit));
         } else {
             constexpr int size = bytes_of_32(KIND), from = (has_least(KIND) ? 4 : 2) + (bits(KIND) == 5 ? 4 : 0);
             const uint8_t *first = at + 2 * pair * size + from, *second = first + (both ? size : 0);

@@ -1,12 +1,13 @@
-// Products of a few rows with a matrix in blocks (stored.h), in fp32: nothing is rounded to the dtype but the rows, which
-// are given so, and the result.
+// Products of a few rows with a matrix in blocks (stored.h), in fp32: nothing is rounded to the dtype but the rows,
+// which are given so, and the result.
 //
 // - Of GGUF's kinds codes are multiplied (stored_codes.h). A group's part of a product is step * sum(code * x) +
-//   least * sum(x). Rows in bf16 and codes are multiplied in pairs where the processor can; else both are widened to fp32.
+//   least * sum(x). Rows in bf16 and codes are multiplied in pairs where the processor can; else both are widened to
+//   fp32.
 // - Our own blocks' numbers are rounded to the scale's dtype, so they are computed, and multiplied in fp32.
 //
-// The kind, the dtype and the machine decide, never the number of rows, and a row's sums run in one order: its bits do not
-// depend on the rows beside it.
+// The kind, the dtype and the machine decide, never the number of rows, and a row's sums run in one order: its bits do
+// not depend on the rows beside it.
 #pragma once
 #include "stored_codes.h"
 
@@ -43,7 +44,8 @@ INLINE void dots_of_codes(const uint8_t* at, const Rows& rows, int row, float (*
     for (; first + GROUPS <= rows.groups(); first += GROUPS, at += bytes_of_256(KIND))
         multiply.template operator()<GROUPS>(first);
     if constexpr (!of_256(KIND)) {
-        for (; first + 2 <= rows.groups(); first += 2, at += 2 * bytes_of_32(KIND)) multiply.template operator()<2>(first);
+        for (; first + 2 <= rows.groups(); first += 2, at += 2 * bytes_of_32(KIND))
+            multiply.template operator()<2>(first);
         if (first < rows.groups()) multiply.template operator()<1>(first);
     }
     for (int r = 0; r < ROWS; r++) {

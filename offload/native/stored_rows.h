@@ -16,8 +16,8 @@ constexpr bool paired(Kind kind) {
     return in_pairs<E> && has_codes(kind);
 }
 
-// Rows, one after the other: [inputs] in fp32, or, in pairs, of each 64 inputs the even ones in
-// bf16, then the odd ones, and zeros past the end. Then the sums of groups, and zeros.
+// Rows, one after the other: [inputs] in fp32, or, where they are multiplied in pairs, of each 64 inputs the even ones
+// in bf16, then the odd ones, and zeros past the end. Then the sums of groups, and zeros.
 struct Rows {
     float* at;
     int inputs;
@@ -40,9 +40,9 @@ INLINE void put_pairs(const uint16_t* from, uint16_t* to) {
     }
 }
 
-// One row. read(i): elements i to i + W, fp32.
+// One row, in bf16 for pairs or in fp32. read(i): elements i to i + W, fp32.
 template <class F>
-void take(const Rows& rows, int64_t row, bool paired, F&& read) {
+void take(const Rows& rows, int64_t row, bool in_bf16, F&& read) {
     float* sums = rows.sums(row);
     __builtin_memset(sums, 0, (rows.groups() + GROUPS) * sizeof *sums);
     for (int from = 0; from < rows.inputs; from += PAIR) {
@@ -51,13 +51,13 @@ void take(const Rows& rows, int64_t row, bool paired, F&& read) {
             f32 total = {};
             for (int i = first; i < first + GROUP; i += W) {
                 const f32 x = read(i);
-                if (paired) Bf16::write(halves + i - from, x);
+                if (in_bf16) Bf16::write(halves + i - from, x);
                 else store(rows.numbers(row) + i, x);
                 total += x;
             }
             sums[first / GROUP] = sum(total);
         }
-        if (paired) put_pairs(halves, rows.halves(row) + from);
+        if (in_bf16) put_pairs(halves, rows.halves(row) + from);
     }
 }
 

@@ -40,7 +40,8 @@ _WEIGHT_ROW = 0.05  # of the seconds of reading the weights, for each further ro
 _TOKEN_ROW = 0.06  # of the seconds of reading the cache, for each further row
 _CODED_SHARE = 5 / 16
 _MASS_SHARE = 0.12
-_DECODED_BYTES = 2  # 0.15 ns on two cores, a little more than reading a number of 16 bits
+_STORED_BYTES = 1  # a number of a stored matrix takes at least as long to multiply as so many bytes to read
+_STORED_ROW = 0.3  # of the seconds of a row with stored matrices, for each further row
 _PREFILL_SHARE = 0.2  # of the rate of large products
 
 
@@ -120,18 +121,18 @@ UNKNOWN = Times()
 
 def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     """Estimated pass times, if none were measured: reading at the rate of `rates`, and a share of that for each further
-    row. Decoding a number of a stored matrix takes as long as reading _DECODED_BYTES."""
+    row, a larger one where matrices are stored."""
     num_bytes = _read_bytes(config, itemsize, ModelConfig.layer_weight_bytes)
     rest = _read_bytes(config, itemsize, lambda model, item: model.weight_bytes(item) - model.layers_weight_bytes(item))
     token = config.layer_kv_bytes(itemsize) / rates.device_read
-    flops = _PREFILL_SHARE * rates.flops
+    flops, row = _PREFILL_SHARE * rates.flops, _STORED_ROW if config.stored_in else _WEIGHT_ROW
 
     def read(seconds: float, row_share: float, calls: float = 0.0) -> tuple[float, ...]:
         return tuple(calls + seconds * (1.0 + row_share * (rows - 1)) for rows in ROWS)
 
     return PassTimes(
-        fixed=read(rest / rates.device_read, _WEIGHT_ROW, _PASS_SECONDS),
-        layer=read(num_bytes / rates.device_read, _WEIGHT_ROW, _LAYER_SECONDS),
+        fixed=read(rest / rates.device_read, row, _PASS_SECONDS),
+        layer=read(num_bytes / rates.device_read, row, _LAYER_SECONDS),
         token=read(token, _TOKEN_ROW),
         near_token=read(token, _TOKEN_ROW),
         num_tokens=1,
@@ -143,10 +144,10 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
 
 
 def _read_bytes(config: ModelConfig, itemsize: int, of: Callable[[ModelConfig, int], int]) -> int:
-    """The bytes read for a model: its stored bytes, or _DECODED_BYTES for each number if that is more."""
+    """The bytes read for a model: its stored bytes, or _STORED_BYTES for each number if that is more."""
     if not (config.stored_in or config.table_encoding or config.head_encoding):
         return of(config, itemsize)
-    return max(of(config, itemsize), of(config.plain, _DECODED_BYTES))
+    return max(of(config, itemsize), of(config.plain, _STORED_BYTES))
 
 
 def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:

@@ -152,6 +152,17 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
 
 
 @pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.few(4)
+def test_a_last_group_is_multiplied_without_a_second_one(instructions: str) -> None:
+    kernels = built(instructions)
+    for name in (name for name in NAMES if encoding(name).numbers == 32):
+        for groups in (1, 3, 9):
+            stored, x = made_up(name, 5, 32 * groups, seed=groups), torch.randn(3, 32 * groups).bfloat16()
+            exact = x.double() @ stored.matrix(torch.float32).double().T
+            torch.testing.assert_close(multiplied(kernels, x, stored).double(), exact, rtol=4e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.few(48)

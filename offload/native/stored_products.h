@@ -17,11 +17,6 @@ constexpr int TILE = 16;       // outputs
 constexpr int SOME = 256;      // numbers that are computed before they are multiplied: a whole block, or several
 constexpr int MOST_ROWS = 64;  // that are worked on together
 
-INLINE float sum_of(eight v) {
-    const auto four = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
 // results[r][0] of ROWS rows from `row` on, by codes: Codes or Pairs.
 template <Kind KIND, class Multiplied, int ROWS>
 INLINE void dots_of_codes(const uint8_t* at, const Rows& rows, int row, float (*results)[TILE]) {
@@ -50,7 +45,7 @@ INLINE void dots_of_codes(const uint8_t* at, const Rows& rows, int row, float (*
     }
     for (int r = 0; r < ROWS; r++) {
         results[r][0] = sum(acc[r]);
-        if constexpr (has_least(KIND)) results[r][0] += sum_of(least[r]);
+        if constexpr (has_least(KIND)) results[r][0] += sum(least[r]);
     }
 }
 
@@ -72,17 +67,17 @@ void dots_of_numbers(const Matrix& m, const uint8_t* at, const Rows& rows, int n
                 for (int line = 0; line < m.nbytes; line += LINE) __builtin_prefetch(block + AHEAD + line);
                 decode_block<Fp32, KIND>(m.numbers, block, numbers[o] + i);
             }
-        by_rows(number, [&]<int ROWS>(int r) {
-            const float* x = rows.numbers(r) + first;
+        by_rows(number, [&]<int ROWS>(int row) {
+            const float* x = rows.numbers(row) + first;
             f32 acc[ROWS][OUTS];
-            __builtin_memcpy(acc, totals[r], sizeof acc);
+            __builtin_memcpy(acc, totals[row], sizeof acc);
             for (int i = 0; i < count; i += W)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
 #pragma unroll
                     for (int o = 0; o < OUTS; o++)
                         acc[r][o] = fma(load<f32>(x + r * stride + i), load<f32>(numbers[o] + i), acc[r][o]);
-            __builtin_memcpy(totals[r], acc, sizeof acc);
+            __builtin_memcpy(totals[row], acc, sizeof acc);
         });
     }
     by_rows(number, [&]<int ROWS>(int r) {

@@ -48,19 +48,18 @@ INLINE f32 all(float x) { return x - f32{}; }
 INLINE f32 fma(f32 a, f32 b, f32 c) { return __builtin_elementwise_fma(a, b, c); }
 INLINE f32 larger(f32 a, f32 b) { return a > b ? a : b; }
 
-// Sum of the lanes: halves are added until one lane is left.
-INLINE float sum(f32 v) {
-#if defined(__AVX512F__)
-    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
-#endif
-#if defined(__AVX2__)
-    auto eight = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
-    auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-#else
-    auto four = v;
-#endif
-    auto two = __builtin_shufflevector(four, four, 0, 1) + __builtin_shufflevector(four, four, 2, 3);
-    return two[0] + two[1];
+// Sum of the lanes of 4, 8 or 16: halves are added until one lane is left.
+template <class V>
+INLINE float sum(V v) {
+    if constexpr (sizeof v == 64) {
+        return sum(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+    } else if constexpr (sizeof v == 32) {
+        return sum(__builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7));
+    } else {
+        const auto two = __builtin_shufflevector(v, v, 0, 1) + __builtin_shufflevector(v, v, 2, 3);
+        return two[0] + two[1];
+    }
 }
 
 INLINE float largest(f32 v) {

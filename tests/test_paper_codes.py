@@ -75,7 +75,7 @@ def test_tokens_are_those_of_plain_decoding_and_every_access_is_ordered(case: Ca
             assert said(engine, prompt) == wanted
             target = stats_of(engine, "target")
             drafted, accepted = drafted + target.drafted, accepted + target.accepted
-            assert stats_of(engine, *OWN).passes > 0
+            assert stats_of(engine, *OWN).passes > 0 or case.sizes.adaptive  # which a busy machine keeps from drafting
         assert 0 < accepted <= drafted or case.sizes.adaptive  # which may draft nothing
         again = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, speculation=False))
         assert [token for step in again for token in step.tokens] == expected[0]

@@ -6,22 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
 from torch.testing import assert_close
 
-from interpreter import products_by_row, without_idle_work
+from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from models import LateLink, count_fetched
+from offload.config.block import Activation
 from offload.errors import TriforceError
+from offload.kernels import activation as activation_by_torch
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu import kernels as gpu_kernels
 from offload.kernels.gpu import programs
+from offload.kernels.gpu.activation import gated
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.copies import chunks
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.tiling import ROWS
+from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.runs import Rows, Run
 from offload.kv import fetch
@@ -353,11 +359,11 @@ def test_queries_grow_and_their_products_are_scaled_as_the_layer_says() -> None:
             GpuAttention(dtype=q.dtype, span=16),
         )
         attention.begin(Rows(rows, k, v, scoring, position=3, index=3), [12])
+        run = Run(held.pages, 12)
+        attention.append_rows(run)
         if scoring.rope is grown:
             assert torch.equal(attention._queries[0], grown.rotated(q, k, 3)[0])
             attention._queries[0] /= grown.growth[3:12, None, None]
-        run = Run(held.pages, 12)
-        attention.append_rows(run)
         attention.attend(run)
         outs.append(attention.merge()[0])
     assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
@@ -367,11 +373,86 @@ def test_rotated_queries_and_keys_are_weighed_as_the_layer_says() -> None:
     rope, q = turning(32, torch.float32), normal(5, 4, 32, seed=9)
     k, v = normal(5, KV_HEADS, 32, seed=10), normal(5, KV_HEADS, 32, seed=11)
     scoring = Scoring(rope, weights=(normal(32, seed=12), normal(32, seed=13)))
-    attention = GpuAttention(dtype=q.dtype, span=16)
-    attention.begin(Rows(q, k, v, scoring, position=3, index=3), [16])
+    held = hold(page=16, pages=1, tokens=16, dim=32, dtype=torch.float32)
+    queries = written(Rows(q, k, v, scoring, position=3, index=3), Run(held.pages, 16))
     wanted_q, wanted_k = scoring.rotated(q, k, 3)
-    assert torch.equal(attention._queries[0], wanted_q)
-    assert torch.equal(attention._keys, wanted_k)
+    assert torch.equal(queries, wanted_q)
+    assert torch.equal(held.pages[0, 0, :, 3:8], wanted_k.transpose(0, 1))
+
+
+def written(rows: Rows, run: Run) -> Tensor:
+    """The rotated queries of rows that are written to the run's places."""
+    attention = GpuAttention(dtype=rows.q.dtype, span=16)
+    attention.begin(rows, [run.tokens])
+    attention.append_rows(run)
+    return attention._queries[0]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dim", [48, 64])
+def test_rotations_round_as_those_of_a_prefill(dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, of rows that are a part of longer ones."""
+    rounds_to_bf16(monkeypatch)
+    rope = turning(dim, dtype)
+    grown = RopeTable(rope.cos, rope.sin, (1 + torch.arange(4096) / 100).to(dtype))
+    weights = tuple(normal(dim, seed=seed, dtype=dtype) for seed in (12, 13))
+    both = normal(5, 6 * dim + 2 * KV_HEADS * dim, seed=9, dtype=dtype)
+    parts = both.split([6 * dim, KV_HEADS * dim, KV_HEADS * dim], 1)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in parts)
+    for scoring in (Scoring(rope), Scoring(grown, weights=weights)):  # type: ignore[arg-type]
+        held = hold(page=16, pages=2, tokens=32, dim=dim, dtype=dtype)
+        queries = written(Rows(q, k, v, scoring, position=30, index=13), Run(held.pages, 32))
+        wanted_q, wanted_k = scoring.rotated(q, k, 30)
+        assert torch.equal(queries, wanted_q)
+        found = held.pages.transpose(1, 2).flatten(2, 3)[:, :, 13:18]
+        assert torch.equal(found, torch.stack([wanted_k, v]).transpose(1, 2))
+
+
+@pytest.mark.parametrize("first_written", [0, 43])
+def test_rows_in_a_ring_see_their_window_and_are_written_where_their_pages_come_round(first_written: int) -> None:
+    """From some slot on; the page with which the first row's window begins is found on the GPU."""
+    rope, page, pages, window, index = unmoving(32, torch.float32), 16, 4, 20, 40
+    held = hold(page=page, pages=3, tokens=48, dim=32, dtype=torch.float32, first=0)
+    ring = torch.empty(2, pages, KV_HEADS, page, 32).fill_(GARBAGE)
+    ring[:, :3] = held.pages
+    q, k, v = (normal(6, heads, 32, seed=heads) for heads in (6, KV_HEADS, KV_HEADS))
+    moved = {}
+    for turn in (0, 1, 5):  # the same page by page, some of it beyond the ring's end
+        slots = torch.arange(6) + index + turn * page
+        places = RowPlaces(slots, slots, torch.tensor([0, first_written + turn * page]))
+        attention = Unwritten(dtype=torch.float32, span=8)
+        rows = Rows(q, k, v, Scoring(rope), 0, int(slots[0]), window, places)
+        run = Run(ring.roll(turn, 1).clone(), 3 * page, windowed=True, ring=True)
+        attention.begin(rows, [run.tokens])
+        attention.append_rows(run)
+        attention.attend(run)
+        moved[turn] = attention.merge()[0], run.held.roll(-turn, 1)
+    for out, pages_then in moved.values():
+        assert torch.equal(out, moved[0][0])
+        assert torch.equal(pages_then, moved[0][1])
+    after = moved[0][1].clone()
+    changed = ring.clone()
+    new = slice(max(first_written - index, 0), 6)
+    changed[:, 2, :, index - 32 + new.start : index - 32 + 6] = torch.stack([k[new], v[new]]).transpose(1, 2)
+    assert torch.equal(after, changed)
+    wanted, _ = in_fp64([Held(after[:, :3], 0, 48, windowed=True)], q, index, window)
+    assert_near(moved[0][0], wanted, torch.float32)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu_squared"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_gates_are_activated_and_multiplied(
+    activation: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those where an activation is flat, too."""
+    rounds_to_bf16(monkeypatch)
+    x = (normal(3, 2 * 1100, seed=5) * torch.tensor([0.1, 3, 12])[:, None]).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    active = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu_squared": lambda g: relu(g) ** 2}
+    wanted = active[activation](gate) * up
+    for found in (gated(x, activation), activation_by_torch.gated(x, activation)):
+        assert found.dtype == dtype
+        assert_close(found.double(), wanted, rtol=3 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [10, 40])
@@ -381,6 +462,7 @@ def test_queries_for_sinks_stop_at_their_last_position(first: int) -> None:
     k = q[:, :KV_HEADS]
     attention.begin(Rows(q, k, k, Scoring(rope), position=first, index=first), [64], lasts=(first + 6, 12))
     positions = (first + torch.arange(6)).clamp(max=12)
+    attention.append_rows(Run(hold(page=64, pages=1, tokens=64, dim=32, dtype=torch.float32).pages, 64))
     assert torch.equal(attention._queries[0], rotate(q, *rope.rows(first, first + 6)))
     assert torch.equal(attention._queries[1], rotate(q, rope.cos[positions], rope.sin[positions]))
 

@@ -22,7 +22,6 @@ from offload.formats.quantised_kv import GROUP
 from offload.kv.fetch import GpuFetch
 from offload.kv.quantised import EXACT, QuantisedCache
 from offload.kv.retrieved import QuantisedChunks
-from offload.model.graphs import VARIABLE as GRAPHS
 from offload.model.passes import forward
 from offload.pages.storage import PageStorage
 from offload.plan.sizing import KV_TAIL
@@ -120,10 +119,9 @@ def test_rows_that_are_fetched_before_they_are_home_are_reported(folder: Path, m
 @pytest.mark.parametrize("by_kernel", [True, False], ids=["by kernel", "by host"])
 @pytest.mark.parametrize("link_bits", [16, 12])
 def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
-    folder: Path, link_bits: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, link_bits: int, by_kernel: bool
 ) -> None:
     """Encoded from pages as they are, and packed; again after a prefill took their memory."""
-    monkeypatch.setenv(GRAPHS, "off")  # which programs in the interpreter cannot be part of
     part = replace(SIZES, budget=64, chunk=GROUP)
     wanted = plainly(folder, "bf16")
     with on_gpu(folder, part, "kv", by_kernel=by_kernel, dtype="bf16", link_bits=link_bits) as (engine, gpu):
@@ -142,8 +140,7 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
     assert gpu.problems == []
 
 
-def test_the_host_does_not_wait_for_chunks_to_encode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GRAPHS, "off")
+def test_the_host_does_not_wait_for_chunks_to_encode(folder: Path) -> None:
     with on_gpu(folder, replace(SIZES, budget=64, chunk=GROUP), "kv") as (engine, gpu):
         said(engine, PROMPT)
         engine.worker.record_mass(True)

@@ -815,9 +815,9 @@ def test_a_buffer_makes_way_for_a_larger_one_only_when_its_tail_is_full() -> Non
     cache = refreshed(Tape(), [0] * 20, budget=4 * CHUNK).cache
     assert isinstance(cache, RetrievalCache)
     room = TAIL_TOKENS - (cache.length - cache._tail_start)
-    there = cache.graph_memory
+    there = cache.graph_key
     cache.begin("decode", room)
-    assert cache.graph_memory == there
+    assert cache.graph_key == there
     for more in (1, TAIL_TOKENS + 1):
         before = cache.nbytes()
         cache.begin("decode", room + more)

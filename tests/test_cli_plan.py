@@ -422,7 +422,7 @@ class TestScreen:
         bar = next(line for line in terminal.lines if line.startswith("rank 1       ["))
         assert bar.endswith("%")
         token = next(line for line in terminal.lines if line.startswith("a token"))
-        assert token.split()[2:7] == ["71.9", "ms", "1.23", "s", "without"]
+        assert token.split()[2:7] == ["69.5", "ms", "1.23", "s", "without"]
         assert "\x1b[1m" in terminal.written  # headings are bold
         assert "\x1b[32m" in terminal.written
         monkeypatch.setenv("COLUMNS", str(columns))

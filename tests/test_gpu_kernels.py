@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,16 @@ from offload.formats.residuals_gpu import WEIGHT_WARPS  # noqa: E402
 from offload.kernels.choice import fitting, gpu_kernels  # noqa: E402
 from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import DeviceKernels  # noqa: E402
-from offload.kernels.gpu import copies, kv_programs, prefill_programs, programs, splits, stored_products  # noqa: E402
+from offload.kernels.gpu import (  # noqa: E402
+    activation,
+    copies,
+    kv_programs,
+    prefill_programs,
+    programs,
+    rotation_programs,
+    splits,
+    stored_products,
+)
 from offload.kernels.gpu import quantised_products as products  # noqa: E402
 from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
 from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
@@ -44,7 +53,7 @@ CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
 INTERPRETED = ["gpu", "prefill", "codes", "stored", "kv_codes", "kv_residuals", "packed"]
-ENGINES = ["quantised"]  # which run kernels that have small cases of their own
+ENGINES = ["quantised", "graphs"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
@@ -133,11 +142,14 @@ def compiled(
     warps: int = 4,
     most: int | None = None,
     stages: int = STAGES,
+    divisible: Sequence[str] = (),
+    fuses: bool = True,
 ) -> Compiled:
-    """As the launch of it would be compiled: pointers and strides are multiples of 16."""
+    """As the launch of it would be compiled: pointers, strides and `divisible` numbers are multiples of 16. fuses:
+    products with sums."""
     names: list[str] = program.arg_names  # type: ignore[attr-defined]
     kinds = {"scale": "fp32"} | dict(pointers) | dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if name in pointers or name.endswith("_stride")]
+    aligned = [name for name in names if name in pointers or name in divisible or name.endswith("_stride")]
     source = ASTSource(
         fn=program,
         signature={name: kinds.get(name, "i32") for name in names},
@@ -146,7 +158,8 @@ def compiled(
     )
     if tiling is not None:
         warps, most = tiling.warps, tiling.most_registers
-    options = {"num_warps": warps, "num_stages": stages} | ({} if most is None else {"maxnreg": most})
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses}
+    options |= {} if most is None else {"maxnreg": most}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return read(kernel.asm["ptx"], kernel.metadata.shared)
 
@@ -169,25 +182,27 @@ def read(ptx: str, shared_bytes: int) -> Compiled:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("dtype", "dim", "group", "chunk", "window", "cap"),
+    ("dtype", "dim", "group", "chunk", "window", "cap", "ring"),
     [
-        ("bf16", 128, 1, 32, 0, 0.0),
-        ("bf16", 128, 4, 8, 0, 0.0),
-        ("bf16", 128, 1, 0, 256, 0.0),
-        ("bf16", 64, 1, 32, 0, 0.0),
-        ("bf16", 256, 3, 32, 0, 0.0),
-        ("fp16", 80, 1, 16, 0, 0.0),
-        ("fp32", 128, 1, 32, 0, 0.0),
-        ("fp32", 256, 1, 16, 0, 0.0),
-        ("bf16", 256, 2, 32, 4096, 50.0),
+        ("bf16", 128, 1, 32, 0, 0.0, False),
+        ("bf16", 128, 4, 8, 0, 0.0, False),
+        ("bf16", 128, 1, 0, 256, 0.0, False),
+        ("bf16", 64, 1, 32, 0, 0.0, False),
+        ("bf16", 256, 3, 32, 0, 0.0, False),
+        ("fp16", 80, 1, 16, 0, 0.0, False),
+        ("fp32", 128, 1, 32, 0, 0.0, False),
+        ("fp32", 256, 1, 16, 0, 0.0, False),
+        ("bf16", 256, 2, 32, 4096, 50.0, False),
+        ("bf16", 128, 4, 0, 4096, 0.0, True),
     ],
 )
 def test_attention_compiles_to_wide_loads_and_spills_nothing(
-    capability: int, dtype: str, dim: int, group: int, chunk: int, window: int, cap: float
+    capability: int, dtype: str, dim: int, group: int, chunk: int, window: int, cap: float, ring: bool
 ) -> None:
     tiling = Tiling(dim, ITEMSIZE[dtype])
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
     rest = {"WINDOW": window, "CAP": cap, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
+    rest["RING"] = ring
     pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"places": "*i64"}
     pointers |= dict.fromkeys((*SCRATCH, "masses"), "*fp32")
     found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)
@@ -255,8 +270,8 @@ def test_attention_to_codes_compiles_to_wide_loads_and_spills_nothing(
 ) -> None:
     tiling = Tiling(dim, ITEMSIZE[dtype])
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "SPAN": SPAN, "GROUP": group}
-    rest = {"BLOCKS": tiling.blocks, "CAP": 0.0, "WIDEN": False}
-    pointers = {"queries": f"*{dtype}", "blocks": "*u8", "units": "*i32"}
+    rest = {"BLOCKS": tiling.blocks, "CAP": 0.0, "COUNTED": True, "WIDEN": False}
+    pointers = {"queries": f"*{dtype}", "blocks": "*u8", "units": "*i32", "counted": "*i64"}
     pointers |= dict.fromkeys(SCRATCH, "*fp32")
     most = tiling.most_coded_registers
     found = compiled(kv_programs.attend_codes, capability, pointers, shape | rest, warps=tiling.warps, most=most)
@@ -286,6 +301,43 @@ def test_codes_are_made_without_a_spill(capability: int, dtype: str, dim: int, c
     assert found.registers <= 255
     assert found.shared_bytes <= SHARED_BYTES
     assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
+
+
+ROTATED = ("q", "k", "v", "cos", "sin", "growth", "query_weights", "key_weights", "queries", "keys", "values")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("fp32", 64), ("fp16", 80), ("bf16", 256)])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rotation_rounds_product_by_product(capability: int, dtype: str, dim: int, whole: bool) -> None:
+    """whole: as of a full cache, without growth, weights or a ring."""
+    shape = {"HEADS": 32, "DIM": dim, "DIM_PADDED": Tiling(dim, ITEMSIZE[dtype]).padded, "BOUNDED": True}
+    shape |= {"QUERIES": 1 if whole else 2, "GROWN": not whole, "WEIGHED": not whole, "RING": not whole}
+    pointers = dict.fromkeys(ROTATED, f"*{dtype}") | dict.fromkeys(("positions", "slots", "bounds"), "*i64")
+    found = compiled(rotation_programs.rotate_rows, capability, pointers, shape, warps=1, fuses=False)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 96
+    assert "fma.rn.f32" not in found.ptx  # in bf16 it stands for a product or a sum, with a zero or a one
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("number", range(3))
+def test_gates_are_read_and_written_16_bytes_at_a_time(capability: int, dtype: str, number: int) -> None:
+    pointers = dict.fromkeys(("x", "out"), f"*{dtype}")
+    found = compiled(
+        activation.activate_gate,
+        capability,
+        pointers,
+        {"ACTIVATION": number, "COLUMNS": 1024},
+        divisible=("size", "stride"),
+    )
+    assert found.spilled_bytes == 0
+    assert found.registers <= 96
+    assert "ld.global.v4" in found.ptx
+    assert "st.global.v4" in found.ptx
 
 
 MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs"), "*fp32") | {"out": "*bf16"}

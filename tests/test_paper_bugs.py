@@ -216,16 +216,16 @@ BUGS = [
     Bug(
         "a graph reads the places of a forward that is over",
         "offload.kv.places",
-        "sent_to(kept, both) if num_rows <= MAX_ROWS else sent(both, self._device)",
-        "sent(both, self._device)",
+        "sent_to(kept, there) if num_rows <= MAX_ROWS else sent(there, self._device)",
+        "sent(there, self._device)",
         "draft, kv streamed",
         GONE,
     ),
     Bug(
         "a level looks at its logits while they are recorded",
         "offload.model.level",
-        "logits = self._decoder.logits(hidden.index_select(0, *places) if places else hidden)",
-        "logits = self._decoder.logits(hidden + tokens[0].item())",
+        "logits = self._decoder.logits(hidden.index_select(0, *rows) if rows else hidden, block=block)",
+        "logits = self._decoder.logits(hidden + ids[0][0].item(), block=block)",
         "draft, kv streamed",
         "the host waits in a graph",
     ),
@@ -294,6 +294,9 @@ def _changed(real: Any, edited: Any) -> Iterator[tuple[object, str, object]]:
             if unwrap(value).__code__ != unwrap(own).__code__:
                 users = [module for key, module in sys.modules.items() if key.startswith("offload.")]
                 yield from ((each, name, value) for each in [real, *users] if vars(each).get(name) is own)
+        elif isinstance(value, property) and isinstance(own, property):
+            if value.fget.__code__ != own.fget.__code__:  # type: ignore[union-attr]
+                yield real, name, value
         elif isinstance(value, type) and isinstance(own, type) and value.__module__ == own.__module__ and value != own:
             yield from _changed(own, value)
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from offload.config.block import Activation
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
+from offload.kernels.activation import gated
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import RunAttention
@@ -45,6 +47,9 @@ class CopyPackedChunks(Protocol):
         self, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int, page: int,
         slot: int = 0, tokens: range = ALL_TOKENS,
     ) -> None: ...  # fmt: skip
+
+
+Gated = Callable[[Tensor, Activation], Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class DeviceKernels:
     multiply_stored: Callable[[Tensor, StoredMatrix, Tensor | None], Tensor] = _multiply_stored
     # Its numbers, [outputs, inputs] of that dtype, in memory of their own.
     decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix
+    # See `kernels.activation.gated`.
+    gated: Gated = gated
     # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.
     quantise: Callable[[Tensor, Codes], None] = _refused
     # See `formats.quantised_kv.encode`, `formats.packed` and `formats.residuals`.

@@ -170,13 +170,15 @@ class OperatorAttention:
 
     def _seen(self, block: _Block, run: Run, at: int, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Of the piece's tokens those up to which each row sees, and the first one that it sees, [G * ROWS]; None: all
-        of them. Numbers alone decide on that where rows are behind the piece, as they are in all passes of a graph."""
+        of them. Numbers decide on that only where no graph may have other ones."""
         assert self._rows is not None
         before, count = self._rows.index - run.first - at, run.tokens - at
-        if count >= num_tokens and (run.coded or (before >= num_tokens and not run.windowed)):
-            return None, None
         if run.coded:
-            return torch.full_like(block.own, count), None
+            if (bounds := self._places.bounds) is not None:
+                return (bounds[0] - at).clamp(max=num_tokens).expand_as(block.own), None
+            return None if count >= num_tokens else torch.full_like(block.own, count), None
+        if count >= num_tokens and before >= num_tokens and not run.windowed and not self._rows.moving:
+            return None, None
         seen = block.own + (1 - run.first - at)
         first = seen - self._rows.window if run.windowed else None
         return seen if before + len(self._rows.q) <= count else seen.clamp(max=count), first

@@ -13,12 +13,14 @@ from offload.kernels.rope import Scoring, rotate, rotate_queries
 
 class RowPlaces:
     """The places of new rows, int64 [T]. positions: in the sequence. slots: in the buffer that they are written to.
+    bounds: int64 [2]: the tokens of a coded run that count, and the least slot that is written; None: all count, and
+    all are written.
 
     Results derived from them are computed in the first layer that needs them, and reused by the others.
     """
 
-    def __init__(self, positions: Tensor, slots: Tensor) -> None:
-        self.positions, self.slots = positions, slots
+    def __init__(self, positions: Tensor, slots: Tensor, bounds: Tensor | None = None) -> None:
+        self.positions, self.slots, self.bounds = positions, slots, bounds
         self._made: dict[tuple[str, int], Tensor] = {}
 
     def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
@@ -55,10 +57,13 @@ class RowPlaces:
         at = self.positions if last is None else self._once("up to", last, lambda: self.positions.clamp(max=last))
         return self._once(f"{name} {last}", id(table), lambda: table.index_select(0, at))
 
-    def write(self, rows: Sequence[Tensor], held: Tensor) -> None:
-        """Write keys and values [T, H_kv, D] to the slots of `held` [2, H_kv, S, D]."""
-        for half, new in zip(held, rows, strict=True):
-            half.index_copy_(1, self.slots, new.transpose(0, 1))
+    def write(self, rows: Sequence[Tensor], pages: Tensor) -> None:
+        """Write keys and values [T, H_kv, D] to the slots of `pages` [2, P, H_kv, S, D]."""
+        page = pages.shape[3]
+        number = self._once("page", page, lambda: self.slots // page)
+        offset = self._once("offset", page, lambda: self.slots % page)
+        for half, new in zip(pages, rows, strict=True):
+            half.transpose(1, 2).index_put_((number, offset), new)
 
     def _once(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
         if (name, number) not in self._made:
@@ -68,10 +73,11 @@ class RowPlaces:
 
 def append_rows(pages: Tensor, first: int, index: int, rows: tuple[Tensor, Tensor], places: RowPlaces) -> None:
     """Write keys and values `rows`, [T, H_kv, D] each, at positions `index` and on, to `pages` [2, P, H_kv, S, D] whose
-    first position is `first`. places: of the rows; a single page at 0 is written by them, as a graph needs."""
+    first position is `first`. places: of the rows; where all of them are in pages at 0 they are written by them, as a
+    graph needs."""
     _, num_pages, _, page, _ = pages.shape
-    if num_pages == 1 and first == 0 and index >= 0 and index + len(rows[0]) <= page:
-        places.write(rows, pages[:, 0])
+    if first == 0 and index >= 0 and index + len(rows[0]) <= num_pages * page:
+        places.write(rows, pages)
     else:
         write_rows(pages, first, index, *rows)
 

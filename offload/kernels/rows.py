@@ -30,6 +30,13 @@ def power_of_two(num_rows: int, most: int = MAX_ROWS) -> int:
     return padded if padded <= most else num_rows
 
 
+def rounded_up(number: int, most: int) -> int:
+    """`number` rounded up to a sixteenth of the next power of two, so that lengths that grow have few values; `most` if
+    that is less."""
+    step = max((1 << (number - 1).bit_length()) // 16, 1) if number else 1
+    return min(-(-number // step) * step, most)
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """The shape of an attention: heads, and pages [num_pages, num_kv_heads, page_tokens, head_dim] of keys and of

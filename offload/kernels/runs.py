@@ -27,7 +27,7 @@ class Rows:
     """New rows of a forward in a layer: q [T, H, D], k and v [T, H_kv, D], not rotated, each row contiguous. scoring:
     of the layer, its table rounded to the rows' dtype. position: of the first one in that table; index: of the first
     one among the runs' positions. window: tokens that rows see of windowed runs. places: both in the memory of a GPU,
-    `slots` for the index."""
+    `slots` for the index. moving: the index may be another one, less too, when the pass runs again as a graph."""
 
     q: Tensor
     k: Tensor
@@ -37,6 +37,7 @@ class Rows:
     index: int
     window: int = 0
     places: RowPlaces | None = None
+    moving: bool = False
 
     def in_memory(self) -> RowPlaces:
         """The rows' places in the memory of their device, made where the caller keeps none."""
@@ -53,7 +54,8 @@ class Run:
     held: [2, P, H_kv, S, D] or, as one page, [2, H_kv, S, D], keys then values, contiguous in the last two dimensions;
     or uint8 [H_kv, groups, bytes], a layer's codes (`KVCodes`), which all rows see whole and no rows are written to.
     It holds positions `first` and on, of which `tokens` count, whole groups of codes. query: which of its queries a row
-    has for it. windowed: rows see what is in their window only.
+    has for it. windowed: rows see what is in their window only. ring: the pages are a ring, in which page n of the
+    sequence has place n % P; `tokens` count from the page on with which the first row's window begins. GPUs know rings.
     """
 
     held: Tensor
@@ -61,6 +63,7 @@ class Run:
     first: int = 0
     query: int = 0
     windowed: bool = False
+    ring: bool = False
 
     @property
     def coded(self) -> bool:

@@ -43,9 +43,9 @@ class Cache(Protocol):
         ...
 
     @property
-    def graph_memory(self) -> Hashable:
-        """Of the forward that began: on a GPU its rows find all that differs from the last one's in memory, which is
-        where it was as long as this is equal. None: they do not."""
+    def graph_key(self) -> Hashable:
+        """Of the forward that began, as a pass that may be a graph on a GPU: forwards of as many rows with equal keys
+        differ in nothing but the contents of memory. None: it may not."""
         ...
 
     def nbytes(self) -> int:

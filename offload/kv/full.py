@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import write_rows
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring
-from offload.kernels.runs import Rows, Run
+from offload.kernels.rows import rounded_up
+from offload.kernels.runs import MASS_DTYPE, Rows, Run
 from offload.kv import Phase
 from offload.kv.places import Places
 from offload.pages.storage import Offload, PageStorage
@@ -24,9 +26,10 @@ from offload.transfer.memory import Memory
 class FullCache:
     """Keys (rotated) and values of all tokens, in tiles, wherever `pages` has them.
 
-    In phase "decode" a tile is a run (`kernels.runs`): so a row's bits depend on its position and the tokens before it,
-    and on nothing else. In phase "prefill" blocks may have any size. With `mass_chunk` the decode phase also keeps each
-    row's softmax mass per chunk of that many tokens, while `record_mass` is set, or `keep_mass`.
+    In phase "decode" a tile is a run (`kernels.runs`), or several of at most `run_tokens`: so a row's bits depend on
+    its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have any size. With
+    `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens, while `record_mass`
+    is set, or `keep_mass`. Where all rows of a layer are in one tile on a GPU, a pass may be a graph.
     num_layers, scorings: of the growing layers; there may be none.
     offload: None, all tiles are on the device; in phase "prefill" all are attended to there. prefill: attends in phase
     "prefill"; None: torch's operators do. kernels: the device's own, for phase "decode". arena: phase "prefill" has its
@@ -42,6 +45,7 @@ class FullCache:
         scorings: Sequence[Scoring],
         offload: Offload | None = None,
         mass_chunk: int | None = None,
+        run_tokens: int | None = None,
         prefill: PrefillAttention | None = None,
         kernels: DeviceKernels = NONE,
         arena: Arena | None = None,
@@ -51,6 +55,7 @@ class FullCache:
         most = len(scorings[0].rope.cos) if scorings else 0
         self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
         self._places = Places(memory.device)
+        self._run_pages = (run_tokens or shape.tokens) // shape.page_tokens
         self._prefill = prefill or OperatorTiles(shape.num_kv_heads)
         self._attention = kernels.attention(dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
         self.record_mass = mass_chunk is not None  # from the next decode forward on, for who chooses chunks by it
@@ -61,7 +66,10 @@ class FullCache:
         self.stable_length = 0  # tokens that it has had ever since `mark_synced`, for the one cache that asks
         self._phase: Phase | None = None  # of the forward under way
         self._taken = [0] * num_layers
-        self._mass: list[Tensor] = []
+        self._reach = 0  # tokens that the forward's attention may reach: see `_reached`
+        self._records = False  # whether the forward under way keeps masses
+        self._mass: Sequence[Tensor] = []  # of the last forward's layers
+        self._kept: Tensor | None = None  # where graphs leave them
 
     def reserve(self, num_tokens: int) -> None:
         """See `PageStorage`."""
@@ -80,9 +88,13 @@ class FullCache:
         for other in self.pages.access.keys() - {phase}:
             self.pages.access[other].forget()
         self.pages.access[phase].begin(self._start, num_rows)
-        self._mass.clear()
+        self._mass = []
         if phase == "decode":
             self._places.set(self._start, self._start, num_rows)
+            self._reach = self._reached(self._start + num_rows)
+            self._records = self.mass_chunk is not None and (self.record_mass or self.keep_mass)
+            if self._records and self._is_whole:
+                self._mass = self._room_for_masses(num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`. In phase "decode" all of the forward's rows come in one call."""
@@ -92,7 +104,8 @@ class FullCache:
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
         if self._phase == "decode":
-            return self._decode(layer, self._places.rows(0, (q, k, v), self.scorings[layer]))
+            rows = self._places.rows(0, (q, k, v), self.scorings[layer])
+            return self._decode(layer, replace(rows, moving=self._is_whole))
         q, k = self.scorings[layer].rotated(q, k, start)
         block = self._prefill.block(q, start, self.scorings[layer])
         access, tokens = self.pages.access["prefill"], self.shape.tokens
@@ -167,12 +180,16 @@ class FullCache:
     def release(self) -> None:
         """Give the tiles back; the cache is not used again."""
         self.truncate(0)
+        self._mass, self._kept = [], None
         self.pages.release()
 
     @property
-    def graph_memory(self) -> None:
-        """See `Cache`: its tiles come and go."""
-        return None
+    def graph_key(self) -> Hashable:
+        """See `Cache`: where all rows of a layer are in one tile on the GPU."""
+        if not self._is_whole:
+            return None
+        kept = (self._kept.data_ptr(), self._kept.shape) if self._records and self._kept is not None else None
+        return self.pages.store.home(0, 0).data_ptr(), self._reach, kept
 
     def nbytes(self) -> int:
         """Of its homes."""
@@ -207,25 +224,70 @@ class FullCache:
             self._phase = None
         self._taken = [0] * self.num_layers
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all rows of a layer are in one tile, on a GPU."""
+        return self._places.in_memory and self.pages.all_on_device and self.pages.store.num_tiles == 1
+
+    def _reached(self, stop: int) -> int:
+        """The tokens that attention may reach where rows end before token `stop`. On a GPU more are hidden by places,
+        and a graph serves until there are more."""
+        if not self._is_whole:
+            return stop
+        page = self.shape.page_tokens
+        return rounded_up(-(-stop // page), self.shape.num_pages) * page
+
+    def _room_for_masses(self, num_rows: int) -> Sequence[Tensor]:
+        """Memory for the masses of a pass that may be a graph, for each layer [T, H_kv, C]: the same in every pass."""
+        assert self.mass_chunk is not None
+        if self._kept is None or self._kept.shape[1] < num_rows:
+            size = self.num_layers, num_rows, self.shape.num_kv_heads, -(-self.shape.tokens // self.mass_chunk)
+            self._kept = None
+            self._kept = torch.zeros(size, dtype=MASS_DTYPE, device=self.device)
+        return self._kept[:, :num_rows].unbind()
+
     def _decode(self, layer: int, rows: Rows) -> Tensor:
-        """A run for each tile; new rows go to the tiles that they fall into."""
+        """A run for each tile, or for parts of it; new rows go to the tiles that they fall into."""
         access, attention, tokens = self.pages.access["decode"], self._attention, self.shape.tokens
-        masses = self.mass_chunk is not None and (self.record_mass or self.keep_mass)
         stop = rows.index + len(rows.q)
-        counts = [min(stop - base, tokens) for base in range(0, stop, tokens)]
-        attention.begin(rows, counts, masses=masses)
-        for index, count in enumerate(counts):
+        attention.begin(rows, self._counts(), masses=self._records)
+        for index in range(self.shape.count(stop)):
             base = index * tokens
-            run = Run(access.open(layer, index), count, base)
+            run = Run(access.open(layer, index), min(self._reach - base, tokens), base)
             if base + tokens > rows.index:
                 attention.append_rows(run)
-                access.wrote(layer, index, max(rows.index - base, 0), count)
-            attention.attend(run)
+                access.wrote(layer, index, max(rows.index - base, 0), min(stop - base, tokens))
+            for part in self._parts(run):
+                attention.attend(part)
             access.close(layer, index)
         out, mass = attention.merge()
         if mass is not None:
-            self._mass.append(mass)
+            self._keep(layer, mass)
         return out
+
+    def _counts(self) -> list[int]:
+        """Tokens of each run of the forward."""
+        tokens, page = self.shape.tokens, self.shape.page_tokens
+        tiles = (min(self._reach - base, tokens) for base in range(0, self._reach, tokens))
+        step = self._run_pages * page
+        return [min(count - first, step) for count in tiles for first in range(0, count, step)]
+
+    def _parts(self, run: Run) -> Sequence[Run]:
+        """The run in parts of so many pages that their results have room; itself where it is one."""
+        if run.pages.shape[1] <= self._run_pages:
+            return [run]
+        step = self._run_pages * self.shape.page_tokens
+        return [
+            Run(pages, min(run.tokens - first, step), run.first + first)
+            for pages, first in zip(run.pages.split(self._run_pages, 1), range(0, run.tokens, step), strict=False)
+        ]
+
+    def _keep(self, layer: int, mass: Tensor) -> None:
+        """Keep a layer's masses [T, H_kv, C]."""
+        if self._is_whole:
+            self._mass[layer][:, :, : mass.shape[2]].copy_(mass)
+        else:
+            self._mass = [*self._mass, mass]
 
 
 class AheadCache:
@@ -254,9 +316,9 @@ class AheadCache:
         self._full.truncate_ahead(length)
 
     @property
-    def graph_memory(self) -> None:
-        """See `Cache`: the full cache's tiles come and go."""
-        return None
+    def graph_key(self) -> Hashable:
+        """See `Cache`."""
+        return self._full.graph_key
 
     def nbytes(self) -> int:
         """None of its own."""

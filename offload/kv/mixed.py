@@ -45,9 +45,10 @@ class MixedCache:
         self._growing.truncate(length)
 
     @property
-    def graph_memory(self) -> Hashable:
-        """See `Cache`: which pages of the ring are seen changes."""
-        return None
+    def graph_key(self) -> Hashable:
+        """See `Cache`."""
+        keys = self._growing.graph_key, self._windows.graph_key
+        return None if None in keys else keys
 
     def nbytes(self) -> int:
         return self._growing.nbytes() + self._windows.nbytes()

@@ -23,17 +23,28 @@ class Places:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept = torch.zeros(2 * MAX_ROWS, dtype=torch.long, device=self._device)
-        self._first, self._num_rows = (0, 0), 0
+        self._kept = torch.zeros(2 + 2 * MAX_ROWS, dtype=torch.long, device=self._device)
+        self._first, self._num_rows, self._bounds = (0, 0), 0, (0, 0)
         self._all: RowPlaces | None = None
 
-    def set(self, position: int, slot: int, num_rows: int) -> None:
-        """A forward of `num_rows` rows starts, the first of them at these."""
-        self._first, self._num_rows, self._all = (position, slot), num_rows, None
-        if self._device.type == "cuda":
-            kept, both = self._kept[: 2 * num_rows], self._numbers()
-            both = sent_to(kept, both) if num_rows <= MAX_ROWS else sent(both, self._device)
-            self._all = RowPlaces(both[:num_rows], both[num_rows:])
+    @property
+    def in_memory(self) -> bool:
+        """Whether they are in a GPU's memory, from where a graph reads them."""
+        return self._device.type == "cuda"
+
+    def set(self, position: int, slot: int, num_rows: int, *, num_coded: int = 0, first_written: int = 0) -> None:
+        """A forward of `num_rows` rows starts, the first of them at these. num_coded, first_written: the bounds of
+        `RowPlaces`."""
+        self._first, self._num_rows, self._bounds, self._all = (
+            (position, slot),
+            num_rows,
+            (num_coded, first_written),
+            None,
+        )
+        if self.in_memory:
+            kept, there = self._kept[: 2 + 2 * num_rows], self._numbers()
+            there = sent_to(kept, there) if num_rows <= MAX_ROWS else sent(there, self._device)
+            self._all = RowPlaces(there[2 : 2 + num_rows], there[2 + num_rows :], there[:2])
 
     def rows(self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0) -> Rows:
         """The forward's rows from the `first` on, as a cache gets them. window: that they have in windowed runs."""
@@ -54,12 +65,12 @@ class Places:
         if self._all is None or count == self._num_rows:
             return self._all
         own = slice(first, first + count)
-        return RowPlaces(self._all.positions[own], self._all.slots[own])
+        return RowPlaces(self._all.positions[own], self._all.slots[own], self._all.bounds)
 
     def _numbers(self) -> Tensor:
-        """Positions, then slots, [2 * T] on the CPU."""
+        """The bounds, the positions, then the slots, [2 + 2 * T] on the CPU."""
         steps = torch.arange(self._num_rows)
-        return torch.cat([steps + first for first in self._first])
+        return torch.cat([torch.tensor(self._bounds), *(steps + first for first in self._first)])
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ the last tokens, which attention needs most, are exact, and so are the rows draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import torch
@@ -80,13 +80,13 @@ class QuantisedCache:
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._taken = [0] * self.full.num_layers
         self._reserve(self._place(self.length + num_rows))
-        self._attention.begin(self.length, self._place(self.length), num_rows)
+        self._attention.begin(self.length, self._place(self.length), num_rows, self.coded - EXACT, self._codes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
         taken = self._taken[layer]
         self._taken[layer] += len(q)
-        return self._attention.attend(layer, taken, (q, k, v), self._held[layer], self._codes, self.coded - EXACT)
+        return self._attention.attend(layer, taken, (q, k, v), self._held[layer])
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -105,9 +105,9 @@ class QuantisedCache:
             self._memory.released(held, tier="device", purpose=_PURPOSE)
 
     @property
-    def graph_memory(self) -> None:
-        """See `Cache`: the codes grow."""
-        return None
+    def graph_key(self) -> Hashable:
+        """See `Cache`."""
+        return self._codes.blocks.data_ptr(), self._held.data_ptr(), self._held.shape, self._attention.reach
 
     def nbytes(self) -> int:
         return self._codes.blocks.nbytes + self._held.nbytes

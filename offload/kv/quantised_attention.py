@@ -10,6 +10,7 @@ from torch import Tensor
 from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kernels.device import DeviceKernels
 from offload.kernels.rope import Scoring
+from offload.kernels.rows import rounded_up
 from offload.kernels.runs import Rows, Run, attended
 from offload.kv.places import QKV, Places, joined
 from offload.plan.sizing import KV_ROWS
@@ -18,22 +19,29 @@ EXACT = GROUP  # first tokens of a sequence, which attention needs most: they st
 
 
 class QuantisedAttention:
-    """One layer at a time. scorings: of each layer, tables rounded to `dtype`. places: of the rows, of the caller's."""
+    """One layer at a time. scorings: of each layer, tables rounded to `dtype`. places: of the rows, of the caller's.
+    reach: the most tokens in codes that the forward attends to; on a GPU their number is in its memory, and passes of
+    equal reach may be one graph."""
 
     def __init__(self, kernels: DeviceKernels, scorings: Sequence[Scoring], dtype: torch.dtype, places: Places) -> None:
         self._attention, self._scorings, self._places = kernels.attention(dtype=dtype), scorings, places
+        self.reach = 0
 
-    def begin(self, position: int, row: int, num_rows: int) -> None:
-        """A forward of `num_rows` rows starts: the positions of the first and its row among the exact ones."""
-        self._places.set(position, row, num_rows)
+    def begin(self, position: int, row: int, num_rows: int, num_coded: int, codes: KVCodes) -> None:
+        """A forward of `num_rows` rows starts: the position of the first and its row among the exact ones; it attends
+        to the first `num_coded` tokens of `codes`."""
+        self._places.set(position, row, num_rows, num_coded=num_coded)
+        self._codes = codes
+        groups, most = num_coded // GROUP, codes.blocks.shape[2]
+        self.reach = (rounded_up(groups, most) if self._places.in_memory else groups) * GROUP
 
-    def attend(self, layer: int, taken: int, qkv: QKV, exact: Tensor, codes: KVCodes, num_coded: int) -> Tensor:
+    def attend(self, layer: int, taken: int, qkv: QKV, exact: Tensor) -> Tensor:
         """Write rows to those of the layer's exact ones, [2, H_kv, rows, D], that are theirs -> their attention over
-        these up to their own and over the first `num_coded` tokens in codes, [T, H * D].
+        these up to their own and over the coded tokens, [T, H * D].
 
         taken: rows of the forward before these. qkv: as of `Cache.attend`.
         """
-        coded = [Run(codes.blocks[layer], num_coded)] if num_coded else []
+        coded = [Run(self._codes.blocks[layer], self.reach)] if self.reach else []
         blocks = self._places.blocks(taken, qkv, self._scorings[layer], most=KV_ROWS)
         return joined([self._attend(rows, exact, coded) for rows in blocks])
 

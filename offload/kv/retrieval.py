@@ -100,9 +100,9 @@ class RetrievalCache:
         self._chosen.close()
 
     @property
-    def graph_memory(self) -> Hashable:
+    def graph_key(self) -> Hashable:
         """See `Cache`."""
-        return self._chosen.graph_memory
+        return self._chosen.graph_key
 
     def nbytes(self) -> int:
         return self._chosen.nbytes()

@@ -70,7 +70,7 @@ class RetrievedStore(Protocol):
         ...
 
     @property
-    def graph_memory(self) -> Hashable: ...
+    def graph_key(self) -> Hashable: ...
 
     def nbytes(self) -> int: ...
 
@@ -146,7 +146,7 @@ class RetrievedRows(_InArena):
         return joined([self._attend(layer, rows) for rows in blocks])
 
     @property
-    def graph_memory(self) -> Hashable:
+    def graph_key(self) -> Hashable:
         """The buffer's place and size. It is given up to every prefill, and had again at the same place as a rule;
         whatever else a pass uses is had once, or made anew in each."""
         return self._held.data_ptr(), self._held.shape
@@ -170,7 +170,6 @@ class QuantisedChunks(_InArena):
         token_bytes = super().nbytes() // self._size[3]
         self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._room) * token_bytes)
         self._codes: KVCodes | None = None
-        self._num_coded = 0
         self._has_leading = False
 
     def open(self) -> None:
@@ -201,17 +200,16 @@ class QuantisedChunks(_InArena):
         self._has_leading = False
 
     def begin(self, position: int, row: int, num_filled: int, num_rows: int) -> None:
-        self._num_coded = num_filled * GROUP
-        self._attention.begin(position, row, num_rows)
+        assert self._codes is not None
+        self._attention.begin(position, row, num_rows, num_filled * GROUP, self._codes)
 
     def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
-        assert self._codes is not None
-        return self._attention.attend(layer, taken, qkv, self._held[layer], self._codes, self._num_coded)
+        return self._attention.attend(layer, taken, qkv, self._held[layer])
 
     @property
-    def graph_memory(self) -> Hashable:
+    def graph_key(self) -> Hashable:
         assert self._codes is not None
-        return self._held.data_ptr(), self._held.shape, self._codes.blocks.data_ptr(), self._num_coded
+        return self._held.data_ptr(), self._held.shape, self._codes.blocks.data_ptr(), self._attention.reach
 
     def nbytes(self) -> int:
         return super().nbytes() + math.prod(self._code_size)

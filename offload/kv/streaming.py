@@ -122,10 +122,10 @@ class StreamingCache:
             self._memory.released(rows, tier="device", purpose="draft cache")
 
     @property
-    def graph_memory(self) -> Hashable:
+    def graph_key(self) -> Hashable:
         """See `Cache`: while sinks and window are full."""
         full = self.length >= self.sinks and self.length - self._first >= self.window
-        return 0 if full else None
+        return self._blocks[0].data_ptr() if full else None
 
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._blocks)
@@ -141,4 +141,5 @@ class StreamingCache:
         if self.sinks:
             runs.append(Run(self._sink_rows[layer], known, -self._first, query=1))
         lasts = (stop, self.sinks + self.window - 1)
-        return attended(self._attention, rows, runs, into=len(runs), lasts=lasts)
+        into = len(runs) if rows.position < self.sinks else 1
+        return attended(self._attention, rows, runs, into=into, lasts=lasts)

@@ -50,6 +50,7 @@ class WindowCache:
         self._ring = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
         self._attention = kernels.attention(dtype=shape.dtype, page=shape.page_tokens)
         self._places = Places(memory.device)
+        self._in_ring = self._places.in_memory and kernels.usable  # kernels of a GPU find the pages that rows see
         self.length = 0
         self._stop = 0  # rows were written up to this position, which is in the ring's last page
         self._oldest = 0  # page that was filled, of rows that came from elsewhere
@@ -83,16 +84,19 @@ class WindowCache:
         self._start = self.length if start is None else start
         self._taken = [0] * self.num_layers
         if phase == "decode":
-            self._places.set(self._start, self._start, num_rows)
+            known = self.length if self._is_draft else 0
+            self._places.set(self._start, self._start, num_rows, first_written=known)
+            self._stop = max(self._stop, self._start + num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`; layers are those of a window. In phase "decode" all of the forward's rows come in one call."""
         start = self._start + self._taken[layer]
-        stop = start + len(q)
         self._taken[layer] += len(q)
-        self._stop = max(self._stop, stop)
         if self._phase == "prefill":
+            self._stop = max(self._stop, start + len(q))
             return self._prefill(layer, start, *self.scorings[layer].rotated(q, k, start), v)
+        if self._in_ring:
+            return self._decode_in_ring(layer, (q, k, v))
         known = min(max(self.length - start, 0), len(q)) if self._is_draft else 0
         parts = [(0, known, False), (known, len(q), True)]
         found = [self._decode(layer, *part, (q, k, v)) for part in parts if part[0] < part[1]]
@@ -151,9 +155,9 @@ class WindowCache:
         self._memory.released(self._ring, tier="device", purpose=PURPOSE)
 
     @property
-    def graph_memory(self) -> Hashable:
-        """See `Cache`: which pages are seen changes."""
-        return None
+    def graph_key(self) -> Hashable:
+        """See `Cache`."""
+        return self._ring.data_ptr() if self._in_ring else None
 
     def nbytes(self) -> int:
         return self._ring.nbytes
@@ -185,6 +189,13 @@ class WindowCache:
             for tile, base in self._seen(layer, rows.index, end)
         ]
         return attended(self._attention, rows, runs, into=len(runs) if writes else 0)
+
+    def _decode_in_ring(self, layer: int, qkv: QKV) -> Tensor:
+        """The forward's rows, of which those that are not known are written to the ring."""
+        window, page = self._windows[layer], self.shape.page_tokens
+        rows = self._places.rows(0, qkv, self.scorings[layer], window=window)
+        pages = min(-(-(window + len(rows.q) - 1) // page) + 1, self._num_pages)
+        return attended(self._attention, rows, [Run(self._ring[layer], pages * page, windowed=True, ring=True)])
 
     def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         block = self._prefilling.block(q, start, self.scorings[layer], self._windows[layer])

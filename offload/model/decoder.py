@@ -44,8 +44,8 @@ class Segment:
 class Decoder:
     """The layer loop. It depends on no concrete cache and on no sampling.
 
-    config, weights: of the model, or of this rank's shard. sums: over the ranks; None for one rank. kernels: the CPU's,
-    for few rows; without them torch's operators run.
+    config, weights: of the model, or of this rank's shard. sums: over the ranks; None for one rank. kernels: the
+    device's; a CPU's run layers of few rows, otherwise torch's operators do.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Decoder:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
-        self._operators = TorchLayers(config, self._sums)
+        self._operators = TorchLayers(config, self._sums, kernels.gated)
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums)

@@ -5,9 +5,11 @@ A graph may include computations after the pass, such as a draw from its logits.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,78 +17,83 @@ from torch import Tensor
 from offload.errors import TriforceError
 
 VARIABLE = "TRIFORCE_GRAPHS"
+MOST_GRAPHS = 64  # of a level: more than a request uses
 
 Tensors = tuple[Tensor, ...]
-Compute = Callable[..., Tensors]
-Kind = tuple[Hashable, tuple[torch.Size, ...]]  # the computation after the pass, and the shapes of the inputs
+Compute = Callable[..., list[Tensors]]
+Kind = tuple[Hashable, tuple[torch.Size, ...]]  # what the pass is, and the shapes of its inputs
+
+
+class GraphPool:
+    """The GPU memory of graphs' intermediates, which a model's graphs share, since they run one after the other."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    def take(self, graph: torch.cuda.CUDAGraph) -> Any:
+        """The pool's handle for a graph to be recorded. Without graphs a pool is gone, so that its handle is new."""
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
+        return self._handle
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded graph, its input tensors and its output tensors."""
+    """A recorded graph, its input tensors and its output tensors, of each pass."""
 
     graph: torch.cuda.CUDAGraph
     given: Tensors
-    made: Tensors
+    made: list[Tensors]
 
 
 class Graphs:
-    """The graphs of one level's passes, by kind."""
+    """The graphs of one level's passes, by kind: those that were used last."""
 
-    def __init__(self) -> None:
-        self._memory: Hashable = None  # of the caches that the graphs use
-        self._follows: Hashable = None  # the computation after the pass that graphs are kept for
-        self._seen: set[Kind] = set()
-        self._recorded: dict[Kind, _Recorded] = {}
-        self._pool: Any = None
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._kinds: OrderedDict[Kind, _Recorded | None] = OrderedDict()  # None: launched one by one so far
         self.first_passes = 0  # passes that were launched one by one or recorded
 
-    def run(self, memory: Hashable, given: Sequence[Tensor], compute: Compute, *, follows: Hashable = None) -> Tensors:
-        """The result of `compute(*given)`: kernel by kernel the first time, which compiles kernels, later as a graph.
+    def run(self, key: Hashable, given: Sequence[Tensor], compute: Compute) -> list[Tensors]:
+        """The results of `compute(*given)`, of each pass: kernel by kernel the first time, which compiles kernels,
+        later as a graph.
 
-        memory: identifies the caches' memory; when it changes, graphs are recorded anew. given: the tokens and all
-        other tensors whose values may change; other shapes are another graph. follows: identifies the computation after
-        the pass, None if there is none; graphs of only one such computation are kept. `compute` must not wait for the
-        GPU, and calls of one kind may differ only in the contents of memory. Raises TriforceError, with the remedy,
-        where the GPU does not record it.
+        key: calls with equal keys, and given tensors of equal shapes, differ in nothing but the contents of memory.
+        given: the tokens and all other tensors whose values may change. `compute` must not wait for the GPU. Raises
+        TriforceError, with the remedy, where the GPU does not record it.
         """
-        if memory != self._memory:
-            self.forget()
-            self._memory = memory
-        if follows is not None and follows != self._follows:
-            self._forget_followed()
-            self._follows = follows
-        key = follows, tuple(tensor.shape for tensor in given)
-        self.first_passes += key not in self._recorded
-        if key not in self._seen:
+        kind = key, tuple(tensor.shape for tensor in given)
+        found = self._kinds.get(kind)
+        self.first_passes += found is None
+        if kind not in self._kinds:
             made = compute(*given)
-            self._seen.add(key)  # after the call: an interrupted pass has not compiled all of its kernels
+            self._add(kind, None)  # after the call: an interrupted pass has not compiled all of its kernels
             return made
-        if key not in self._recorded:
-            self._recorded[key] = self._record(tuple(tensor.clone() for tensor in given), compute)
-        found = self._recorded[key]
+        if found is None:
+            found = self._record(tuple(tensor.clone() for tensor in given), compute)
+        self._add(kind, found)
         for ours, theirs in zip(found.given, given, strict=True):
             ours.copy_(theirs)
         found.graph.replay()
-        return tuple(tensor.clone() for tensor in found.made)  # the next replay overwrites `made`
+        return [tuple(tensor.clone() for tensor in made) for made in found.made]  # the next replay overwrites them
 
     def forget(self) -> None:
         """Drop all graphs: the next pass of each kind launches its kernels one by one."""
-        self._seen.clear()
-        self._recorded.clear()
+        self._kinds.clear()
 
-    def _forget_followed(self) -> None:
-        """Drop the graphs with a computation after the pass: they hold memory, and no other request may use them."""
-        self._seen = {key for key in self._seen if key[0] is None}
-        self._recorded = {key: graph for key, graph in self._recorded.items() if key[0] is None}
+    def _add(self, kind: Kind, found: _Recorded | None) -> None:
+        """`kind` was used now. The one whose last use is longest ago makes room."""
+        self._kinds[kind] = found
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > MOST_GRAPHS:
+            self._kinds.popitem(last=False)
 
     def _record(self, given: Tensors, compute: Compute) -> _Recorded:
-        """Record a graph. All graphs share one pool for intermediates, since they run one after the other."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool.take(graph), capture_error_mode="thread_local"):
                 return _Recorded(graph, given, compute(*given))
         except RuntimeError as error:
             said = str(error).strip().partition("\n")[0]

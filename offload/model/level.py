@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from offload.kv import Cache
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
 from offload.model.decoder import Decoder, Segment
-from offload.model.graphs import VARIABLE, Graphs
+from offload.model.graphs import VARIABLE, GraphPool, Graphs, Tensors
 from offload.model.passes import Pass, the_logits
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
@@ -30,7 +31,8 @@ class Level:
     vocab_size: logits are cut to this width; models may pad their vocabulary.
     block: torch's products run in blocks of so many rows, the last one padded, so that a token's bits do not depend on
     how many tokens are verified with it. None: as many rows as there are tokens.
-    link: where the level's weights or cache cross it, for the statistics.
+    link: where the level's weights or cache cross it, for the statistics. pool: of the model's graphs; None: passes are
+    launched kernel by kernel.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Level:
         vocab_size: int,
         block: int | None = None,
         link: Link | None = None,
+        pool: GraphPool | None = None,
     ) -> None:
         self.stats = LevelStats(name)
         self._decoder, self._cache = decoder, cache
         self._vocab_size, self._block, self._link = vocab_size, block, link
         self._timing = Timing(decoder.device)
-        self._graphs = Graphs() if block is None and decoder.stays_in_place and wanted(VARIABLE) else None
+        records = decoder.stays_in_place and wanted(VARIABLE)
+        self._graphs = Graphs(pool) if records and pool is not None else None
         self._launched: set[int] = set()  # numbers of rows for which a GPU's kernels are compiled
 
     @property
@@ -62,8 +66,9 @@ class Level:
     def shares(self, num_rows: int) -> bool:
         """Whether a pass of `num_rows` rows may run together with passes of other sequences, with the same bits as
         alone."""
-        few = self._block is not None or not self._decoder.takes_any_rows or num_rows <= FEW_ROWS
-        return few and self._graphs is None
+        if self._block is not None:
+            return True
+        return self._graphs is None and (not self._decoder.takes_any_rows or num_rows <= FEW_ROWS)
 
     @torch.inference_mode()
     def run(self, passes: Sequence[Pass]) -> None:
@@ -104,8 +109,8 @@ class Level:
         block = self._block_for(passes)
         rows = self._padded([len(each.tokens) for each in passes], block)
         segments = [self._begin(each, num_rows) for each, num_rows in zip(passes, rows, strict=True)]
-        if self._graphs is not None and (memory := self._graph_memory(segments)) is not None:
-            return [self._run_graph(self._graphs, memory, passes[0], segments[0])]
+        if self._graphs is not None and (keys := _graph_keys(segments)) is not None:
+            return self._run_graph(self._graphs, keys, passes, segments, block)
         self._count_first(sum(rows))
         hidden = self._decoder.forward(segments, block=block)
         for each, segment in zip(passes, segments, strict=True):
@@ -113,32 +118,55 @@ class Level:
         logits = self._logits(passes, hidden.split(rows), block)
         return [each.compute(own, *each.given) for each, own in zip(passes, logits, strict=True)]
 
-    def _graph_memory(self, segments: Sequence[Segment]) -> Hashable:
-        """The cache memory that keys a graph, see `Graphs.run`; None where the segments do not run as a graph."""
-        [first, *others] = segments
-        return None if others or len(first.tokens) > MAX_ROWS else first.cache.graph_memory
+    def _run_graph(
+        self,
+        graphs: Graphs,
+        keys: Sequence[Hashable],
+        passes: Sequence[Pass],
+        segments: Sequence[Segment],
+        block: int | None,
+    ) -> list[Tensors]:
+        """Run the passes as a graph. keys: of their caches. The rows whose logits are wanted are an input of it, unless
+        all are, and their numbers are padded, so that a few graphs serve all passes."""
+        tokens, [first, *others] = [each.tokens for each in segments], passes
+        sizes = [min(power_of_two(each.num_logits), len(ids)) for each, ids in zip(passes, tokens, strict=True)]
+        all_wanted = not others and len(first.tokens) == first.num_logits
+        wanted = [] if all_wanted else [self._wanted(passes, tokens, sizes, block)]
+        given = [tokens, wanted, *(list(each.given) for each in passes)]
 
-    def _run_graph(self, graphs: Graphs, memory: Hashable, asked: Pass, segment: Segment) -> tuple[Tensor, ...]:
-        """Run a pass as a graph. Numbers of rows and of logits are padded to powers of two, so that a few graphs serve
-        all passes. The rows whose logits are wanted are an input of the graph, unless all are."""
-        cache, count, num_logits = segment.cache, len(asked.tokens), asked.num_logits
-        wanted = [] if num_logits == count else [self._places(count, num_logits)]
+        def compute(*tensors: Tensor) -> list[Tensors]:
+            inputs = iter(tensors)
+            ids, rows, *own = [list(islice(inputs, len(some))) for some in given]
+            caches = [each.cache for each in segments]
+            hidden = self._decoder.forward(list(map(Segment, caches, ids)), block=block)
+            logits = self._decoder.logits(hidden.index_select(0, *rows) if rows else hidden, block=block)
+            parts = logits[: sum(sizes), : self._vocab_size].split(sizes)
+            return [each.compute(part, *some) for each, part, some in zip(passes, parts, own, strict=True)]
 
-        def compute(tokens: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-            hidden, places = self._decoder.forward([Segment(cache, tokens)]), given[: len(wanted)]
-            logits = self._decoder.logits(hidden.index_select(0, *places) if places else hidden)
-            return asked.compute(logits[:, : self._vocab_size], *given[len(wanted) :])
-
-        given = segment.tokens, *wanted, *asked.given
-        first_passes, is_plain = graphs.first_passes, asked.compute is the_logits
-        made = graphs.run(memory, given, compute, follows=None if is_plain else asked.compute)
+        key = *keys, *(each.compute for each in passes), *sizes, *map(len, given)
+        first_passes = graphs.first_passes
+        made = graphs.run(key, [tensor for some in given for tensor in some], compute)
         self.stats.first_passes += graphs.first_passes - first_passes
-        cache.advance(count)
-        return (made[0][:num_logits],) if is_plain else made
+        for each, segment in zip(passes, segments, strict=True):
+            segment.cache.advance(len(each.tokens))
+        return [
+            (found[0][: each.num_logits],) if each.compute is the_logits else found
+            for each, found in zip(passes, made, strict=True)
+        ]
 
-    def _places(self, count: int, num_logits: int) -> Tensor:
-        """Indices of the last `num_logits` of `count` rows, int64 on the device, padded with the last index."""
-        rows = torch.arange(power_of_two(num_logits)).add_(count - num_logits).clamp_(max=count - 1)
+    def _wanted(
+        self, passes: Sequence[Pass], tokens: Sequence[Tensor], sizes: Sequence[int], block: int | None
+    ) -> Tensor:
+        """Indices of the rows whose logits are wanted, int64 on the device: of each pass the last ones, padded to so
+        many, and all to whole blocks. tokens: of each pass, with padding."""
+        parts, start = [], 0
+        for each, ids, size in zip(passes, tokens, sizes, strict=True):
+            count = len(each.tokens)
+            parts.append(torch.arange(size).add_(count - each.num_logits).clamp_(max=count - 1) + start)
+            start += len(ids)
+        rows = torch.cat(parts)
+        if block is not None and (missing := -len(rows) % block):
+            rows = torch.cat([rows, rows[-1:].expand(missing)])
         return sent(rows, self._decoder.device)
 
     def _count_first(self, num_rows: int) -> None:
@@ -188,9 +216,12 @@ class Level:
         return 1 if any_rows else self._block
 
     def _padded(self, counts: Sequence[int], block: int | None) -> list[int]:
-        """Rows of each pass with padding, which is at the end of the last one where passes share blocks."""
+        """Rows of each pass with padding, which is at the end of the last one where passes share blocks. Passes of a
+        graph are padded one by one, so that there are few of them."""
         if block is None:
             return [self._room(count) for count in counts]
+        if self._graphs is not None and len(counts) > 1:
+            counts = [power_of_two(count) for count in counts]
         return [*counts[:-1], counts[-1] + -sum(counts) % block]
 
     def _room(self, num_rows: int) -> int:
@@ -225,6 +256,12 @@ class StreamingLevel(Level):
             return num_rows
         assert isinstance(self._cache, StreamingCache)
         return power_of_two(num_rows, min(MAX_ROWS, self._cache.max_rows))
+
+
+def _graph_keys(segments: Sequence[Segment]) -> list[Hashable] | None:
+    """The caches' keys of a pass that may be a graph; None where it may not."""
+    keys = [each.cache.graph_key for each in segments]
+    return None if None in keys or any(len(each.tokens) > MAX_ROWS for each in segments) else keys
 
 
 def _level(asked: Pass) -> Level:

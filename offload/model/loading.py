@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from offload.config.reading import read_config
-from offload.kernels.cpu import of_model
+from offload.kernels.choice import of_model
 from offload.model.decoder import Decoder
 from offload.model.sums import Sums
 from offload.plan.planner import Plan

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
 
-from offload.config.block import Activation
 from offload.config.model import ModelConfig
+from offload.kernels.activation import activated
+from offload.kernels.device import Gated
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import normed_over_ranks, norms_over_ranks
 from offload.model.layer import Add, Attend, AttendRows, LayerStep, Operand, Product, steps_of
@@ -20,11 +20,11 @@ from offload.weights.linear import Linear
 
 
 class TorchLayers:
-    """Executor of layers' steps by torch's operators. The list of steps is made once for each set of weights, whose
-    addresses do not change: streamed weights use a few staging buffers."""
+    """Executor of layers' steps by torch's operators and `gated` of the device's kernels. The list of steps is made
+    once for each set of weights, whose addresses do not change: streamed weights use a few staging buffers."""
 
-    def __init__(self, config: ModelConfig, sums: Sums) -> None:
-        self._config, self._sums = config, sums
+    def __init__(self, config: ModelConfig, sums: Sums, gated: Gated) -> None:
+        self._config, self._sums, self._gated = config, sums, gated
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
     def run(
@@ -56,11 +56,18 @@ class TorchLayers:
         return self._steps[key][1]
 
     def _multiply(self, step: Product, operands: dict[Operand, Tensor], blocks: Sequence[int] | None) -> None:
-        made = _by_block(blocks, operands[step.read], partial(_product, step))
+        made = _by_block(blocks, operands[step.read], partial(self._product, step))
         if step.ending == "add":
             add_normed(operands[step.out], made, None, step.factor)
         else:
             operands[step.out] = made
+
+    def _product(self, step: Product, rows: Tensor) -> Tensor:
+        """The step's product over rows [n, inputs] with its ending, except for "add"."""
+        made = step.linear(rows if step.norm is None else step.norm(rows))
+        if step.ending == "gate":
+            return self._gated(made, step.activation)
+        return activated(made, step.activation) if step.ending == "activate" else made
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""
@@ -75,21 +82,6 @@ class TorchLayers:
             q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
         attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in (q, k, v)))
         return attended * others[0].sigmoid() if own.gate else attended
-
-
-def _product(step: Product, rows: Tensor) -> Tensor:
-    """The step's product over rows [n, inputs] with its ending, except for "add"."""
-    made = step.linear(rows if step.norm is None else step.norm(rows))
-    if step.ending == "gate":
-        gate, up = made.chunk(2, -1)
-        return _activated(gate, step.activation).mul_(up)
-    return _activated(made, step.activation) if step.ending == "activate" else made
-
-
-def _activated(x: Tensor, activation: Activation) -> Tensor:
-    if activation == "silu":
-        return silu(x)
-    return gelu(x, approximate="tanh") if activation == "gelu_tanh" else relu(x).square_()
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

@@ -19,8 +19,11 @@ _GATHERED_REFRESH = 0.02  # of the read rate, for a host that gathers chunks for
 @dataclass(frozen=True)
 class GpuCosts:
     """Constants of GPUs, besides their rates: estimated from the number of kernels. Calls return before the device is
-    done, so the longer of calls and work counts."""
+    done, so the longer of calls and work counts; a pass that is a graph has few calls, and the gaps between its kernels
+    add to its work."""
 
+    graph_seconds: float = 1.2e-4  # of a pass as a graph: its launch, its inputs and results, the head and the draw
+    graph_layer_seconds: float = 2.4e-5  # gaps and ramps of a layer's kernels within a graph: twelve of 2 us
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
     layer_seconds: float = 3e-4  # calls of one layer
     sequence_seconds: float = 1e-4  # of one layer, for each further sequence: appending rows and attention
@@ -37,22 +40,25 @@ GPU = GpuCosts()
 
 class GpuPasses(DevicePasses):
     def full(self, rows: int, *, masses: bool) -> float:
-        return self._over_blocks(rows, self._weights, self._cache, self._tiles) * (1.0 + GPU.mass_share * masses)
+        return self._over_blocks("target", rows, self._weights, self._cache) * (1.0 + GPU.mass_share * masses)
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
         if composition.inner == "self" and not composition.keeps_copies:  # attends to the whole exact cache
-            return self._over_blocks(rows, self._own_weights, self._cache, self._tiles)
+            return self._over_blocks("self", rows, self._own_weights, self._cache)
         number = passes.num_sequences  # of sequences, whose passes run apart
         kept = self._kept + passes.window_bytes
         read = self._by_rows(number * self._own_weights + kept / self._rate, rows)
-        return max(self._calls, self.beside_weights(read + number * self.sums(rows)))
+        read += number * self.sums(rows)
+        if composition.inner in passes.graphs:
+            return number * self._graph_calls(passes.sizing.target.num_layers) + read
+        return max(self._calls, self.beside_weights(read))
 
     def draft(self) -> float:
         draft, sizing = self.passes.sizing.draft, self.passes.sizing
         assert draft is not None
-        calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
-        return self.passes.num_sequences * max(calls, draft.weight_bytes(sizing.itemsize) / self._rate)
+        read = draft.weight_bytes(sizing.itemsize) / self._rate
+        return self.passes.num_sequences * (self._graph_calls(draft.num_layers) + read)
 
     def prefill(self, num_tokens: int) -> float:
         sizing = self.passes.sizing
@@ -109,15 +115,17 @@ class GpuPasses(DevicePasses):
         """The number of tiles of each sequence, to which a block attends one by one; a window counts as a tile."""
         return self.passes.num_tiles + len(self.passes.sizing.target.windowed)
 
-    def _over_blocks(self, rows: int, weights: float, cache_bytes: float, tiles: int) -> float:
+    def _over_blocks(self, level: str, rows: int, weights: float, cache_bytes: float) -> float:
         """Seconds of a pass in blocks that the sequences share; each sequence's cache is read by blocks of its own.
-        weights: seconds of reading the weights for a block. tiles: of each sequence that the GPU attends to."""
+        weights: seconds of reading the weights for a block."""
         number, blocks = self.passes.num_sequences, self._blocks(rows)
         read = self._by_rows(weights, self.padded(number * rows), self._blocks(number * rows))
         read += self._by_rows(cache_bytes / self._rate, self.padded(rows), blocks)
         layers = self.passes.sizing.target.num_layers
+        if level in self.passes.graphs:
+            return self._graph_calls(layers) + read
         calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
-        return max(calls + number * blocks * tiles * GPU.tile_seconds, read + self.full_sums(rows))
+        return max(calls + number * blocks * self._tiles * GPU.tile_seconds, read + self.full_sums(rows))
 
     def _blocks(self, rows: int) -> int:
         return -(-rows // self.passes.sizing.most_rows)
@@ -125,6 +133,10 @@ class GpuPasses(DevicePasses):
     def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
         """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
         return seconds * (blocks + GPU.row_share * (rows - blocks))
+
+    def _graph_calls(self, num_layers: int) -> float:
+        """Seconds that a pass of so many layers as a graph takes beside its bytes."""
+        return GPU.graph_seconds + num_layers * GPU.graph_layer_seconds
 
     @property
     def _calls(self) -> float:

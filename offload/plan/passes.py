@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 from offload.formats.layout import CACHED_SHARE
 from offload.plan.composition import Composition
+from offload.plan.hardware import Hardware
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement
 from offload.plan.sizing import Sizing
@@ -26,6 +28,20 @@ class SumCosts:
     def total(self, number: int, num_bytes: float, others: int) -> float:
         """Seconds of `number` sums, in which a rank receives `num_bytes` from each of the `others`."""
         return number * self.seconds * others**self.power + others * num_bytes / self.rate if others else 0.0
+
+
+def graph_levels(
+    composition: Composition, placement: Placement, hardware: Hardware, num_layers: int
+) -> tuple[str, ...]:
+    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU. num_layers: of the target."""
+    if hardware.is_cpu:
+        return ()
+    resident = placement.resident_layers == num_layers and hardware.num_devices == 1
+    whole = resident and "kv" not in placement.offload and hardware.has_kernels
+    own = composition.weight_bits < 16 and hardware.num_devices == 1
+    inner = whole if not composition.keeps_copies else resident or own
+    runs = {"draft": True, composition.inner: inner, "target": whole}
+    return tuple(name for name in composition.levels if runs[name])
 
 
 NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated
@@ -55,6 +71,12 @@ class Passes:
     def proposes_quantised(self) -> bool:
         """Whether the target proposes to itself with quantised weights."""
         return self.composition.weight_bits < 16
+
+    @cached_property
+    def graphs(self) -> Collection[str]:
+        """The levels whose passes run as CUDA graphs."""
+        sizing = self.sizing
+        return graph_levels(self.composition, self.placement, sizing.hardware, sizing.target.num_layers)
 
     @cached_property
     def num_tiles(self) -> int:

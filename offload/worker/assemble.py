@@ -45,6 +45,7 @@ def full_cache(
         scorings=_of_layers(config.growing, scorings_of(plan, config, rotated)),
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
+        run_tokens=placement.tile_tokens,
         prefill=_prefill_attention(plan, config),
         kernels=_attention_kernels(plan, config),
         arena=arena,

@@ -14,9 +14,10 @@ from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
 from offload.interrupts import poll
-from offload.kernels.choice import gpu_kernels
+from offload.kernels.choice import fitting, gpu_kernels
 from offload.kernels.cpu import of_model
 from offload.model.decoder import Decoder
+from offload.model.graphs import GraphPool
 from offload.model.loading import DTYPES, load_decoders
 from offload.model.quantised import QuantisedWeights, quantised_weights
 from offload.model.sums import Sums
@@ -36,12 +37,13 @@ from offload.weights.layout import LayerLayout
 class LoadedModels:
     """The loaded models with the memory they are in and the link that streamed weights cross; they outlive a plan.
     decoders: by name, "target" and, if there is one, "draft". rows: a prefill's hidden rows on the host, where the
-    cache streams."""
+    cache streams. graphs: memory of the levels' graphs."""
 
     decoders: Mapping[str, Decoder]
     memory: Memory
     link: Link | None
     rows: StreamedRows | None = None
+    graphs: GraphPool = field(default_factory=GraphPool)
     _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # copies of the target's, by number of bits
     _users: Counter[int] = field(default_factory=Counter)  # number of users of each copy, by number of bits
 
@@ -116,10 +118,19 @@ def num_scored(config: ModelConfig, num_tokens: int) -> int:
 
 
 def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
-    """The shape of the full cache's tiles. config: of the target, or of a shard of it."""
-    placement = plan.placement
+    """The shape of the full cache's tiles. config: of the target, or of a shard of it. Where all of them stay on a GPU
+    with kernels, which attend to parts of a tile, a layer has one."""
+    placement, dtype = plan.placement, DTYPES[plan.request.dtype]
     pages = placement.tile_tokens // placement.page_tokens
-    return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, DTYPES[plan.request.dtype])
+    device = torch.device(plan.request.device)
+    if device.type != "cpu" and "kv" not in placement.offload and fitting(device, config.head_dim, ()).usable:
+        pages *= num_tiles(plan)
+    return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, dtype)
+
+
+def num_tiles(plan: Plan) -> int:
+    """The number of planned tiles of a layer."""
+    return -(-(plan.request.capacity + MAX_ROWS) // plan.placement.tile_tokens)
 
 
 def window_shape(plan: Plan, config: ModelConfig) -> TileShape:

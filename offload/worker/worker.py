@@ -230,7 +230,8 @@ class Worker:
         if "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
             self._caches.append(streaming)
-            self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size)
+            pool = self.models.graphs
+            self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size, pool=pool)
 
     def _with_windows(self, growing: Cache, *, drafts: bool = True) -> Cache:
         """`growing`, joined with the target's windows if it has any."""
@@ -250,7 +251,9 @@ class Worker:
         """A level of the target, over one of its weights and caches. Where neither streams, bytes that cross the link
         during its passes are not the level's."""
         link = self.link if cache is self._target_cache or decoder.streams else None
-        return Level(name, decoder, cache, vocab_size=self.vocab_size, block=block, link=link)
+        streams = cache is self._target_cache and "kv" in self.plan.placement.offload
+        pool = None if streams else self.models.graphs
+        return Level(name, decoder, cache, vocab_size=self.vocab_size, block=block, link=link, pool=pool)
 
     def _reserve(self) -> None:
         plan = self.plan

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paper.clocks import Actor, Block, Clock
 from paper.codes import codes_by_gpu
-from paper.graphs import Graph, recording
+from paper.graphs import Graph, Pools, recording
 from paper.shapes import without_values
 from paper.streams import Event, Stream, current
 from paper.tensors import Call, Mode
@@ -45,6 +45,7 @@ class PaperGpu:
         self.host = Actor("host")
         self.recording: Graph | None = None
         self.num_graphs = 0
+        self.pools = Pools()
         self.bytes_now = self.bytes_peak = 0
         self._pinned: dict[int, Block] = {}  # by its first address
         self._addresses: list[int] = []  # these, rising
@@ -220,7 +221,7 @@ def _cuda(gpu: PaperGpu) -> dict[str, object]:
         "stream": partial(current, gpu),
         "CUDAGraph": partial(Graph, gpu),
         "graph": partial(recording, gpu),
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": gpu.pools.new,
     }
 
 

@@ -82,9 +82,30 @@ def _again(compute: Callable[[], Any], out: Sequence[Tensor]) -> None:
             old.copy_(new)
 
 
+class Pools:
+    """Pools of graphs' memory. torch's allocator asserts that a pool which was used before has a graph still."""
+
+    def __init__(self) -> None:
+        self._graphs: list[weakref.WeakSet[Graph]] = []
+        self._used: set[int] = set()
+
+    def new(self) -> int:
+        """`torch.cuda.graph_pool_handle`."""
+        self._graphs.append(weakref.WeakSet())
+        return len(self._graphs)
+
+    def use(self, gpu: PaperGpu, graph: Graph, handle: int) -> None:
+        graphs = self._graphs[handle - 1]
+        if not graphs and handle in self._used:
+            gpu.problem("a pool of graphs is used again after its last graph")
+        self._used.add(handle)
+        graphs.add(graph)
+
+
 @contextmanager
-def recording(gpu: PaperGpu, graph: Graph, *_: object, **__: object) -> Iterator[None]:
+def recording(gpu: PaperGpu, graph: Graph, *, pool: int, **_: object) -> Iterator[None]:
     """`torch.cuda.graph`, which waits for the GPU first."""
+    gpu.pools.use(gpu, graph, pool)
     gpu.synchronize()
     gpu.recording = graph
     gpu.num_graphs += 1

@@ -13,29 +13,48 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.kernels import choice
-from offload.kernels.gpu import attention, copies, prefill, quantised_products, splits, stored_products
+from offload.kernels.gpu import (
+    activation,
+    attention,
+    copies,
+    prefill,
+    quantised_products,
+    rotation,
+    splits,
+    stored_products,
+)
 from offload.kernels.gpu.kernels import GPU_KERNELS
+from offload.native import launch as native_launch
 from paper.gpu import PaperGpu
 from paper.tensors import PaperTensor, launch, stored
 
 
 def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
-    """The GPU has kernels from now on, and they run. Graphs cannot have them."""
+    """The GPU has kernels from now on, and they run, in graphs too."""
 
     def run(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
-        assert gpu.recording is None
         given = dict(zip(program.arg_names, arguments, strict=False))
         tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
         written = {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
         launch(gpu, program.__name__, [*tensors.values()], written)
-        with _disable_current_modes():  # it is not the host that reads
-            raw = [each.raw if isinstance(each, PaperTensor) else each for each in arguments]
-            widened = {"WIDEN": True} if "WIDEN" in constants else {}
-            program[grid](*raw, **constants | widened)
+        raw = [each.raw if isinstance(each, PaperTensor) else each for each in arguments]
+        widened = {"WIDEN": True} if "WIDEN" in constants else {}
+
+        def compute() -> None:
+            with _disable_current_modes():  # it is not the host that reads
+                program[grid](*raw, **constants | widened)
+
+        if (graph := gpu.recording) is not None:
+            for each in tensors.values():
+                if id(each) in written:
+                    graph.writes(each.raw)
+            graph.computed(compute, ())
+        compute()
 
     patch.setattr(choice, "gpu_kernels", lambda device: GPU_KERNELS)
     for module in (
+        native_launch,
         *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
-        *(attention, copies, prefill, quantised_products, splits, stored_products),
+        *(activation, attention, copies, prefill, quantised_products, rotation, splits, stored_products),
     ):
         patch.setattr(module, "launch", run)

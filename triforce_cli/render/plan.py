@@ -74,6 +74,14 @@ class Planned:
         others = "rank 1" if number == 2 else f"ranks 1-{number - 1}"
         return [("rank 0", placement.device_bytes), (others, placement.other_device_bytes)]
 
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The levels whose passes run as CUDA graphs."""
+        from offload.plan.passes import graph_levels
+
+        plan, request = self.plan, self.request
+        return graph_levels(plan.composition, plan.placement, request.hardware, request.target.num_layers)
+
 
 def report(planned: Planned, *, width: int) -> RenderableType:
     """The report of `triforce plan` in `width` columns."""
@@ -99,6 +107,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "plan": planned.plan.as_dict(),
         "hardware": asdict(hardware) | {"link_rate": hardware.link_rate, "origin": origin},
         "ranks": _ranks(planned.plan),
+        "graphs": planned.graphs,
         "fit": fit,
         "in_16_bits": asdict(planned.in_16_bits) if planned.in_16_bits else None,
         "what_if": planned.what_if.as_dict() if planned.what_if else None,
@@ -197,6 +206,7 @@ def _speed(planned: Planned, width: int) -> RenderableType:
         _labelled("drafts", lengths_of(plan.composition)),
         _labelled("streams", _streams(plan)),
         *(_labelled("link", found) for found in _packed(plan)),
+        *(_labelled("graphs", found) for found in _graphs(planned)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
     return Group(*rows, Text(), _table(columns, _predictions(plan, planned.in_16_bits), width))
@@ -255,6 +265,13 @@ def _packed(plan: Plan) -> Iterator[str]:
     if fewer:
         first, *others = (f"{number} of the {whose}" for number, whose in fewer)
         yield " and ".join([f"{first} 16 bits", *others]) + ", none is lost"
+
+
+def _graphs(planned: Planned) -> Iterator[str]:
+    """Yield the levels whose passes are launched as one, on a GPU."""
+    if not planned.request.hardware.is_cpu:
+        levels = " and ".join(planned.graphs)
+        yield f"a pass of {levels} is one launch" if levels else "none: kernels are launched one by one"
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:

@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from offload.formats.quantised_kv import GROUP
 from offload.kernels.attention import Part
 from offload.kernels.gpu import kv_programs, programs
+from offload.kernels.gpu.rotation import rotated
 from offload.kernels.gpu.tiling import ROWS, STAGES, Tiling
-from offload.kernels.places import append_rows
 from offload.kernels.runs import Rows, Run
 from offload.native.launch import launch
 
@@ -36,10 +36,10 @@ class _Partials:
 
 
 class GpuAttention:
-    """`RunAttention` on a GPU: a launch for each run, and one or two to merge. Runs are folded in the order in which
-    they are given; their tokens after the last row do not count. Scratch memory, from `begin` to `merge`: the partial
-    results of two runs, since one is folded while the next is computed, and the running result. It is released after
-    each pass, since a graph has its own memory."""
+    """`RunAttention` on a GPU: a launch that rotates and writes rows, one for each run, and one or two to merge. Runs
+    are folded in the order in which they are given; their tokens after the last row do not count. Scratch memory, from
+    `begin` to `merge`: the partial results of two runs, since one is folded while the next is computed, and the running
+    result. It is released after each pass, since a graph has its own memory."""
 
     def __init__(
         self,
@@ -58,32 +58,35 @@ class GpuAttention:
         self._rows: Rows | None = None
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
-        """See `RunAttention`. Also rotates the keys."""
+        """See `RunAttention`. Queries are rotated by the first launch that needs them."""
         (num_rows, num_heads, dim), self._num_kv_heads = rows.q.shape, rows.k.shape[1]
         self._tiling = Tiling(dim, self._dtype.itemsize)
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
         num_spans = sum(-(-tokens // self.span) for tokens in counts)
         self._columns = num_spans * self.span // self._part if self._part else 0
-        self._places, scoring = rows.in_memory(), rows.scoring
+        self._places = rows.in_memory()
         self._running, self._masses = self._floats(dim), self._floats(self._columns)
         self._tops, self._totals = self._floats(1), self._floats(1)
         self._partials = _Partials(*[self._totals] * 2)  # a placeholder: no run yet
         stop = rows.position + num_rows
-        ends = [None if last >= stop else last for last in lasts or (stop,)]
-        self._queries, self._keys = self._places.rotated(rows.q, rows.k, scoring, ends)
+        self._lasts = [None if last >= stop else last for last in lasts or (stop,)]
+        self._queries: list[Tensor] = []
         self._num_runs = self._num_left = self._slot = 0
         self._rows = rows
 
     def append_rows(self, run: Run) -> None:
-        """See `RunAttention`."""
+        """See `RunAttention`. Also rotates the queries, if this is the first launch."""
         assert self._rows is not None
-        append_rows(run.pages, run.first, self._rows.index, (self._keys, self._rows.v), self._places)
+        made = rotated(self._rows, self._places, [] if self._queries else self._lasts, run)
+        self._queries = self._queries or made
 
     def attend(self, run: Run) -> None:
         """See `RunAttention`. Also folds the spans of the previous run."""
         if not run.tokens:
             return
+        assert self._rows is not None
+        self._queries = self._queries or rotated(self._rows, self._places, self._lasts)
         dim, num_spans = self._tiling.head_dim, -(-run.tokens // self.span)
         earlier = self._partials
         own = self._partials = _Partials(self._floats(num_spans * dim), self._floats(num_spans))
@@ -107,9 +110,10 @@ class GpuAttention:
             (
                 queries, self._places.slots, pages[0], pages[1], *results, self._masses,
                 queries.stride(0), pages.stride(1), pages.stride(2), pages.stride(3),
-                run.first, run.tokens, column, self._columns, self._folded, *self._earlier,
+                run.first, run.tokens, pages.shape[1], column, self._columns, self._folded, *self._earlier,
             ),
             WINDOW=self._rows.window if run.windowed else 0,
+            RING=run.ring,
             SPANS_OF_PAGE=-(-page // self.span),
             STEP=min(self._tiling.step, self.span),
             CHUNK=self._part,
@@ -120,7 +124,7 @@ class GpuAttention:
 
     def _attend_codes(self, run: Run, grid: tuple[int, ...], results: Sequence[Tensor]) -> None:
         """Attend to a run of codes, in order "matrices"."""
-        blocks, queries = run.held, self._queries[0]
+        blocks, queries, bounds = run.held, self._queries[0], self._places.bounds
         assert run.tokens % GROUP == 0
         assert self.span % (self._tiling.blocks * GROUP) == 0
         assert not self._part
@@ -128,9 +132,10 @@ class GpuAttention:
             kv_programs.attend_codes,
             grid,
             (
-                queries, blocks, blocks.view(torch.int32), *results,
+                queries, blocks, blocks.view(torch.int32), blocks if bounds is None else bounds, *results,
                 queries.stride(0), blocks.stride(0), run.tokens, self._folded, *self._earlier,
             ),
+            COUNTED=bounds is not None,
             BLOCKS=self._tiling.blocks,
             WIDEN=not blocks.is_cuda,
             maxnreg=self._tiling.most_coded_registers,
@@ -195,7 +200,7 @@ class GpuAttention:
             GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded, ROWS=ROWS,
         )  # fmt: skip
         self._rows = None
-        del self._partials, self._running, self._tops, self._totals, self._masses, self._queries, self._keys
+        del self._partials, self._running, self._tops, self._totals, self._masses, self._queries
         return out, logs
 
     def _by_rows(self, folded: Tensor) -> Tensor:

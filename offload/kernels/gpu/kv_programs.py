@@ -49,6 +49,7 @@ def attend_codes(
     queries,  # [T, H_kv * G, D] by the stride; a row contiguous
     blocks,  # [H_kv, groups, BYTES] uint8 by the stride
     units,  # the same memory as int32
+    counted,  # int64 [1]: tokens that count, whole groups
     partials,  # [spans, H_kv, R, D]: output of every span, normalised over it
     sums,  # [spans, H_kv, R]: its log-sum-exp
     earlier_partials,  # of the previous run, to be folded
@@ -58,7 +59,7 @@ def attend_codes(
     totals,  # [H_kv, R]
     query_stride,  # from row to row
     head_stride,  # bytes
-    tokens,  # whole groups; all rows attend to all of them
+    tokens,  # whole groups; all rows attend to all of them that count
     num_folded,  # R
     num_earlier,  # spans of the previous run; 0: no fold
     begun,  # 0: `running` is not initialised yet, 1: it is
@@ -69,6 +70,7 @@ def attend_codes(
     DIM: tl.constexpr,  # a multiple of 16
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,  # whether there is `counted`; else all tokens count
     BLOCKS: tl.constexpr,  # at a time
     WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
 ):
@@ -104,7 +106,9 @@ def attend_codes(
     if WIDEN:
         query = query.to(tl.float32)
     place = head.to(tl.int64) * head_stride + (span * (SPAN // TOKENS)).to(tl.int64) * BYTES
-    left = tl.minimum(tokens - span * SPAN, SPAN) // TOKENS
+    if COUNTED:
+        tokens = tl.minimum(tokens, tl.load(counted).to(tl.int32))
+    left = tl.minimum(tokens - span * SPAN, SPAN) // TOKENS  # none in a span after the last that counts
     number = tl.arange(0, BLOCKS)
     token = tl.arange(0, HALF)
     width = tl.arange(0, DIM_PADDED // LANES)
@@ -149,6 +153,7 @@ def attend_codes(
         out += tl.dot(near, _values(value_codes & 15, near_units, queries, WIDEN), input_precision="ieee")
         out += tl.dot(far, _values(value_codes >> 4, far_units, queries, WIDEN), input_precision="ieee")
         top = higher
+    divisor = tl.where(total > 0.0, total, 1.0)
     target = state + span.to(tl.int64) * (num_heads * num_folded)
-    tl.store(partials + target[:, None] * DIM + dims[None, :], out / total[:, None], mask=whole)
-    tl.store(sums + target, top + tl.log(total), mask=real)
+    tl.store(partials + target[:, None] * DIM + dims[None, :], out / divisor[:, None], mask=whole)
+    tl.store(sums + target, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)

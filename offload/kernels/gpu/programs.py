@@ -78,7 +78,9 @@ def with_run(
     return _folded_in(out, top, total, partials, sums, num_spans, stride, row, real, dims, DIM, UNROLL)
 
 
-@triton.jit(do_not_specialize=["first", "tokens", "column", "num_columns", "num_folded", "num_earlier", "begun"])
+@triton.jit(
+    do_not_specialize=["first", "tokens", "num_pages", "column", "num_columns", "num_folded", "num_earlier", "begun"]
+)
 def attend_spans(
     queries,  # [T, H_kv * G, D] by the stride; a row contiguous
     places,  # [T] int64, rising: position of every row
@@ -98,6 +100,7 @@ def attend_spans(
     token_stride,
     first,  # position of the run's first token
     tokens,  # of the run that count; tokens after the last row are masked
+    num_pages,  # P
     column,  # of the run's first chunk
     num_columns,
     num_folded,  # R
@@ -106,6 +109,7 @@ def attend_spans(
     scale,
     CAP: tl.constexpr,  # scores are c tanh(score / c); 0: no cap
     WINDOW: tl.constexpr,  # tokens that a row attends to, up to its own; 0: all
+    RING: tl.constexpr,  # the run begins with the page of the first row's window; page n is at place n % P
     SPANS_OF_PAGE: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -135,24 +139,39 @@ def attend_spans(
         tl.store(tops + state, top, mask=real)
         tl.store(totals + state, total, mask=real)
         return
+    page = span // SPANS_OF_PAGE
+    if RING:
+        seen_first = tl.maximum(tl.load(places).to(tl.int32) + 1 - WINDOW, 0) // (SPANS_OF_PAGE * SPAN)
+        first = seen_first * (SPANS_OF_PAGE * SPAN)
+        page = (seen_first + page) % num_pages
+    base = span * SPAN  # in the run
+    last = tl.load(places + num_folded // GROUP - 1).to(tl.int32) - first
+    tokens = tl.minimum(tokens, last + 1)
+    if base >= tokens:  # no row attends to any of it
+        hidden_at = state + span.to(tl.int64) * (num_heads * num_folded)
+        nothing = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+        hidden_mask = real[:, None] & inside[None, :]
+        tl.store(partials + hidden_at[:, None] * DIM + dims[None, :], nothing, mask=hidden_mask)
+        tl.store(sums + hidden_at, tl.full([ROWS], float("-inf"), tl.float32), mask=real)
+        if CHUNK > 0:
+            for hidden in range(0, SPAN, STEP):
+                columns = column + (base + hidden) // CHUNK + tl.arange(0, STEP // CHUNK)
+                there = real[:, None] & (columns[None, :] < num_columns)
+                none = tl.full([ROWS, STEP // CHUNK], float("-inf"), tl.float32)
+                tl.store(masses + state[:, None] * num_columns + columns[None, :], none, mask=there)
+        return
     row = folded // GROUP
     at = row * query_stride + (head * GROUP + folded % GROUP) * DIM
     query = tl.load(queries + at[:, None] + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
-    place = (span // SPANS_OF_PAGE).to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
+    place = page.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
     start = span % SPANS_OF_PAGE * SPAN  # in its page
-    base = span * SPAN  # in the run
     own = tl.load(places + row, mask=real, other=0).to(tl.int32) - first  # place of the row's own token in the run
-    last = tl.load(places + num_folded // GROUP - 1).to(tl.int32) - first
-    tokens = tl.minimum(tokens, last + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    stop = SPAN
-    if CHUNK == 0:  # otherwise masses of chunks to which no row attends are written, too
-        stop = tl.where(base < tokens, SPAN, 0)
-    for offset in range(0, stop, STEP):
+    for offset in range(0, SPAN, STEP):
         token = offset + tl.arange(0, STEP)
         held = base + token < tokens
         # A masked key may be any finite number; past `tokens` memory may hold anything.

@@ -1,0 +1,236 @@
+"""Passes over whole caches as CUDA graphs, of an engine on a GPU on paper whose kernels run in Triton's interpreter:
+test_gpu_kernels.py runs this in a process of its own.
+
+A graph is replayed with the numbers that it was recorded with, so a length, a place or a count that the host gave would
+show in other logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import save_tiny
+from interpreter import without_idle_work
+from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
+from offload.engine.sequences import Sequences
+from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
+from offload.model.passes import Pass, forward
+from paper import PaperGpu, on_paper
+from paper.kernels import chunks_by_kernel
+from paper.programs import programs_by_interpreter
+from test_paper_bugs import Bug, plant
+
+PROMPT = random_tokens(100, seed=7)
+TOKENS = random_tokens(400, seed=3)
+PLAIN = Sizes(page=16, pages=2, capacity=256, rows=8, prefill_block=64)
+CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
+
+without_idle_work()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A level's passes over its whole cache. model: a family's tiny model."""
+
+    level: str
+    sizes: Sizes = PLAIN
+    model: str = "qwen2"
+    num_sequences: int = 1
+
+
+CASES = {
+    "target": Case("target"),
+    "target that records masses": Case("target", replace(PLAIN, gamma=4)),
+    "cache in 4 bits": Case("self", CODED),
+    "windows": Case("target", model="qwen2, windows"),
+    "windows, drafted rows": Case("self", CODED, "qwen2, windows"),
+}
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+Result = tuple[list[Tensor], int]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def folder(name: str) -> Path:
+        root = tmp_path_factory.mktemp("graphs") / name
+        if name != "qwen2":
+            fields = {"vocab_size": 264, "max_position_embeddings": 512, "hidden_size": 64, "head_dim": 16}
+            return save_tiny(name, root, tokenizer=True, **fields)
+        model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
+        return save(model, root, tokenizer=True)
+
+    return folder
+
+
+def in_pairs(number: int, most: int) -> int:
+    """In place of `rounded_up`."""
+    return min(-(-number // 2) * 2, most)
+
+
+@contextmanager
+def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[Engine, PaperGpu]]:
+    """bug: planted into the source."""
+    number = case.num_sequences
+    plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, num_sequences=number)
+    with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
+        for module in ("kv.full", "kv.quantised_attention"):
+            patch.setattr(f"offload.{module}.rounded_up", in_pairs)  # else only longer texts round
+        programs_by_interpreter(gpu, patch)
+        if bug is not None:
+            plant(bug, patch)
+        chunks_by_kernel(gpu, patch)
+        with tiny_engine(changed(plan, device="cuda:0", fused_prefill=False), folder) as engine:
+            yield engine, gpu
+
+
+def one_by_one(graphs: Graphs, key: object, given: Sequence[Tensor], compute: Compute) -> list[Tensors]:
+    """In place of `Graphs.run`."""
+    return compute(*given)
+
+
+def passes(engine: Engine, gpu: PaperGpu, name: str) -> Result:
+    """Logits, and masses where they are kept, of passes of one row and of more, over a cache that grows past pages and
+    groups, that is refreshed or left behind, and from which rows are taken back; and how many were replayed."""
+    level, target, full, found = engine.levels[name], engine.levels["target"], engine.worker.full, []
+    gpu.launches.clear()
+    for turn in range(3):
+        for number, count in enumerate((1, 1, 3, 1, 12, 1, 3, 20)[turn:]):
+            if name != "target" and number == 2:  # tokens that it has not seen, some in drafted rows' places
+                level.truncate(target.length)
+                forward(target, TOKENS[number : number + 2], 1)
+            found.append(forward(level, TOKENS[number : number + count], min(count, 3)).cpu())
+            if name == "target" and full.mass_chunk is not None:
+                found.append(full.mass(count).cpu())
+        if name == "target":
+            level.truncate(len(PROMPT) + turn)
+        else:
+            level.truncate(target.length)
+            forward(target, TOKENS[:30], 1)
+            engine.worker.refresh(30)
+    return found, gpu.launches["graph"]
+
+
+@cache
+def expected(folder: Path, case: Case) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch, on_gpu(folder, case) as (engine, gpu):
+        patch.setattr(Graphs, "run", one_by_one)
+        engine.precompute(PROMPT)
+        found, replayed = passes(engine, gpu, case.level)
+    assert gpu.problems == []
+    assert replayed == 0
+    return found
+
+
+def as_graphs(folder: Path, case: Case, bug: Bug | None = None) -> tuple[Result, list[str]]:
+    with on_gpu(folder, case, bug) as (engine, gpu):
+        engine.precompute(PROMPT)
+        return passes(engine, gpu, case.level), gpu.problems
+
+
+@EVERY
+def test_logits_and_masses_are_those_of_passes_launched_one_by_one(case: Case, folders: Callable[[str], Path]) -> None:
+    folder = folders(case.model)
+    (found, replayed), problems = as_graphs(folder, case)
+    assert problems == []
+    assert replayed >= 4
+    assert all(ours.equal(theirs) for ours, theirs in zip(found, expected(folder, case), strict=True))
+
+
+def texts(folder: Path, case: Case, prompts: Sequence[list[int]]) -> tuple[list[list[int]], int]:
+    """Greedy texts of requests that run side by side."""
+    with on_gpu(folder, case) as (engine, gpu):
+        said: dict[int, list[int]] = {}
+        with Sequences[int](engine) as sequences:
+            for key, prompt in enumerate(prompts):
+                sequences.join(key, GenerationRequest(prompt, GREEDY, max_tokens=9))
+            while len(sequences):
+                for key, step in sequences.steps():
+                    said.setdefault(key, []).extend(step.tokens)
+                    if step.finish is not None:
+                        sequences.leave(key)
+        assert gpu.problems == []
+        return [said[key] for key in sorted(said)], gpu.launches["graph"]
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, CODED], ids=["plain", "cache in 4 bits"])
+def test_texts_of_several_sequences_are_those_of_passes_launched_one_by_one(
+    sizes: Sizes, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them ends before the others."""
+    prompts = [PROMPT, PROMPT[:40] + TOKENS[:31], TOKENS[40:73]]
+    case, found = Case("target", sizes, num_sequences=3), {}
+    for value in ("on", "off"):
+        monkeypatch.setenv(VARIABLE, value)
+        found[value], replayed = texts(folders("qwen2"), case, prompts)
+        assert (replayed > 3) == (value == "on")
+    assert found["on"] == found["off"]
+
+
+@torch.inference_mode()
+def test_passes_of_several_sequences_share_one_graph(folders: Callable[[str], Path]) -> None:
+    with on_gpu(folders("qwen2"), Case("target", num_sequences=2)) as (engine, gpu):
+        other = engine.beside()
+        levels = [each.levels["target"] for each in (engine, other)]
+        for each in (engine, other):
+            each.precompute(PROMPT[:50])
+        gpu.launches.clear()
+        for number in range(4):
+            asked = [
+                Pass(level, TOKENS[number : number + count], 1) for level, count in zip(levels, (2, 1), strict=True)
+            ]
+            levels[0].run(asked)
+        assert gpu.launches["graph"] == 3
+        other.worker.release()
+    assert gpu.problems == []
+
+
+FULL, PLACES, LEVEL = "offload.kv.full", "offload.kv.places", "offload.model.level"
+ATTENTION, ROTATION = "offload.kernels.gpu.attention", "offload.kernels.gpu.rotation"
+BUGS = [
+    ("target", Bug("a graph serves however far rows reach", FULL,
+                   "return self.pages.store.home(0, 0).data_ptr(), self._reach, kept",
+                   "return self.pages.store.home(0, 0).data_ptr(), kept")),
+    ("target", Bug("positions are those of the recorded pass", PLACES,
+                   "there[2 : 2 + num_rows]", "there[2 : 2 + num_rows].clone()")),
+    ("target", Bug("slots are those of the recorded pass", PLACES,
+                   "there[2 + num_rows :]", "there[2 + num_rows :].clone()")),
+    ("target", Bug("passes of any number of logits share a graph", LEVEL,
+                   "*sizes, *map(len, given)", "*map(len, given)")),
+    ("target", Bug("the rows whose logits are wanted are those of the recorded pass", LEVEL,
+                   "hidden.index_select(0, *rows) if rows else hidden",
+                   "hidden[len(first.tokens) - first.num_logits : len(first.tokens)]")),
+    ("target that records masses", Bug("masses stay in the graph's own memory", FULL,
+                                       "self._mass[layer][:, :, : mass.shape[2]].copy_(mass)",
+                                       "self._mass = [*self._mass[:layer], mass, *self._mass[layer + 1 :]]")),
+    ("target that records masses", Bug("a graph keeps masses in memory that was given back", FULL,
+                                       "self._reach, kept", "self._reach, self._records")),
+    ("cache in 4 bits", Bug("a graph attends to the codes that were there", ATTENTION,
+                            "COUNTED=bounds is not None", "COUNTED=False")),
+    ("cache in 4 bits", Bug("a graph of fewer codes serves", "offload.kv.quantised",
+                            "self._held.shape, self._attention.reach", "self._held.shape")),
+    ("windows", Bug("a window begins where the recorded pass's did", ATTENTION, "RING=run.ring", "RING=False")),
+    ("windows, drafted rows", Bug("drafted rows take the place of known ones", ROTATION,
+                                  "BOUNDED=places.bounds is not None", "BOUNDED=False")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "bug"), BUGS, ids=[bug.description for _, bug in BUGS])
+def test_a_planted_bug_is_seen(name: str, bug: Bug, folders: Callable[[str], Path]) -> None:
+    folder = folders(CASES[name].model)
+    wanted = expected(folder, CASES[name])
+    try:
+        (found, _), problems = as_graphs(folder, CASES[name], bug)
+    except (RuntimeError, ValueError, IndexError):
+        return
+    assert problems or not all(ours.equal(theirs) for ours, theirs in zip(found, wanted, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
+from offload.bench.launches import launches
 from offload.decode.on_gpu import Beforehand, Draw, Judge
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
@@ -461,3 +462,24 @@ def test_a_planted_bug_changes_what_is_drawn(
     expected = drawn_one_by_one(pair, num_blocks)
     plant(bug, monkeypatch)
     assert drawn_tokens(pair, num_blocks) != expected
+
+
+def test_kernels_of_a_pass_are_counted_for_each_level(pair: Pair) -> None:
+    """As the GPU counts them; caches are as before, and graphs are recorded again."""
+    with engine_on_paper(WHOLE, pair) as (engine, gpu):
+        said(engine)
+        lengths = {name: level.length for name, level in engine.levels.items()}
+        counted = launches(engine)
+        assert lengths == {name: level.length for name, level in engine.levels.items()}
+        for name, level in engine.levels.items():
+            level.forget_graphs()
+            gpu.launches.clear()
+            forward(level, [0], 1)
+            level.truncate(lengths[name])
+            unseen = gpu.launches["_to_copy"]  # on paper some are made behind torch's back
+            assert 10 < gpu.launches.total() - unseen <= counted[name] <= gpu.launches.total()
+            assert "graph" not in gpu.launches
+        assert list(counted) == list(engine.levels)
+    assert gpu.problems == []
+    with loaded(WHOLE, pair, "cpu") as engine:
+        assert launches(engine) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offload.errors import TriforceError
@@ -58,13 +58,15 @@ class Run:
 class Comparison:
     """The comparison of ways on one prompt. prefill_rates: prompt tokens per second by way, measured once; plain
     decoding and TriForce share one. runs: every way in every turn. greedy: all ways have to write the same text. tried:
-    settings of the other program; the fastest was used."""
+    settings of the other program; the fastest was used. launches: kernels and copies of a pass of one row, by level;
+    nothing on a CPU."""
 
     plan: Plan
     greedy: bool
     prefill_rates: dict[str, float]
     runs: tuple[Run, ...]
     tried: tuple[Tried, ...] = ()
+    launches: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def predicted_milliseconds(self) -> dict[str, float]:

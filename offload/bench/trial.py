@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, WAYS, Comparison, Run
+from offload.bench.launches import launches
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, TriforceError
@@ -95,7 +96,9 @@ class Trial:
             elif rate is not None:
                 prefill_rates[step.way] = rate
         greedy = self.sampling.temperature == 0.0
-        return Comparison(plan=self.plan, greedy=greedy, prefill_rates=prefill_rates, runs=tuple(runs))
+        return Comparison(
+            plan=self.plan, greedy=greedy, prefill_rates=prefill_rates, runs=tuple(runs), launches=launches(engine)
+        )
 
     def _by_engine(self, step: Step, engine: Engine, on_progress: OnProgress) -> tuple[Run, float | None]:
         """One run by the engine -> (its measurements, prompt tokens per second if any were prefilled)."""

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from offload.errors import TriforceError
 from offload.plan.machine import KERNELS
+
+_counters: list[Counter[str]] = []
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the launches within, by the program's name."""
+    counter = Counter[str]()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.pop()
 
 
 def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
     """Run a Triton program on the current device; the first launch of its kind compiles it.
 
     Errors: TriforceError, with the remedy, where it cannot be compiled or started."""
+    for counter in _counters:
+        counter[program.__name__] += 1
     try:
         program[grid](*arguments, **constants)
     except Exception as error:

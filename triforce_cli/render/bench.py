@@ -47,6 +47,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "tokens_per_pass": comparison.tokens_per_pass,
         "first_difference_from_plain": _differences(comparison) if comparison.greedy else None,
         "other": _other(comparison.tried),
+        "launches": dict(comparison.launches),
         "plan": comparison.plan.as_dict(),
         "runs": [
             {
@@ -138,6 +139,8 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
         f"Medians of {turns} runs{', and least to most' if turns > 1 else ''}; ratios are of runs of the same turn. "
         "Prefill was measured once."
     )
+    if launches := comparisons[-1].launches:
+        yield f"Kernels of a pass of one row: {', '.join(f'{name} {number:,}' for name, number in launches.items())}."
     for comparison in comparisons:
         composition = comparison.plan.composition
         if composition.levels == ("target",):

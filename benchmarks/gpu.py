@@ -7,7 +7,9 @@ First the GPU tests, the small cases of the GPU kernels and the checks of `trifo
 model widened to the bytes of the named models (scripts/widen.py), so acceptance is that of a trained model and traffic
 that of a 7B or 13B model; with -q4_0 after the name as a GGUF file of 4 bits, without a draft, since it has no
 vocabulary. Beyond 32K positions their YaRN factor is raised, which makes acceptance unrealistic. The smallest run
-first, until the minutes are used up.
+first, until the minutes are used up. With everything on the GPU also "published", retrieval of 4,096 tokens with exact
+weights and cache, as arXiv 2404.11912 has it, batches of six texts, and transformers' own decoding of one with a static
+cache, compiled.
 
 The results are one JSON object, written again after every step: a run that was cut off loses its current step only,
 and the next run with the same file measures the missing ones. `--device cpu --like tiny` runs everything without a GPU.
@@ -47,12 +49,15 @@ from offload.config.gguf_header import is_gguf
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit
 from offload.plan.hardware import probe, rates_key
 from offload.plan.machine import machine_name
 from offload.plan.planner import Options, Plan
 from offload.plan.rates import TWO_CORES, Rates, save_rates
+from offload.plan.request import Request
 from offload.transfer.link import make_link
+from offload.worker.pass_timer import timed
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY_BYTES = 256 * 2**20
@@ -63,7 +68,15 @@ TINY = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "n
 FOUR_BITS = "-q4_0"
 TRAINED_POSITIONS = 32768
 BITS_TOKENS = 4000
-MODES = ("bits", "triforce", "plain", "transformers")
+MODES = ("bits", "triforce", "plain", "published", "batch", "plain batch", "compiled", "transformers")
+WAYS: dict[str, dict[str, Any]] = {
+    "triforce": {},
+    "plain": {"speculation": False},
+    "published": {"budget": 4096, "weight_bits": 16, "kv_bits": 16},
+}
+ON_CHIP_ONLY = {"published", "batch", "plain batch", "compiled"}  # everything is on the GPU
+BATCH, BATCH_LENGTH = 6, 19_000
+COMPILED_TOKENS = 24
 TEST_SECONDS = 150
 STREAMING_SHARE = 0.8  # of the cap, so that more is streamed
 
@@ -90,13 +103,16 @@ class Case:
             self.model, self.draft, Options(**asked), num_prompt_tokens=len(self.prompt), max_tokens=self.max_tokens
         )
 
+    def engine(self, plan: Plan) -> Engine:
+        tokenizer = load_tokenizer(MODELS / "demo-target" if self.draft is None else self.model, self.draft)
+        return Engine.load(plan, self.model, self.draft, tokenizer)
+
     def run(self, plan: Plan, sampling: SamplingParams) -> tuple[list[int], Row]:
         """(tokens, measurements) of a new engine."""
         cuda = self.device != "cpu"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        tokenizer = load_tokenizer(MODELS / "demo-target" if self.draft is None else self.model, self.draft)
-        with Engine.load(plan, self.model, self.draft, tokenizer) as engine:
+        with self.engine(plan) as engine:
             tokens, steps, began = list[int](), list[tuple[int, float]](), time.perf_counter()
             for step in engine.generate(GenerationRequest(self.prompt, sampling, max_tokens=self.max_tokens)):
                 tokens += step.tokens
@@ -112,6 +128,33 @@ class Case:
             "peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
             "full_pass_bytes_per_second": target.link_bytes / target.seconds if target.seconds else None,
         }
+
+
+def decoding_of_a_batch(case: Case, mode: str) -> Row:
+    """Decoding of texts that begin at different places, all on the GPU: milliseconds for a token of any of them."""
+    options = Options(device=case.device, offload=frozenset(), speculation=mode == "batch")
+    request = timed(Request.on_this_machine(case.model, case.draft, options))
+    plan = request.plan(num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
+    plan = request.together(plan, BATCH, most=BATCH)
+    with case.engine(plan) as engine, Sequences[int](engine) as sequences:
+        for key in range(BATCH):
+            prompt = case.prompt[key * 997 :] + case.prompt[: key * 997]
+            sequences.join(key, GenerationRequest(prompt, SamplingParams(seed=key), max_tokens=case.max_tokens))
+        began, spent, counted = time.perf_counter(), list[float](), list[int]()
+        while len(sequences):
+            for key, step in sequences.steps():
+                counted.append(len(step.tokens))
+                spent.append(time.perf_counter() - began)
+                if step.finish is not None:
+                    sequences.leave(key)
+    half = next(at for at, _ in enumerate(counted) if 2 * sum(counted[: at + 1]) >= sum(counted))
+    return {
+        "plan": plan.as_dict(),
+        "steps": list(zip(counted, [round(1000 * each, 2) for each in spent], strict=True)),
+        "milliseconds_per_token": 1000 * spent[-1] / sum(counted),
+        "later_milliseconds_per_token": 1000 * (spent[-1] - spent[half]) / max(sum(counted[half + 1 :]), 1),
+        "predicted_milliseconds_per_token": 1000 * plan.predicted.seconds_per_token / BATCH,
+    }
 
 
 def widened(like: str, work: Path, num_positions: int) -> Path:
@@ -149,26 +192,37 @@ def stretch(file: Path, num_positions: int) -> None:
     file.write_text(json.dumps(config))
 
 
-def decoding(case: Case, bare: float, placement: str, mode: str) -> Row:
-    """Decoding and prefill, "plain" or by "triforce": "capped", so that it streams, or "on chip" without the cap. bare:
-    the link's rate in bytes per second."""
+def decoding(case: Case, rates: Rates, placement: str, mode: str) -> Row:
+    """Decoding and prefill in one of WAYS: "capped", so that it streams, or "on chip" without the cap."""
     changes: dict[str, Any] = {"device_memory": None, "offload": frozenset()} if placement == "on chip" else {}
-    try:
-        plan = case.plan(speculation=mode == "triforce", **changes)
-    except DoesNotFit as error:
-        return {"skipped": str(error)}
+    plan = case.plan(**WAYS[mode], **changes)
     if mode == "plain":
         plan = replace(plan, placement=replace(plan.placement, rows=1))
     _, row = case.run(plan, SamplingParams())
     rate = row["full_pass_bytes_per_second"]
     return row | {
         "milliseconds_per_token": row["stats"]["milliseconds_per_token"],
+        "later_milliseconds_per_token": of_later_tokens(row["steps"]),
+        "bytes_milliseconds": 1000 * bytes_of_a_pass(row, case) / rates.device_read,
         "predicted_milliseconds_per_token": 1000 * plan.predicted.seconds_per_token,
         "prefill_seconds": row["stats"]["prefill_seconds"],
         "predicted_prefill_seconds": plan.predicted.prefill_seconds,
-        "link_efficiency": rate / bare if plan.placement.offload and rate else None,
+        "link_efficiency": rate / rates.to_device if plan.placement.offload and rate else None,
         "peak_over_plan": peak_over_plan(row, plan),
     }
+
+
+def of_later_tokens(steps: list[tuple[int, float]]) -> float | None:
+    """Milliseconds per token of the later half of the steps: the first ones compile kernels and record graphs."""
+    later = steps[1 + len(steps) // 2 :]
+    return sum(each for _, each in later) / sum(count for count, _ in later) if later else None
+
+
+def bytes_of_a_pass(row: Row, case: Case) -> float:
+    """Bytes of weights and of the prompt's cache, which a pass of the target reads, on the GPU."""
+    held, capacity = row["ledger"]["device"], len(case.prompt) + case.max_tokens
+    cache = held.get("kv cache", 0) * len(case.prompt) / capacity
+    return held.get("target layers", 0) + held.get("target embeddings", 0) / 2 + cache
 
 
 def peak_over_plan(row: Row, plan: Plan) -> float | None:
@@ -210,13 +264,31 @@ def transformers_offloaded(case: Case) -> Row:
     return {"prefill_seconds": times[1], "milliseconds_per_token": 1000 * (times[2] - times[1]) / 2}
 
 
+def transformers_compiled(case: Case) -> Row:
+    """transformers' own decoding of the prompt with a static cache, for which it compiles the model's pass."""
+    from transformers import AutoModelForCausalLM
+
+    gc.collect()
+    model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).to(case.device).eval()
+    ids, times = torch.tensor([case.prompt], device=case.device), []
+    for count in (COMPILED_TOKENS, 1, COMPILED_TOKENS):  # the first is a warm-up
+        began = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            cache_implementation="static",
+        )  # fmt: skip
+        times.append(time.perf_counter() - began)
+    return {"prefill_seconds": times[1], "milliseconds_per_token": 1000 * (times[2] - times[1]) / (COMPILED_TOKENS - 1)}
+
+
 def table_row(row: Row) -> list[str]:
     def number(key: str) -> str:
         value = row.get(key)
         return "" if value is None else f"{value:.2f}"
 
     result = "skipped" if "skipped" in row else {True: "equal", False: "DIFFERENT"}.get(row.get("equal"), "")
-    measured = (number("milliseconds_per_token"), number("predicted_milliseconds_per_token"), number("prefill_seconds"))
+    names = "milliseconds_per_token", "later_milliseconds_per_token", "bytes_milliseconds"
+    measured = map(number, (*names, "predicted_milliseconds_per_token", "prefill_seconds"))
     return [
         row["model"], f"{row['length']}", row["placement"], row["mode"], *measured, number("link_efficiency"),
         number("peak_over_plan"), result,
@@ -231,16 +303,23 @@ def wanted(args: argparse.Namespace) -> Iterator[Row]:
         for dtype in ("bf16", "fp16") if args.device != "cpu" else ("bf16",):
             named = {"model": likes[0], "length": min(lengths[0], BITS_TOKENS), "placement": dtype}
             yield named | {"mode": "bits"}
-    for mode_of in (("triforce", "plain"), ("transformers",)):
-        for length in lengths:
+    for mode_of in (("triforce", "plain", "published"), ("batch", "plain batch"), ("compiled", "transformers")):
+        for length in [min(BATCH_LENGTH, lengths[-1])] if "batch" in mode_of else lengths:
             for like in likes:
-                placements = ["offloaded cache"] if mode_of == ("transformers",) else args.placements.split(",")
-                for placement in placements:
+                for placement in (*args.placements.split(","), "offloaded cache"):
                     for mode in filter(modes.__contains__, mode_of):
-                        yield {"model": like, "length": length, "placement": placement, "mode": mode}
+                        if runs_there(mode, placement):
+                            yield {"model": like, "length": length, "placement": placement, "mode": mode}
 
 
-def measure(args: argparse.Namespace, named: Row, bare: float) -> Row:
+def runs_there(mode: str, placement: str) -> bool:
+    """Whether a mode has a row of this placement."""
+    if mode == "transformers" or placement == "offloaded cache":
+        return (mode, placement) == ("transformers", "offloaded cache")
+    return placement == "on chip" or mode not in ON_CHIP_ONLY
+
+
+def measure(args: argparse.Namespace, named: Row, rates: Rates) -> Row:
     text = load_tokenizer(MODELS / "demo-target", None).encode(TEXT.read_text(encoding="utf-8"))
     length, placement, mode = named["length"], named["placement"], named["mode"]
     prompt = (text * (length // len(text) + 1))[:length]
@@ -250,7 +329,14 @@ def measure(args: argparse.Namespace, named: Row, bare: float) -> Row:
     case = Case(model, draft, prompt, args.device, args.device_memory, args.max_tokens)
     if mode == "bits":
         return bits(case, placement)
-    return transformers_offloaded(case) if mode == "transformers" else decoding(case, bare, placement, mode)
+    try:
+        if mode in ("batch", "plain batch"):
+            return decoding_of_a_batch(case, mode)
+        if mode in WAYS:
+            return decoding(case, rates, placement, mode)
+    except DoesNotFit as error:
+        return {"skipped": str(error)}
+    return transformers_compiled(case) if mode == "compiled" else transformers_offloaded(case)
 
 
 class Results:
@@ -376,12 +462,13 @@ def main() -> None:
             say(f"no time left for {named}: run it again with the same file")
             break
         try:
-            run = named | measure(args, named, rates.to_device)
+            run = named | measure(args, named, rates)
         except Exception as error:  # a failed case must not end the others
             run = named | {"skipped": f"{type(error).__name__}: {error}"}
         results.keep(run)
         say("  ".join(table_row(run)))
-    columns = ["model", "prompt", "placement", "mode", "ms/token", "predicted", "prefill s", "link", "peak/plan", ""]
+    columns = ["model", "prompt", "placement", "mode", "ms/token", "later", "bytes", "predicted", "prefill s"]
+    columns += ["link", "peak/plan", ""]
     table(title, columns, [table_row(run) for run in results.runs])
 
 

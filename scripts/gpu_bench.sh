@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA GPU, in one command of at most nine minutes: the CUDA tests, triforce doctor's checks, and
-# the benchmark with the device capped to 24 GB and with all on it. Results: one JSON file. Run again, it goes on where it was cut off.
-# Needs python3 with torch, transformers and safetensors, this repository, and no network.
+# the benchmark with the device capped to 24 GB and with all on it. Results: one JSON file. Run again, it goes on where
+# it was cut off. Needs python3 with torch, transformers and safetensors, this repository, and no network.
 # usage: scripts/gpu_bench.sh [FOLDER FOR RESULTS] [arguments of benchmarks/gpu.py]
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -5,6 +5,7 @@ Runs under pytest, and, where there is none, as a script: python tests/test_cuda
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -160,6 +161,7 @@ def test_tokens_are_the_same_with_and_without_speculation_wherever_bytes_are() -
             placed(made(gamma=15, draft_gamma=1), "weights,kv", layers=3, tiles=21),
             placed(made(gamma=15, draft_gamma=0, weight_bits=4)),
             placed(made(gamma=15, draft_gamma=0, weight_bits=6)),
+            placed(made(gamma=15, draft_gamma=1, weight_bits=16, kv_bits=4)),
             placed(made(gamma=15, draft_gamma=1, weight_bits=4, budget=256), "weights,kv", layers=0, tiles=21),
             placed(made(speculation=False), "weights,kv", layers=0),
         ):
@@ -180,6 +182,23 @@ def test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link()
         plan = planned(tokens, dtype="bf16", offload=frozenset({"weights", "kv"}), link_bits=12, **few)
         assert (plan.placement.link_bits, plan.placement.weight_link_bits) == bits
         assert said(tokens, placed(plan, "weights,kv", layers=2, tiles=5)) == expected, plan
+
+
+def test_texts_of_passes_as_graphs_are_those_of_passes_launched_one_by_one() -> None:
+    """Drafted, drawn and judged as parts of them; the second request replays those of the first."""
+    tokens = prompt(LONG)
+    for few in ({"speculation": False}, {"gamma": 15, "weight_bits": 16, "kv_bits": 4}, {"gamma": 15, "budget": 256}):
+        plan, found = placed(planned(tokens, dtype="bf16", **few)), []
+        for value in ("on", "off"):
+            os.environ["TRIFORCE_GRAPHS"] = value
+            try:
+                with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
+                    for seed in (3, 4):
+                        asked = GenerationRequest(tokens, SamplingParams(seed=seed), max_tokens=MAX_TOKENS)
+                        found.append([token for step in engine.generate(asked) for token in step.tokens])
+            finally:
+                del os.environ["TRIFORCE_GRAPHS"]
+        assert found[:2] == found[2:], few
 
 
 def test_several_prompts_at_a_time_say_what_each_says_alone() -> None:

@@ -30,9 +30,10 @@ from offload.kernels.gpu.tiling import ROWS
 from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.runs import Rows, Run
-from offload.kv import fetch
+from offload.kv import fetch, places
 from offload.kv.fetch import GpuFetch
 from offload.kv.full import FullCache
+from offload.kv.places import Places
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.streaming import StreamingCache
@@ -615,3 +616,17 @@ def test_a_graphs_tokens_are_those_up_to_its_rows() -> None:
     q = normal(3, 4, 32, seed=16)
     some = attended([held], q, 97, span=64)[0]
     assert torch.equal(attended([Held(held.pages, 0, 192)], q, 97, span=64)[0], some)
+
+
+def test_a_draft_sees_its_sinks_where_places_are_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are those of the window, before which the sinks are."""
+    monkeypatch.setattr(places, "sent_to", lambda out, values: out.copy_(values))
+    found = []
+    for there in (False, True):
+        monkeypatch.setattr(Places, "in_memory", property(lambda self, there=there: there))
+        _, cache = caches(GPU_KERNELS)
+        rows = [fed(cache, first, count) for first, count in ((0, 2), (2, 6), (8, 12), (20, 1), (21, 12), (33, 1))]
+        found.append((torch.cat(rows), cache._sink_rows[0].clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[1][1].abs().sum(-1).gt(0).all()

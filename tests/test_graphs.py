@@ -112,7 +112,7 @@ def test_a_pass_that_is_no_graph_yet_is_a_first_one(pair: Pair) -> None:
     assert asked[0].is_first
 
 
-def one_by_one(graphs: Graphs, key: object, given: Sequence[Tensor], compute: Compute) -> list[Tensors]:
+def one_by_one(graphs: Graphs, key: object, given: Sequence[Tensor], compute: Compute, **_: object) -> list[Tensors]:
     """In place of `Graphs.run`: with the same padding, since a CPU's sums may depend on the number of rows."""
     return compute(*given)
 
@@ -200,7 +200,7 @@ def test_later_requests_replay_the_graphs_of_the_first(pair: Pair) -> None:
     with engine_on_paper(CASE, pair) as (engine, gpu):
         found, replayed = texts(engine, gpu, *requests)
         kept = [graphs for level in engine.levels.values() if (graphs := level._graphs) is not None]
-        assert gpu.num_graphs == sum(found is not None for graphs in kept for found in graphs._kinds.values())
+        assert gpu.num_graphs == sum(not isinstance(found, int) for graphs in kept for found in graphs._kinds.values())
     assert gpu.problems == []
     assert found == [one_by_one_said(pair, *request) for request in requests]
     assert min(replayed) >= 5
@@ -288,6 +288,57 @@ def test_the_graph_whose_last_use_is_longest_ago_makes_room(gpu_on_paper: PaperG
         graphs.run(1, [tokens], one_more)
     assert gpu_on_paper.num_graphs == recorded + 1
     assert gpu_on_paper.problems == []
+
+
+@torch.inference_mode()
+def test_outputs_of_graphs_have_a_bound(gpu_on_paper: PaperGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.model.graphs.MOST_BYTES", 3 * 8)
+    graphs, tokens = Graphs(GraphPool()), torch.zeros(2, device="cuda:0")
+    for key in range(5):
+        for _ in range(2):
+            graphs.run(key, [tokens], one_more)
+    assert list(graphs._kinds) == [(key, ((2,),)) for key in (2, 3, 4)]
+    assert gpu_on_paper.problems == []
+
+
+@torch.inference_mode()
+def test_without_memory_for_a_graph_kernels_are_launched_one_by_one(
+    gpu_on_paper: PaperGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, tokens = Graphs(GraphPool()), torch.zeros(2, device="cuda:0")
+    for key in (0, 0, 1):
+        graphs.run(key, [tokens], one_more)
+
+    def fails(*_: object, **__: object) -> object:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "graph", fails)
+        assert graphs.run(1, [tokens], one_more)[0][0].tolist() == [1, 1]
+    assert len(graphs._kinds) == 1  # what the other ones held is free
+    assert graphs.run(1, [tokens], one_more)[0][0].tolist() == [1, 1]
+    assert gpu_on_paper.launches["graph"] == 2
+    assert gpu_on_paper.problems == []
+
+
+@torch.inference_mode()
+def test_a_kind_is_recorded_after_as_many_uses_as_patience_says(gpu_on_paper: PaperGpu) -> None:
+    graphs, tokens = Graphs(GraphPool()), torch.zeros(2, device="cuda:0")
+    for number in range(6):
+        assert graphs.run(0, [tokens], one_more, patience=3)[0][0].tolist() == [1, 1]
+        assert gpu_on_paper.launches["graph"] == max(number - 2, 0)
+        assert graphs.first_passes == min(number + 1, 4)
+    assert gpu_on_paper.problems == []
+
+
+def test_biases_of_a_graph_live_as_long_as_it(pair: Pair) -> None:
+    """Later requests have equal parameters, and biases in memory of their own."""
+    sampling = SamplingParams(temperature=0.0, logit_bias=((97, 3.0), (98, -float("inf"))))
+    with engine_on_paper(WHOLE, pair) as (engine, gpu):
+        found = [said(engine, PROMPT, sampling) for _ in range(4)]
+        assert gpu.launches["graph"] > 10
+    assert gpu.problems == []
+    assert found == [found[0]] * 4
 
 
 @torch.inference_mode()

@@ -189,7 +189,7 @@ class FullCache:
         if not self._is_whole:
             return None
         kept = (self._kept.data_ptr(), self._kept.shape) if self._records and self._kept is not None else None
-        return self.pages.store.home(0, 0).data_ptr(), self._reach, kept
+        return self._places.number, self._reach, kept
 
     def nbytes(self) -> int:
         """Of its homes."""
@@ -226,8 +226,9 @@ class FullCache:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all rows of a layer are in one tile, on a GPU."""
-        return self._places.in_memory and self.pages.all_on_device and self.pages.store.num_tiles == 1
+        """Whether all rows of a layer are in one tile, on a GPU, where it stays as long as the cache is used."""
+        is_one = self.pages.store.num_tiles == 1 or not self.num_layers
+        return self._places.in_memory and self.pages.all_on_device and is_one
 
     def _reached(self, stop: int) -> int:
         """The tokens that attention may reach where rows end before token `stop`. On a GPU more are hidden by places,

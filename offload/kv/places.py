@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -14,17 +15,20 @@ from offload.kernels.runs import Rows
 from offload.plan.sizing import FEW_ROWS
 from offload.transfer.memory import sent, sent_to
 
+_numbers = count()
+_ALL_WRITTEN = -(2**31)  # slots before the buffer's first one are negative
 QKV = tuple[Tensor, Tensor, Tensor]  # [T, H, D] and [T, H_kv, D] twice, not rotated
 
 
 class Places:
     """Those of the forward under way. On a GPU forwards of as many rows, up to MAX_ROWS, have them at the same
-    addresses; elsewhere they are numbers."""
+    addresses; elsewhere they are numbers. number: no other places of this process ever have it, so a graph that reads
+    these is known by it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.number = device, next(_numbers)
         self._kept = torch.zeros(2 + 2 * MAX_ROWS, dtype=torch.long, device=self._device)
-        self._first, self._num_rows, self._bounds = (0, 0), 0, (0, 0)
+        self._first, self._num_rows, self._bounds = (0, 0), 0, (0, _ALL_WRITTEN)
         self._all: RowPlaces | None = None
 
     @property
@@ -32,7 +36,9 @@ class Places:
         """Whether they are in a GPU's memory, from where a graph reads them."""
         return self._device.type == "cuda"
 
-    def set(self, position: int, slot: int, num_rows: int, *, num_coded: int = 0, first_written: int = 0) -> None:
+    def set(
+        self, position: int, slot: int, num_rows: int, *, num_coded: int = 0, first_written: int = _ALL_WRITTEN
+    ) -> None:
         """A forward of `num_rows` rows starts, the first of them at these. num_coded, first_written: the bounds of
         `RowPlaces`."""
         self._first, self._num_rows, self._bounds, self._all = (

@@ -107,7 +107,7 @@ class QuantisedCache:
     @property
     def graph_key(self) -> Hashable:
         """See `Cache`."""
-        return self._codes.blocks.data_ptr(), self._held.data_ptr(), self._held.shape, self._attention.reach
+        return self._codes.blocks.data_ptr(), self._held.data_ptr(), self._held.shape, self._attention.graph_key
 
     def nbytes(self) -> int:
         return self._codes.blocks.nbytes + self._held.nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ class QuantisedAttention:
     def __init__(self, kernels: DeviceKernels, scorings: Sequence[Scoring], dtype: torch.dtype, places: Places) -> None:
         self._attention, self._scorings, self._places = kernels.attention(dtype=dtype), scorings, places
         self.reach = 0
+
+    @property
+    def graph_key(self) -> Hashable:
+        """A part of `Cache.graph_key`: the places, and the reach."""
+        return self._places.number, self.reach
 
     def begin(self, position: int, row: int, num_rows: int, num_coded: int, codes: KVCodes) -> None:
         """A forward of `num_rows` rows starts: the position of the first and its row among the exact ones; it attends

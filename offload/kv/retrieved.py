@@ -149,7 +149,7 @@ class RetrievedRows(_InArena):
     def graph_key(self) -> Hashable:
         """The buffer's place and size. It is given up to every prefill, and had again at the same place as a rule;
         whatever else a pass uses is had once, or made anew in each."""
-        return self._held.data_ptr(), self._held.shape
+        return self._places.number, self._held.data_ptr(), self._held.shape
 
     def _attend(self, layer: int, rows: Rows) -> Tensor:
         held = self._held[layer]
@@ -209,7 +209,7 @@ class QuantisedChunks(_InArena):
     @property
     def graph_key(self) -> Hashable:
         assert self._codes is not None
-        return self._held.data_ptr(), self._held.shape, self._codes.blocks.data_ptr(), self._attention.reach
+        return self._held.data_ptr(), self._held.shape, self._codes.blocks.data_ptr(), self._attention.graph_key
 
     def nbytes(self) -> int:
         return super().nbytes() + math.prod(self._code_size)

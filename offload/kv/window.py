@@ -84,8 +84,8 @@ class WindowCache:
         self._start = self.length if start is None else start
         self._taken = [0] * self.num_layers
         if phase == "decode":
-            known = self.length if self._is_draft else 0
-            self._places.set(self._start, self._start, num_rows, first_written=known)
+            known = {"first_written": self.length} if self._is_draft else {}
+            self._places.set(self._start, self._start, num_rows, **known)
             self._stop = max(self._stop, self._start + num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class WindowCache:
     @property
     def graph_key(self) -> Hashable:
         """See `Cache`."""
-        return self._ring.data_ptr() if self._in_ring else None
+        return (self._places.number, self._ring.data_ptr()) if self._in_ring else None
 
     def nbytes(self) -> int:
         return self._ring.nbytes

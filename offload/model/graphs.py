@@ -18,6 +18,7 @@ from offload.errors import TriforceError
 
 VARIABLE = "TRIFORCE_GRAPHS"
 MOST_GRAPHS = 64  # of a level: more than a request uses
+MOST_BYTES = 2**26  # of their outputs, probabilities and logits
 
 Tensors = tuple[Tensor, ...]
 Compute = Callable[..., list[Tensors]]
@@ -41,38 +42,45 @@ class GraphPool:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded graph, its input tensors and its output tensors, of each pass."""
+    """A recorded graph, its input tensors and its output tensors, of each pass. kind: what it was recorded for, whose
+    computations own tensors that the graph reads; an equal one may be kept elsewhere and own others."""
 
     graph: torch.cuda.CUDAGraph
     given: Tensors
     made: list[Tensors]
+    kind: Kind
+
+    @property
+    def nbytes(self) -> int:
+        """Of the outputs, which no other graph may overwrite."""
+        return sum(tensor.nbytes for made in self.made for tensor in made)
 
 
 class Graphs:
-    """The graphs of one level's passes, by kind: those that were used last."""
+    """The graphs of one level's passes, by kind: those that were used last, as far as MOST_GRAPHS and MOST_BYTES go."""
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._kinds: OrderedDict[Kind, _Recorded | None] = OrderedDict()  # None: launched one by one so far
+        self._kinds: OrderedDict[Kind, _Recorded | int] = OrderedDict()  # a number: of uses so far, one by one
         self.first_passes = 0  # passes that were launched one by one or recorded
 
-    def run(self, key: Hashable, given: Sequence[Tensor], compute: Compute) -> list[Tensors]:
-        """The results of `compute(*given)`, of each pass: kernel by kernel the first time, which compiles kernels,
-        later as a graph.
+    def run(self, key: Hashable, given: Sequence[Tensor], compute: Compute, *, patience: int = 1) -> list[Tensors]:
+        """The results of `compute(*given)`, of each pass: kernel by kernel `patience` times, the first of which
+        compiles kernels, later as a graph, unless the GPU has no memory for it.
 
         key: calls with equal keys, and given tensors of equal shapes, differ in nothing but the contents of memory.
         given: the tokens and all other tensors whose values may change. `compute` must not wait for the GPU. Raises
         TriforceError, with the remedy, where the GPU does not record it.
         """
         kind = key, tuple(tensor.shape for tensor in given)
-        found = self._kinds.get(kind)
-        self.first_passes += found is None
-        if kind not in self._kinds:
+        found = self._kinds.get(kind, 0)
+        self.first_passes += isinstance(found, int)
+        if isinstance(found, int) and found >= patience:
+            found = self._record(kind, tuple(tensor.clone() for tensor in given), compute) or 0
+        if isinstance(found, int):
             made = compute(*given)
-            self._add(kind, None)  # after the call: an interrupted pass has not compiled all of its kernels
+            self._add(kind, found + 1)  # after the call: an interrupted pass has not compiled all of its kernels
             return made
-        if found is None:
-            found = self._record(tuple(tensor.clone() for tensor in given), compute)
         self._add(kind, found)
         for ours, theirs in zip(found.given, given, strict=True):
             ours.copy_(theirs)
@@ -83,18 +91,26 @@ class Graphs:
         """Drop all graphs: the next pass of each kind launches its kernels one by one."""
         self._kinds.clear()
 
-    def _add(self, kind: Kind, found: _Recorded | None) -> None:
-        """`kind` was used now. The one whose last use is longest ago makes room."""
+    def _add(self, kind: Kind, found: _Recorded | int) -> None:
+        """`kind` was used now. Those whose last use is longest ago make room."""
         self._kinds[kind] = found
         self._kinds.move_to_end(kind)
-        if len(self._kinds) > MOST_GRAPHS:
+        while len(self._kinds) > 1 and (len(self._kinds) > MOST_GRAPHS or self._nbytes > MOST_BYTES):
             self._kinds.popitem(last=False)
 
-    def _record(self, given: Tensors, compute: Compute) -> _Recorded:
+    @property
+    def _nbytes(self) -> int:
+        return sum(found.nbytes for found in self._kinds.values() if isinstance(found, _Recorded))
+
+    def _record(self, kind: Kind, given: Tensors, compute: Compute) -> _Recorded | None:
+        """Record a graph. None, and no graph at all, where the GPU has no memory for it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool.take(graph), capture_error_mode="thread_local"):
-                return _Recorded(graph, given, compute(*given))
+                return _Recorded(graph, given, compute(*given), kind)
+        except torch.OutOfMemoryError:
+            self.forget()
+            return None
         except RuntimeError as error:
             said = str(error).strip().partition("\n")[0]
             raise TriforceError(

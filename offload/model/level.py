@@ -145,7 +145,8 @@ class Level:
 
         key = *keys, *(each.compute for each in passes), *sizes, *map(len, given)
         first_passes = graphs.first_passes
-        made = graphs.run(key, [tensor for some in given for tensor in some], compute)
+        # Rows of several sequences seldom come in the same numbers again.
+        made = graphs.run(key, [tensor for some in given for tensor in some], compute, patience=len(passes))
         self.stats.first_passes += graphs.first_passes - first_passes
         for each, segment in zip(passes, segments, strict=True):
             segment.cache.advance(len(each.tokens))

@@ -14,7 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.formats.layout import Packing
+from offload.kernels.choice import fitting
+from offload.plan.planner import Plan
+from offload.plan.sizing import MAX_ROWS
 from offload.transfer.memory import Memory, Tier, sent
 
 # "device": a tile lives there. "stream": it lives on the host and crosses the link into a staging slot.
@@ -54,6 +58,16 @@ class TileShape:
         """Pages of tile `index` that a sequence of `num_tokens` tokens reaches into."""
         used = min(max(num_tokens - index * self.tokens, 0), self.tokens)
         return -(-used // self.page_tokens)
+
+
+def tile_tokens(plan: Plan, config: ModelConfig) -> int:
+    """Tokens of a tile of the full cache of the plan's target, or of a shard of it. Where all tiles stay on a GPU with
+    kernels, which attend to parts of one, a layer has a single tile."""
+    device, tokens = torch.device(plan.request.device), plan.placement.tile_tokens
+    offloaded = "kv" in plan.placement.offload
+    if device.type == "cpu" or offloaded or not fitting(device, config.head_dim, ()).usable:
+        return tokens
+    return -(-(plan.request.capacity + MAX_ROWS) // tokens) * tokens
 
 
 class TileStore:

@@ -122,7 +122,7 @@ class GpuPasses(DevicePasses):
         read = self._by_rows(weights, self.padded(number * rows), self._blocks(number * rows))
         read += self._by_rows(cache_bytes / self._rate, self.padded(rows), blocks)
         layers = self.passes.sizing.target.num_layers
-        if level in self.passes.graphs:
+        if level in self.passes.graphs and number == 1:  # rows of several seldom come in the same numbers again
             return self._graph_calls(layers) + read
         calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
         return max(calls + number * blocks * self._tiles * GPU.tile_seconds, read + self.full_sums(rows))

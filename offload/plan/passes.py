@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.formats.layout import CACHED_SHARE
+from offload.config.model import ModelConfig
+from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
 from offload.plan.pass_times import UNKNOWN, Times
@@ -31,16 +32,17 @@ class SumCosts:
 
 
 def graph_levels(
-    composition: Composition, placement: Placement, hardware: Hardware, num_layers: int
+    composition: Composition, placement: Placement, hardware: Hardware, target: ModelConfig
 ) -> tuple[str, ...]:
-    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU. num_layers: of the target."""
+    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads."""
     if hardware.is_cpu:
         return ()
-    resident = placement.resident_layers == num_layers and hardware.num_devices == 1
-    whole = resident and "kv" not in placement.offload and hardware.has_kernels
+    fits = hardware.has_kernels and all(dim % 16 == 0 and dim <= WIDEST_GPU_HEAD for dim in target.head_dims)
+    resident = placement.resident_layers == target.num_layers and hardware.num_devices == 1
+    whole = resident and "kv" not in placement.offload and fits
     own = composition.weight_bits < 16 and hardware.num_devices == 1
-    inner = whole if not composition.keeps_copies else resident or own
-    runs = {"draft": True, composition.inner: inner, "target": whole}
+    copies = (resident or own) and (fits or not target.windowed)
+    runs = {"draft": True, composition.inner: copies if composition.keeps_copies else whole, "target": whole}
     return tuple(name for name in composition.levels if runs[name])
 
 
@@ -76,7 +78,7 @@ class Passes:
     def graphs(self) -> Collection[str]:
         """The levels whose passes run as CUDA graphs."""
         sizing = self.sizing
-        return graph_levels(self.composition, self.placement, sizing.hardware, sizing.target.num_layers)
+        return graph_levels(self.composition, self.placement, sizing.hardware, sizing.target)
 
     @cached_property
     def num_tiles(self) -> int:

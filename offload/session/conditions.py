@@ -15,13 +15,14 @@ import torch
 
 from offload.config.reading import read_config
 from offload.kernels.choice import of_model, prefill_attention
+from offload.pages.tiles import tile_tokens
 from offload.plan.machine import installed_version, machine_name
 from offload.plan.planner import Plan
 from offload.session.fingerprints import identify
 from offload.session.identity import Identity
 from offload.weights.checkpoint import Checkpoint
 
-BITS = 1  # changes when a change of this program gives rows of a prefill other bits
+BITS = 2  # changes when a change of this program gives rows of a prefill other bits
 _DIGEST_BYTES = 16
 
 
@@ -71,7 +72,7 @@ class Conditions:
         }
         told = tuple((name, str(value)) for name, value in rounding.items())
         files = tuple((each.st_size, each.st_mtime_ns) for each in status)
-        return cls(identity, files, told, placement.tile_tokens, config.window)
+        return cls(identity, files, told, tile_tokens(plan, config), config.window)
 
     @cached_property
     def digest(self) -> str:

@@ -14,14 +14,14 @@ from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
 from offload.interrupts import poll
-from offload.kernels.choice import fitting, gpu_kernels
+from offload.kernels.choice import gpu_kernels
 from offload.kernels.cpu import of_model
 from offload.model.decoder import Decoder
 from offload.model.graphs import GraphPool
 from offload.model.loading import DTYPES, load_decoders
 from offload.model.quantised import QuantisedWeights, quantised_weights
 from offload.model.sums import Sums
-from offload.pages.tiles import TileShape, TileStore
+from offload.pages.tiles import TileShape, TileStore, tile_tokens
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import MAX_ROWS
@@ -118,19 +118,9 @@ def num_scored(config: ModelConfig, num_tokens: int) -> int:
 
 
 def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
-    """The shape of the full cache's tiles. config: of the target, or of a shard of it. Where all of them stay on a GPU
-    with kernels, which attend to parts of a tile, a layer has one."""
-    placement, dtype = plan.placement, DTYPES[plan.request.dtype]
-    pages = placement.tile_tokens // placement.page_tokens
-    device = torch.device(plan.request.device)
-    if device.type != "cpu" and "kv" not in placement.offload and fitting(device, config.head_dim, ()).usable:
-        pages *= num_tiles(plan)
-    return TileShape(config.num_kv_heads, config.head_dim, placement.page_tokens, pages, dtype)
-
-
-def num_tiles(plan: Plan) -> int:
-    """The number of planned tiles of a layer."""
-    return -(-(plan.request.capacity + MAX_ROWS) // plan.placement.tile_tokens)
+    """The shape of the full cache's tiles. config: of the target, or of a shard of it."""
+    page, dtype = plan.placement.page_tokens, DTYPES[plan.request.dtype]
+    return TileShape(config.num_kv_heads, config.head_dim, page, tile_tokens(plan, config) // page, dtype)
 
 
 def window_shape(plan: Plan, config: ModelConfig) -> TileShape:

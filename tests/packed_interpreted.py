@@ -4,10 +4,11 @@ link packed. test_gpu_kernels.py runs this in a process of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.formats.layout import RESIDUAL, Packing
+from offload.formats.layout import PACKED, RESIDUAL, Packing
 from offload.formats.packed import pack_numbers
 from offload.formats.packed_gpu import packed_chunks, unpack_numbers, unpack_tile
 from offload.kernels.gpu.copies import table_rows
 from offload.model.graphs import VARIABLE
+from offload.pages.behind import PackingThread
 from offload.pages.traffic import Traffic
+from offload.progress import Progress
 from offload.transfer.link import CudaEvent
 from offload.weights import embedding, homes
 from offload.weights.layers import StreamedLayers
@@ -32,6 +35,7 @@ from paper.codes import codes_by_gpu
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
 from processor import best
+from test_paper_bugs import Bug, plant
 
 LAYERS, KV_HEADS, PAGE, PAGES = 2, 3, 64, 2
 DIMS = [48, 16, 64, 128]
@@ -165,6 +169,7 @@ def on_gpu(
     resident_layers: int = 1,
     embeds_on_host: bool = False,
     reads_host: bool = True,
+    raw_pages: int = 0,
 ) -> Iterator[tuple[Engine, PaperGpu]]:
     """weight_link_bits: None where no weights stream; else all but `resident_layers` do. reads_host: the GPU's kernels
     read memory of the host."""
@@ -173,7 +178,7 @@ def on_gpu(
     plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
     if weight_link_bits is not None:
         plan = changed(plan, weight_link_bits=weight_link_bits, resident_layers=resident_layers)
-    plan = changed(plan, embeds_on_host=embeds_on_host)
+    plan = changed(plan, embeds_on_host=embeds_on_host, raw_pages=raw_pages)
     with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         patch.setattr(embedding, "kernels_read_host", lambda device: reads_host)
@@ -208,6 +213,68 @@ def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
         assert gpu.launches["unpack_pages"] > 10
         assert gpu.launches["copy_packed_chunks"] > 3
     assert gpu.problems == []
+
+
+def behind(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Pages that the thread packs, from now on."""
+    begun, begin = list[tuple[int, ...]](), PackingThread.begin
+
+    def counted(thread: PackingThread, pages: Sequence[tuple[int, int]], *more: Any) -> None:
+        begun.extend(pages)
+        begin(thread, pages, *more)
+
+    patch.setattr(PackingThread, "begin", counted)
+    return begun
+
+
+@pytest.mark.deep
+def test_pages_of_a_prefill_are_packed_behind_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it goes on, and again after it was broken off."""
+    with on_gpu(folder, 16) as (engine, gpu):
+        wanted = all_said(engine)
+    begun = behind(monkeypatch)
+    with on_gpu(folder, 12, raw_pages=4) as (engine, gpu):
+        assert all_said(engine) == wanted
+        assert len(begun) > 1
+        packed = engine.worker.full.pages.packed
+        assert packed is not None
+        assert all(packed.table.flags[page] == PACKED or page in packed.table.slots for page in begun)
+
+        def stops(progress: Progress) -> None:
+            if progress.done > 60:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            for _ in engine.generate(GenerationRequest(OTHER[::-1], GREEDY, max_tokens=2), on_progress=stops):
+                pass
+        assert all_said(engine) == wanted
+    assert gpu.problems == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "bug",
+    [
+        Bug("the thread packs pages before they are home", "offload.pages.behind", "    for event in after:",
+            "    for event in ():", reported="race: read by host (pack)"),
+        Bug("what the thread packs is entered when it has begun", "offload.pages.packed",
+            "        pages, sizes, happened = self._thread.take()",
+            "        pages, sizes, happened = self._thread._pages, torch.ones(len(self._thread._pages), 2), ()",
+            reported=""),
+    ],
+    ids=lambda bug: bug.description,
+)  # fmt: skip
+def test_a_bug_of_the_packing_thread_is_seen(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_gpu(folder, 16) as (engine, gpu):
+        wanted = all_said(engine)
+    behind(monkeypatch)
+    plant(bug, monkeypatch)
+    try:
+        with on_gpu(folder, 12, raw_pages=4) as (engine, gpu):
+            found, problems = all_said(engine), gpu.problems
+    except (AssertionError, KeyError):
+        return
+    assert any(bug.reported in problem for problem in problems) or found != wanted
 
 
 @pytest.mark.deep

@@ -64,12 +64,12 @@ class Case:
 
 EXACT_WEIGHTS, EXACT = {"weight_bits": 16}, {"weight_bits": 16, "kv_bits": 16}
 CASES = {
-    "7B": Case(LLAMA2_7B, 1, ("kv", "weights"), ((2201, 0), (2201, 0), (5, 0), (5, 0), (2058, 0), (3397, 6))),
+    "7B": Case(LLAMA2_7B, 1, ("kv", "weights"), ((2201, 0), (2201, 0), (5, 0), (5, 0), (2058, 0), (3403, 6))),
     "7B, exact weights": Case(
-        LLAMA2_7B, 1, ("kv",), ((2019, 0), (2019, 0), (5, 0), (5, 0), (1152, 0), (3213, 6)), EXACT_WEIGHTS
+        LLAMA2_7B, 1, ("kv",), ((2019, 0), (2019, 0), (5, 0), (5, 0), (1152, 0), (3219, 6)), EXACT_WEIGHTS
     ),
-    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2759, 0), (2759, 0), (5, 0), (5, 0), (1484, 0), (4245, 6))),
-    "13B, two GPUs": Case(LLAMA2_13B, 2, ("kv",), ((2685, 0), (2685, 0), (645, 0), (5, 0), (77, 0), (4177, 6)), EXACT),
+    "13B": Case(LLAMA2_13B, 1, ("kv", "weights"), ((2759, 0), (2759, 0), (5, 0), (5, 0), (1484, 0), (4259, 6))),
+    "13B, two GPUs": Case(LLAMA2_13B, 2, ("kv",), ((2685, 0), (2685, 0), (645, 0), (5, 0), (77, 0), (4191, 6)), EXACT),
 }
 
 
@@ -212,7 +212,7 @@ def test_a_triton_program_that_does_not_wait_for_its_keys_is_reported(monkeypatc
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("name", "launches"), [("7B", 4038), ("7B, exact weights", 3854), ("13B", 5048)])
+@pytest.mark.parametrize(("name", "launches"), [("7B", 4044), ("7B, exact weights", 3860), ("13B", 5062)])
 def test_a_prefill_by_flash_attn_keeps_its_budget(name: str, launches: int) -> None:
     case = CASES[name]
     plan = planned(case.target, LLAMA_68M, case.num_gpus, **case.bits)

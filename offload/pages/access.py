@@ -257,3 +257,4 @@ class PrefillTiles(TileAccess):
     def _send(self, index: int) -> None:
         start, stop = self._unsent.pop(index)
         self._mover.write(self._layer, index, self._tile(index), start, stop)
+        self._mover.pack_behind()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -61,13 +61,15 @@ class PageCodec:
             return False
         return (page[1] + 1) * self._shape.page_tokens <= self.codes.covered
 
-    def pack(self, pages: Sequence[Page]) -> None:
-        """Pack raw pages into their places at home. Pages that do not fit there stay raw."""
-        if not pages:
-            return
+    def pack(self, pages: Sequence[Page]) -> Callable[[], Tensor]:
+        """Packing of raw pages into their places at home, which any thread may call -> the bytes of keys and values of
+        each, int64 [n, 2], 0 where they do not fit. It changes no table: see `entered`."""
         numbers = self._table.raw.addresses([self._table.slots[page] for page in pages])
         to = self._table.places(pages)
-        sizes = pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
+        return lambda: pack(numbers.flatten(), self.packing, self._kernels, to=to.flatten()).view(-1, 2)
+
+    def entered(self, pages: Sequence[Page], sizes: Tensor) -> None:
+        """Enter pages that are packed in their places. Those that did not fit stay raw."""
         self._table.set_packed([page for page, fits in zip(pages, (sizes > 0).all(1).tolist(), strict=True) if fits])
 
     def split_off(self, pages: Sequence[Page]) -> set[Page]:

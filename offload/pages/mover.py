@@ -85,6 +85,11 @@ class Mover:
         self._traffic.writes((layer, index), event)
         return event
 
+    def pack_behind(self) -> None:
+        """See `PackedPages`."""
+        if self.packed is not None:
+            self.packed.pack_behind()
+
     def before(self, layer: int, index: int) -> tuple[Event, ...]:
         """The events that a copy from the tile's home has to wait for."""
         return self._traffic.before((layer, index))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offload.formats.layout import RAW
 from offload.native.interface import Library
+from offload.pages.behind import PackingThread
 from offload.pages.codec import PageCodec
 from offload.pages.table import Page, PageTable
 from offload.pages.tiles import TileStore
@@ -44,7 +45,7 @@ class PackedPages:
     between passes, or when slots run short. Where `codec` has codes, packing waits for the codes of all its tokens, and
     the page is then stored as its residual. A page that was packed without codes is packed anew once it has them. A
     page that would need too many escapes stays raw. If slots run short and no raw page can be packed, more slots are
-    allocated.
+    allocated. Beside a GPU, which computes meanwhile, pages of a prefill are packed on a thread (`pack_behind`).
 
     kernels: the CPU's.
     """
@@ -53,6 +54,7 @@ class PackedPages:
         self._store, self._link, self._traffic = store, link, traffic
         self.table = PageTable(store, memory)
         self.codec = PageCodec(store.shape, self.table, kernels)
+        self._thread = PackingThread() if memory.device.type == "cuda" else None
         self._new: dict[Page, bool] = {}  # raw pages, not tried to pack since they were written: whether whole
         self._without: dict[Page, None] = {}  # pages that were packed before they had codes
 
@@ -66,6 +68,8 @@ class PackedPages:
         size, ready = self._store.shape.page_tokens, self._link.record()
         numbers = range(start // size, -(-stop // size))
         pages = [(layer, index * self._store.shape.num_pages + number) for number in numbers]
+        if self._thread is not None and not self._thread.pages.isdisjoint(pages):
+            self._take_packed()
         slots = self._slots_for(pages)
         for run, raw in self.table.raw.runs(slots):
             own = slice(numbers.start + run.start, numbers.start + run.stop)
@@ -96,9 +100,22 @@ class PackedPages:
         kinds = frozenset(self.table.flags[layer, pages].tolist())
         return event, StagedPages(layer, index, entries.flags[layer, pages], entries.starts[layer, :, pages], kinds)
 
+    def pack_behind(self) -> None:
+        """Beside a GPU, begin to pack the oldest whole pages on a thread, as many as a tile has, if there are so many,
+        half of the slots are taken and it is not at work: pages of a prefill, whose rows stay as they are."""
+        raw = self.table.raw
+        if self._thread is None or not self._thread.is_done or 2 * raw.num_free > raw.num_slots:
+            return
+        self._take_packed()
+        pages = [page for page, is_whole in self._new.items() if is_whole and not self.codec.has_codes(page)]
+        if len(pages := pages[: self._store.shape.num_pages]) == self._store.shape.num_pages:
+            after = self._traffic.pending({self.table.tile(page) for page in pages})
+            self._thread.begin(pages, after, self.codec.pack(pages))
+
     def pack_some(self, num_tokens: int) -> int:
         """Pack some raw whole pages of `num_tokens` tokens, the oldest first. The host waits until they are home and
         nothing reads them -> how many were packed, 0 where none are left."""
+        self._take_packed()
         stop = num_tokens // self._store.shape.page_tokens
         whole = [page for page, is_whole in self._new.items() if is_whole and page[1] < stop]
         ready = [page for page in whole if self.codec.has_codes(page) or self.codec.outside_code_range(page)]
@@ -108,6 +125,7 @@ class PackedPages:
     def due_again(self) -> list[Page]:
         """Pages that were packed without codes and have codes now; first the ones that are raw because they did not
         fit."""
+        self._take_packed()
         again = (page for page in self._without if self.codec.has_codes(page))
         return sorted(again, key=lambda page: (page not in self.table.slots, page))
 
@@ -122,6 +140,7 @@ class PackedPages:
     def to_fill(self, number: int) -> dict[int, Tensor]:
         """Page `number` of the layers in which it streams, [2, H_kv, S, D] each, for the caller to fill on the host and
         then to call `filled`. Raises DoesNotFit."""
+        self._take_packed()
         pages = self.table.streaming(number)
         slots = self._slots_for(pages)
         self._set_raw(pages, slots)
@@ -133,6 +152,7 @@ class PackedPages:
 
     def keep(self, num_tokens: int) -> None:
         """Free the slots of the pages after the first `num_tokens` tokens, which have no rows any more."""
+        self._take_packed()
         first = -(-num_tokens // self._store.shape.page_tokens)
         if dropped := [page for page in self.table.slots if page[1] >= first]:
             self._settle(dropped)
@@ -145,6 +165,8 @@ class PackedPages:
 
     def release(self) -> None:
         """Release the slots; the pages are not used again."""
+        if self._thread is not None:
+            self._thread.close()
         self.table.raw.release()
 
     def _contents(self, layer: int, index: int, num_pages: int) -> Iterator[Tensor]:
@@ -170,6 +192,8 @@ class PackedPages:
         """Slots for `pages`: their own, or free ones. Where too few are free, other pages are packed first."""
         missing = [page for page in pages if page not in self.table.slots]
         raw = self.table.raw
+        if len(missing) > raw.num_free:
+            self._take_packed()
         while (short := len(missing) - raw.num_free) > 0:
             if others := [page for page, is_whole in self._new.items() if is_whole and page not in pages]:
                 self._pack(others[:short])
@@ -195,9 +219,24 @@ class PackedPages:
         coded = [page for page in pages if self.codec.has_codes(page)]
         done = self.codec.split_off(coded)
         rest = [page for page in pages if page not in done]
-        self.codec.pack(rest)
+        if rest:
+            self.codec.entered(rest, self.codec.pack(rest)())
+        self._packed(pages, without=[page for page in rest if page not in coded])
+
+    def _take_packed(self) -> None:
+        """Enter the pages that the thread was given, when it has packed them."""
+        if self._thread is None or not self._thread.pages:
+            return
+        pages, sizes, happened = self._thread.take()
+        self._traffic.happened(happened)
+        self._settle(pages)  # nothing that began meanwhile reads the slots
+        self.codec.entered(pages, sizes)
+        self._packed(pages, without=pages)
+
+    def _packed(self, pages: Sequence[Page], *, without: Sequence[Page]) -> None:
+        """`pages` were packed now, or tried to; those `without` codes may get some."""
         self._forget(pages)
-        self._without |= {page: None for page in rest if page not in coded and not self.codec.outside_code_range(page)}
+        self._without |= {page: None for page in without if not self.codec.outside_code_range(page)}
 
     def _set_raw(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
         self.table.set_raw(pages, slots)

@@ -48,6 +48,23 @@ class Traffic:
         if tiles:
             self._settle_kernel()
 
+    def pending(self, tiles: Collection[Tile]) -> list[Event]:
+        """What `settle` would wait for, for another thread to wait."""
+        copies = (self._written, self._read)
+        last = [[event for tile, event in events.items() if tile in tiles][-1:] for events in copies]
+        kernel = [] if self._read_by_kernel is None else [self._read_by_kernel]
+        return [*last[0], *last[1], *kernel]
+
+    def happened(self, pending: Collection[Event]) -> None:
+        """What `pending` gave has happened, so nobody need wait for it, nor for what was copied before."""
+        for events in (self._written, self._read):
+            known = list(events)
+            last = max((at for at, tile in enumerate(known) if events[tile] in pending), default=-1)
+            for tile in known[: last + 1]:
+                del events[tile]
+        if self._read_by_kernel in pending:
+            self._read_by_kernel = None
+
     def wait(self) -> None:
         """Wait until every home is up to date and no kernel reads it. Copies to the host complete in order, so the wait
         is for the last one."""

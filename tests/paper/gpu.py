@@ -51,6 +51,7 @@ class PaperGpu:
         self._addresses: list[int] = []  # these, rising
         self._default = Stream(self, "compute")
         self._of_thread = threading.local()
+        self._lock = threading.Lock()  # pages are packed on a thread
         self._streams = 0
 
     @property
@@ -79,7 +80,7 @@ class PaperGpu:
         """The host waits until all that `clock` knows has happened."""
         if self.recording is not None:
             self.problem(f"the host waits in a graph: {kind}")
-        self.syncs[kind] += 1
+        self.syncs[kind] += not threading.current_thread().name.startswith("packing")  # nobody waits for that thread
         self.host.learn(clock)
 
     def synchronize(self, *_: object) -> None:
@@ -146,7 +147,9 @@ class PaperGpu:
             self.problem(f"{block.num_bytes} device bytes given back while {', '.join(users)} may use them")
 
     def _access(self, block: Block, actor: Actor, first: int, stop: int, write: bool, what: str) -> None:
-        for conflict in block.access(actor, first, stop, write=write):
+        with self._lock:
+            conflicts = list(block.access(actor, first, stop, write=write))
+        for conflict in conflicts:
             kind = "write" if write else "read"
             self.problem(f"race: {kind} by {actor.name} ({what}) not ordered after {conflict}, {block.kind} memory")
 

@@ -134,8 +134,8 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 
 
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
-    # One copies, one times, one pins, one works while a person types, the ranks watch each other and meet.
-    transfer = ("offload.transfer.link", "offload.transfer.timing", "offload.transfer.ahead")
+    # One copies, one times, one pins, one packs, one works while a person types, the ranks watch each other and meet.
+    transfer = tuple(f"offload.transfer.{name}" for name in ("link", "timing", "ahead", "behind"))
     # What the thread that pins reads is locked. A poll asks on which thread it is. A server talks to its clients on
     # a thread of its own, which no pass waits for.
     allowed = (

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from offload.formats.layout import RAW
 from offload.native.interface import Library
-from offload.pages.behind import PackingThread
 from offload.pages.codec import PageCodec
 from offload.pages.table import Page, PageTable
 from offload.pages.tiles import TileStore
 from offload.pages.traffic import All, Traffic
+from offload.transfer.behind import Behind
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
@@ -54,7 +54,7 @@ class PackedPages:
         self._store, self._link, self._traffic = store, link, traffic
         self.table = PageTable(store, memory)
         self.codec = PageCodec(store.shape, self.table, kernels)
-        self._thread = PackingThread() if memory.device.type == "cuda" else None
+        self._thread = Behind[Page, Tensor]("packing") if memory.device.type == "cuda" else None
         self._new: dict[Page, bool] = {}  # raw pages, not tried to pack since they were written: whether whole
         self._without: dict[Page, None] = {}  # pages that were packed before they had codes
 
@@ -68,7 +68,7 @@ class PackedPages:
         size, ready = self._store.shape.page_tokens, self._link.record()
         numbers = range(start // size, -(-stop // size))
         pages = [(layer, index * self._store.shape.num_pages + number) for number in numbers]
-        if self._thread is not None and not self._thread.pages.isdisjoint(pages):
+        if self._thread is not None and not self._thread.items.isdisjoint(pages):
             self._take_packed()
         slots = self._slots_for(pages)
         for run, raw in self.table.raw.runs(slots):
@@ -225,7 +225,7 @@ class PackedPages:
 
     def _take_packed(self) -> None:
         """Enter the pages that the thread was given, when it has packed them."""
-        if self._thread is None or not self._thread.pages:
+        if self._thread is None or not self._thread.items:
             return
         pages, sizes, happened = self._thread.take()
         self._traffic.happened(happened)

@@ -1,0 +1,88 @@
+"""Work on a thread behind the device, and which copies it need not wait for again."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from offload.pages.traffic import Traffic
+from offload.transfer.behind import Behind
+from offload.transfer.link import Event, PacedLink
+
+
+@dataclass(eq=False)
+class Later:
+    """An event that happens when somebody says so."""
+
+    said: threading.Event = field(default_factory=threading.Event)
+    waited: int = 0
+
+    def wait(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        assert self.said.wait(10)
+
+
+def test_work_begins_after_its_events_and_changes_nothing_until_it_is_taken() -> None:
+    thread, events, where = Behind[int, str]("work"), [Later(), Later()], list[str]()
+
+    def work() -> str:
+        where.append(threading.current_thread().name)
+        return "made"
+
+    assert thread.is_done
+    thread.begin([3, 5], events, work)
+    assert thread.items == {3, 5}
+    events[0].said.set()
+    assert not thread.is_done
+    assert where == []
+    events[1].said.set()
+    items, made, happened = thread.take()
+    assert (list(items), made, happened) == ([3, 5], "made", events)
+    assert where[0].startswith("work")
+    assert thread.items == set()
+    assert thread.is_done
+    thread.close()
+
+
+def test_an_error_comes_to_who_takes_and_leaves_the_thread_usable() -> None:
+    thread = Behind[int, int]("work")
+
+    def fails() -> int:
+        raise MemoryError("no more")
+
+    thread.begin([1], [], fails)
+    with pytest.raises(MemoryError, match="no more"):
+        thread.take()
+    assert thread.items == set()
+    thread.begin([2], [], lambda: 7)
+    assert list(thread.take()[0]) == [2]
+    thread.begin([3], [], lambda: 8)
+    thread.close()  # nobody takes it
+    assert thread.items == set()
+    thread.begin([4], [], lambda: 9)  # it starts again
+    assert thread.take()[1] == 9
+    thread.close()
+
+
+def test_what_has_happened_is_not_waited_for_again() -> None:
+    """With all that was copied before it in the same lane, and nothing after it."""
+    link = PacedLink(None)
+    traffic, events = Traffic(link), [Later() for _ in range(6)]
+    for tile, event in zip(((0, 0), (0, 1), (0, 2)), events[:3], strict=True):
+        traffic.writes(tile, event)
+    for tile, event in zip(((0, 0), (0, 3)), events[3:], strict=False):
+        traffic.reads(tile, event)
+    for event in events:
+        event.said.set()
+    pending: list[Event] = traffic.pending({(0, 0), (0, 1)})
+    assert pending == [events[1], events[3]]
+    traffic.happened(pending)
+    traffic.settle({(0, 0), (0, 1)})
+    assert [event.waited for event in events] == [0] * 6
+    traffic.settle({(0, 2), (0, 3)})
+    assert [event.waited for event in events] == [0, 0, 1, 0, 1, 0]
+    link.close()

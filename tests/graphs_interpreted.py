@@ -199,8 +199,8 @@ FULL, PLACES, LEVEL = "offload.kv.full", "offload.kv.places", "offload.model.lev
 ATTENTION, ROTATION = "offload.kernels.gpu.attention", "offload.kernels.gpu.rotation"
 BUGS = [
     ("target", Bug("a graph serves however far rows reach", FULL,
-                   "return self.pages.store.home(0, 0).data_ptr(), self._reach, kept",
-                   "return self.pages.store.home(0, 0).data_ptr(), kept")),
+                   "return self._places.number, self._reach, kept",
+                   "return self._places.number, kept")),
     ("target", Bug("positions are those of the recorded pass", PLACES,
                    "there[2 : 2 + num_rows]", "there[2 : 2 + num_rows].clone()")),
     ("target", Bug("slots are those of the recorded pass", PLACES,
@@ -218,7 +218,7 @@ BUGS = [
     ("cache in 4 bits", Bug("a graph attends to the codes that were there", ATTENTION,
                             "COUNTED=bounds is not None", "COUNTED=False")),
     ("cache in 4 bits", Bug("a graph of fewer codes serves", "offload.kv.quantised",
-                            "self._held.shape, self._attention.reach", "self._held.shape")),
+                            "self._held.shape, self._attention.graph_key", "self._held.shape")),
     ("windows", Bug("a window begins where the recorded pass's did", ATTENTION, "RING=run.ring", "RING=False")),
     ("windows, drafted rows", Bug("drafted rows take the place of known ones", ROTATION,
                                   "BOUNDED=places.bounds is not None", "BOUNDED=False")),

@@ -134,7 +134,7 @@ def test_retrieved_chunks_in_4_bits_change_no_text_and_all_is_ordered(
         assert target.accepted_by["retrieval"] > 0
         assert said(engine, PROMPT, reuse=True) == wanted[0]
         assert gpu.launches["encode_groups"] > 3
-        assert gpu.launches["attend_codes"] > 10
+        assert gpu.launches["attend_codes"] + gpu.launches["graph"] > 10
         name = "copy_chunks" if link_bits == 16 else "copy_packed_chunks"
         assert (gpu.launches[name] > 0) == by_kernel
     assert gpu.problems == []

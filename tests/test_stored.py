@@ -116,9 +116,10 @@ def largest(stored: StoredMatrix) -> Tensor:
 
 
 def rows_of(form: str, count: int, inputs: int) -> Tensor:
-    x = torch.randn(count, inputs)
+    generator = torch.Generator().manual_seed(inputs)
+    x = torch.randn(count, inputs, generator=generator)
     if form == "ranges":
-        x *= torch.exp2(torch.randint(-20, 21, x.shape).float())
+        x *= torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
     if form == "one huge":
         x[:, 5::32] *= 2.0**20
     if form == "zeros":
@@ -135,6 +136,7 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
     """Beside fp64, also where rounding is all that is left: where the second half of a sum is the first one's negative,
     the result is small, and its own rounding smaller."""
     kernels, kind, own = built(instructions), encoding(name), torch.finfo(dtype)
+    bound = 5e-7 if name.startswith("INT") and instructions == "avx2" else 4e-7  # sums of eight lanes are longer
     forms = ("plain", "zeros") if dtype == torch.float16 else ("plain", "zeros", "ranges", "one huge")
     for inputs in [kind.numbers * blocks for blocks in (1, 2, 3, 9)]:
         half = made_up(name, 19, inputs, seed=inputs)
@@ -144,9 +146,8 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
             for rows, stored in ((x, half), (torch.cat([x, x.flip(0)], 1), both), (torch.cat([x, -x], 1), both)):
                 numbers = stored.matrix(torch.float32).double()
                 found, exact = multiplied(kernels, rows, stored).double(), rows.double() @ numbers.T
-                limit = (
-                    4e-7 * rows.double().abs() @ (numbers.abs() if form in ("plain", "zeros") else largest(stored)).T
-                )
+                terms = numbers.abs() if form in ("plain", "zeros") else largest(stored)
+                limit = bound * rows.double().abs() @ terms.T
                 rounding = (exact.abs() + limit).clamp(min=own.tiny) * own.eps / 2 if own.bits == 16 else 0
                 assert ((found - exact).abs() <= rounding + limit).all(), (inputs, form)
 

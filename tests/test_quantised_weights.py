@@ -29,7 +29,7 @@ from offload.errors import UsageError
 from offload.formats.layout import code_bytes
 from offload.formats.quantised import Codes
 from offload.kernels.device import NONE, DeviceKernels
-from offload.kv.full import AheadCache
+from offload.kv.ahead import AheadCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward

@@ -37,7 +37,8 @@ from offload.engine.prefix import num_common
 from offload.engine.request import GenerationRequest
 from offload.errors import SessionError, UsageError
 from offload.kernels.rope import Scoring, rope_table
-from offload.kv.full import AheadCache, FullCache
+from offload.kv.ahead import AheadCache
+from offload.kv.full import FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.window import WindowCache
 from offload.model.decoder import Decoder

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from offload.errors import DoesNotFit
 from offload.kv import Cache
-from offload.kv.full import AheadCache, FullCache
+from offload.kv.ahead import AheadCache
+from offload.kv.full import FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache

@@ -95,9 +95,7 @@ class Case:
     max_tokens: int
 
     def plan(self, **options: Any) -> Plan:
-        gc.collect()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()  # frees the last engine's memory for this one
+        freed(self.device)
         asked = {"device": self.device, "device_memory": self.device_memory} | options
         return plan_request(
             self.model, self.draft, Options(**asked), num_prompt_tokens=len(self.prompt), max_tokens=self.max_tokens
@@ -132,6 +130,7 @@ class Case:
 
 def decoding_of_a_batch(case: Case, mode: str) -> Row:
     """Decoding of texts that begin at different places, all on the GPU: milliseconds for a token of any of them."""
+    freed(case.device)
     options = Options(device=case.device, offload=frozenset(), speculation=mode == "batch")
     request = timed(Request.on_this_machine(case.model, case.draft, options))
     plan = request.plan(num_prompt_tokens=len(case.prompt), max_tokens=case.max_tokens)
@@ -155,6 +154,13 @@ def decoding_of_a_batch(case: Case, mode: str) -> Row:
         "later_milliseconds_per_token": 1000 * (spent[-1] - spent[half]) / max(sum(counted[half + 1 :]), 1),
         "predicted_milliseconds_per_token": 1000 * plan.predicted.seconds_per_token / BATCH,
     }
+
+
+def freed(device: str) -> None:
+    """Free the last engine's memory for the next one, before it is planned."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def widened(like: str, work: Path, num_positions: int) -> Path:
@@ -250,7 +256,7 @@ def transformers_offloaded(case: Case) -> Row:
     """transformers' own decoding with its offloaded cache, on the same weights, two tokens after the first."""
     from transformers import AutoModelForCausalLM
 
-    gc.collect()
+    freed(case.device)
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).to(case.device).eval()
     times = []
     for length, count in ((64, 1), (len(case.prompt), 1), (len(case.prompt), 3)):  # the first is a warm-up
@@ -268,7 +274,7 @@ def transformers_compiled(case: Case) -> Row:
     """transformers' own decoding of the prompt with a static cache, for which it compiles the model's pass."""
     from transformers import AutoModelForCausalLM
 
-    gc.collect()
+    freed(case.device)
     model = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.bfloat16).to(case.device).eval()
     ids, times = torch.tensor([case.prompt], device=case.device), []
     for count in (COMPILED_TOKENS, 1, COMPILED_TOKENS):  # the first is a warm-up

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -314,11 +315,29 @@ def test_without_memory_for_a_graph_kernels_are_launched_one_by_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "graph", fails)
-        assert graphs.run(1, [tokens], one_more)[0][0].tolist() == [1, 1]
-    assert len(graphs._kinds) == 1  # what the other ones held is free
-    assert graphs.run(1, [tokens], one_more)[0][0].tolist() == [1, 1]
-    assert gpu_on_paper.launches["graph"] == 2
+        assert graphs.run(1, [tokens], one_more) is None
+    assert not graphs.has_room
+    assert not graphs._kinds  # what the other ones held is free
+    assert gpu_on_paper.launches["graph"] == 1
     assert gpu_on_paper.problems == []
+
+
+def test_a_pass_without_memory_for_its_graph_begins_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are in the caches by then."""
+    found, recorded = [], Graphs._record
+    for fails in (False, True):
+
+        def record(graphs: Graphs, *args: Any, fails: bool = fails) -> object:
+            made = recorded(graphs, *args)
+            graphs.has_room = not fails
+            return None if fails else made
+
+        monkeypatch.setattr(Graphs, "_record", record)
+        with engine_on_paper(WHOLE, pair) as (engine, gpu):
+            found.append([said(engine), [logits.cpu() for logits in target_passes(engine)]])
+        assert gpu.problems == []
+    assert found[0][0] == found[1][0]
+    assert all(ours.equal(theirs) for ours, theirs in zip(found[0][1], found[1][1], strict=True))
 
 
 @torch.inference_mode()

@@ -63,10 +63,13 @@ class Graphs:
         self._pool = pool
         self._kinds: OrderedDict[Kind, _Recorded | int] = OrderedDict()  # a number: of uses so far, one by one
         self.first_passes = 0  # passes that were launched one by one or recorded
+        self.has_room = True  # until the GPU has no memory for a graph; from then on there are none
 
-    def run(self, key: Hashable, given: Sequence[Tensor], compute: Compute, *, patience: int = 1) -> list[Tensors]:
+    def run(
+        self, key: Hashable, given: Sequence[Tensor], compute: Compute, *, patience: int = 1
+    ) -> list[Tensors] | None:
         """The results of `compute(*given)`, of each pass: kernel by kernel `patience` times, the first of which
-        compiles kernels, later as a graph, unless the GPU has no memory for it.
+        compiles kernels, later as a graph. None where the GPU has no memory for it: `compute` may have begun then.
 
         key: calls with equal keys, and given tensors of equal shapes, differ in nothing but the contents of memory.
         given: the tokens and all other tensors whose values may change. `compute` must not wait for the GPU. Raises
@@ -76,7 +79,9 @@ class Graphs:
         found = self._kinds.get(kind, 0)
         self.first_passes += isinstance(found, int)
         if isinstance(found, int) and found >= patience:
-            found = self._record(kind, tuple(tensor.clone() for tensor in given), compute) or 0
+            if (recorded := self._record(kind, given, compute)) is None:
+                return None
+            found = recorded
         if isinstance(found, int):
             made = compute(*given)
             self._add(kind, found + 1)  # after the call: an interrupted pass has not compiled all of its kernels
@@ -102,18 +107,26 @@ class Graphs:
     def _nbytes(self) -> int:
         return sum(found.nbytes for found in self._kinds.values() if isinstance(found, _Recorded))
 
-    def _record(self, kind: Kind, given: Tensors, compute: Compute) -> _Recorded | None:
-        """Record a graph. None, and no graph at all, where the GPU has no memory for it."""
+    def _record(self, kind: Kind, inputs: Sequence[Tensor], compute: Compute) -> _Recorded | None:
+        """Record a graph. None, and no graph from now on, where the GPU has no memory for it."""
         graph = torch.cuda.CUDAGraph()
         try:
+            given = tuple(tensor.clone() for tensor in inputs)
             with torch.cuda.graph(graph, pool=self._pool.take(graph), capture_error_mode="thread_local"):
                 return _Recorded(graph, given, compute(*given), kind)
-        except torch.OutOfMemoryError:
-            self.forget()
-            return None
         except RuntimeError as error:
+            if _is_of_memory(error):
+                self.forget()
+                self.has_room = False
+                return None
             said = str(error).strip().partition("\n")[0]
             raise TriforceError(
                 f"the GPU does not record a pass as a graph ({said}); {VARIABLE}=off in the environment launches its "
                 "kernels one by one"
             ) from error
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    """Whether the GPU had too little memory: also for what is not torch's own, as a graph itself is."""
+    out = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return out or isinstance(error.__context__, torch.OutOfMemoryError)

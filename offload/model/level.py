@@ -109,8 +109,10 @@ class Level:
         block = self._block_for(passes)
         rows = self._padded([len(each.tokens) for each in passes], block)
         segments = [self._begin(each, num_rows) for each, num_rows in zip(passes, rows, strict=True)]
-        if self._graphs is not None and (keys := _graph_keys(segments)) is not None:
-            return self._run_graph(self._graphs, keys, passes, segments, block)
+        if self._graphs is not None and self._graphs.has_room and (keys := _graph_keys(segments)) is not None:
+            if (found := self._run_graph(self._graphs, keys, passes, segments, block)) is not None:
+                return found
+            segments = [self._begin(each, num_rows) for each, num_rows in zip(passes, rows, strict=True)]
         self._count_first(sum(rows))
         hidden = self._decoder.forward(segments, block=block)
         for each, segment in zip(passes, segments, strict=True):
@@ -125,9 +127,10 @@ class Level:
         passes: Sequence[Pass],
         segments: Sequence[Segment],
         block: int | None,
-    ) -> list[Tensors]:
-        """Run the passes as a graph. keys: of their caches. The rows whose logits are wanted are an input of it, unless
-        all are, and their numbers are padded, so that a few graphs serve all passes."""
+    ) -> list[Tensors] | None:
+        """Run the passes as a graph; None where there is no memory for one. keys: of their caches. The rows whose
+        logits are wanted are an input of it, unless all are, and their numbers are padded, so that a few graphs serve
+        all passes."""
         tokens, [first, *others] = [each.tokens for each in segments], passes
         sizes = [min(power_of_two(each.num_logits), len(ids)) for each, ids in zip(passes, tokens, strict=True)]
         all_wanted = not others and len(first.tokens) == first.num_logits
@@ -148,6 +151,8 @@ class Level:
         # Rows of several sequences seldom come in the same numbers again.
         made = graphs.run(key, [tensor for some in given for tensor in some], compute, patience=len(passes))
         self.stats.first_passes += graphs.first_passes - first_passes
+        if made is None:
+            return None
         for each, segment in zip(passes, segments, strict=True):
             segment.cache.advance(len(each.tokens))
         return [

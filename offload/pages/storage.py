@@ -149,9 +149,9 @@ class PageStorage:
         self.wait_home()
         for access in self.access.values():
             access.settle()
-        self.store.release()
         if self.packed is not None:
-            self.packed.release()
+            self.packed.release()  # first: its thread writes homes
+        self.store.release()
         self.reader.release()
         for tile in self._staging:
             self._memory.released(tile, tier="device", purpose=_STAGING)

@@ -41,7 +41,8 @@ class _Operators(TorchDispatchMode):
 
 @torch.inference_mode()
 def launches(engine: Engine) -> dict[str, int]:
-    """Kernels and copies of a pass of one row of each level, by its name, over what its cache has now; nothing for a CPU or several GPUs. Each level gets a row, which is taken back; its graphs are dropped."""
+    """Kernels and copies of a pass of one row of each level, by its name, over what its cache has now; nothing for a
+    CPU or several GPUs. Each level gets a row, which is taken back; its graphs are dropped."""
     if engine.plan.request.device == "cpu" or engine.plan.request.num_devices > 1:
         return {}
     found = {}

@@ -41,12 +41,8 @@ class Places:
     ) -> None:
         """A forward of `num_rows` rows starts, the first of them at these. num_coded, first_written: the bounds of
         `RowPlaces`."""
-        self._first, self._num_rows, self._bounds, self._all = (
-            (position, slot),
-            num_rows,
-            (num_coded, first_written),
-            None,
-        )
+        self._first, self._num_rows, self._all = (position, slot), num_rows, None
+        self._bounds = num_coded, first_written
         if self.in_memory:
             kept, there = self._kept[: 2 + 2 * num_rows], self._numbers()
             there = sent_to(kept, there) if num_rows <= MAX_ROWS else sent(there, self._device)

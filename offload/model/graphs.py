@@ -81,12 +81,12 @@ class Graphs:
         if isinstance(found, int) and found >= patience:
             if (recorded := self._record(kind, given, compute)) is None:
                 return None
-            found = recorded
+            self._add(kind, found := recorded)
         if isinstance(found, int):
             made = compute(*given)
             self._add(kind, found + 1)  # after the call: an interrupted pass has not compiled all of its kernels
             return made
-        self._add(kind, found)
+        self._kinds.move_to_end(kind)
         for ours, theirs in zip(found.given, given, strict=True):
             ours.copy_(theirs)
         found.graph.replay()
@@ -97,7 +97,7 @@ class Graphs:
         self._kinds.clear()
 
     def _add(self, kind: Kind, found: _Recorded | int) -> None:
-        """`kind` was used now. Those whose last use is longest ago make room."""
+        """Enter what is known of `kind`, which is used now. Those whose last use is longest ago make room."""
         self._kinds[kind] = found
         self._kinds.move_to_end(kind)
         while len(self._kinds) > 1 and (len(self._kinds) > MOST_GRAPHS or self._nbytes > MOST_BYTES):

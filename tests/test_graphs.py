@@ -282,9 +282,11 @@ def test_the_graph_whose_last_use_is_longest_ago_makes_room(gpu_on_paper: PaperG
             graphs.run(key, [tokens], one_more)
     recorded = gpu_on_paper.num_graphs
     assert len(graphs._kinds) == MOST_GRAPHS
+    replayed = gpu_on_paper.launches["graph"]
     for key in (0, 2, MOST_GRAPHS):
         graphs.run(key, [tokens], one_more)
     assert gpu_on_paper.num_graphs == recorded
+    assert gpu_on_paper.launches["graph"] == replayed + 3
     for _ in range(2):
         graphs.run(1, [tokens], one_more)
     assert gpu_on_paper.num_graphs == recorded + 1

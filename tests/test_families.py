@@ -278,7 +278,7 @@ def _norms(change: Callable[[Norm], Norm]) -> dict[str, Change]:
 
 
 def _first_without_positions(config: ModelConfig) -> ModelConfig:
-    first = replace(config.block, attention=replace(config.block.attention, rope=None))
+    first = replace(config.block, mixer=replace(config.block.attention, rope=None))
     return replace(config, blocks=(first, *config.blocks[1:]))
 
 

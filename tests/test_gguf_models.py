@@ -53,7 +53,7 @@ def plain(config: ModelConfig) -> ModelConfig:
         attention = replace(found.attention, qk_norm=norm(found.attention.qk_norm))
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
-        return replace(found, attention=attention, encodings=Encodings(), **norms)
+        return replace(found, mixer=attention, encodings=Encodings(), **norms)
 
     config = with_rope(config, neighbours=False).mapped(block)
     return replace(

@@ -65,6 +65,11 @@ class Attention:
         return self.num_heads * self.head_dim
 
     @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output, before the output projection."""
+        return self.q_size
+
+    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
@@ -85,6 +90,59 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class DeltaRule:
+    """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464): a mixer with a recurrent state instead of
+    keys and values. Each of `num_heads` value heads has a state [key_dim, value_dim]; each of `num_key_heads` key heads
+    serves neighbouring value heads. width: taps of the causal convolution over queries, keys and values. norm: of each
+    head's output. steps: the largest step (beta) of an update. eps: in the division of queries and keys by their l2
+    norm.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 4
+    norm: Norm = field(default_factory=Norm)
+    steps: float = 1.0
+    eps: float = 1e-6
+    bias: bool = False  # no projection has one
+    out_bias: bool = False
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output, before the output projection."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a row of queries, keys and values, which the convolution runs over."""
+        return 2 * self.key_size + self.out_size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Output sizes of the fused projection: queries, keys, values, gate, and by head the steps and the decays."""
+        return (self.key_size, self.key_size, self.out_size, self.out_size, self.num_heads, self.num_heads)
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a projected row on which later states depend: all but the gate."""
+        return self.channels + 2 * self.num_heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state, in fp32."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+Mixer = Attention | DeltaRule
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """The feed-forward network of one layer. size: of its inner rows. gated: down(activation(gate) * up), else
     down(activation(up))."""
@@ -98,7 +156,7 @@ class FeedForward:
 @dataclass(frozen=True)
 class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (`formats.layout.encoding`); "" for plain
-    numbers. qkv: one per part of `Attention.parts`; gate_up: of both, or of up alone. () if all are plain."""
+    numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
@@ -108,11 +166,11 @@ class Encodings:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: x += scale * after(attention(before(x))), and the same with the feed-forward network. A norm of None
-    is left out. side_by_side: both parts read the same norm of the same x, `before_attention`. multiplied: x is
+    """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network. A norm of None is
+    left out. side_by_side: both parts read the same norm of the same x, `before_attention`. multiplied: x is
     multiplied by a factor from the checkpoint at the end. encodings: of its matrices."""
 
-    attention: Attention
+    mixer: Mixer
     feed_forward: FeedForward
     before_attention: Norm | None = field(default_factory=Norm)
     after_attention: Norm | None = None
@@ -122,6 +180,22 @@ class Block:
     scale: float = 1.0
     multiplied: bool = False
     encodings: Encodings = Encodings()
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of a layer that attends."""
+        assert isinstance(self.mixer, Attention), "a layer with a state has no attention"
+        return self.mixer
+
+    @property
+    def delta(self) -> DeltaRule:
+        """The mixer of a layer with a state."""
+        assert isinstance(self.mixer, DeltaRule), "a layer that attends has no state"
+        return self.mixer
+
+    @property
+    def attends(self) -> bool:
+        return isinstance(self.mixer, Attention)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _with_one(config: ModelConfig) -> ModelConfig:
     def block(found: Block) -> Block:
         return replace(
             found,
-            attention=attention(found.attention),
+            mixer=attention(found.attention),
             before_attention=changed(found.before_attention),
             after_attention=changed(found.after_attention),
             before_feed_forward=changed(found.before_feed_forward),

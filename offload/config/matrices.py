@@ -29,10 +29,10 @@ class Matrix:
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
     """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
-    attention, inner, stored = block.attention, block.feed_forward, block.encodings
+    mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     shapes = {
-        "qkv": (attention.parts, hidden_size, stored.qkv),
-        "o": ((hidden_size,), attention.q_size, (stored.o,)),
+        "qkv": (mixer.parts, hidden_size, stored.qkv),
+        "o": ((hidden_size,), mixer.out_size, (stored.o,)),
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
     }

@@ -6,13 +6,24 @@ family (offload/config/families) derives it from the fields of a config.json.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from offload.config.block import BLOCK_NORMS, FACTOR_BYTES, Attention, Block, Encodings, FeedForward, Norm, TensorNames
+from offload.config.block import (
+    BLOCK_NORMS,
+    FACTOR_BYTES,
+    Attention,
+    Block,
+    DeltaRule,
+    Encodings,
+    FeedForward,
+    Norm,
+    TensorNames,
+)
 from offload.config.matrices import Matrix, layer_matrices
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
@@ -23,8 +34,8 @@ class ModelConfig:
     """The config of a decoder model. `offload.config.reading` builds it from a config.json and validates; the
     constructor does not.
 
-    blocks: the layers, first to last. Growing layers have heads of one shape, and so do layers with a window. norm: the
-    final norm. embedding_scale, logits_scale: factors on embeddings and logits. rounds_embedding_scale: the factor is
+    blocks: the layers, first to last, of which one attends at least. Growing layers have heads of one shape, layers
+    with a window too, and layers with a state one mixer. norm: the final norm. embedding_scale, logits_scale: factors on embeddings and logits. rounds_embedding_scale: the factor is
     rounded to the dtype first. logits_cap: the cap of scaled logits, as `Attention.cap` of scores. embedding_norm: the
     norm of embeddings. dtype: the dtype that the weights are meant to be computed in. wrapper: the model_type of the
     model that contains this language model. table_encoding, head_encoding: of the embedding's table and of the head,
@@ -84,13 +95,14 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """The (KV heads, head_dim) of each layer."""
-        return tuple((each.attention.num_kv_heads, each.attention.head_dim) for each in self.blocks)
+        """The (KV heads, head_dim) of each layer; (0, 0) of one with a state."""
+        attended = (each.mixer if isinstance(each.mixer, Attention) else None for each in self.blocks)
+        return tuple((each.num_kv_heads, each.head_dim) if each else (0, 0) for each in attended)
 
     @cached_property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct head_dims of all layers."""
-        return tuple(dict.fromkeys(dim for _, dim in self.kv_shapes))
+        return tuple(dict.fromkeys(dim for _, dim in self.kv_shapes if dim))
 
     @property
     def has_one_shape(self) -> bool:
@@ -117,23 +129,34 @@ class ModelConfig:
     def rope(self) -> Rope:
         """The rotary positions of the layers that have them: of the growing layers if they do."""
         growing = (self.blocks[layer].attention.rope for layer in self.growing)
-        every = (each.attention.rope for each in self.blocks)
+        every = (each.attention.rope for each in self.blocks if each.attends)
         return next((rope for rope in (*growing, *every) if rope is not None), Rope())
 
     @cached_property
     def growing(self) -> tuple[int, ...]:
         """The layers whose rows see all tokens, by number."""
-        return tuple(at for at, block in enumerate(self.blocks) if block.attention.window is None)
+        return tuple(at for at, block in enumerate(self.blocks) if block.attends and block.attention.window is None)
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
         """The layers whose rows see a window."""
-        return tuple(at for at, block in enumerate(self.blocks) if block.attention.window is not None)
+        return tuple(at for at, block in enumerate(self.blocks) if block.attends and block.attention.window is not None)
+
+    @cached_property
+    def stateful(self) -> tuple[int, ...]:
+        """The layers with a recurrent state."""
+        return tuple(at for at, block in enumerate(self.blocks) if not block.attends)
+
+    @property
+    def delta(self) -> DeltaRule | None:
+        """The mixer of the layers with a state."""
+        return self.blocks[self.stateful[0]].delta if self.stateful else None
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
         """The window of each windowed layer in tokens."""
-        return tuple(block.attention.window for block in self.blocks if block.attention.window is not None)
+        windows = (self.blocks[layer].attention.window for layer in self.windowed)
+        return tuple(window for window in windows if window is not None)
 
     @property
     def window(self) -> int:
@@ -145,8 +168,8 @@ class ModelConfig:
         """Whether the layers are Llama's except for sizes, biases, q/k norms of heads, positions and encodings."""
         norm, block = self.norm, replace(self.block, encodings=Encodings())
         plain = replace(
-            Block(block.attention, block.feed_forward, before_attention=norm, before_feed_forward=norm),
-            attention=replace(
+            Block(block.mixer, block.feed_forward, before_attention=norm, before_feed_forward=norm),
+            mixer=replace(
                 block.attention,
                 v_norm=None,
                 values_are_keys=False,
@@ -183,13 +206,14 @@ class ModelConfig:
         self, *, num_layers: int | None = None, intermediate_size: int | None = None, **fields: Any
     ) -> ModelConfig:
         """The config with other sizes or positions in every layer. fields: num_heads, num_kv_heads, head_dim and rope
-        of the attention, or fields of `ModelConfig`."""
+        of the layers that attend, or fields of `ModelConfig`."""
         own = {name: fields.pop(name) for name in ("num_heads", "num_kv_heads", "head_dim", "rope") if name in fields}
 
         def change(block: Block) -> Block:
             size = block.feed_forward.size if intermediate_size is None else intermediate_size
             feed_forward = replace(block.feed_forward, size=size)
-            return replace(block, attention=replace(block.attention, **own), feed_forward=feed_forward)
+            mixer = replace(block.attention, **own) if block.attends else block.mixer
+            return replace(block, mixer=mixer, feed_forward=feed_forward)
 
         changed = replace(self.mapped(change), **fields)
         if num_layers is None:
@@ -208,10 +232,10 @@ class ModelConfig:
 
     @cached_property  # plans ask for these thousands of times
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
-        attention, inner = self.block.attention, self.block.feed_forward
+        mixer, inner = self.block.mixer, self.block.feed_forward
         return (
-            (sum(attention.parts), self.hidden_size, attention.bias),
-            (self.hidden_size, attention.q_size, attention.out_bias),
+            (sum(mixer.parts), self.hidden_size, mixer.bias),
+            (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
         )
@@ -251,9 +275,10 @@ class ModelConfig:
         return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
 
     def layer_parameters(self) -> int:
-        """Parameters of `block`: matrices, biases and norms."""
+        """Parameters of `block`: matrices, biases, norms and vectors."""
         rest, norms = self._layer_numbers
-        return rest + sum(size for size, _ in norms) + self.block.multiplied
+        vectors = sum(map(math.prod, layer_vectors(self.block).values()))
+        return rest + sum(size for size, _ in norms) + vectors + self.block.multiplied
 
     def all_layers(self, of_one: Callable[[ModelConfig], int]) -> int:
         """The sum of `of_one` over all layers."""
@@ -268,7 +293,8 @@ class ModelConfig:
     @cached_property
     def tables(self) -> frozenset[tuple[Rope | None, int]]:
         """The distinct pairs of rotary positions and head_dim: each pair has a table of its own."""
-        return frozenset((block.attention.rope, block.attention.head_dim) for block in self.blocks)
+        attended = (block.attention for block in self.blocks if block.attends)
+        return frozenset((each.rope, each.head_dim) for each in attended)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
@@ -292,6 +318,7 @@ class ModelConfig:
         biases = rest - self.layer_matrix_elements()
         matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)
         vectors = sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
+        vectors += 4 * sum(map(math.prod, layer_vectors(self.block).values()))
         return matrices + biases * dtype_bytes + vectors + FACTOR_BYTES * self.block.multiplied
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -299,8 +326,12 @@ class ModelConfig:
         return len(self.growing) * self.layer_kv_bytes(dtype_bytes)
 
     def layer_kv_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the keys and values of a token in `block`."""
-        return 2 * self.block.attention.kv_size * dtype_bytes
+        """Bytes of the keys and values of a token in `block`; 0 if it has a state."""
+        return 2 * self.block.attention.kv_size * dtype_bytes if self.block.attends else 0
+
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers that have one, in fp32."""
+        return 0 if self.delta is None else 4 * len(self.stateful) * math.prod(self.delta.state_shape)
 
     def window_kv_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the keys and values of a token in a layer with a window; 0 if there is none."""
@@ -311,6 +342,8 @@ class ModelConfig:
         query sizes count as the number of pairs of `block` that cost the same."""
         seen = 0
         for kind, number in self.kinds:
+            if not kind.block.attends:
+                continue
             attention = kind.block.attention
             pairs = number * _pairs(num_tokens, min(attention.window or num_tokens, num_tokens))
             seen += pairs * attention.q_size // self.block.attention.q_size
@@ -319,11 +352,14 @@ class ModelConfig:
     def prefill_flops(self, num_tokens: int) -> int:
         """FLOPs (a multiply-add is two) of a causal forward over `num_tokens` rows with logits of the last row only.
 
-        A row attends to keys: 2 H D FLOPs each for the score and for the value. Norms, rotary and softmax are left out.
+        A row attends to keys: 2 H D FLOPs each for the score and for the value. A state is multiplied with the key and
+        the query, scaled, and has the update added: 7 FLOPs for each of its numbers. Norms, rotary, convolution and
+        softmax are left out.
         """
         products = 2 * self.all_layers(ModelConfig.layer_matrix_elements) * num_tokens
         attention = 4 * self.block.attention.q_size * self.seen_pairs(num_tokens)
-        return products + attention + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
+        states = 7 * self.state_bytes() // 4 * num_tokens
+        return products + attention + states + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
 
 
 def _pairs(num_tokens: int, window: int) -> int:
@@ -333,19 +369,33 @@ def _pairs(num_tokens: int, window: int) -> int:
 
 def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
     """The norm vectors of `block`, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
-    block, attention = config.block, config.block.attention
-    sizes = {
-        **{name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS},
-        "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
-        "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
-        "v_norm": (attention.head_dim, attention.v_norm),
-    }
+    block, mixer = config.block, config.block.mixer
+    sizes = {name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS}
+    sizes |= {"out_norm": (mixer.value_dim, mixer.norm)} if isinstance(mixer, DeltaRule) else _head_norms(mixer)
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():
         if norm is not None:
             vectors[name] = size, norm
             vectors |= {f"{name}.bias": (size, norm)} if norm.bias else {}
     return vectors
+
+
+def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
+    """The norms of queries, keys and values, with their sizes."""
+    return {
+        "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
+        "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
+        "v_norm": (attention.head_dim, attention.v_norm),
+    }
+
+
+def layer_vectors(block: Block) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's fp32 vectors besides norms, by name: of a delta rule the taps of its convolution, the
+    decay of each head (-exp(A_log)) and the bias of its time."""
+    if block.attends:
+        return {}
+    delta = block.delta
+    return {"taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,)}
 
 
 def llama_shaped(

@@ -19,6 +19,7 @@ from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
+from offload.kernels.delta import RunDeltaRule, delta_rule
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import RunAttention
@@ -113,6 +114,8 @@ class DeviceKernels:
     decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix
     # See `kernels.activation.gated`.
     gated: Gated = gated
+    # See `kernels.delta.RunDeltaRule`.
+    delta_rule: RunDeltaRule = delta_rule
     # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.
     quantise: Callable[[Tensor, Codes], None] = _refused
     # See `formats.quantised_kv.encode`, `formats.packed` and `formats.residuals`.

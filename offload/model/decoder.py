@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from torch.nn.functional import rms_norm
 from offload.config.model import ModelConfig
 from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
+from offload.kernels.delta import DeltaWeights
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rows import products_alike
 from offload.kv import Cache
 from offload.model.heads import norms_over_ranks
+from offload.model.layer import MixRows
 from offload.model.native_layers import NativeLayers
 from offload.model.sums import Due, OneRank, Sums
 from offload.model.torch_layers import TorchLayers
@@ -102,10 +105,10 @@ class Decoder:
         else:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks)
-        attend = partial(_attend, segments)
+        caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, self.config.num_layers):
             for layer, weights in enumerate(self.weights.layers):
-                run(layer, weights, x, attend)
+                run(layer, weights, x, caches)
         return x
 
     def prefill(
@@ -136,7 +139,7 @@ class Decoder:
                     if layer == 0:
                         self._embedded(ids[start : start + len(x)], x)
                     with self._due(x, 1):
-                        self._operators.run(layer, weights, x, cache.attend)
+                        self._operators.run(layer, weights, x, _mixing(cache))
                     if on_hidden is not None and layer == num_layers - 1:
                         on_hidden(start, x)
                     poll()
@@ -205,10 +208,22 @@ class Decoder:
         return self._sums.due([*squares, Due(rows, hidden), Due(rows, hidden)] * num_layers, x)
 
 
-def _attend(segments: Sequence[Segment], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the rows q [T, H, D], k and v [T, H_kv, D], each segment's through its cache -> [T, H * D]."""
-    if len(segments) == 1:
-        return segments[0].cache.attend(layer, q, k, v)
-    counts = [len(each.tokens) for each in segments]
-    own = zip(q.split(counts), k.split(counts), v.split(counts), strict=True)
-    return torch.cat([each.cache.attend(layer, *rows) for each, rows in zip(segments, own, strict=True)])
+def _mixing(cache: Cache) -> MixRows:
+    """A cache as layers see it. For a model with states it is one that has them (worker/worker.py)."""
+    return cast(MixRows, cache)
+
+
+class _Caches:
+    """The caches of several sequences, as layers see them: each mixes its own rows."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._caches = [each.cache for each in segments]
+        self._counts = [len(each.tokens) for each in segments]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = zip(q.split(self._counts), k.split(self._counts), v.split(self._counts), strict=True)
+        return torch.cat([each.attend(layer, *rows) for each, rows in zip(self._caches, own, strict=True)])
+
+    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+        own = zip(self._caches, rows.split(self._counts), strict=True)
+        return torch.cat([_mixing(each).recur(layer, some, weights) for each, some in own])

@@ -1,29 +1,40 @@
 """A layer as a list of steps, made from its description and its weights. Executors run the list over rows: by the CPU's
 kernels (model/native_layers.py) or by torch's operators (model/torch_layers.py).
 
-Every step reads and writes named operands of the rows. A mixer other than attention is a step in place of
-`Attend`, a feed-forward network other than a dense one has steps in place of its two products (docs/design.md).
+Every step reads and writes named operands of the rows. A mixer is one step between two products; a feed-forward
+network other than a dense one has steps in place of its two products (docs/design.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block
+from offload.config.block import Activation, Attention, Block, DeltaRule
+from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
 
-# x: the hidden rows [T, hidden]. qkv: queries, keys, values and gate, [T, outputs]. attended: [T, H * D]. inner: the
-# feed-forward network's inner rows [T, size]. part: a sublayer's output before its norm or sum over ranks, [T, hidden].
-Operand = Literal["x", "qkv", "attended", "inner", "part"]
-# (layer, q [T, H, D], k and v [T, H_kv, D]) -> [T, H * D], contiguous
-AttendRows = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs]. mixed:
+# its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output before its
+# norm or sum over ranks, [T, hidden].
+Operand = Literal["x", "qkv", "mixed", "inner", "part"]
+
+
+class MixRows(Protocol):
+    """What layers ask of the caches of a forward's sequences; see `offload.kv`."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, D], k and v [T, H_kv, D] -> [T, H * D], contiguous."""
+        ...
+
+    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+        """Projected rows of a layer with a state, [T, outputs] -> [T, out_size], contiguous."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,19 @@ class Product:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention: attended = attention of the normed heads in qkv over their sequences' caches, times the gate's sigmoid
+    """Attention: mixed = attention of the normed heads in qkv over their sequences' caches, times the gate's sigmoid
     where the layer has a gate."""
 
     attention: Attention
     weights: LayerWeights
+
+
+@dataclass(frozen=True)
+class Recur:
+    """A delta rule: mixed = its output for the rows in qkv, with the states of their sequences."""
+
+    delta: DeltaRule
+    weights: DeltaWeights
 
 
 @dataclass(frozen=True)
@@ -64,16 +83,17 @@ class Scale:
     factor: Tensor
 
 
-LayerStep = Product | Attend | Add | Scale
+LayerStep = Product | Attend | Recur | Add | Scale
 
 
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
     """The steps of a layer. alone: one rank has the whole model, so products can be added to x without a sum over
     ranks."""
-    attend = [
+    mixer = Recur(block.delta, weights.delta) if weights.delta is not None else Attend(block.attention, weights)
+    mix = [
         Product("x", weights.qkv, "qkv", weights.before_attention),
-        Attend(block.attention, weights),
-        *_added("attended", weights.o, weights.after_attention, block.scale, alone),
+        mixer,
+        *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
     ]
     inner = Product(
         "x",
@@ -84,7 +104,7 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
         activation=block.feed_forward.activation,
     )
     down = _added("inner", weights.down, weights.after_feed_forward, block.scale, alone)
-    steps: list[LayerStep] = [attend[0], inner, *attend[1:], *down] if block.side_by_side else [*attend, inner, *down]
+    steps: list[LayerStep] = [mix[0], inner, *mix[1:], *down] if block.side_by_side else [*mix, inner, *down]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
 
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Attention
+from offload.config.block import Activation, Attention, Mixer
 from offload.config.model import ModelConfig
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.heads import normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, AttendRows, Operand, Product, Scale, steps_of
+from offload.model.layer import Add, Attend, MixRows, Operand, Product, Recur, Scale, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, Parts
 
-_Prepared = Sequence[Steps | Attend | Add | Scale]
+_Prepared = Sequence[Steps | Attend | Recur | Add | Scale]
 
 
 class NativeLayers:
@@ -41,18 +41,20 @@ class NativeLayers:
             self._allocate(max(num_rows, 8))
         return self._operands["x"][:num_rows]
 
-    def run(self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows) -> None:
+    def run(self, layer: int, weights: LayerWeights, x: Tensor, caches: MixRows) -> None:
         """Run a layer on x [T, hidden], which `rows` returned, in place."""
-        num_rows, room, attended = len(x), self._rooms[layer], None
+        num_rows, room, mixed = len(x), self._rooms[layer], None
         for step in self._prepared(layer, weights, room):
             match step:
                 case Steps():
-                    if attended is not None:
-                        step.read(attended)
+                    if mixed is not None:
+                        step.read(mixed)
                     step.run(num_rows)
-                    attended = None
+                    mixed = None
                 case Attend():
-                    attended = self._attended(layer, step, room, num_rows, attend)
+                    mixed = self._attended(layer, step, room, num_rows, caches)
+                case Recur():
+                    mixed = caches.recur(layer, room.qkv[:num_rows], step.weights)
                 case Add():
                     total = self._sums.total(self._operands["part"][:num_rows])
                     add_normed(x, total, step.norm, step.factor)
@@ -71,8 +73,8 @@ class NativeLayers:
         self._most, hidden, inner = most, self._config.hidden_size, self._config.intermediate_size
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
-        attentions = [kind.block.attention for kind, _ in self._config.kinds]
-        widest = max(hidden, inner, *(max(sum(each.parts), each.q_size) for each in attentions))
+        mixers = [kind.block.mixer for kind, _ in self._config.kinds]
+        widest = max(hidden, inner, *(max(sum(each.parts), each.out_size) for each in mixers))
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
         self._rooms = _rooms(self._config, most, self._dtype)
@@ -82,7 +84,7 @@ class NativeLayers:
         block = self._config.blocks[layer]
         key = id(weights), id(block)
         if key not in self._layers:
-            found, products = list[Steps | Attend | Add | Scale](), list[Step]()
+            found, products = list[Steps | Attend | Recur | Add | Scale](), list[Step]()
             for step in steps_of(block, weights, alone=self._alone):
                 if isinstance(step, Product | Add) and (native := self._native(step, room)):
                     products += native
@@ -97,13 +99,13 @@ class NativeLayers:
 
     def _native(self, step: Product | Add, room: _Room) -> list[Step]:
         """The native steps of a step; empty where ranks have to sum first."""
-        own = self._operands | {"qkv": room.qkv, "attended": room.attended}
+        own = self._operands | {"qkv": room.qkv, "mixed": room.mixed}
         if isinstance(step, Product):
             described = step.norm, step.ending, step.factor, step.activation
             return _steps_of(own[step.read], step.linear, own[step.out], *described)
         return [Step(own["part"], None, None, own["x"], step.norm, "add", step.factor)] if self._alone else []
 
-    def _attended(self, layer: int, step: Attend, room: _Room, num_rows: int, attend: AttendRows) -> Tensor:
+    def _attended(self, layer: int, step: Attend, room: _Room, num_rows: int, caches: MixRows) -> Tensor:
         """The attention's output [T, H * D]. Heads are normed in place, in the room."""
         attention, weights = step.attention, step.weights
         rows, heads, gate = room.views(num_rows)
@@ -120,25 +122,27 @@ class NativeLayers:
                     norm_heads(self._kernels, part, norm)
         if weights.v_norm is not None:
             norm_heads(self._kernels, rows[2], weights.v_norm)
-        attended = attend(layer, *heads)
+        attended = caches.attend(layer, *heads)
         return attended if gate is None else attended * gate.sigmoid()
 
 
 class _Room:
-    """Buffers for heads of one shape and up to `most` rows: the first product's output, and the attention's."""
+    """Buffers for mixers of one shape and up to `most` rows: the first product's output, and the mixer's."""
 
-    def __init__(self, attention: Attention, most: int, dtype: torch.dtype) -> None:
-        self.attention = attention
-        self.qkv = torch.empty(most, sum(attention.parts), dtype=dtype)
-        self.attended = torch.empty(most, attention.q_size, dtype=dtype)
-        self._values = torch.empty(most, attention.kv_size if attention.values_are_keys else 0, dtype=dtype)
+    def __init__(self, mixer: Mixer, most: int, dtype: torch.dtype) -> None:
+        self._mixer = mixer
+        self.qkv = torch.empty(most, sum(mixer.parts), dtype=dtype)
+        self.mixed = torch.empty(most, mixer.out_size, dtype=dtype)
+        values = mixer.kv_size if isinstance(mixer, Attention) and mixer.values_are_keys else 0
+        self._values = torch.empty(most, values, dtype=dtype)
         self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
 
     def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
         """Views of the first `num_rows` rows: q [T, H * D], k and v [T, H_kv * D]; the same three by heads,
         [T, H, D]; the gate, if there is one. v has its own buffer where values are the keys."""
         if num_rows not in self._views:
-            attention = self.attention
+            attention = self._mixer
+            assert isinstance(attention, Attention)
             q, k, *others = self.qkv[:num_rows].split(attention.parts, 1)
             v, *gate = [self._values[:num_rows], *others] if attention.values_are_keys else others
             heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
@@ -147,12 +151,12 @@ class _Room:
 
 
 def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
-    """A room for each layer; layers with heads of the same shape share one."""
+    """A room for each layer; layers with mixers of the same shape share one."""
     made: dict[tuple[object, ...], _Room] = {}
     found = []
     for block in config.blocks:
-        own = block.attention
-        key = own.parts, own.head_dim, own.values_are_keys
+        own = block.mixer
+        key = (own.parts, own.head_dim, own.values_are_keys) if isinstance(own, Attention) else (own.parts,)
         if key not in made:
             made[key] = _Room(own, most, dtype)
         found.append(made[key])

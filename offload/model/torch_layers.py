@@ -13,7 +13,7 @@ from offload.kernels.activation import activated
 from offload.kernels.device import Gated
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, AttendRows, LayerStep, Operand, Product, steps_of
+from offload.model.layer import Add, Attend, LayerStep, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
@@ -28,7 +28,7 @@ class TorchLayers:
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
     def run(
-        self, layer: int, weights: LayerWeights, x: Tensor, attend: AttendRows, blocks: Sequence[int] | None = None
+        self, layer: int, weights: LayerWeights, x: Tensor, caches: MixRows, blocks: Sequence[int] | None = None
     ) -> None:
         """Run a layer on x [T, hidden], in place. blocks: numbers of rows of the successive blocks, T in all, in which
         every matrix product runs, so that a row's bits do not depend on T; None: all rows at once."""
@@ -38,7 +38,9 @@ class TorchLayers:
                 case Product():
                     self._multiply(step, operands, blocks)
                 case Attend():
-                    operands["attended"] = self._attended(step, operands["qkv"], partial(attend, layer))
+                    operands["mixed"] = self._attended(step, operands["qkv"], partial(caches.attend, layer))
+                case Recur():
+                    operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
                 case Add():
                     add_normed(x, self._sums.total(operands["part"]), step.norm, step.factor)
                 case _:

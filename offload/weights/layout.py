@@ -12,21 +12,24 @@ from torch import Tensor
 
 from offload.config.block import BLOCK_NORMS, Norm
 from offload.config.matrices import ALIGNMENT, OPERATORS
-from offload.config.model import ModelConfig, layer_norms
+from offload.config.model import ModelConfig, layer_norms, layer_vectors
 from offload.formats.layout import encoding
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
+from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
+VECTORS = ("taps", "decay", "time_bias")  # of a layer with a state
 _FACTOR = "factor"
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Operators and norms of one layer, all views of one buffer. gate_up: only up in a network without a gate. factor:
-    on the layer's output rows, [1]."""
+    """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
+    output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. delta: of a layer
+    with a state."""
 
     qkv: Linear
     o: Linear
@@ -40,6 +43,7 @@ class LayerWeights:
     k_norm: NormWeights | None
     v_norm: NormWeights | None = None
     factor: Tensor | None = None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class LayerLayout:
                     tensors[view] = (part.outputs, inputs), dtype
         norms = layer_norms(config)
         tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
+        tensors |= {name: (shape, torch.float32) for name, shape in layer_vectors(config.block).items()}
         tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
         tensors |= {_FACTOR: ((1,), dtype)} if config.block.multiplied else {}
         return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()}, stored=stored)
@@ -130,11 +135,17 @@ class LayerLayout:
         """The layer in `buffer`, as views, also of bytes copied into it later."""
         tensors = self.tensors(buffer)
         operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
-        norms = {
-            name: NormWeights(self.norms[name], tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
-            for name in NORMS
-        }
-        return LayerWeights(**operators, **norms, factor=tensors.get(_FACTOR))  # type: ignore[arg-type]
+        norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
+        delta = None
+        if (own := norms.pop("out_norm", None)) is not None:
+            delta = DeltaWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
+        named = {name: norms.get(name) for name in NORMS}
+        return LayerWeights(**operators, **named, factor=tensors.get(_FACTOR), delta=delta)  # type: ignore[arg-type]
+
+    @property
+    def _normed(self) -> list[tuple[str, Norm]]:
+        """The norms by name; their biases have no name of their own here."""
+        return [(name, norm) for name, norm in self.norms.items() if not name.endswith(".bias")]
 
     def _matrix(self, tensors: Mapping[str, Tensor], operator: str) -> Weight:
         """The matrix of an operator: codes, or its parts."""

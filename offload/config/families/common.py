@@ -101,7 +101,7 @@ def decoder(
         FeedForward(source.integer("intermediate_size", 1 << 22), **(feed_forward or {})),
         **{"before_attention": row_norm, "before_feed_forward": row_norm} | dict(block or {}),
     )
-    bare = replace(common, attention=replace(common.attention, rope=None))
+    bare = replace(common, mixer=replace(common.attention, rope=None))
     layers = range(source.integer("num_hidden_layers", 1 << 12))
     return ModelConfig(
         family,
@@ -162,7 +162,7 @@ def with_rope(config: ModelConfig, **fields: Any) -> ModelConfig:
 
     def change(block: Block) -> Block:
         rope = block.attention.rope and replace(block.attention.rope, **fields)
-        return replace(block, attention=replace(block.attention, rope=rope))
+        return replace(block, mixer=replace(block.attention, rope=rope))
 
     return config.mapped(change)
 

@@ -58,8 +58,8 @@ def _describe(source: Fields, family: str, *, window: int, max_positions: int, l
 def _with_windows(source: Fields, config: ModelConfig, window: int, layers: set[int]) -> ModelConfig:
     """`config` with the window in `layers`, and other heads and positions in the others."""
     common = config.block
-    windowed = replace(common, attention=replace(common.attention, window=window))
-    full = replace(common, attention=_full(source, config, layers))
+    windowed = replace(common, mixer=replace(common.attention, window=window))
+    full = replace(common, mixer=_full(source, config, layers))
     blocks: list[Block] = [windowed if layer in layers else full for layer in range(config.num_layers)]
     return replace(config, blocks=tuple(blocks))
 

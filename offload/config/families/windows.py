@@ -55,7 +55,7 @@ def with_windows(
 
     def changed(block: Block) -> Block:
         attention = block.attention
-        return replace(block, attention=replace(attention, window=known, rope=rope or attention.rope))
+        return replace(block, mixer=replace(attention, window=known, rope=rope or attention.rope))
 
     blocks = (changed(block) if layer in layers else block for layer, block in enumerate(config.blocks))
     return replace(config, blocks=tuple(blocks))

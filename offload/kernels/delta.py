@@ -1,0 +1,111 @@
+"""The gated delta rule by torch's operators, and what is held of a layer's tokens (docs/design.md).
+
+Each token after the other, in fp32: a state does not depend on which tokens ran together, in a pass or in a prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from offload.config.block import DeltaRule
+from offload.kernels.norms import NormWeights
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """The vectors of a layer's delta rule, fp32. taps: of the convolution [width, channels], oldest first. decay: by
+    head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm: of each head's output."""
+
+    taps: Tensor
+    decay: Tensor
+    time_bias: Tensor
+    norm: NormWeights
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held of one layer's tokens. state: [heads, key_dim, value_dim] fp32, after the tokens up to some place.
+    inputs: [width - 1 + M, kept] in the dtype of projected rows: without their gates, the rows of the last width - 1
+    tokens before that place, then those of the tokens after it."""
+
+    state: Tensor
+    inputs: Tensor
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The tokens between the state's place and the first new row. count: their number. there: the same, int64 [1] on
+    the GPU, from where a graph reads it; None elsewhere."""
+
+    count: int
+    there: Tensor | None = None
+
+
+class RunDeltaRule(Protocol):
+    """The delta rule over new rows. rows: projected, [T, sum(parts)]. Returns the normed and gated output [T, out_size]
+    in their dtype.
+
+    The replayed tokens, whose rows are in `held`, bring the state to the first new row's place. settles: the state is
+    then brought past the new rows, too, and their last width - 1 are what is held of them; else `held` has all of
+    them, T <= M.
+    """
+
+    def __call__(
+        self, delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
+    ) -> Tensor: ...
+
+
+def delta_rule(
+    delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
+) -> Tensor:
+    """See `RunDeltaRule`."""
+    before, count = delta.width - 1, replayed.count
+    new, gates = _without_gates(delta, rows)
+    for _ in _advanced(delta, weights, held.state, held.inputs[: before + count]):
+        pass
+    inputs = torch.cat([held.inputs[count : before + count], new])
+    state = held.state if settles else held.state.clone()
+    out = torch.stack(list(_advanced(delta, weights, state, inputs)))
+    kept = inputs[-before:] if settles else inputs
+    held.inputs[: len(kept)] = kept
+    return weights.norm(out).mul_(silu(gates.float())).flatten(1).to(rows.dtype)
+
+
+def _without_gates(delta: DeltaRule, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Projected rows [T, sum(parts)] -> what later states depend on [T, kept], and the gates [T, heads, value_dim]."""
+    mixed, gates, others = rows.split((delta.channels, delta.out_size, 2 * delta.num_heads), 1)
+    return torch.cat([mixed, others], 1), gates.unflatten(1, (delta.num_heads, -1))
+
+
+def _advanced(delta: DeltaRule, weights: DeltaWeights, state: Tensor, inputs: Tensor) -> Iterator[Tensor]:
+    """Bring `state` past the tokens of `inputs` [width - 1 + T, kept], in place: each token's output [heads,
+    value_dim]."""
+    count, (heads, key_dim, value_dim) = len(inputs) - delta.width + 1, delta.state_shape
+    mixed, steps, times = inputs.float().split((delta.channels, heads, heads), 1)
+    taken = torch.zeros_like(mixed[:count])
+    for tap, weight in enumerate(weights.taps):
+        taken += mixed[tap : tap + count] * weight
+    q, k, v = silu(taken).split((delta.key_size, delta.key_size, delta.out_size), 1)
+    queries = _for_heads(delta, q).mul_(key_dim**-0.5)
+    keys, values = _for_heads(delta, k), v.unflatten(1, (heads, value_dim))
+    steps = steps[delta.width - 1 :].sigmoid().mul_(delta.steps).unsqueeze(2)
+    decays = (weights.decay * softplus(times[delta.width - 1 :] + weights.time_bias)).exp_()[:, :, None, None]
+    for token in range(count):
+        query, key = queries[token].unsqueeze(1), keys[token].unsqueeze(1)  # [heads, 1, key_dim]
+        state *= decays[token]
+        update = steps[token] * (values[token] - (key @ state).squeeze(1))
+        state += key.transpose(1, 2) * update.unsqueeze(1)
+        yield (query @ state).squeeze(1)
+
+
+def _for_heads(delta: DeltaRule, rows: Tensor) -> Tensor:
+    """Queries or keys [T, key_size], divided by their l2 norm, for each value head: [T, heads, key_dim]."""
+    by_head = rows.unflatten(1, (delta.num_key_heads, delta.key_dim))
+    normed = by_head * (by_head.square().sum(2, keepdim=True) + delta.eps).rsqrt()
+    return normed.repeat_interleave(delta.num_heads // delta.num_key_heads, 1)

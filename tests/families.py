@@ -30,7 +30,7 @@ GROWING: dict[str, object] = {
     "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
-PLUS_ONE = ("nemotron", "gemma", "gemma2", "gemma3_text")  # whose norms multiply by 1 + their weight
+PLUS_ONE = ("nemotron", "gemma", "gemma2", "gemma3_text", "qwen3_5_text")  # whose norms multiply by 1 + their weight
 VISION = {
     "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "patch_size": 2,
     "pos_emb_height": 4, "pos_emb_width": 4,
@@ -79,6 +79,14 @@ MULTIPLIED = {
     "residual_multiplier": 0.4,
     "logits_scaling": 5.0,
 }
+STATES: dict[str, object] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
 TINY: dict[str, Tiny] = {
     "granite": _with("granite", **MULTIPLIED),
@@ -204,6 +212,17 @@ TINY: dict[str, Tiny] = {
         "gemma4_unified_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
         **{**GEMMA4, "hidden_size_per_layer_input": ..., "global_head_dim": 8}, attention_k_eq_v=True,
     ),
+    "qwen3_5": _with("qwen3_5_text", **STATES),
+    "qwen3_5, tied": _with(
+        "qwen3_5_text",
+        **{
+            **STATES, "linear_num_value_heads": 2, "linear_key_head_dim": 12, "linear_conv_kernel_dim": 3,
+            "num_hidden_layers": 3,
+        },
+        layer_types=["full_attention", "linear_attention", "full_attention"], tie_word_embeddings=True, head_dim=16,
+        num_key_value_heads=1, attention_bias=True,
+    ),
+    "qwen3_5, wrapped": Tiny("qwen3_5_text", {**STATES, "num_hidden_layers": 8, "num_key_value_heads": 4}, "qwen3_5"),
     "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
     "starcoder2, a window": _with(
         "starcoder2", sliding_window=9, num_hidden_layers=3, use_bias=False, tie_word_embeddings=False,
@@ -252,8 +271,11 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     with torch.no_grad():
         for part, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
-            if "norm" in part:
-                middle = 0.0 if tiny.family in PLUS_ONE or part.endswith("bias") else 1.0
+            if part.endswith("A_log"):
+                weight.copy_(noise - 1.0)  # decays of .9 to .2
+            elif "norm" in part:
+                own = tiny.family in PLUS_ONE and "linear_attn" not in part
+                middle = 0.0 if own or part.endswith("bias") else 1.0
                 weight.copy_(middle + 0.2 * noise)
             elif part.endswith("bias") or "embed" in part:
                 weight.copy_(0.3 * noise if part.endswith("bias") else noise)

@@ -43,11 +43,13 @@ from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
 from offload.kv.fetch import Tail
+from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.selection import ByMass
+from offload.kv.states import LayerStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.metrics import LinkStats, Stats
@@ -291,7 +293,7 @@ def full_cache(
         memory or Memory(torch.device("cpu")),
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
-        scorings=_of(config.growing, scorings_of(decoder, sizes.capacity)),
+        scorings=_of(config, config.growing, scorings_of(decoder, sizes.capacity)),
         offload=link
         and Offload(
             link,
@@ -309,21 +311,41 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
     """The full cache, beside the windows of a model that has some. undo: tokens that it may lose."""
     config, dtype = decoder.config, decoder.weights.embedding.dtype
     full = full_cache(decoder, sizes, link=link)
-    if not config.windowed:
-        return full
-    windows = WindowCache(
+    windows, states = None, None
+    if config.windowed:
+        windows = _windows(decoder, sizes, undo)
+    if config.delta is not None:
+        states = state_cache(decoder)
+    return MixedCache(config, full, windows, states, drafts=False) if windows or states else full
+
+
+def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
+    config, dtype = decoder.config, decoder.weights.embedding.dtype
+    return WindowCache(
         Memory(torch.device("cpu")),
         TileShape(*config.kv_shapes[config.windowed[0]], sizes.page, 1, dtype),
         num_pages=ring_pages(config.window, max(sizes.prefill_block, 16), page=sizes.page, undo=undo),
         windows=config.windows,
-        scorings=_of(config.windowed, scorings_of(decoder, sizes.capacity)),
+        scorings=_of(config, config.windowed, scorings_of(decoder, sizes.capacity)),
         kernels=kernels_of(decoder),
     )
-    return MixedCache(config, full, windows, drafts=False)
 
 
-def _of(layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
-    return [scorings[layer] for layer in layers]
+def state_cache(decoder: Decoder, *, rows: int = 16, most: int = 4) -> StateCache:
+    """rows: inputs that are held. most: checkpoints."""
+    config, dtype, memory = decoder.config, decoder.weights.embedding.dtype, Memory(torch.device("cpu"))
+    assert config.delta is not None
+    num_layers = len(config.stateful)
+    layers = LayerStates(
+        memory, config.delta, num_layers=num_layers, rows=rows, dtype=dtype, kernels=kernels_of(decoder)
+    )
+    kept = Checkpoints(memory, config.delta, num_layers=num_layers, dtype=dtype, most=most)
+    return StateCache(layers, kept)
+
+
+def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
+    found = dict(zip(config.attending, scorings, strict=True))
+    return [found[layer] for layer in layers]
 
 
 def resident_rows(decoder: Decoder, block: int) -> ResidentRows:

@@ -95,7 +95,7 @@ class DeltaRule:
     keys and values. Each of `num_heads` value heads has a state [key_dim, value_dim]; each of `num_key_heads` key heads
     serves neighbouring value heads. width: taps of the causal convolution over queries, keys and values. norm: of each
     head's output. steps: the largest step (beta) of an update. eps: in the division of queries and keys by their l2
-    norm.
+    norm. tiled: None, or value head h is served by key head (h + tiled) % num_key_heads.
     """
 
     num_key_heads: int
@@ -106,8 +106,16 @@ class DeltaRule:
     norm: Norm = field(default_factory=Norm)
     steps: float = 1.0
     eps: float = 1e-6
+    tiled: int | None = None
     bias: bool = False  # no projection has one
     out_bias: bool = False
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        """The key head of each value head."""
+        if self.tiled is None:
+            return tuple(head * self.num_key_heads // self.num_heads for head in range(self.num_heads))
+        return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
 
     @property
     def key_size(self) -> int:
@@ -199,9 +207,27 @@ class Block:
 
 
 @dataclass(frozen=True)
+class DeltaNames:
+    """The tensor names of a delta rule within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours of
+    one name are rows of one tensor, and so are taps: of queries, keys and values. is_log: decays are stored as A_log."""
+
+    parts: tuple[str, ...] = (
+        *("linear_attn.in_proj_qkv",) * 3,
+        *(f"linear_attn.in_proj_{letter}" for letter in "zba"),
+    )
+    taps: tuple[str, ...] = ("linear_attn.conv1d",) * 3
+    out: str = "linear_attn.out_proj"
+    norm: str = "linear_attn.norm"
+    decay: str = "linear_attn.A_log"
+    time_bias: str = "linear_attn.dt_bias"
+    is_log: bool = True
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
-    a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices."""
+    a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
+    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate."""
 
     body: str = "model."
     head: str = "lm_head.weight"
@@ -215,6 +241,8 @@ class TensorNames:
     after_feed_forward: str = ""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    gate: str = "self_attn.gate_proj"
+    delta: DeltaNames = DeltaNames()
 
     @property
     def embeddings(self) -> str:

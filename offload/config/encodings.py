@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.config.block import Block, Encodings, TensorNames
+from offload.config.block import Attention, Block, Encodings, TensorNames
 from offload.config.matrices import Matrix, layer_parts
 from offload.config.model import ModelConfig
 
@@ -54,14 +54,17 @@ class _MatrixNames:
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        attention, inner = block.attention, block.feed_forward
-        letters = ["q", "k", *([] if attention.values_are_keys else ["v"]), *(["gate"] if attention.gate else [])]
-        qkv = [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters]
-        if attention.gate and names.fused_qkv:
-            qkv[-1] = "self_attn.gate_proj"
+        inner, out = block.feed_forward, "self_attn.o_proj" if block.attends else names.delta.out
+        qkv = _attention(block.attention, names) if block.attends else [*names.delta.parts]
         gate_up = [names.fused_gate_up or name for name in (["mlp.gate_proj"] if inner.gated else []) + [names.up]]
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, ["self_attn.o_proj"], gate_up, [names.down])]
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [names.down])]
         return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0])
+
+
+def _attention(attention: Attention, names: TensorNames) -> list[str]:
+    """The names of the matrices of an attention's projections."""
+    letters = ["q", "k"] if attention.values_are_keys else ["q", "k", "v"]
+    return [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters] + [names.gate] * attention.gate
 
 
 def _of_layer(block: Block, names: TensorNames, encoding_of: Callable[[str], str]) -> Encodings:

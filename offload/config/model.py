@@ -143,6 +143,11 @@ class ModelConfig:
         return tuple(at for at, block in enumerate(self.blocks) if block.attends and block.attention.window is not None)
 
     @cached_property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that attend, with a window or without."""
+        return tuple(sorted((*self.growing, *self.windowed)))
+
+    @cached_property
     def stateful(self) -> tuple[int, ...]:
         """The layers with a recurrent state."""
         return tuple(at for at, block in enumerate(self.blocks) if not block.attends)

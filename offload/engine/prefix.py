@@ -111,7 +111,9 @@ class PrefixCache:
         common = min(num_common(self.tokens, prompt), self._num_own, wanted)
         if not common == wanted == self._num_own:
             common = common // placement.prefill_block * placement.prefill_block
-        return common if self._reaches(common) else 0
+        while (kept := self._worker.reachable(common)) < common:
+            common = kept // placement.prefill_block * placement.prefill_block
+        return common
 
     def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int]) -> None:
         """Copy the rows of `num_alike` from the one of `others` that has the most, if it has more than this cache.
@@ -191,14 +193,10 @@ class PrefixCache:
             self._store = self._open_store(self._worker.plan)
         return self._store
 
-    def _reaches(self, length: int) -> bool:
-        """Whether the model's windows, if any, still hold the rows that a row at `length` attends to."""
-        return self._worker.windows is None or self._worker.windows.reaches(length)
-
     def _settle(self) -> None:
-        """Drop all rows where an interrupted prefill has overwritten rows that windows need."""
-        if not self._reaches(len(self.tokens)):
-            self.truncate(0)
+        """Drop the rows that can no longer be continued: an interrupted prefill overwrites rows that windows need, and
+        states."""
+        self.truncate(len(self.tokens))
 
     def _num_reusable(self, prompt: Sequence[int]) -> int:
         precomputed = min(self.num_precomputed, len(prompt) - 1)

@@ -71,7 +71,8 @@ def delta_rule(
         pass
     inputs = torch.cat([held.inputs[count : before + count], new])
     state = held.state if settles else held.state.clone()
-    out = torch.stack(list(_advanced(delta, weights, state, inputs)))
+    found = list(_advanced(delta, weights, state, inputs))
+    out = torch.stack(found) if found else rows.new_empty(0, *delta.state_shape[::2], dtype=torch.float32)
     kept = inputs[-before:] if settles else inputs
     held.inputs[: len(kept)] = kept
     return weights.norm(out).mul_(silu(gates.float())).flatten(1).to(rows.dtype)
@@ -108,4 +109,4 @@ def _for_heads(delta: DeltaRule, rows: Tensor) -> Tensor:
     """Queries or keys [T, key_size], divided by their l2 norm, for each value head: [T, heads, key_dim]."""
     by_head = rows.unflatten(1, (delta.num_key_heads, delta.key_dim))
     normed = by_head * (by_head.square().sum(2, keepdim=True) + delta.eps).rsqrt()
-    return normed.repeat_interleave(delta.num_heads // delta.num_key_heads, 1)
+    return normed[:, list(delta.key_heads)]

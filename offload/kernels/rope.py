@@ -104,15 +104,17 @@ def scorings(
     *,
     weights: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> tuple[Scoring, ...]:
-    """The `Scoring` of each layer, for positions 0 to `num_positions` - 1. Layers with equal rotations share a table of
+    """The `Scoring` of each layer that attends, for positions 0 to `num_positions` - 1. Layers with equal rotations share a table of
     2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: factors of each layer's
     rotated queries and keys, if it has some."""
     tables: dict[tuple[Rope | None, int], RopeTable] = {}
     for kind, _ in config.kinds:
+        if not kind.block.attends:
+            continue
         rope = kind.block.attention.rope
         if (key := (rope, kind.head_dim)) not in tables:
             tables[key] = rope_table(kind, num_positions, capacity, device, rope).to(dtype)
-    attentions = [block.attention for block in config.blocks]
+    attentions = [block.attention for block in config.blocks if block.attends]
     found = tuple(Scoring(tables[each.rope, each.head_dim], each.scale, each.cap) for each in attentions)
     pairs = zip(found, weights, strict=True) if weights else ()
     return tuple(replace(each, weights=own) for each, own in pairs) or found

@@ -1,4 +1,4 @@
-"""A cache for models that have layers with a window: each layer attends in the cache of its kind."""
+"""A cache for models whose layers are of several kinds: each layer mixes its rows in the cache of its kind."""
 
 from __future__ import annotations
 
@@ -7,25 +7,40 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from offload.config.model import ModelConfig
+from offload.kernels.delta import DeltaWeights
 from offload.kv import Cache, Phase
+from offload.kv.states import DraftStates, StateCache
 from offload.kv.window import WindowCache
 
 
 class MixedCache:
-    """growing: of the layers without a window, whichever level it serves. windows: of the others, one for all levels of
-    a sequence. drafts: the level's rows are drafted, and follow the exact ones in `windows`."""
+    """growing: of the layers without a window, whichever level it serves. windows: of the layers with one, one cache for
+    all levels of a sequence. states: of the layers with a state. drafts: the level's rows are drafted, and follow the
+    exact ones."""
 
-    def __init__(self, config: ModelConfig, growing: Cache, windows: WindowCache, *, drafts: bool) -> None:
-        self._growing, self._windows, self._drafts = growing, windows, drafts
+    def __init__(
+        self,
+        config: ModelConfig,
+        growing: Cache,
+        windows: WindowCache | None = None,
+        states: StateCache | DraftStates | None = None,
+        *,
+        drafts: bool,
+    ) -> None:
+        self._growing, self._states, self._drafts = growing, states, drafts
+        self._beside = [each for each in (windows, states) if each is not None]
         self._places: dict[int, tuple[Cache, int]] = {layer: (growing, at) for at, layer in enumerate(config.growing)}
-        self._places |= {layer: (windows, at) for at, layer in enumerate(config.windowed)}
+        if windows is not None:
+            self._places |= {layer: (windows, at) for at, layer in enumerate(config.windowed)}
+        self._stateful = {layer: at for at, layer in enumerate(config.stateful)}
 
     @property
     def length(self) -> int:
         return self._growing.length
 
     def begin(self, phase: Phase, num_rows: int) -> None:
-        self._windows.begin(phase, num_rows, self.length if self._drafts else None)
+        for each in self._beside:
+            each.begin(phase, num_rows, self.length if self._drafts else None)
         self._growing.begin(phase, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -33,22 +48,39 @@ class MixedCache:
         cache, at = self._places[layer]
         return cache.attend(at, q, k, v)
 
+    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+        """See `MixRows`."""
+        assert self._states is not None, "a model with states has a cache of them"
+        return self._states.recur(self._stateful[layer], rows, weights)
+
     def advance(self, num_tokens: int) -> None:
         self._growing.advance(num_tokens)
-        self._windows.advance(num_tokens)
+        for each in self._beside:
+            each.advance(num_tokens)
+
+    def reachable(self, length: int) -> int:
+        """The most tokens, up to `length`, that the exact caches can be truncated to: windows lose what they need, and
+        states are at few places."""
+        kept = length
+        for each in self._beside:
+            if not isinstance(each, DraftStates):
+                kept = each.reachable(kept)
+        return kept if kept == length else self.reachable(kept)
 
     def truncate(self, length: int) -> None:
-        """See `Cache`. Where a window has lost tokens that it would need, nothing is kept."""
+        """See `Cache`. Keeps no more than is reachable."""
         if not self._drafts:
-            self._windows.truncate(length)
-            length = self._windows.length
+            length = self.reachable(min(length, self.length))
+            for each in self._beside:
+                if not isinstance(each, DraftStates):
+                    each.truncate(length)
         self._growing.truncate(length)
 
     @property
     def graph_key(self) -> Hashable:
         """See `Cache`."""
-        keys = self._growing.graph_key, self._windows.graph_key
+        keys = tuple(each.graph_key for each in (self._growing, *self._beside))
         return None if None in keys else keys
 
     def nbytes(self) -> int:
-        return self._growing.nbytes() + self._windows.nbytes()
+        return self._growing.nbytes() + sum(each.nbytes() for each in self._beside)

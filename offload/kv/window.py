@@ -77,6 +77,10 @@ class WindowCache:
         """Whether all is there that rows after the first `length` tokens see."""
         return length <= self.length and self.first_seen(length) >= self.first_page
 
+    def reachable(self, length: int) -> int:
+        """The most tokens, up to `length`, that the cache can be truncated to."""
+        return length if self.reaches(length) else 0
+
     def begin(self, phase: Phase, num_rows: int, start: int | None = None) -> None:
         """A forward of `num_rows` rows starts: they follow the tokens or, where it is drafted, are at `start` and on.
         Drafted rows of tokens that are known already change nothing."""

@@ -42,6 +42,7 @@ class Placement:
     weight_link_bits: int = 16  # of a weight that crosses the link; 12: packed, 9 or 8: a residual of its code
     staging_tiles: int = NUM_STAGING  # staging slots of each sequence, through which tiles stream
     window_pages: int = 0  # per layer with a window, sequence and device
+    checkpoints: int = 0  # of each sequence's states
     embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -155,6 +156,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
     cache = sizing.host_cache_bytes(capacity, tiles, bits)
     host = {
+        "state checkpoints": sizing.checkpoint_bytes * devices,
         "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
         "target embeddings": table * devices,
         "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
@@ -171,6 +173,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         host_bytes=host,
         page_tokens=PAGE_TOKENS,
         window_pages=sizing.window_pages(capacity),
+        checkpoints=sizing.num_checkpoints,
         tile_tokens=sizing.tile_tokens(capacity),
         rows=sizing.rows,
         prefill_block=PREFILL_BLOCK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.config.block import Block
+from offload.config.block import Attention, Block, DeltaRule, Mixer
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.layout import encoding
@@ -15,8 +15,8 @@ SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 
 @dataclass(frozen=True)
 class Shard:
-    """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, and consecutive rows of the
-    feed-forward network (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, consecutive value heads of a
+    delta rule with their key heads, and consecutive rows of the feed-forward network (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
     ranks. If there are fewer KV heads than ranks, neighbouring ranks hold the same one. Norms and embeddings are whole.
@@ -34,6 +34,15 @@ class Shard:
         first = self.rank * whole.num_kv_heads // self.size
         return range(first, first + 1)
 
+    def value_heads(self, whole: ModelConfig) -> range:
+        """The rank's value heads in a layer with a state."""
+        return self._part(whole.block.delta.num_heads)
+
+    def key_heads(self, whole: ModelConfig) -> range:
+        """The key heads that serve them: all where neighbours serve neighbouring value heads."""
+        delta = whole.block.delta
+        return self._part(delta.num_key_heads) if delta.tiled is None else range(delta.num_key_heads)
+
     def inner(self, whole: ModelConfig) -> range:
         """The rank's rows of the feed-forward network."""
         return self._part(whole.intermediate_size)
@@ -47,11 +56,16 @@ class Shard:
 
     def _block(self, whole: ModelConfig) -> Block:
         """The rank's part of one layer, which is all of `whole`."""
-        return whole.changed(
-            num_heads=len(self.heads(whole)),
-            num_kv_heads=len(self.kv_heads(whole)),
-            intermediate_size=len(self.inner(whole)),
-        ).block
+        inner = replace(whole.block.feed_forward, size=len(self.inner(whole)))
+        return replace(whole.block, mixer=self._mixer(whole), feed_forward=inner)
+
+    def _mixer(self, whole: ModelConfig) -> Mixer:
+        mixer = whole.block.mixer
+        if isinstance(mixer, Attention):
+            return replace(mixer, num_heads=len(self.heads(whole)), num_kv_heads=len(self.kv_heads(whole)))
+        heads = self.value_heads(whole)
+        tiled = None if mixer.tiled is None else (mixer.tiled + heads.start) % mixer.num_key_heads
+        return replace(mixer, num_key_heads=len(self.key_heads(whole)), num_heads=len(heads), tiled=tiled)
 
     def _part(self, count: int) -> range:
         each = count // self.size
@@ -66,21 +80,31 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
     kinds = [kind for kind, _ in config.kinds]
     if not all(_divides(kind, num_ranks) for kind in kinds):
         usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
-        kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds)))
+        kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds if kind.block.attends)))
+        states = f"{_delta_heads(config.delta)} heads with a state, " if config.delta is not None else ""
         raise UsageError(
-            f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads and "
+            f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads, {states}and "
             f"{config.intermediate_size} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
             f"--gpus may be {', '.join(map(str, usable))}"
         )
 
 
 def _divides(config: ModelConfig, num_ranks: int) -> bool:
-    kv_heads = config.num_kv_heads
-    shared = kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0
-    if not (shared and config.num_heads % num_ranks == 0 and config.intermediate_size % num_ranks == 0):
+    mixer = config.block.mixer
+    if isinstance(mixer, Attention):
+        kv_heads = mixer.num_kv_heads
+        shared = mixer.num_heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
+    else:
+        shared = _delta_heads(mixer) % num_ranks == 0
+    if not shared or config.intermediate_size % num_ranks:
         return False
     split = (part for operator in SPLIT_BY_INPUTS for part in config.layer_matrices()[operator] if part.encoding)
     return all(part.inputs // num_ranks % encoding(part.encoding).numbers == 0 for part in split)
+
+
+def _delta_heads(delta: DeltaRule) -> int:
+    """The number of heads, with those that they share, that ranks can divide."""
+    return delta.num_key_heads if delta.tiled is None else delta.num_heads
 
 
 def _in_blocks(config: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
+from offload.plan.states import checkpoint_bytes, held_rows, level_bytes, num_checkpoints
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
 PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
@@ -36,6 +37,7 @@ OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
+        *("states", "state checkpoints"),
     )
 )
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
@@ -139,6 +141,16 @@ class Sizing:
     def window_bytes(self, num_tokens: int) -> int:
         """Bytes of `num_tokens` tokens in all layers with a window, on each device."""
         return len(self.target.windowed) * num_tokens * self._window_kv_bytes
+
+    @property
+    def num_checkpoints(self) -> int:
+        """The number of checkpoints of each sequence's states."""
+        return num_checkpoints(self.shard, self.itemsize, self.num_sequences)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoints of a sequence's states on the host, for each device."""
+        return self.num_checkpoints * checkpoint_bytes(self.shard, self.itemsize)
 
     def seen_tokens(self, growing: int, capacity: int) -> tuple[float, float]:
         """The mean tokens per layer that a row of a full sequence sees: those of growing layers, with `growing` tokens
@@ -278,6 +290,9 @@ class Sizing:
         }
         if self.target.windowed:
             sizes["window cache"] = self.window_bytes(self.window_pages(capacity) * PAGE_TOKENS)
+        if self.target.stateful:  # of the target, and of the level where it drafts for itself
+            of_level = level_bytes(self.shard, held_rows(composition, self.rows), self.itemsize)
+            sizes["states"] = of_level * (2 if composition.inner else 1)
         if composition.weight_bits < 16:
             sizes["quantised weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
         if composition.keeps_all_codes:
@@ -355,7 +370,7 @@ class Sizing:
         tile_tokens = self.tile_tokens(capacity)
         block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
         score = 2 * item + 4  # raw, in fp32 and as weights
-        width = max(kind.block.attention.q_size for kind, _ in target.kinds)
+        width = max(kind.block.mixer.out_size for kind, _ in target.kinds)
         attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
         if self.hardware.is_cpu and not self._capped:  # a tile's pages, joined and then ordered for matrix units
             scores = 2 * self.tile_bytes(capacity) + attended
@@ -389,7 +404,7 @@ class Sizing:
     @cached_property
     def _capped(self) -> bool:
         """Whether some layer caps its scores, which no fused kernel of a CPU supports."""
-        return any(block.attention.cap for block in self.target.blocks)
+        return any(block.attends and block.attention.cap for block in self.target.blocks)
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a

@@ -85,8 +85,9 @@ class Checkpoint:
         return tuple(sorted({entry.path for entry in self._entries.values()}))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`. ModelError if there is none of that name."""
-        return self._entry(name).shape
+        """The shape of tensor `name`; [channels, taps] of a convolution. ModelError if there is none of that name."""
+        shape = self._entry(name).shape
+        return (shape[0], shape[2]) if _is_convolution(shape) else shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in; of a matrix in blocks, that of its decoded numbers. ModelError unless it
@@ -248,7 +249,12 @@ class Checkpoint:
             tensor: Tensor = entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
-        return tensor
+        return tensor[:, 0] if _is_convolution(tensor.shape) else tensor
+
+
+def _is_convolution(shape: Sequence[int]) -> bool:
+    """Whether a tensor has the taps of a convolution by channel, [channels, 1, taps]."""
+    return len(shape) == 3 and shape[1] == 1
 
 
 def _in_pieces(source: Tensor, dst: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -33,29 +33,32 @@ def load_layer(
     checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
 ) -> None:
     """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
-    order, own = head_order(whole.blocks[index].attention), whole.layer(index)
-    pending = {name: list(enumerate(sources(own, shard, f"{name}.weight"))) for name in OPERATORS}
+    block, own = whole.blocks[index], whole.layer(index)
+    order = head_order(block.attention) if block.attends else None
+    pending = {name: sources(own, shard, f"{name}.weight") for name in OPERATORS}
     for name, view in layout.views.items():
         target, row, operator = view.of(buffer), 0, name.partition(".")[0]
         is_matrix = operator in OPERATORS and not name.endswith(".bias")
-        parts = pending[operator] if is_matrix else list(enumerate(sources(own, shard, name)))
-        if name in layout.norms and parts and parts[0][1].columns is not None:  # one row per head
-            target = target.unflatten(0, (-1, len(parts[0][1].columns)))
+        parts = pending[operator] if is_matrix else sources(own, shard, name)
+        if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
+            target = target.unflatten(0, (-1, len(parts[0].columns)))
+        elif name == "taps":
+            target = target.T
         while parts and row < len(target):
-            number, source = parts.pop(0)
+            source = parts.pop(0)
             rows = target[row : row + len(source.rows)]
             read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
             read(f"{whole.names.body}layers.{index}.{source.name}", rows, rows=source.rows, columns=source.columns)
-            if order is not None and operator == "qkv" and number < 2:
-                _order_heads(rows, order)
+            if order is not None and source.rotates:
+                _order_heads(rows.flatten() if name in layout.norms else rows, order)
             row += len(source.rows)
         norm = layout.norms.get(name)
         if norm is not None and norm.weightless:
             target.fill_(1)
         elif norm is not None and norm.plus_one and not name.endswith(".bias"):
             target += 1
-        if order is not None and name in ("q_norm", "k_norm"):
-            _order_heads(target.flatten(), order)
+        elif name == "decay" and whole.names.delta.is_log:
+            target.exp_().neg_()
 
 
 def _order_heads(rows: Tensor, order: Tensor) -> None:

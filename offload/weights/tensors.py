@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,17 +11,20 @@ from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
-from offload.weights.layout import LayerLayout
+from offload.weights.layout import VECTORS, LayerLayout
+
+_QUERIES = "self_attn.q_proj"
 
 
 @dataclass(frozen=True)
 class Source:
     """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. columns:
-    None for a vector."""
+    None for a vector. rotates: these are whole heads whose elements `head_order` orders."""
 
     name: str
     rows: range
     columns: range | None = None
+    rotates: bool = False
 
 
 def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
@@ -32,7 +35,7 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if operator in ("qkv", "gate_up"):
         columns = hidden if kind == "weight" else None
         parts = _qkv(whole, shard) if operator == "qkv" else _gate_up(whole, shard)
-        return [Source(f"{name}.{kind}", rows, columns) for name, rows in parts]
+        return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in parts]
     if operator in ("o", "down"):
         name, inputs = _by_inputs(whole, shard)[operator]
         if kind == "bias":
@@ -40,16 +43,20 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [Source(f"{name}.weight", hidden, inputs)]
     if operator == "factor":
         return [Source("layer_scalar", range(1))]
+    if operator in VECTORS:
+        return _vectors(whole, shard, operator)
     norms = layer_norms(whole)
     if norms[operator][1].weightless:
         return []
+    if operator == "out_norm":
+        return [Source(f"{names.delta.norm}.weight", range(whole.block.delta.value_dim))]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
     if operator in BLOCK_NORMS:
         return [Source(name, hidden)]
     if whole.block.attention.weighs_heads:
         heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
-        return [Source(name, heads, range(whole.head_dim))]
-    return [Source(name, _normed(whole, shard, operator))]
+        return [Source(name, heads, range(whole.head_dim), rotates=True)]
+    return [Source(name, _normed(whole, shard, operator), rotates=operator != "v_norm")]
 
 
 def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
@@ -60,30 +67,68 @@ def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
     return _times(shard.heads(whole) if norm == "q_norm" else shard.kv_heads(whole), attention.head_dim)
 
 
-def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[tuple[str, range]]:
-    attention, fused = whole.block.attention, whole.names.fused_qkv
-    heads, kv_heads = shard.heads(whole), shard.kv_heads(whole)
+def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
+    if not whole.block.attends:
+        yield from _of_parts(whole.names.delta.parts, whole.block.delta.parts, _delta_rows(whole, shard))
+        return
+    attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
+    heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
+    if attention.gate and gate == _QUERIES:  # each head's query, then its gate
+        both = [range(2 * head * dim, 2 * (head + 1) * dim) for head in heads]
+        yield from (Source(gate, rows[:dim], rotates=True) for rows in both)
+        yield from (Source(f"self_attn.{each}_proj", _times(kv_heads, dim), rotates=each == "k") for each in "kv")
+        yield from (Source(gate, rows[dim:]) for rows in both)
+        return
     first = 0
     for letter, size, own in (
         ("q", attention.q_size, heads), ("k", attention.kv_size, kv_heads), ("v", attention.kv_size, kv_heads),
     )[: 2 if attention.values_are_keys else 3]:  # fmt: skip
-        rows = _times(own, attention.head_dim)
-        yield (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
+        rows = _times(own, dim)
+        name, rows = (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
+        yield Source(name, rows, rotates=letter != "v")
         first += size
     if attention.gate:
-        yield "self_attn.gate_proj", _times(heads, attention.head_dim)
+        yield Source(gate, _times(heads, dim))
 
 
-def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[tuple[str, range]]:
+def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     fused, inner = whole.names.fused_gate_up, shard.inner(whole)
     if whole.block.feed_forward.gated:
-        yield (fused or "mlp.gate_proj", inner)
-    yield (fused, _after(whole.intermediate_size, inner)) if fused else (whole.names.up, inner)
+        yield Source(fused or "mlp.gate_proj", inner)
+    yield Source(fused, _after(whole.intermediate_size, inner)) if fused else Source(whole.names.up, inner)
 
 
 def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
-    inputs = _times(shard.heads(whole), whole.head_dim)
-    return {"o": ("self_attn.o_proj", inputs), "down": (whole.names.down, shard.inner(whole))}
+    if whole.block.attends:
+        mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
+    else:
+        mixer = whole.names.delta.out, _times(shard.value_heads(whole), whole.block.delta.value_dim)
+    return {"o": mixer, "down": (whole.names.down, shard.inner(whole))}
+
+
+def _delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
+    """The shard's rows of each of `DeltaRule.parts`."""
+    delta, heads = whole.block.delta, shard.value_heads(whole)
+    keys, values = _times(shard.key_heads(whole), delta.key_dim), _times(heads, delta.value_dim)
+    return [keys, keys, values, values, heads, heads]
+
+
+def _of_parts(names: Sequence[str], sizes: Sequence[int], rows: Sequence[range]) -> Iterator[Source]:
+    """The rows of each part; neighbouring parts of one name are in one tensor, one after the other."""
+    first, before = 0, ""
+    for name, size, own in zip(names, sizes, rows, strict=False):
+        first = first if name == before else 0
+        yield Source(name, _after(first, own))
+        first, before = first + size, name
+
+
+def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
+    """The sources of a delta rule's vectors; of its taps each row is a channel's."""
+    names, delta = whole.names.delta, whole.block.delta
+    if vector != "taps":
+        return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
+    found = _of_parts(names.taps, delta.parts, _delta_rows(whole, shard)[:3])
+    return [replace(part, name=f"{part.name}.weight", columns=range(delta.width)) for part in found]
 
 
 def _times(heads: range, dim: int) -> range:

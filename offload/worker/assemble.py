@@ -13,16 +13,19 @@ from offload.kernels.cpu import CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring, scorings
+from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
+from offload.kv.states import DraftStates, LayerStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
 from offload.plan.planner import Plan
 from offload.plan.sizing import BLOCK_ROWS, MAX_ROWS, tail_tokens
+from offload.plan.states import held_rows
 from offload.transfer.arena import Arena
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
@@ -42,7 +45,7 @@ def full_cache(
         memory,
         tile_shape(plan, config),
         num_layers=len(config.growing),
-        scorings=_of_layers(config.growing, scorings_of(plan, config, rotated)),
+        scorings=_of_layers(config, config.growing, scorings_of(plan, config, rotated)),
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
         run_tokens=placement.tile_tokens,
@@ -61,14 +64,41 @@ def window_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotat
         window_shape(plan, config),
         num_pages=plan.placement.window_pages,
         windows=config.windows,
-        scorings=_of_layers(config.windowed, scorings_of(plan, config, rotated)),
+        scorings=_of_layers(config, config.windowed, scorings_of(plan, config, rotated)),
         prefill=_prefill_attention(plan, config, windows=True),
         kernels=_attention_kernels(plan, config, windows=True),
     )
 
 
-def _of_layers(layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
-    return [scorings[layer] for layer in layers]
+def state_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StateCache | None:
+    """The states of the target's layers that have one, or of a shard's; None without such layers."""
+    if config.delta is None:
+        return None
+    dtype, most = DTYPES[plan.request.dtype], plan.placement.checkpoints
+    kept = Checkpoints(memory, config.delta, num_layers=len(config.stateful), dtype=dtype, most=most)
+    return StateCache(_layer_states(plan, config, memory), kept)
+
+
+def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCache) -> DraftStates:
+    """The states of the level where the target drafts for itself."""
+    return DraftStates(_layer_states(plan, config, memory), exact)
+
+
+def _layer_states(plan: Plan, config: ModelConfig, memory: Memory) -> LayerStates:
+    assert config.delta is not None
+    return LayerStates(
+        memory,
+        config.delta,
+        num_layers=len(config.stateful),
+        rows=held_rows(plan.composition, plan.placement.rows),
+        dtype=DTYPES[plan.request.dtype],
+        kernels=_attention_kernels(plan, config),
+    )
+
+
+def _of_layers(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
+    found = dict(zip(config.attending, scorings, strict=True))
+    return [found[layer] for layer in layers]
 
 
 def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
@@ -170,7 +200,7 @@ def _kv_shape(config: ModelConfig, *, windows: bool) -> tuple[int, int]:
 
 
 def scorings_of(plan: Plan, config: ModelConfig, rotated: Rotated = ()) -> tuple[Scoring, ...]:
-    """The `Scoring` of each layer, for all positions that a pass may reach. rotated: see `Weights`."""
+    """The `Scoring` of each layer that attends, for all positions that a pass may reach. rotated: see `Weights`."""
     request, dtype = plan.request, DTYPES[plan.request.dtype]
     most = request.capacity + MAX_ROWS
     return scorings(config, most, request.capacity, request.device, dtype, weights=rotated)

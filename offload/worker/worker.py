@@ -12,6 +12,7 @@ from offload.kv.full import FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
+from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.metrics import LevelStats, LinkStats, RankStats
@@ -29,14 +30,28 @@ from offload.transfer.memory import Memory
 from offload.transfer.timing import Timing
 from offload.worker.assemble import (
     block_rows,
+    draft_states,
     full_cache,
     quantised_cache,
     retrieval_cache,
     scorings_of,
+    state_cache,
     streaming_cache,
     window_cache,
 )
 from offload.worker.models import LoadedModels
+
+
+_Owned = (
+    Arena
+    | FullCache
+    | WindowCache
+    | StateCache
+    | DraftStates
+    | RetrievalCache
+    | QuantisedCache
+    | StreamingCache
+)
 
 
 class Worker:
@@ -59,7 +74,7 @@ class Worker:
         self.refreshes, self._refresh_timing = LevelStats("refresh"), Timing(models.memory.device)
         self.retrieval: RetrievalCache | None = None
         self._copies: RetrievalCache | QuantisedCache | None = None  # see `Composition.keeps_copies`
-        self._caches: list[Arena | FullCache | WindowCache | RetrievalCache | QuantisedCache | StreamingCache] = []
+        self._caches: list[_Owned] = []
         self._has_coded_target = False
         with self.memory.all_or_nothing():
             try:
@@ -170,17 +185,25 @@ class Worker:
     def copy_rows(self, other: Worker, num_tokens: int | None = None) -> bool:
         """Copy the rows of the target's cache of `other`, of the same model, or the first `num_tokens` of them. Returns
         False and copies no row where positions are rotated differently (RoPE scaling "dynamic" or "longrope" with
-        another context size), or where a window has lost rows that it needs."""
+        another context size), or where `other` cannot be truncated to so many tokens."""
         scorings = (scorings_of(each.plan, each.target.config) for each in (self, other))
         if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in zip(*scorings, strict=True)):
             return False
         count = other.full.length if num_tokens is None else num_tokens
+        if other.reachable(count) < count:
+            return False
         if self.windows is not None and other.windows is not None:
-            if not other.windows.reaches(count):
-                return False
             self.windows.copy_from(other.windows, count)
+        if self.states is not None and other.states is not None:
+            self.states.copy_from(other.states, count)
         self.full.copy_from(other.full, count)
         return True
+
+    def reachable(self, length: int) -> int:
+        """The most tokens, up to `length`, that the target's caches can be truncated to: windows lose rows, and states
+        are at few places."""
+        cache = self._target_cache
+        return cache.reachable(length) if isinstance(cache, MixedCache) else length
 
     def release(self) -> None:
         """Release the memory of the caches, and of quantised weights that no other worker uses. The worker is not used
@@ -212,21 +235,24 @@ class Worker:
         self.windows = window_cache(plan, self.target.config, self.memory, rotated)
         if self.windows is not None:
             self._caches.append(self.windows)
-        self._target_cache = self._with_windows(self.full, drafts=False)
+        self.states = state_cache(plan, self.target.config, self.memory)
+        if self.states is not None:
+            self._caches.append(self.states)
+        self._target_cache = self._mixed(self.full, drafts=False)
         self.levels["target"] = self._level("target", self.target, self._target_cache, self.block)
         own = self._own_target()
         if plan.composition.inner == "retrieval":
             self.retrieval = retrieval_cache(plan, self.target.config, self.full)
             self._copies = self.retrieval
             self._caches.append(self.retrieval)
-            self.levels["retrieval"] = self._level("retrieval", own, self._with_windows(self.retrieval), None)
+            self.levels["retrieval"] = self._level("retrieval", own, self._mixed(self.retrieval), None)
         elif plan.composition.keeps_all_codes:
             quantised = quantised_cache(plan, self.target.config, self.full, self.memory)
             self._copies = quantised
             self._caches.append(quantised)
-            self.levels["self"] = self._level("self", own, self._with_windows(quantised), None)
+            self.levels["self"] = self._level("self", own, self._mixed(quantised), None)
         elif plan.composition.inner == "self":
-            self.levels["self"] = self._level("self", own, self._with_windows(AheadCache(self.full)), self.block)
+            self.levels["self"] = self._level("self", own, self._mixed(AheadCache(self.full)), self.block)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
@@ -234,11 +260,15 @@ class Worker:
             pool = self.models.graphs
             self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size, pool=pool)
 
-    def _with_windows(self, growing: Cache, *, drafts: bool = True) -> Cache:
-        """`growing`, joined with the target's windows if it has any."""
-        if self.windows is None:
+    def _mixed(self, growing: Cache, *, drafts: bool = True) -> Cache:
+        """`growing`, joined with the target's windows and states if it has any. drafts: see `MixedCache`."""
+        if self.windows is None and self.states is None:
             return growing
-        return MixedCache(self.target.config, growing, self.windows, drafts=drafts)
+        states: StateCache | DraftStates | None = self.states
+        if drafts and self.states is not None:
+            states = draft_states(self.plan, self.target.config, self.memory, self.states)
+            self._caches.append(states)
+        return MixedCache(self.target.config, growing, self.windows, states, drafts=drafts)
 
     def _own_target(self) -> Decoder:
         """The decoder with which the target is its own draft."""

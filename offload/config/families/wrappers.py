@@ -14,6 +14,7 @@ WRAPPERS = (
     Wrapper("gemma4", "Gemma 4 31B", "gemma4_text", _LLAVA),
     Wrapper("gemma4_unified", "Gemma 4 12B", "gemma4_unified_text", _LLAVA),
     Wrapper("muse_glimmer", "Muse Glimmer 30B", "muse_glimmer_text", _LLAVA),
+    Wrapper("qwen3_5", "Qwen 3.5 to 3.8, dense", "qwen3_5_text", _LLAVA),
     Wrapper("idefics3", "Idefics 3", "llama", _IDEFICS, frozenset(("scale_factor",))),
     Wrapper("smolvlm", "SmolVLM", "llama", _IDEFICS, frozenset(("scale_factor",))),
 )

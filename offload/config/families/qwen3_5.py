@@ -1,0 +1,37 @@
+"""Qwen3.5, 3.6 and 3.8 (Alibaba), dense: three layers of four have a recurrent state (gated delta rule), the others gated
+attention of which a quarter of each head rotates."""
+
+from __future__ import annotations
+
+from offload.config.block import Norm, TensorNames
+from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
+from offload.config.families.gemma2 import NORM
+from offload.config.families.states import read_delta_rule, stateful_layers, with_states
+from offload.config.model import ModelConfig
+from offload.config.rope import RopeDefaults
+from offload.fields import Fields
+
+_PERIOD = 4  # default: every so many layers one attends
+_GATE = "attn_output_gate"
+_DEFAULTS = Defaults(
+    kv_heads=4, head_dim=256, derives_head_dim=False, max_positions=32768,
+    rope=RopeDefaults(partial=0.25, keys=frozenset(("mrope_section", "mrope_interleaved"))),  # of pictures
+)  # fmt: skip
+
+
+def describe(source: Fields) -> ModelConfig:
+    if not source.flag(_GATE, True):
+        source.refuse(_GATE, "absent or true")
+    eps = epsilon(source, _DEFAULTS)
+    norm = NORM(eps)
+    config = decoder(
+        source, "qwen3_5_text", _DEFAULTS, norm=NORM,
+        attention=biases(source) | {"qk_norm": norm, "gate": True}, names=TensorNames(gate="self_attn.q_proj"),
+    )  # fmt: skip
+    delta = read_delta_rule(source, key_heads=16, heads=32, key_dim=128, value_dim=128, norm=Norm(eps, fp32=True))
+    return with_states(config, delta, stateful_layers(source, "full_attention_interval", _PERIOD))
+
+
+_READS = frozenset(("partial_rotary_factor", _GATE))
+_SIZES = sizes(248320, 4096, 12288, 32, 16)
+FAMILIES = (Family("qwen3_5_text", "Qwen 3.5 to 3.8, dense; text of `qwen3_5`", describe, _READS, sizes=_SIZES),)

@@ -1,0 +1,55 @@
+"""Fields of families whose layers have a recurrent state in place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from offload.config.block import DeltaRule, Norm
+from offload.config.families.windows import FULL
+from offload.config.model import ModelConfig
+from offload.fields import Fields
+
+STATEFUL = "linear_attention"
+_MOST_TAPS = 16
+
+
+def read_delta_rule(
+    source: Fields, *, key_heads: int, heads: int, key_dim: int, value_dim: int, norm: Norm, **others: Any
+) -> DeltaRule:
+    """The delta rule of all layers with a state. Numbers: the family's defaults. others: fields of `DeltaRule`."""
+    found = DeltaRule(
+        source.integer("linear_num_key_heads", 1 << 12, default=key_heads),
+        source.integer("linear_num_value_heads", 1 << 12, default=heads),
+        source.integer("linear_key_head_dim", 1 << 12, default=key_dim),
+        source.integer("linear_value_head_dim", 1 << 12, default=value_dim),
+        source.integer("linear_conv_kernel_dim", _MOST_TAPS, default=4),
+        norm,
+        **others,
+    )
+    if found.num_heads % found.num_key_heads:
+        source.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads {found.num_key_heads}")
+    if found.width < 2:
+        source.refuse("linear_conv_kernel_dim", "2 or more")
+    return found
+
+
+def stateful_layers(source: Fields, period_key: str, period: int) -> list[int]:
+    """The numbers of the layers with a state: as listed, or all but every n-th, where the field `period_key` gives n."""
+    count, types = source.integer("num_hidden_layers", 1 << 12), source.data.get("layer_types")
+    if types is None:
+        step = source.integer(period_key, 1 << 12, default=period)
+        types = [STATEFUL if (layer + 1) % step else FULL for layer in range(count)]
+    if not isinstance(types, list) or len(types) < count or any(kind not in (FULL, STATEFUL) for kind in types):
+        source.refuse("layer_types", f"a list of {FULL} and {STATEFUL}, one for each of {count} layers")
+    found = [layer for layer, kind in enumerate(types[:count]) if kind == STATEFUL]
+    return source.refuse("layer_types", f"{FULL} in one layer at least") if len(found) == count else found
+
+
+def with_states(config: ModelConfig, delta: DeltaRule, layers: Collection[int], **block: Any) -> ModelConfig:
+    """`config` with the delta rule in `layers`. block: further fields of their blocks."""
+    blocks = (
+        replace(each, mixer=delta, **block) if layer in layers else each for layer, each in enumerate(config.blocks)
+    )
+    return replace(config, blocks=tuple(blocks))

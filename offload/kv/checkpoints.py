@@ -1,0 +1,137 @@
+"""Checkpoints of a sequence's states on the host: as many as fit a number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.config.block import DeltaRule
+from offload.transfer.memory import Memory
+
+PURPOSE = "state checkpoints"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The states of all layers at a place, [L, heads, key_dim, value_dim] fp32, and the inputs of the last tokens before
+    it, [L, width - 1, kept]. On the host."""
+
+    states: Tensor
+    tails: Tensor
+
+
+class Checkpoints:
+    """Checkpoints by place: the number of tokens that a sequence has there. Where there is no room for another, the one
+    goes whose neighbours are the nearest, measured by the distance from the end: so what lies further back can be
+    reached by running again no more than about twice as many tokens as follow it."""
+
+    def __init__(
+        self, memory: Memory, delta: DeltaRule, *, num_layers: int, dtype: torch.dtype, most: int
+    ) -> None:
+        """most: checkpoints, 2 or more."""
+        self._memory, self._held = memory, dict[int, int]()  # slot by place
+        self._states = self._allocate((most, num_layers, *delta.state_shape), torch.float32)
+        self._tails = self._allocate((most, num_layers, delta.width - 1, delta.kept), dtype)
+        self._new: dict[int, int] = {}  # of the prefill under way
+
+    @property
+    def places(self) -> list[int]:
+        return sorted(self._held)
+
+    def at(self, place: int) -> Checkpoint | None:
+        """The checkpoint at `place`; None if there is none."""
+        slot = self._held.get(place)
+        return None if slot is None else Checkpoint(self._states[slot], self._tails[slot])
+
+    def last(self, length: int) -> int:
+        """The last place up to `length`; 0 if there is none."""
+        return max((place for place in self._held if place <= length), default=0)
+
+    def begin(self, places: Sequence[int]) -> None:
+        """A prefill begins, which notes the states at `places`, in order. Too many are as good as fewer."""
+        self._new = {}
+        for place in places[-len(self._states) :]:
+            if place not in self._held:
+                self._new[place] = self._slot(places[-1])
+
+    def note(self, place: int, layer: int, state: Tensor, tail: Tensor) -> None:
+        """Copy a layer's state at `place`, if it is wanted."""
+        if (slot := self._new.get(place)) is not None:
+            self._states[slot, layer].copy_(state)
+            self._tails[slot, layer].copy_(tail)
+
+    def commit(self) -> None:
+        """All layers have noted their states."""
+        self._held |= self._new
+        self._new = {}
+
+    def forget_after(self, length: int) -> None:
+        """Only places up to `length` still belong to the sequence."""
+        self._held = {place: slot for place, slot in self._held.items() if place <= length}
+        self._new = {}
+
+    def take(self, place: int) -> Checkpoint:
+        """A checkpoint at `place` for the caller to fill."""
+        if place not in self._held:
+            self._held[place] = self._slot(place)
+        found = self.at(place)
+        assert found is not None
+        return found
+
+    def copy_from(self, other: Checkpoints, length: int) -> None:
+        """Hold the checkpoints of `other` at places up to `length`, the last ones if there are too many."""
+        self.forget_after(0)
+        for place in [place for place in other.places if place <= length][-len(self._states) :]:
+            own, theirs = self.take(place), other.at(place)
+            assert theirs is not None
+            own.states.copy_(theirs.states)
+            own.tails.copy_(theirs.tails)
+
+    def nbytes(self) -> int:
+        return self._states.nbytes + self._tails.nbytes
+
+    def release(self) -> None:
+        """They are not used again."""
+        for held in (self._states, self._tails):
+            self._memory.released(held, tier="host", purpose=PURPOSE)
+
+    def _slot(self, end: int) -> int:
+        """A free slot; one is made free if there is none. end: the last place that is wanted."""
+        used = {*self._held.values(), *self._new.values()}
+        free = next((slot for slot in range(len(self._states)) if slot not in used), None)
+        if free is not None:
+            return free
+        every = self._held | self._new
+        dropped = least_missed(sorted(every), end)
+        slot = every[dropped]
+        self._held.pop(dropped, None)
+        self._new.pop(dropped, None)
+        return slot
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._memory.allocate(shape, dtype, tier="host", purpose=PURPOSE)
+
+
+def least_missed(places: Sequence[int], end: int) -> int:
+    """The place, of ascending `places`, without which what lies between its neighbours is reached at the least cost:
+    their distance divided by that of the earlier one from `end`, a place after all. The last one stays."""
+    before = [0, *places]
+    costs = [
+        ((after - before[index]) / (end - before[index]), place)
+        for index, (place, after) in enumerate(zip(places, places[1:], strict=False))
+    ]
+    return min(costs)[1] if costs else places[0]
+
+
+def places_of_prefill(start: int, num_tokens: int, block: int) -> list[int]:
+    """The places that a prefill from `start` on notes: where it begins and ends, and between them ends of its blocks at
+    distances from the end that double."""
+    end, found = start + num_tokens, set[int]()
+    distance = block
+    while distance < num_tokens:
+        found.add(start + (num_tokens - distance) // block * block)
+        distance *= 2
+    return sorted((found | {start, end}) - {0})

@@ -42,8 +42,8 @@ from offload.engine.engine import Engine, load_tokenizer
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
-from offload.kv.fetch import Tail
 from offload.kv.checkpoints import Checkpoints
+from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.retrieval import RetrievalCache
@@ -309,7 +309,7 @@ def full_cache(
 
 def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, undo: int = 24) -> Cache:
     """The full cache, beside the windows of a model that has some. undo: tokens that it may lose."""
-    config, dtype = decoder.config, decoder.weights.embedding.dtype
+    config = decoder.config
     full = full_cache(decoder, sizes, link=link)
     windows, states = None, None
     if config.windowed:

@@ -29,7 +29,7 @@ from models import (
     resident_rows,
     target_cache,
 )
-from offload.config.block import BLOCK_NORMS, Attention, Block, FeedForward, Norm
+from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, FeedForward, Mixer, Norm
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
@@ -238,11 +238,23 @@ def _block(**changes: Callable[[Block], object]) -> Change:
 
 
 def _attention(**changes: Callable[[Attention], object]) -> Change:
-    def changed(block: Block) -> Attention:
-        own = block.attention
+    def changed(block: Block) -> Mixer:
+        own = block.mixer
+        if not isinstance(own, Attention):
+            return own
         return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
 
-    return _block(attention=changed)
+    return _block(mixer=changed)
+
+
+def _delta(**changes: Callable[[DeltaRule], object]) -> Change:
+    def changed(block: Block) -> Mixer:
+        own = block.mixer
+        if isinstance(own, Attention):
+            return own
+        return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+
+    return _block(mixer=changed)
 
 
 def _has_weights(attention: Attention) -> bool:
@@ -299,6 +311,9 @@ FLAGS: dict[str, Change] = {
     "multiplied": _block(multiplied=lambda block: not block.multiplied),
     "with v_norm": _attention(v_norm=lambda own: None if own.v_norm else Norm(weightless=True)),
     "values_are_keys": _attention(values_are_keys=lambda own: not own.values_are_keys),
+    "delta.steps": _delta(steps=lambda own: 2 * own.steps),
+    "delta.tiled": _delta(tiled=lambda own: 1 if own.tiled is None else None),
+    "delta.eps": _delta(eps=lambda own: 0.5),
     "embedding_norm": lambda config: replace(config, embedding_norm=None if config.embedding_norm else Norm()),
     "a window that is longer by one": _attention(window=lambda own: own.window and own.window + 1),
     "attention.bias": _attention(bias=lambda own: not own.bias),
@@ -397,6 +412,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
     grown: dict[str, object] = {}
     if "sliding_window" in tiny.fields and tiny.fields["sliding_window"] is not None:
         grown["sliding_window"] = 45
+    if "linear_num_value_heads" in tiny.fields:
+        grown |= {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     rope = tiny.fields.get("rope_parameters")
@@ -427,7 +444,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
             fields = {key: value for key, value in SHAPES.items() if TINY[name].fields.get(key) is not ...}
             options = {"tokenizer": True, **fields, **ENGINES[name]}
             target = save_tiny(name, root / f"{len(made)}", **options)
-            made[name] = target, save_tiny(name, root / f"{len(made)}-draft", noise=0.02, **options)
+            draft = "olmo2" if read_config(target).stateful else name  # states are no draft's
+            options = {"tokenizer": True, **SHAPES} if draft != name else options
+            made[name] = target, save_tiny(draft, root / f"{len(made)}-draft", noise=0.02, **options)
         return made[name]
 
     return pair

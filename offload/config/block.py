@@ -176,9 +176,10 @@ class Encodings:
 class Block:
     """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network. A norm of None is
     left out. side_by_side: both parts read the same norm of the same x, `before_attention`. multiplied: x is
-    multiplied by a factor from the checkpoint at the end. encodings: of its matrices."""
+    multiplied by a factor from the checkpoint at the end. encodings: of its matrices. digested_as: the
+    name in digests of sessions, which older programs wrote."""
 
-    mixer: Mixer
+    mixer: Mixer = field(metadata={"digested_as": "attention"})
     feed_forward: FeedForward
     before_attention: Norm | None = field(default_factory=Norm)
     after_attention: Norm | None = None

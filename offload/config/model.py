@@ -70,8 +70,8 @@ class ModelConfig:
 
     @property
     def block(self) -> Block:
-        """One of the growing layers, or else the first layer, for properties that they share."""
-        return self.blocks[self.growing[0] if self.growing else 0]
+        """One of the growing layers, or else the first layer that attends, for properties that they share."""
+        return self.blocks[next(iter(self.growing or self.attending), 0)]
 
     @cached_property
     def _alone(self) -> tuple[ModelConfig, ...]:

@@ -1,4 +1,4 @@
-"""The gated delta rule by torch's operators, and what is held of a layer's tokens (docs/design.md).
+"""The gated delta rule by torch's operators, and what is held of a layer's tokens (docs/exactness.md).
 
 Each token after the other, in fp32: a state does not depend on which tokens ran together, in a pass or in a prefill.
 """
@@ -109,4 +109,5 @@ def _for_heads(delta: DeltaRule, rows: Tensor) -> Tensor:
     """Queries or keys [T, key_size], divided by their l2 norm, for each value head: [T, heads, key_dim]."""
     by_head = rows.unflatten(1, (delta.num_key_heads, delta.key_dim))
     normed = by_head * (by_head.square().sum(2, keepdim=True) + delta.eps).rsqrt()
-    return normed[:, list(delta.key_heads)]
+    found: Tensor = normed[:, list(delta.key_heads)]
+    return found

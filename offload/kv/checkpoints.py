@@ -28,9 +28,7 @@ class Checkpoints:
     goes whose neighbours are the nearest, measured by the distance from the end: so what lies further back can be
     reached by running again no more than about twice as many tokens as follow it."""
 
-    def __init__(
-        self, memory: Memory, delta: DeltaRule, *, num_layers: int, dtype: torch.dtype, most: int
-    ) -> None:
+    def __init__(self, memory: Memory, delta: DeltaRule, *, num_layers: int, dtype: torch.dtype, most: int) -> None:
         """most: checkpoints, 2 or more."""
         self._memory, self._held = memory, dict[int, int]()  # slot by place
         self._states = self._allocate((most, num_layers, *delta.state_shape), torch.float32)

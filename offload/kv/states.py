@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.config.block import DeltaRule
 from offload.kernels.delta import DeltaWeights, Held, Replayed
-from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.device import DeviceKernels
 from offload.kv import Phase
 from offload.kv.checkpoints import Checkpoints, places_of_prefill
 from offload.plan.sizing import PREFILL_BLOCK
@@ -32,7 +32,14 @@ class LayerStates:
     """
 
     def __init__(
-        self, memory: Memory, delta: DeltaRule, *, num_layers: int, rows: int, dtype: torch.dtype, kernels: DeviceKernels
+        self,
+        memory: Memory,
+        delta: DeltaRule,
+        *,
+        num_layers: int,
+        rows: int,
+        dtype: torch.dtype,
+        kernels: DeviceKernels,
     ) -> None:
         """rows: M, of the usual pass; a longer one gets more room."""
         self.delta, self.bases = delta, [0] * num_layers

@@ -187,6 +187,7 @@ def sized(
     capacity = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
     sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     check_quantised(sizing)
+    _check_draft(draft)
     _check_windows(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
@@ -197,6 +198,15 @@ def check_link(options: Options, placement: Placement) -> None:
     """Raise UsageError if a link is paced and nothing crosses it."""
     if options.link_gbps is not None and not placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
+
+
+def _check_draft(draft: ModelConfig | None) -> None:
+    """Raise UsageError for a draft whose layers have states, since it runs over sinks and a window."""
+    if draft is not None and draft.stateful:
+        raise UsageError(
+            f"the draft is a {draft.family} model, whose layers have states that a window cannot replace; give another "
+            "draft, or leave out --draft"
+        )
 
 
 def _check_windows(sizing: Sizing) -> None:

@@ -112,7 +112,8 @@ def _told(part: Any) -> dict[str, object]:
         value = getattr(part, each.name)
         default = each.default if each.default_factory is MISSING else each.default_factory()
         if value != default:
-            told[each.name] = _told(value) if is_dataclass(value) else value
+            name = each.metadata.get("digested_as", each.name)
+            told[name] = _told(value) if is_dataclass(value) else value
     return told
 
 

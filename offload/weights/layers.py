@@ -260,7 +260,7 @@ def load_weights(
         for view_name, view in layout.views.items():
             kind, held = layout.stored.get(view_name), view.of(buffer)
             check_range(StoredMatrix(held, encoding(kind)) if kind else held, f"layer {index}")
-        if config.block.attention.weighs_rotated:
+        if (block := config.blocks[index]).attends and block.attention.weighs_rotated:
             q, k = (layout.views[name].of(buffer) for name in ("q_norm", "k_norm"))
             rotated.append((sent(q.clone(), memory.device), sent(k.clone(), memory.device)))
             for norm in (q, k):

@@ -45,6 +45,16 @@ class LayerWeights:
     factor: Tensor | None = None
     delta: DeltaWeights | None = None
 
+    def vectors(self) -> list[Tensor]:
+        """All tensors but the matrices."""
+        norms = [norm for name in NORMS if (norm := getattr(self, name)) is not None]
+        found = [getattr(self, name).bias for name in OPERATORS]
+        if self.delta is not None:
+            norms.append(self.delta.norm)
+            found += [getattr(self.delta, name) for name in VECTORS]
+        found += [each for norm in norms for each in (norm.weight, norm.bias)]
+        return [each for each in (*found, self.factor) if each is not None]
+
 
 @dataclass(frozen=True)
 class View:

@@ -7,7 +7,7 @@ from torch import Tensor
 from offload.config.matrices import OPERATORS
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
-from offload.weights.layout import NORMS, LayerWeights
+from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
 
 LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
@@ -17,17 +17,9 @@ def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels)
     """Fill `layer`, whose matrices are codes, from `exact`, by the kernels of their common device; other tensors are
     copied."""
     for name in OPERATORS:
-        ours, theirs = getattr(layer, name), getattr(exact, name)
-        fill_codes(ours, theirs, kernels)
-        if ours.bias is not None:
-            ours.bias.copy_(theirs.bias)
-    for name in NORMS:
-        if (norm := getattr(layer, name)) is not None:
-            norm.weight.copy_(getattr(exact, name).weight)
-            if norm.bias is not None:
-                norm.bias.copy_(getattr(exact, name).bias)
-    if layer.factor is not None and exact.factor is not None:
-        layer.factor.copy_(exact.factor)
+        fill_codes(getattr(layer, name), getattr(exact, name), kernels)
+    for own, theirs in zip(layer.vectors(), exact.vectors(), strict=True):
+        own.copy_(theirs)
 
 
 def fill_codes(coded: Linear, exact: Linear, kernels: DeviceKernels) -> None:

@@ -41,17 +41,7 @@ from offload.worker.assemble import (
 )
 from offload.worker.models import LoadedModels
 
-
-_Owned = (
-    Arena
-    | FullCache
-    | WindowCache
-    | StateCache
-    | DraftStates
-    | RetrievalCache
-    | QuantisedCache
-    | StreamingCache
-)
+_Owned = Arena | FullCache | WindowCache | StateCache | DraftStates | RetrievalCache | QuantisedCache | StreamingCache
 
 
 class Worker:

@@ -209,8 +209,9 @@ class Block:
 
 @dataclass(frozen=True)
 class DeltaNames:
-    """The tensor names of a delta rule within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours of
-    one name are rows of one tensor, and so are taps: of queries, keys and values. is_log: decays are stored as A_log."""
+    """The tensor names of a delta rule within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
+    of one name are rows of one tensor, and so are taps: of queries, keys and values. is_log: decays are stored as
+    A_log."""
 
     parts: tuple[str, ...] = (
         *("linear_attn.in_proj_qkv",) * 3,

@@ -35,12 +35,12 @@ class ModelConfig:
     constructor does not.
 
     blocks: the layers, first to last, of which one attends at least. Growing layers have heads of one shape, layers
-    with a window too, and layers with a state one mixer. norm: the final norm. embedding_scale, logits_scale: factors on embeddings and logits. rounds_embedding_scale: the factor is
-    rounded to the dtype first. logits_cap: the cap of scaled logits, as `Attention.cap` of scores. embedding_norm: the
-    norm of embeddings. dtype: the dtype that the weights are meant to be computed in. wrapper: the model_type of the
-    model that contains this language model. table_encoding, head_encoding: of the embedding's table and of the head,
-    see `Encodings`; both are the same if the head is the table. quantisation: the rules from which the encodings
-    follow, if config.json has some.
+    with a window too, and layers with a state one mixer. norm: the final norm. embedding_scale, logits_scale: factors
+    on embeddings and logits. rounds_embedding_scale: the factor is rounded to the dtype first. logits_cap: the cap of
+    scaled logits, as `Attention.cap` of scores. embedding_norm: the norm of embeddings. dtype: the dtype that the
+    weights are meant to be computed in. wrapper: the model_type of the model that contains this language model.
+    table_encoding, head_encoding: of the embedding's table and of the head, see `Encodings`; both are the same if the
+    head is the table. quantisation: the rules from which the encodings follow, if config.json has some.
     """
 
     family: str

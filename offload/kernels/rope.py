@@ -104,9 +104,9 @@ def scorings(
     *,
     weights: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> tuple[Scoring, ...]:
-    """The `Scoring` of each layer that attends, for positions 0 to `num_positions` - 1. Layers with equal rotations share a table of
-    2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: factors of each layer's
-    rotated queries and keys, if it has some."""
+    """The `Scoring` of each layer that attends, for positions 0 to `num_positions` - 1. Layers with equal rotations
+    share a table of 2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: factors of
+    each layer's rotated queries and keys, if it has some."""
     tables: dict[tuple[Rope | None, int], RopeTable] = {}
     for kind, _ in config.kinds:
         if not kind.block.attends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ PURPOSE = "state checkpoints"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The states of all layers at a place, [L, heads, key_dim, value_dim] fp32, and the inputs of the last tokens before
-    it, [L, width - 1, kept]. On the host."""
+    """The states of all layers at a place, [L, heads, key_dim, value_dim] fp32, and the inputs of the last tokens
+    before it, [L, width - 1, kept]. On the host."""
 
     states: Tensor
     tails: Tensor
@@ -119,7 +120,7 @@ def least_missed(places: Sequence[int], end: int) -> int:
     before = [0, *places]
     costs = [
         ((after - before[index]) / (end - before[index]), place)
-        for index, (place, after) in enumerate(zip(places, places[1:], strict=False))
+        for index, (place, after) in enumerate(pairwise(places))
     ]
     return min(costs)[1] if costs else places[0]
 

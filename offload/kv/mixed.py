@@ -14,9 +14,9 @@ from offload.kv.window import WindowCache
 
 
 class MixedCache:
-    """growing: of the layers without a window, whichever level it serves. windows: of the layers with one, one cache for
-    all levels of a sequence. states: of the layers with a state. drafts: the level's rows are drafted, and follow the
-    exact ones."""
+    """growing: of the layers without a window, whichever level it serves. windows: of the layers with one, one cache
+    for all levels of a sequence. states: of the layers with a state. drafts: the level's rows are drafted, and follow
+    the exact ones."""
 
     def __init__(
         self,

@@ -19,9 +19,9 @@ from offload.kernels.products import Ending
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
 
-# x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs]. mixed:
-# its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output before its
-# norm or sum over ranks, [T, hidden].
+# x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs].
+# mixed: its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output
+# before its norm or sum over ranks, [T, hidden].
 Operand = Literal["x", "qkv", "mixed", "inner", "part"]
 
 

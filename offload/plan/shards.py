@@ -16,7 +16,8 @@ SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 @dataclass(frozen=True)
 class Shard:
     """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, consecutive value heads of a
-    delta rule with their key heads, and consecutive rows of the feed-forward network (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    delta rule with their key heads, and consecutive rows of the feed-forward network (Shoeybi et al. 2019, arXiv
+    1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
     ranks. If there are fewer KV heads than ranks, neighbouring ranks hold the same one. Norms and embeddings are whole.

@@ -1,5 +1,5 @@
-"""Qwen3.5, 3.6 and 3.8 (Alibaba), dense: three layers of four have a recurrent state (gated delta rule), the others gated
-attention of which a quarter of each head rotates."""
+"""Qwen3.5, 3.6 and 3.8 (Alibaba), dense: three layers of four have a recurrent state (gated delta rule), the others
+gated attention of which a quarter of each head rotates."""
 
 from __future__ import annotations
 

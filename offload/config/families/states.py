@@ -36,7 +36,8 @@ def read_delta_rule(
 
 
 def stateful_layers(source: Fields, period_key: str, period: int) -> list[int]:
-    """The numbers of the layers with a state: as listed, or all but every n-th, where the field `period_key` gives n."""
+    """The numbers of the layers with a state: as listed, or all but every n-th, where the field `period_key` gives
+    n."""
     count, types = source.integer("num_hidden_layers", 1 << 12), source.data.get("layer_types")
     if types is None:
         step = source.integer(period_key, 1 << 12, default=period)

@@ -81,8 +81,8 @@ class Checkpoints:
         return found
 
     def copy_from(self, other: Checkpoints, length: int) -> None:
-        """Hold the checkpoints of `other` at places up to `length`, the last ones if there are too many."""
-        self.forget_after(0)
+        """Hold the checkpoints of `other` at places up to `length`, the last ones if there are too many; this sequence
+        has no token."""
         for place in [place for place in other.places if place <= length][-len(self._states) :]:
             own, theirs = self.take(place), other.at(place)
             assert theirs is not None

@@ -1,0 +1,407 @@
+"""States of layers that have one: whatever passes, prefills, cuts and drafts came before, a row has the bits that it
+has when each token runs by itself."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import save_tiny
+from models import Sizes, load, random_tokens, resident_rows, state_cache, target_cache
+from offload.config.block import DeltaRule, Norm
+from offload.kernels import delta as kernel
+from offload.kernels.delta import DeltaWeights
+from offload.kernels.norms import NormWeights
+from offload.kv import checkpoints, states
+from offload.kv.ahead import AheadCache
+from offload.kv.checkpoints import Checkpoints, least_missed, places_of_prefill
+from offload.kv.full import FullCache
+from offload.kv.mixed import MixedCache
+from offload.kv.states import DraftStates, LayerStates, StateCache
+from offload.model.decoder import Decoder
+from offload.model.level import Level
+from offload.model.passes import forward
+from offload.transfer.memory import Memory
+from processor import OPERATORS, of
+from test_parity import assert_same_logits, in_prefill
+
+DELTA = DeltaRule(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
+LAYERS, ROWS, BLOCK, LONGEST = 2, 5, 3, 48
+TOKENS = range(64)
+SIZES = Sizes(capacity=45, rows=4, prefill_block=7, page=8, pages=2)
+SIZES_LONG = Sizes(capacity=600, rows=4, prefill_block=512, page=64, pages=4)
+
+
+@functools.cache
+def weights(layer: int) -> DeltaWeights:
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    generator = torch.Generator().manual_seed(layer)
+    norm = NormWeights(DELTA.norm, 1 + 0.2 * some(DELTA.value_dim))
+    return DeltaWeights(some(DELTA.width, DELTA.channels), -some(DELTA.num_heads).exp(), some(DELTA.num_heads), norm)
+
+
+@functools.cache
+def rows(layer: int, seed: int = 0) -> Tensor:
+    """The projected rows of the tokens, by place. seed: others than 0 are wrong ones."""
+    generator = torch.Generator().manual_seed(100 + 10 * seed + layer)
+    return torch.randn(len(TOKENS), sum(DELTA.parts), generator=generator)
+
+
+@dataclass
+class Modules:
+    """The modules under test, or edited ones."""
+
+    states: Any = states
+    checkpoints: Any = checkpoints
+    run: Callable[..., Tensor] | None = None  # in place of the kernels' delta rule
+
+    def cache(self, operators: str) -> StateCache:
+        kept = self.checkpoints.Checkpoints(
+            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=3
+        )
+        made: StateCache = self.states.StateCache(self.layers(operators), kept)
+        return made
+
+    def layers(self, operators: str) -> LayerStates:
+        found: LayerStates = self.states.LayerStates(
+            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, rows=ROWS, dtype=torch.float32, kernels=of(operators)
+        )
+        if self.run is not None:
+            found._run = self.run
+        return found
+
+
+REAL = Modules()
+
+
+@functools.cache
+def alone(operators: str, tokens: tuple[int, ...]) -> list[Tensor]:
+    """Of each layer the output of each token, run by itself: [n, out_size]. tokens: the seed of each one's rows."""
+    cache, out = REAL.cache(operators), [list[Tensor]() for _ in range(LAYERS)]
+    for place, seed in enumerate(tokens):
+        cache.begin("decode", 1)
+        for layer, found in enumerate(out):
+            found.append(cache.recur(layer, rows(layer, seed)[place : place + 1], weights(layer)))
+        cache.advance(1)
+    return [torch.cat([rows(0)[:0, : DELTA.out_size], *found]) for found in out]
+
+
+class Script:
+    """A cache of states beside what each of its tokens gives by itself."""
+
+    def __init__(self, operators: str, modules: Modules = REAL) -> None:
+        self.operators, self.modules = operators, modules
+        self.cache = modules.cache(operators)
+        self.drafts: DraftStates = modules.states.DraftStates(modules.layers(operators), self.cache)
+        self.is_right = True
+        self.tokens: list[int] = []  # the seed of each token's rows: what is cut off is followed by others
+        self.seed = 10
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    def do(self, act: str) -> None:
+        getattr(self, f"_{act.split()[0]}")(*map(int, act.split()[1:]))
+        assert self.cache.layers.place <= self.length or not self.cache.layers.place
+
+    def _pass(self, count: int, accepted: int) -> None:
+        """A pass of `count` rows, of which the first `accepted` are right and stay."""
+        start = self.length
+        self.cache.begin("decode", count)
+        for layer in range(LAYERS):
+            some = torch.cat([rows(layer, self.seed)[start : start + accepted], rows(layer, 1)[: count - accepted]])
+            self._compare(layer, start, self.cache.recur(layer, some, weights(layer))[:accepted])
+        self.cache.advance(count)
+        self.cache.truncate(start + accepted)
+        self.tokens += [self.seed] * accepted
+        assert self.length == start + accepted
+
+    def _prefill(self, count: int) -> None:
+        start = self.length
+        self.cache.begin("prefill", count)
+        for layer in range(LAYERS):
+            for first in range(start, start + count, BLOCK):
+                some = rows(layer, self.seed)[first : min(first + BLOCK, start + count)]
+                self._compare(layer, first, self.cache.recur(layer, some, weights(layer)))
+        self.cache.advance(count)
+        self.tokens += [self.seed] * count
+
+    def _broken(self, count: int) -> None:
+        """A pass that is broken off after its first layer."""
+        start = self.length
+        self.cache.begin("decode", count)
+        self.cache.recur(0, rows(0, 2)[:count], weights(0))
+        self.cache.truncate(start)
+        assert self.length == start
+
+    def _unfinished(self, count: int) -> None:
+        """A prefill that is broken off within its first layer."""
+        self.cache.begin("prefill", count)
+        self.cache.recur(0, rows(0, 2)[:count], weights(0))
+        self._cut(self.length)
+
+    def _undo(self, count: int) -> None:
+        self._cut(max(self.length - count, 0))
+
+    def _cut(self, wanted: int) -> None:
+        reachable = self.cache.reachable(wanted)
+        self.cache.truncate(wanted)
+        assert self.length == reachable <= wanted
+        del self.tokens[reachable:]
+        self.seed += 1
+
+    def _draft(self, count: int, lag: int) -> None:
+        """A level drafts so many rows, one after the other, from `lag` tokens before the exact ones' end on."""
+        start = max(self.length - lag, 0)
+        for place in range(start, start + count):
+            self.drafts.begin("decode", 1, place)
+            for layer in range(LAYERS):
+                seed = self.seed if place == self.length else 4  # of the pending token, and of drafts that are wrong
+                out = self.drafts.recur(layer, rows(layer, seed)[place : place + 1], weights(layer))
+                if place == start and not lag:
+                    self._compare(layer, place, out)
+            self.drafts.advance(1)
+
+    def _copy(self, back: int) -> None:
+        """Go on with a copy of as much as is reachable, where the cache has gone on with other tokens."""
+        other, count = self.modules.cache(self.operators), self.cache.reachable(max(self.length - back, 0))
+        other.begin("decode", 2)  # it had a sequence of its own
+        for layer in range(LAYERS):
+            other.recur(layer, rows(layer, 3)[:2], weights(layer))
+        other.advance(2)
+        other.copy_from(self.cache, count)
+        self.cache.begin("prefill", 4)
+        for layer in range(LAYERS):
+            self.cache.recur(layer, rows(layer, 2)[:4], weights(layer))
+        self.cache.advance(4)
+        self.cache = other
+        del self.tokens[count:]
+        self.seed += 1
+        self.drafts = self.modules.states.DraftStates(self.modules.layers(self.operators), other)
+
+    def _compare(self, layer: int, start: int, out: Tensor) -> None:
+        known = self.tokens[:start]
+        tokens = *known, *[self.seed] * (start + len(out) - len(known))
+        expected = alone(self.operators, tokens)[layer][start:]
+        self.is_right = self.is_right and torch.equal(out, expected)
+
+
+ACTS = (
+    *("pass 1 1", "pass 5 2", "pass 4 0", "pass 7 7", "prefill 7", "broken 3"),
+    *("unfinished 3", "undo 1", "undo 6", "draft 3 0", "draft 4 2", "copy 0", "copy 5"),
+)
+
+
+def every_script(length: int) -> Iterator[tuple[str, ...]]:
+    """All scripts of so many acts, between a prefill and a pass."""
+    for acts in itertools.product(ACTS, repeat=length):
+        yield ("prefill 8", *acts, "pass 3 3")
+
+
+LONGER = (  # scripts that some fault needs
+    ("prefill 8", "pass 5 2", "prefill 7", "undo 6", "pass 3 3"),
+    ("prefill 8", "undo 6", "pass 7 7", "pass 7 7", "pass 1 1", "undo 7", "pass 3 3"),
+    ("prefill 8", "draft 3 0", "pass 5 2", "draft 3 0", "pass 3 3"),
+)
+
+
+def follow(script: Script, acts: Sequence[str]) -> bool:
+    for act in acts:
+        script.do(act)
+    return script.is_right
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(operators: str) -> None:
+    assert all(follow(Script(operators), acts) for acts in itertools.chain(LONGER, every_script(2)))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_every_script_of_three_acts_does(operators: str) -> None:
+    assert all(follow(Script(operators), acts) for acts in every_script(3))
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.few(4)
+def test_so_does_any_longer_script(operators: str, seed: int) -> None:
+    draw, script = random.Random(seed), Script(operators)
+    for _ in range(40):
+        script.do(draw.choice(ACTS) if script.length < LONGEST else "undo 20")
+    assert script.is_right
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: a replacement in the text of one of the modules."""
+
+    description: str
+    module: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant("one token too few is replayed", "states", "Replayed(start - self.bases[layer]", "Replayed(max(start - self.bases[layer] - 1, 0)"),
+    Mutant("no token is replayed", "states", "Replayed(start - self.bases[layer]", "Replayed(0"),
+    Mutant("all tokens of the last pass are replayed", "states", "        kept, self._phase = self.reachable(length), None\n", "        kept, self._phase = self.length, None\n"),
+    Mutant("a state that a broken prefill has passed is gone on with", "states", "return wanted if self.layers.place <= wanted else", "return wanted if min(self.layers.bases) <= wanted else"),
+    Mutant("the base of layers that ran before an interrupt is forgotten", "states", "        self.bases[layer] = start + len(rows) * settles\n", "        self.bases = [start + len(rows) * settles] * len(self.bases)\n"),
+    Mutant("a checkpoint lacks the convolution's tail", "checkpoints", "            self._tails[slot, layer].copy_(tail)\n", ""),
+    Mutant("a checkpoint comes back without the convolution's tail", "states", "        self.tails().copy_(tails)\n", ""),
+    Mutant("a checkpoint of tokens that were cut off stays", "states", "        self.checkpoints.forget_after(kept)\n", ""),
+    Mutant("a copy has the state without the inputs after it", "states", "        self.inputs[:, :used] = other.inputs[:, :used]\n", ""),
+    Mutant("a prefill does not note where it begins", "states", "            self._settle(layer, rows, weights)\n", "            self._note(layer)\n"),
+    Mutant("drafts go on from their own states", "states", "if start == exact.length or not", "if not"),
+    Mutant("a cache without checkpoints keeps its states", "states", "            self.layers.states.zero_()\n", ""),
+    Mutant("the tail is off by one", "delta", "held.inputs[count : before + count]", "held.inputs[max(count - 1, 0) : before + max(count - 1, 0)]"),
+    Mutant("gates are those of the row before", "delta", "gates.float(), strict=True)", "gates.float().roll(1, 0), strict=True)"),
+    Mutant("steps are those of the row before", "delta", "steps[-1]", "steps[-2]"),
+    Mutant("the state passes rows that may be rejected", "delta", "held.state if settles else held.state.clone()", "held.state"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
+def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
+    """By another bit, or by a cache that has another length than it should."""
+    modules = edited(mutant)
+
+    def fails(acts: Sequence[str]) -> bool:
+        try:
+            return not follow(Script("torch", modules), acts)
+        except (AssertionError, ValueError):
+            return True
+
+    assert any(fails(acts) for acts in itertools.chain(LONGER, every_script(2)))
+
+
+def edited(mutant: Mutant) -> Modules:
+    """The modules with the fault. The source has its text once."""
+    found, real = {"checkpoints": checkpoints, "states": states, "delta": kernel}, REAL
+    made: dict[str, ModuleType] = {}
+    with patch.dict(sys.modules):
+        for name, module in found.items():
+            source = Path(str(module.__file__)).read_text()
+            if name == mutant.module:
+                assert source.count(mutant.old) == 1, f"{name} has {source.count(mutant.old)} times {mutant.old!r}"
+                source = source.replace(mutant.old, mutant.new)
+            sys.modules[module.__name__] = made[name] = ModuleType(module.__name__)
+            exec(compile(source, f"<edited {name}>", "exec"), made[name].__dict__)
+    run = made["delta"].delta_rule if mutant.module == "delta" else real.run
+    return Modules(made["states"], made["checkpoints"], run)
+
+
+# Which places are kept.
+
+
+def test_a_prefill_notes_its_ends_and_places_whose_distance_from_the_end_doubles() -> None:
+    assert places_of_prefill(0, 5000, 512) == [512, 2560, 3584, 4096, 5000]
+    assert places_of_prefill(100, 300, 512) == [100, 400]
+    assert places_of_prefill(1000, 1500, 512) == [1000, 1512, 2500]
+
+
+def test_where_there_is_no_room_the_place_goes_that_is_missed_the_least() -> None:
+    assert least_missed([512, 2560, 3584, 4096, 5000], 5000) == 512
+    assert least_missed([1000, 1010, 9000], 9000) == 1000
+    assert least_missed([1000, 8990, 9000], 9000) == 1000
+    assert least_missed([7], 9) == 7
+
+
+@pytest.mark.parametrize("most", [2, 3, 8])
+def test_what_is_run_again_is_at_most_about_twice_what_follows(most: int) -> None:
+    """With room for enough places; never is there more than room for."""
+    kept = Checkpoints(Memory(torch.device("cpu")), DELTA, num_layers=1, dtype=torch.float32, most=most)
+    kept.begin(places_of_prefill(0, 40_000, 512))
+    kept.commit()
+    assert len(kept.places) <= most
+    assert kept.places[-1] == 40_000
+    if most == 8:
+        for length in range(600, 40_000, 7):
+            assert 40_000 - kept.last(length) <= 2 * (40_000 - length) + 1024
+
+
+# Whole models.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"vocab_size": 264, "max_position_embeddings": 1024}
+    return save_tiny("qwen3_5", tmp_path_factory.mktemp("states"), tokenizer=True, **options)
+
+
+@pytest.fixture(params=OPERATORS)
+def decoder(folder: Path, request: pytest.FixtureRequest) -> Decoder:
+    return load(folder, kernels=of(request.param))
+
+
+def test_a_level_that_drafts_from_the_states_leaves_the_targets_logits_alone(decoder: Decoder) -> None:
+    tokens = random_tokens(45, seed=9)
+    theirs = in_prefill(decoder, target_cache(decoder, SIZES), tokens, 7)
+    cache, plain_cache = target_cache(decoder, SIZES), target_cache(decoder, SIZES)
+    assert isinstance(cache, MixedCache)
+    assert isinstance(cache._growing, FullCache)
+    assert isinstance(cache._states, StateCache)
+    drafts = DraftStates(state_cache(decoder).layers, cache._states)
+    ahead = MixedCache(decoder.config, AheadCache(cache._growing), None, drafts, drafts=True)
+    own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
+    target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
+    plain = Level("target", decoder, plain_cache, vocab_size=264, block=SIZES.block)
+    for start in range(0, 45, 3):
+        some = tokens[start : start + 3]
+        forward(own, [*some[:1], 0], 1)
+        forward(own, [1, 2, 3], 1)
+        own.truncate(cache.length + 3)
+        forward(own, [7], 1)
+        logits = forward(target, some, 3)
+        assert torch.equal(logits, forward(plain, some, 3))
+        own.truncate(cache.length)
+        assert_same_logits(logits, theirs[start : start + 3])
+
+
+def test_what_drafts_see_are_the_exact_states(decoder: Decoder) -> None:
+    """With the same cache and weights, each draft has the logits of the target."""
+    tokens = random_tokens(30, seed=3)
+    cache = target_cache(decoder, SIZES)
+    assert isinstance(cache, MixedCache)
+    assert isinstance(cache._growing, FullCache)
+    assert isinstance(cache._states, StateCache)
+    drafts = DraftStates(state_cache(decoder).layers, cache._states)
+    ahead = MixedCache(decoder.config, AheadCache(cache._growing), None, drafts, drafts=True)
+    own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
+    target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
+    decoder.prefill(cache, tokens[:11], resident_rows(decoder, 7))
+    for start in range(11, 29, 3):
+        drafted = torch.cat([forward(own, [token], 1) for token in tokens[start : start + 3]])
+        own.truncate(cache.length)
+        assert torch.equal(forward(target, tokens[start : start + 3], 3), drafted)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 63, 64, 65, 511, 512, 513])
+def test_prompts_of_all_lengths_around_blocks_give_the_logits_of_transformers(folder: Path, count: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens, sizes = random_tokens(count + 3, seed=count), SIZES_LONG
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs = model(torch.tensor([tokens])).logits[0]
+    decoder = load(folder, kernels=of(OPERATORS[-1]))
+    cache = target_cache(decoder, sizes)
+    level = Level("target", decoder, cache, vocab_size=264, block=sizes.block)
+    decoder.prefill(cache, tokens[:count], resident_rows(decoder, 512))
+    assert_same_logits(forward(level, tokens[count:], 3), theirs[count:])

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from offload.config.model import ModelConfig
-from offload.config.reading import read_config
+from offload.config.reading import draft_config, read_config
 from offload.decode import generation
 from offload.decode.lengths import Fixed
 from offload.decode.random_source import SeededSource
@@ -483,7 +483,7 @@ def tiny_plan(
     """The planner's plan with the sizes of `sizes` in it."""
     request = Request(
         read_config(target),
-        read_config(draft) if draft is not None else None,
+        draft_config(draft, target) if draft is not None else None,
         Options(
             dtype=dtype, offload=offload, gamma=sizes.gamma, draft_gamma=sizes.draft_gamma, chunk=sizes.chunk,
             sinks=sizes.sinks, window=sizes.window, device="cpu",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings, TensorNames
 from offload.config.matrices import Matrix, layer_parts
-from offload.config.model import ModelConfig
+from offload.config.model import HEAD_BODY, ModelConfig
 
 
 def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConfig:
@@ -20,16 +20,22 @@ def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConf
         return replace(block, encodings=_of_layer(block, names, lambda name: encoding_of(layer + name)))
 
     blocks = tuple(of_layer(index, block) for index, block in enumerate(config.blocks))
+    head_layer = f"{HEAD_BODY}layers.0."
+    next_token = config.next_token and replace(
+        config.next_token,
+        encodings=_of_layer(config.next_token, names, lambda name: encoding_of(head_layer + name)),
+    )
     table = encoding_of(names.embeddings)
     head = table if config.tie_embeddings else encoding_of(names.head)
-    return replace(config, blocks=blocks, table_encoding=table, head_encoding=head)
+    return replace(config, blocks=blocks, table_encoding=table, head_encoding=head, next_token=next_token)
 
 
 def matrices(config: ModelConfig) -> dict[str, Matrix]:
-    """All matrices of a checkpoint of `config`, by the names that `encoded` asks for."""
-    found = {config.names.embeddings: config.table} | (
-        {} if config.tie_embeddings else {config.names.head: config.head}
-    )
+    """All matrices of a checkpoint of `config`, by the names that `encoded` asks for; of a next-token head its own."""
+    found = dict[str, Matrix]()
+    if not config.is_head:
+        found |= {config.names.embeddings: config.table}
+        found |= {} if config.tie_embeddings else {config.names.head: config.head}
     for index, block in enumerate(config.blocks):
         layer, names = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)

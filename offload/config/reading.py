@@ -10,7 +10,7 @@ from offload.config.config_json import config_of
 from offload.config.families.common import token_ids
 from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
-from offload.config.model import ModelConfig
+from offload.config.model import HEAD_JOIN, ModelConfig
 from offload.errors import ModelError
 from offload.fields import Fields
 from offload.strict_json import read_json
@@ -33,6 +33,8 @@ def read_config(path: str | Path) -> ModelConfig:
     config = config_of(
         read_json(folder / "config.json"), name=str(folder / "config.json"), scales=stored_scales(folder)
     )
+    if config.next_token is not None and not _has_head(folder):
+        config = replace(config, next_token=None)
     generation = folder / "generation_config.json"
     if not generation.is_file():
         return config
@@ -40,6 +42,15 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
 
+def draft_config(draft: Path, target: Path) -> ModelConfig:
+    """The config of the draft in `draft`: of the target's next-token head, if that is the target itself and has one.
+    ModelError."""
+    config = read_config(draft)
+    alone = config.head_alone if draft == target else None
+    return alone or config
+
+
+_SINGLE_FILE = "model.safetensors"
 _MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
 _NAME = re.compile(r"\.(scales|weight_scale)$")
 _ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16|BF16|F32)"')
@@ -48,18 +59,41 @@ _ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16
 def stored_scales(folder: Path) -> str:
     """The dtype of the scales: F16, BF16 or F32; "" if the folder has no weights yet, or none with scales. Reading the
     weights checks all scales and reports faults of the files."""
-    path = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
+    path = folder / _SINGLE_FILE
     try:
-        if not path.is_file() and index.is_file():
-            weight_map = read_json(index, max_bytes=_MAX_BYTES).get("weight_map")
-            shards = weight_map if isinstance(weight_map, dict) else {}
-            path = folder / Path(str(next((shards[name] for name in shards if _NAME.search(name)), ""))).name
         if not path.is_file():
-            return ""
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            found = _ENTRY.search(file.read(min(length, _MAX_BYTES)))
+            shards = _shards(folder)
+            path = folder / Path(next((shards[name] for name in shards if _NAME.search(name)), "")).name
+        found = _ENTRY.search(_header(path)) if path.is_file() else None
     except (OSError, ModelError, ValueError):
         return ""
     return found[1].decode() if found else ""
+
+
+def _has_head(folder: Path) -> bool:
+    """Whether the folder has the weights of a next-token head, as its config.json says, or has no weights yet: many
+    programs that convert or quantise a model leave them out."""
+    path = folder / _SINGLE_FILE
+    try:
+        if path.is_file():
+            return f'"{HEAD_JOIN}"'.encode() in _header(path)
+        shards = _shards(folder)
+        return not shards or HEAD_JOIN in shards
+    except (OSError, ModelError, ValueError):
+        return False
+
+
+def _shards(folder: Path) -> dict[str, str]:
+    """The file of each tensor of a checkpoint in several files; empty without an index."""
+    index = folder / f"{_SINGLE_FILE}.index.json"
+    if not index.is_file():
+        return {}
+    weight_map = read_json(index, max_bytes=_MAX_BYTES).get("weight_map")
+    return {name: str(file) for name, file in weight_map.items()} if isinstance(weight_map, dict) else {}
+
+
+def _header(path: Path) -> bytes:
+    """The header of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return file.read(min(length, _MAX_BYTES))

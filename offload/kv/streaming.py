@@ -66,15 +66,16 @@ class StreamingCache:
         """Rows that one forward may take."""
         return self._num_slots - self.window
 
-    def skip(self, num_pending: int) -> int:
-        """The number of `num_pending` tokens, from the first on, that no later row sees: these need no forward.
+    def skip(self, num_pending: int, *, least: int = 0) -> int:
+        """The number of `num_pending` tokens, from the first on, that no later row sees: these need no forward. least:
+        tokens that cannot have one.
 
         Only after the sinks are in. Jumping over them loses what they would have told the first rows of the window; a
         draft that is fed its last window only is the price of not running the whole prompt through it.
         """
         if self.length < self.sinks:
             return 0
-        skipped = max(num_pending - self.window, 0)
+        skipped = max(num_pending - self.window, least)
         if skipped:
             self.length += skipped
             self._first = self.length

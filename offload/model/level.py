@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ from offload.transfer.memory import sent
 from offload.transfer.timing import Timing, measured_together
 
 
+class Hidden(Protocol):
+    """Where a level writes the last hidden rows of its tokens, for a next-token head."""
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Rows [n, hidden] of the tokens at `start` and on."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Only the first `length` tokens are left."""
+        ...
+
+
 class Level:
     """A model with its cache: implements `offload.model.passes.Level`.
 
@@ -32,7 +44,7 @@ class Level:
     block: torch's products run in blocks of so many rows, the last one padded, so that a token's bits do not depend on
     how many tokens are verified with it. None: as many rows as there are tokens.
     link: where the level's weights or cache cross it, for the statistics. pool: of the model's graphs; None: passes are
-    launched kernel by kernel.
+    launched kernel by kernel. hidden: takes the last hidden rows of each pass.
     """
 
     def __init__(
@@ -45,6 +57,7 @@ class Level:
         block: int | None = None,
         link: Link | None = None,
         pool: GraphPool | None = None,
+        hidden: Hidden | None = None,
     ) -> None:
         self.stats = LevelStats(name)
         self._decoder, self._cache = decoder, cache
@@ -52,6 +65,8 @@ class Level:
         self._timing = Timing(decoder.device)
         records = decoder.stays_in_place and wanted(VARIABLE)
         self._graphs = Graphs(pool) if records and pool is not None else None
+        self._hidden = hidden
+        self._left: Tensor | None = None  # hidden rows, where graphs leave them
         self._launched: set[int] = set()  # numbers of rows for which a GPU's kernels are compiled
 
     @property
@@ -90,6 +105,8 @@ class Level:
 
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
+        if self._hidden is not None:
+            self._hidden.truncate(self._cache.length)
 
     def forget_graphs(self) -> None:
         """Drop all graphs: the next pass of each kind launches its kernels one by one."""
@@ -115,9 +132,11 @@ class Level:
             segments = [self._begin(each, num_rows) for each, num_rows in zip(passes, rows, strict=True)]
         self._count_first(sum(rows))
         hidden = self._decoder.forward(segments, block=block)
-        for each, segment in zip(passes, segments, strict=True):
+        parts = hidden.split(rows)
+        for each, segment, part in zip(passes, segments, parts, strict=True):
+            _level(each)._take_hidden(part[: len(each.tokens)])
             segment.cache.advance(len(each.tokens))
-        logits = self._logits(passes, hidden.split(rows), block)
+        logits = self._logits(passes, parts, block)
         return [each.compute(own, *each.given) for each, own in zip(passes, logits, strict=True)]
 
     def _run_graph(
@@ -142,6 +161,8 @@ class Level:
             ids, rows, *own = [list(islice(inputs, len(some))) for some in given]
             caches = [each.cache for each in segments]
             hidden = self._decoder.forward(list(map(Segment, caches, ids)), block=block)
+            for each, part in zip(passes, hidden.split([len(some) for some in ids]), strict=True):
+                _level(each)._leave_hidden(part)
             logits = self._decoder.logits(hidden.index_select(0, *rows) if rows else hidden, block=block)
             parts = logits[: sum(sizes), : self._vocab_size].split(sizes)
             return [each.compute(part, *some) for each, part, some in zip(passes, parts, own, strict=True)]
@@ -154,11 +175,25 @@ class Level:
         if made is None:
             return None
         for each, segment in zip(passes, segments, strict=True):
+            if (left := _level(each)._left) is not None:
+                _level(each)._take_hidden(left[: len(each.tokens)])
             segment.cache.advance(len(each.tokens))
         return [
             (found[0][: each.num_logits],) if each.compute is the_logits else found
             for each, found in zip(passes, made, strict=True)
         ]
+
+    def _take_hidden(self, rows: Tensor) -> None:
+        """The hidden rows of a pass's tokens, which the cache is about to count."""
+        if self._hidden is not None:
+            self._hidden.write(self._cache.length, rows)
+
+    def _leave_hidden(self, rows: Tensor) -> None:
+        """Within a graph: leave the hidden rows where they are after each replay."""
+        if self._hidden is not None:
+            if self._left is None:
+                self._left = rows.new_empty(MAX_ROWS, rows.shape[1])
+            self._left[: len(rows)].copy_(rows)
 
     def _wanted(
         self, passes: Sequence[Pass], tokens: Sequence[Tensor], sizes: Sequence[int], block: int | None

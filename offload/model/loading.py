@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from offload.config.reading import read_config
+from offload.config.reading import draft_config, read_config
 from offload.kernels.choice import of_model
 from offload.model.decoder import Decoder
+from offload.model.next_token import NextTokenDecoder
 from offload.model.sums import Sums
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
@@ -17,6 +18,7 @@ from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.layers import load_weights
+from offload.weights.next_token import load_next_token
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -31,16 +33,19 @@ def load_decoders(
     shard: Shard = ALONE,
     sums: Sums | None = None,
 ) -> dict[str, Decoder]:
-    """Check each folder's checkpoint and load it: onto the device, except for the offloaded layers of "target".
+    """Check each folder's checkpoint and load it: onto the device, except for the offloaded layers of "target". A draft
+    in the target's folder is its next-token head.
 
     shard, sums: this rank's shard of "target", and the sums over all ranks; other models are whole.
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
     """
     dtype = DTYPES[plan.request.dtype]
-    configs = {name: read_config(folder) for name, folder in folders.items()}
+    configs = {"target": read_config(folders["target"])}
+    if "draft" in folders:
+        configs["draft"] = draft_config(folders["draft"], folders["target"])
     shards = {name: shard if name == "target" else ALONE for name in folders}
     own = {name: shards[name].config(config) for name, config in configs.items()}
-    total = sum(config.weight_bytes(dtype.itemsize) for config in own.values())
+    total = sum(config.own_bytes(dtype.itemsize) for config in own.values())
     done = 0
 
     def count(num_bytes: int) -> None:
@@ -48,9 +53,14 @@ def load_decoders(
         done = min(done + num_bytes, total)
         on_bytes(done, total)
 
-    decoders = {}
+    decoders = dict[str, Decoder]()
     for name, folder in folders.items():
         with Checkpoint.open(folder) as checkpoint:
+            if configs[name].is_head:
+                loaded = load_next_token(checkpoint, configs[name], memory, dtype=dtype, on_bytes=count)
+                found = of_model(memory.device, configs[name])
+                decoders[name] = NextTokenDecoder(configs[name], loaded, decoders["target"].weights, found)
+                continue
             check_model(checkpoint, configs[name])
             weights = load_weights(
                 checkpoint,

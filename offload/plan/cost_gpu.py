@@ -57,7 +57,7 @@ class GpuPasses(DevicePasses):
     def draft(self) -> float:
         draft, sizing = self.passes.sizing.draft, self.passes.sizing
         assert draft is not None
-        read = draft.weight_bytes(sizing.itemsize) / self._rate
+        read = draft.read_bytes(sizing.itemsize) / self._rate
         return self.passes.num_sequences * (self._graph_calls(draft.num_layers) + read)
 
     def prefill(self, num_tokens: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload.config.model import ModelConfig
-from offload.config.reading import read_config
+from offload.config.reading import draft_config, read_config
 from offload.formats.layout import CODE_BITS
 from offload.interrupts import poll
 from offload.plan.batching import plan_together
@@ -45,7 +45,7 @@ class Request:
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
         """A request on `hardware`, with the stored pass times. Raises ModelError, UsageError."""
         used = draft if options.speculation else None
-        configs = read_config(model), None if used is None else read_config(used)
+        configs = read_config(model), None if used is None else draft_config(used, model)
         return cls(*configs, options, hardware).with_known_times()
 
     def with_known_times(self) -> Request:

@@ -37,7 +37,7 @@ OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
-        *("states", "state checkpoints"),
+        *("states", "state checkpoints", "hidden rows of drafts"),
     )
 )
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
@@ -302,8 +302,7 @@ class Sizing:
         if composition.keeps_copies:
             sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # in arrival order, and sorted
         if first and composition.draft and self.draft is not None:
-            sizes["draft layers"] = self.draft.layers_weight_bytes(self.itemsize)
-            sizes["draft embeddings"] = self.draft.weight_bytes(self.itemsize) - sizes["draft layers"]
+            sizes |= self._draft_bytes(self.draft, composition)
             per_token = self.draft.all_layers(lambda layer: layer.layer_kv_bytes(self.itemsize))
             sizes["draft cache"] = self._draft_tokens(composition) * per_token
             sizes["rope tables"] += self._rope_bytes(self.draft, capacity)
@@ -311,6 +310,14 @@ class Sizing:
             sizes["attention scratch"] = self._attention_bytes(capacity, composition, first=first)
             sizes["reserve"] = _GPU_RESERVE
         return sizes
+
+    def _draft_bytes(self, draft: ModelConfig, composition: Composition) -> dict[str, int]:
+        """Bytes of a draft's weights. A next-token head has the model's embeddings, and hidden rows of it."""
+        if draft.is_head:
+            rows = self._draft_tokens(composition) * draft.hidden_size * self.itemsize
+            return {"draft layers": draft.own_bytes(self.itemsize), "hidden rows of drafts": rows}
+        layers = draft.layers_weight_bytes(self.itemsize)
+        return {"draft layers": layers, "draft embeddings": draft.weight_bytes(self.itemsize) - layers}
 
     def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
         """Bytes of the layers and, on the first device, the head, with matrices in `bits` bits per element. A head in

@@ -215,6 +215,13 @@ class Checkpoint:
         for name in expected:
             self.dtype(name)
 
+    def check_head(self, config: ModelConfig) -> None:
+        """ModelError unless the checkpoint holds the weights of a next-token head, of this config."""
+        if config.quantisation is not None:
+            self.gather(config)
+        expected = expected_tensors(config)
+        self.check(expected, beside=self._entries.keys() - expected.keys())
+
     def close(self) -> None:
         """Unmap all files. Idempotent."""
         self._files.close()

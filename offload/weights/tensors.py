@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload.config.block import BLOCK_NORMS, Attention
-from offload.config.model import ModelConfig, layer_norms
+from offload.config.model import HEAD_BODY, HEAD_JOIN, ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import VECTORS, LayerLayout
@@ -140,15 +140,19 @@ def _after(first: int, rows: range) -> range:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only tensors that `config` implies."""
+    """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only tensors that `config` implies; of a
+    next-token head its own."""
     layers = {kind.block: _layer_tensors(kind) for kind, _ in config.kinds}
     names, table = config.names, (config.vocab_size, config.hidden_size)
-    tensors: dict[str, tuple[int, ...]] = {names.embeddings: table}
+    tensors: dict[str, tuple[int, ...]] = {} if config.is_head else {names.embeddings: table}
     for index, block in enumerate(config.blocks):
         tensors |= {f"{names.body}layers.{index}.{name}": shape for name, shape in layers[block].items()}
     tensors[f"{names.norm}.weight"] = (config.hidden_size,)
     if config.norm.bias:
         tensors[f"{names.norm}.bias"] = (config.hidden_size,)
+    if config.is_head:
+        tensors |= {f"{HEAD_BODY}pre_fc_norm_{each}.weight": (config.hidden_size,) for each in ("embedding", "hidden")}
+        return tensors | {HEAD_JOIN: (config.join.outputs, config.join.inputs)}
     return tensors if config.tie_embeddings else tensors | {names.head: table}
 
 

@@ -15,12 +15,14 @@ from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring, scorings
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
+from offload.kv.last_hidden import LastHidden
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import DraftStates, LayerStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
+from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
 from offload.plan.planner import Plan
@@ -82,6 +84,25 @@ def state_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StateCache |
 def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCache) -> DraftStates:
     """The states of the level where the target drafts for itself."""
     return DraftStates(_layer_states(plan, config, memory), exact)
+
+
+def last_hidden(plan: Plan, draft: Decoder | None, memory: Memory) -> LastHidden | None:
+    """The target's hidden rows that a next-token head reads; None without one."""
+    composition = plan.composition
+    if draft is None or not draft.config.is_head or not composition.draft:
+        return None
+    return LastHidden(
+        memory,
+        hidden_size=draft.config.hidden_size,
+        dtype=DTYPES[plan.request.dtype],
+        sinks=composition.sinks,
+        window=2 * (composition.window + _slack(plan)),
+    )
+
+
+def _slack(plan: Plan) -> int:
+    """Rows of a draft that may be rejected."""
+    return plan.composition.gamma + plan.composition.draft_gamma + 2 * plan.placement.rows
 
 
 def _layer_states(plan: Plan, config: ModelConfig, memory: Memory) -> LayerStates:
@@ -161,7 +182,7 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Ro
         scorings=scorings_of(plan, config, rotated),
         sinks=composition.sinks,
         window=composition.window,
-        slack=composition.gamma + composition.draft_gamma + 2 * plan.placement.rows,
+        slack=_slack(plan),
         kernels=_attention_kernels(plan, config),
     )
 

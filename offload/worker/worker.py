@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.kv import Cache
 from offload.kv.ahead import AheadCache
 from offload.kv.full import FullCache
+from offload.kv.last_hidden import DraftedHidden, LastHidden
 from offload.kv.mixed import MixedCache
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
@@ -17,8 +21,9 @@ from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.metrics import LevelStats, LinkStats, RankStats
 from offload.model.decoder import Decoder, OnHidden
-from offload.model.level import Level, StreamingLevel
+from offload.model.level import Hidden, Level, StreamingLevel
 from offload.model.loading import DTYPES
+from offload.model.next_token import NextTokenDecoder, NextTokenLevel
 from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress
@@ -32,6 +37,7 @@ from offload.worker.assemble import (
     block_rows,
     draft_states,
     full_cache,
+    last_hidden,
     quantised_cache,
     retrieval_cache,
     scorings_of,
@@ -41,7 +47,17 @@ from offload.worker.assemble import (
 )
 from offload.worker.models import LoadedModels
 
-_Owned = Arena | FullCache | WindowCache | StateCache | DraftStates | RetrievalCache | QuantisedCache | StreamingCache
+_Owned = (
+    Arena
+    | FullCache
+    | WindowCache
+    | StateCache
+    | DraftStates
+    | LastHidden
+    | RetrievalCache
+    | QuantisedCache
+    | StreamingCache
+)
 
 
 class Worker:
@@ -141,8 +157,16 @@ class Worker:
         """Append `tokens` to the full cache and to a quantised copy, if there is one; the levels below catch up later.
         An interrupted prefill appends no tokens. `on_tokens` is called with the number of tokens that are done,
         `on_hidden` with the last layer's rows, where row 0 is the first appended token."""
-        cache, rows = self._target_cache, self._hidden_rows
-        self.target.prefill(cache, tokens, rows, on_tokens=on_tokens, on_hidden=on_hidden)
+        cache, rows, hidden, first = self._target_cache, self._hidden_rows, self.hidden, self.full.length
+
+        def take(start: int, block: Tensor) -> None:
+            if hidden is not None:
+                hidden.write(first + start, block)
+            if on_hidden is not None:
+                on_hidden(start, block)
+
+        taken = on_hidden if hidden is None else take
+        self.target.prefill(cache, tokens, rows, on_tokens=on_tokens, on_hidden=taken)
         if isinstance(self._copies, QuantisedCache):
             self._copies.refresh()
 
@@ -186,6 +210,8 @@ class Worker:
             self.windows.copy_from(other.windows, count)
         if self.states is not None and other.states is not None:
             self.states.copy_from(other.states, count)
+        if self.hidden is not None and other.hidden is not None:
+            self.hidden.copy_from(other.hidden, count)
         self.full.copy_from(other.full, count)
         return True
 
@@ -228,6 +254,9 @@ class Worker:
         self.states = state_cache(plan, self.target.config, self.memory)
         if self.states is not None:
             self._caches.append(self.states)
+        self.hidden = last_hidden(plan, self.models.decoders.get("draft"), self.memory)
+        if self.hidden is not None:
+            self._caches.append(self.hidden)
         self._target_cache = self._mixed(self.full, drafts=False)
         self.levels["target"] = self._level("target", self.target, self._target_cache, self.block)
         own = self._own_target()
@@ -247,8 +276,13 @@ class Worker:
         if "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
             self._caches.append(streaming)
-            pool = self.models.graphs
-            self.levels["draft"] = StreamingLevel("draft", draft, streaming, vocab_size=self.vocab_size, pool=pool)
+            self.levels["draft"] = self._draft_level(draft, streaming)
+
+    def _draft_level(self, draft: Decoder, cache: StreamingCache) -> Level:
+        if isinstance(draft, NextTokenDecoder):
+            assert self.hidden is not None
+            return NextTokenLevel("draft", draft, cache, self.hidden, vocab_size=self.vocab_size)
+        return StreamingLevel("draft", draft, cache, vocab_size=self.vocab_size, pool=self.models.graphs)
 
     def _mixed(self, growing: Cache, *, drafts: bool = True) -> Cache:
         """`growing`, joined with the target's windows and states if it has any. drafts: see `MixedCache`."""
@@ -274,7 +308,14 @@ class Worker:
         link = self.link if cache is self._target_cache or decoder.streams else None
         streams = cache is self._target_cache and "kv" in self.plan.placement.offload
         pool = None if streams else self.models.graphs
-        return Level(name, decoder, cache, vocab_size=self.vocab_size, block=block, link=link, pool=pool)
+        more: dict[str, Any] = {"block": block, "link": link, "pool": pool, "hidden": self._hidden_for(name)}
+        return Level(name, decoder, cache, vocab_size=self.vocab_size, **more)
+
+    def _hidden_for(self, name: str) -> Hidden | None:
+        """Where a level of the target writes its hidden rows; None without a next-token head."""
+        if self.hidden is None or name == "target":
+            return self.hidden
+        return DraftedHidden(self.hidden, self.full)
 
     def _reserve(self) -> None:
         plan = self.plan

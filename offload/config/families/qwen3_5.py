@@ -3,13 +3,15 @@ gated attention of which a quarter of each head rotates."""
 
 from __future__ import annotations
 
-from offload.config.block import Norm, TensorNames
+from dataclasses import replace
+
+from offload.config.block import Block, Norm, TensorNames
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
 from offload.config.families.gemma2 import NORM
 from offload.config.families.states import read_delta_rule, stateful_layers, with_states
 from offload.config.model import ModelConfig
 from offload.config.rope import RopeDefaults
-from offload.fields import Fields
+from offload.fields import Fields, whole
 
 _PERIOD = 4  # default: every so many layers one attends
 _GATE = "attn_output_gate"
@@ -29,7 +31,16 @@ def describe(source: Fields) -> ModelConfig:
         attention=biases(source) | {"qk_norm": norm, "gate": True}, names=TensorNames(gate="self_attn.q_proj"),
     )  # fmt: skip
     delta = read_delta_rule(source, key_heads=16, heads=32, key_dim=128, value_dim=128, norm=Norm(eps, fp32=True))
+    config = replace(config, next_token=_next_token(source, config.block))
     return with_states(config, delta, stateful_layers(source, "full_attention_interval", _PERIOD))
+
+
+def _next_token(source: Fields, attends: Block) -> Block | None:
+    """The layer of the next-token head, one that attends; None where there is none, or where it needs a table of
+    embeddings of its own."""
+    own_table = source.flag("mtp_use_dedicated_embeddings", False)
+    layers = source.get("mtp_num_hidden_layers", whole(0, 64), 0)
+    return attends if layers == 1 and not own_table else None
 
 
 _READS = frozenset(("partial_rotary_factor", _GATE))

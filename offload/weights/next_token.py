@@ -1,0 +1,68 @@
+"""The weights of a next-token head (MTP), which are in its model's checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.config.model import HEAD_BODY, HEAD_JOIN, ModelConfig
+from offload.kernels.norms import NormWeights, dtype_of
+from offload.transfer.memory import Memory
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.layers import load_layer
+from offload.weights.layout import LayerLayout, LayerWeights
+from offload.weights.linear import Linear
+
+PURPOSE = "draft layers"
+
+
+@dataclass(frozen=True)
+class NextTokenWeights:
+    """The weights of a next-token head. join: [hidden, 2 * hidden], of an embedding and a hidden row, which have norms
+    of their own before it. norm: of the output."""
+
+    layer: LayerWeights
+    nbytes: int
+    join: Linear
+    embedding_norm: NormWeights
+    hidden_norm: NormWeights
+    norm: NormWeights
+
+
+def load_next_token(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    memory: Memory,
+    *,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> NextTokenWeights:
+    """Load the head from its model's checkpoint onto the device. config: of the head alone. Raises ModelError where
+    tensors are missing or have other shapes, DoesNotFit."""
+    checkpoint.check_head(config)
+
+    def place(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        block = memory.allocate(shape, kind, tier="device", purpose=PURPOSE)
+        checkpoint.read_into(name, block)
+        on_bytes(block.nbytes)
+        return block
+
+    def norm(name: str) -> NormWeights:
+        weight = place(f"{HEAD_BODY}{name}.weight", (config.hidden_size,), dtype_of(config.norm, dtype))
+        return NormWeights(config.norm, weight.add_(1) if config.norm.plus_one else weight)
+
+    layout = LayerLayout.of(config, dtype)
+    buffer = memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=PURPOSE)
+    load_layer(checkpoint, config, layout, 0, buffer)
+    on_bytes(buffer.nbytes)
+    return NextTokenWeights(
+        layout.bind(buffer),
+        layout.num_bytes,
+        Linear(place(HEAD_JOIN, (config.join.outputs, config.join.inputs), dtype), None),
+        norm("pre_fc_norm_embedding"),
+        norm("pre_fc_norm_hidden"),
+        norm("norm"),
+    )

@@ -42,6 +42,7 @@ def keys(data: dict[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 DOCUMENT = through_json(plan(Options(offload=KV, link_gbps=1.0)))
 KEYS = list(keys(DOCUMENT))
+LATER = {("placement", "checkpoints"): 0, ("predicted", "draft_acceptance"): 0.5}  # plans of before do not have them
 
 
 def changed(place: tuple[str, ...], value: object) -> dict[str, Any]:
@@ -69,16 +70,25 @@ def test_a_plan_is_the_same_to_the_last_bit_after_a_way_through_json(made: Plan)
     assert read_plan({"text": "...", "plan": through_json(made)}) == made  # as --json has it
 
 
-@pytest.mark.parametrize("place", KEYS, ids=".".join)
-def test_a_key_that_is_missing_is_named(place: tuple[str, ...]) -> None:
+def without(place: tuple[str, ...]) -> dict[str, Any]:
     *parts, last = place
     data = deepcopy(DOCUMENT)
     inner = data
     for part in parts:
         inner = inner[part]
     del inner[last]
+    return data
+
+
+@pytest.mark.parametrize("place", [key for key in KEYS if key not in LATER], ids=".".join)
+def test_a_key_that_is_missing_is_named(place: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=rf"plan\.{'.'.join(place)} is missing"):
-        read_plan(data)
+        read_plan(without(place))
+
+
+@pytest.mark.parametrize("place", LATER, ids=".".join)
+def test_a_plan_of_before_has_what_was_so_then(place: tuple[str, str]) -> None:
+    assert getattr(getattr(read_plan(without(place)), place[0]), place[1]) == LATER[place]
 
 
 @pytest.mark.parametrize("part", [(), ("request",), ("composition",), ("placement",), ("predicted",)])

@@ -115,6 +115,9 @@ class CountedRows:
     def truncate(self, length: int) -> None:
         self.length = min(self.length, length)
 
+    def reachable(self, length: int) -> int:
+        return length
+
 
 def cached(tokens: list[int], *, num_last: int = 2, precomputed: bool = False) -> PrefixCache:
     prefix = PrefixCache(cast(Worker, CountedRows(num_last, prefill_block=2)))

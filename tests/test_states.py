@@ -258,23 +258,77 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant("one token too few is replayed", "states", "Replayed(start - self.bases[layer]", "Replayed(max(start - self.bases[layer] - 1, 0)"),
+    Mutant(
+        "one token too few is replayed",
+        "states",
+        "Replayed(start - self.bases[layer]",
+        "Replayed(max(start - self.bases[layer] - 1, 0)",
+    ),
     Mutant("no token is replayed", "states", "Replayed(start - self.bases[layer]", "Replayed(0"),
-    Mutant("all tokens of the last pass are replayed", "states", "        kept, self._phase = self.reachable(length), None\n", "        kept, self._phase = self.length, None\n"),
-    Mutant("a state that a broken prefill has passed is gone on with", "states", "return wanted if self.layers.place <= wanted else", "return wanted if min(self.layers.bases) <= wanted else"),
-    Mutant("the base of layers that ran before an interrupt is forgotten", "states", "        self.bases[layer] = start + len(rows) * settles\n", "        self.bases = [start + len(rows) * settles] * len(self.bases)\n"),
-    Mutant("a checkpoint lacks the convolution's tail", "checkpoints", "            self._tails[slot, layer].copy_(tail)\n", ""),
-    Mutant("a checkpoint comes back without the convolution's tail", "states", "        self.tails().copy_(tails)\n", ""),
-    Mutant("a checkpoint of tokens that were cut off stays", "states", "        self.checkpoints.forget_after(kept)\n", ""),
-    Mutant("a copy has the state without the inputs after it", "states", "        self.inputs[:, :used] = other.inputs[:, :used]\n", ""),
-    Mutant("a prefill does not note where it begins", "states", "            self._settle(layer, rows, weights)\n", "            self._note(layer)\n"),
+    Mutant(
+        "all tokens of the last pass are replayed",
+        "states",
+        "        kept, self._phase = self.reachable(length), None\n",
+        "        kept, self._phase = self.length, None\n",
+    ),
+    Mutant(
+        "a state that a broken prefill has passed is gone on with",
+        "states",
+        "return wanted if self.layers.place <= wanted else",
+        "return wanted if min(self.layers.bases) <= wanted else",
+    ),
+    Mutant(
+        "the base of layers that ran before an interrupt is forgotten",
+        "states",
+        "        self.bases[layer] = start + len(rows) * settles\n",
+        "        self.bases = [start + len(rows) * settles] * len(self.bases)\n",
+    ),
+    Mutant(
+        "a checkpoint lacks the convolution's tail",
+        "checkpoints",
+        "            self._tails[slot, layer].copy_(tail)\n",
+        "",
+    ),
+    Mutant(
+        "a checkpoint comes back without the convolution's tail", "states", "        self.tails().copy_(tails)\n", ""
+    ),
+    Mutant(
+        "a checkpoint of tokens that were cut off stays", "states", "        self.checkpoints.forget_after(kept)\n", ""
+    ),
+    Mutant(
+        "a copy has the state without the inputs after it",
+        "states",
+        "        self.inputs[:, :used] = other.inputs[:, :used]\n",
+        "",
+    ),
+    Mutant(
+        "a prefill does not note where it begins",
+        "states",
+        "            self._settle(layer, rows, weights)\n",
+        "            self._note(layer)\n",
+    ),
     Mutant("drafts go on from their own states", "states", "if start == exact.length or not", "if not"),
     Mutant("a cache without checkpoints keeps its states", "states", "            self.layers.states.zero_()\n", ""),
-    Mutant("the tail is off by one", "delta", "held.inputs[count : before + count]", "held.inputs[max(count - 1, 0) : before + max(count - 1, 0)]"),
-    Mutant("gates are those of the row before", "delta", "gates.float(), strict=True)", "gates.float().roll(1, 0), strict=True)"),
+    Mutant(
+        "the tail is off by one",
+        "delta",
+        "held.inputs[count : before + count]",
+        "held.inputs[max(count - 1, 0) : before + max(count - 1, 0)]",
+    ),
+    Mutant(
+        "gates are those of the row before",
+        "delta",
+        "gates.float(), strict=True)",
+        "gates.float().roll(1, 0), strict=True)",
+    ),
     Mutant("steps are those of the row before", "delta", "steps[-1]", "steps[-2]"),
-    Mutant("the state passes rows that may be rejected", "delta", "held.state if settles else held.state.clone()", "held.state"),
-]  # fmt: skip
+    Mutant(
+        "the state passes rows that may be rejected",
+        "delta",
+        "held.state if settles else held.state.clone()",
+        "held.state",
+    ),
+]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
@@ -355,10 +409,10 @@ def test_a_level_that_drafts_from_the_states_leaves_the_targets_logits_alone(dec
     theirs = in_prefill(decoder, target_cache(decoder, SIZES), tokens, 7)
     cache, plain_cache = target_cache(decoder, SIZES), target_cache(decoder, SIZES)
     assert isinstance(cache, MixedCache)
-    assert isinstance(cache._growing, FullCache)
-    assert isinstance(cache._states, StateCache)
-    drafts = DraftStates(state_cache(decoder).layers, cache._states)
-    ahead = MixedCache(decoder.config, AheadCache(cache._growing), None, drafts, drafts=True)
+    assert isinstance(cache.growing, FullCache)
+    assert isinstance(cache.states, StateCache)
+    drafts = DraftStates(state_cache(decoder).layers, cache.states)
+    ahead = MixedCache(decoder.config, AheadCache(cache.growing), None, drafts, drafts=True)
     own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
     target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
     plain = Level("target", decoder, plain_cache, vocab_size=264, block=SIZES.block)
@@ -379,10 +433,10 @@ def test_what_drafts_see_are_the_exact_states(decoder: Decoder) -> None:
     tokens = random_tokens(30, seed=3)
     cache = target_cache(decoder, SIZES)
     assert isinstance(cache, MixedCache)
-    assert isinstance(cache._growing, FullCache)
-    assert isinstance(cache._states, StateCache)
-    drafts = DraftStates(state_cache(decoder).layers, cache._states)
-    ahead = MixedCache(decoder.config, AheadCache(cache._growing), None, drafts, drafts=True)
+    assert isinstance(cache.growing, FullCache)
+    assert isinstance(cache.states, StateCache)
+    drafts = DraftStates(state_cache(decoder).layers, cache.states)
+    ahead = MixedCache(decoder.config, AheadCache(cache.growing), None, drafts, drafts=True)
     own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
     target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
     decoder.prefill(cache, tokens[:11], resident_rows(decoder, 7))

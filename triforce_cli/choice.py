@@ -60,10 +60,11 @@ def choose_models(model: Path | None, draft: str | None, *, weights: bool = True
 
 
 def _with_suitable_draft(model: str, target: Path, *, weights: bool) -> Models:
+    from offload.config.reading import has_next_token
     from offload.hub.library import is_here, recommended_draft
     from offload.hub.names import model_folder, pull_command, repository_of
 
-    if _has_head(target):
+    if has_next_token(target):
         note = "draft: the model's own next-token head (--draft none goes without)"
         return Models(target=target, draft=target, embedded=False, draft_note=note)
     name = recommended_draft(model, target)
@@ -74,16 +75,6 @@ def _with_suitable_draft(model: str, target: Path, *, weights: bool) -> Models:
         return Models(target=target, draft=None, embedded=False, draft_note=note)
     note = f"draft: {name}, which suits {model} (--draft none goes without)"
     return Models(target=target, draft=model_folder(repository_of(name)), embedded=False, draft_note=note)
-
-
-def _has_head(target: Path) -> bool:
-    """Whether the model has a next-token head. False where it cannot be read, which is reported later."""
-    from offload.config.reading import read_config
-
-    try:
-        return read_config(target).next_token is not None
-    except ModelError:
-        return False
 
 
 def embedded_model(name: str) -> Path:

@@ -28,7 +28,6 @@ from offload.config.matrices import Matrix, layer_matrices
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
 
-
 HEAD_BODY = "mtp."  # prefix of the tensor names of a next-token head
 HEAD_JOIN = f"{HEAD_BODY}fc.weight"
 

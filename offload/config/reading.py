@@ -42,6 +42,14 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
 
+def has_next_token(model: Path) -> bool:
+    """Whether a model has a next-token head. False where it cannot be read, which its reader reports."""
+    try:
+        return read_config(model).next_token is not None
+    except ModelError:
+        return False
+
+
 def draft_config(draft: Path, target: Path) -> ModelConfig:
     """The config of the draft in `draft`: of the target's next-token head, if that is the target itself and has one.
     ModelError."""

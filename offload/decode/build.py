@@ -18,7 +18,6 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Charge, Lengths, ModelProposer, Speculator
 from offload.model.passes import Level
 from offload.plan.composition import LevelName
-from offload.plan.cost import DRAFT_ACCEPTANCE
 from offload.plan.planner import Plan
 
 TRUST = 32.0  # observations that the planned acceptance of retrieved tokens is worth: measured on three models
@@ -126,7 +125,7 @@ class _Costs:
         if name in (LookupProposer.name, GrammarProposer.name):
             return Estimate(LOOKUP_CHANCES[0], 0.0, chances=LOOKUP_CHANCES)
         if name == "draft":
-            return Estimate(DRAFT_ACCEPTANCE + HOPE, predicted.draft_pass_seconds)
+            return Estimate(predicted.draft_acceptance + HOPE, predicted.draft_pass_seconds)
         prepare_seconds = predicted.refresh_seconds + predicted.mass_share * predicted.full_pass_seconds
         return Estimate(
             predicted.acceptance, predicted.retrieval_token_seconds, weight=TRUST, prepare_seconds=prepare_seconds

@@ -27,7 +27,7 @@ class MixedCache:
         *,
         drafts: bool,
     ) -> None:
-        self._growing, self._states, self._drafts = growing, states, drafts
+        self.growing, self.windows, self.states, self._drafts = growing, windows, states, drafts
         self._beside = [each for each in (windows, states) if each is not None]
         self._places: dict[int, tuple[Cache, int]] = {layer: (growing, at) for at, layer in enumerate(config.growing)}
         if windows is not None:
@@ -36,12 +36,12 @@ class MixedCache:
 
     @property
     def length(self) -> int:
-        return self._growing.length
+        return self.growing.length
 
     def begin(self, phase: Phase, num_rows: int) -> None:
         for each in self._beside:
             each.begin(phase, num_rows, self.length if self._drafts else None)
-        self._growing.begin(phase, num_rows)
+        self.growing.begin(phase, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Cache`."""
@@ -50,11 +50,11 @@ class MixedCache:
 
     def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
         """See `MixRows`."""
-        assert self._states is not None, "a model with states has a cache of them"
-        return self._states.recur(self._stateful[layer], rows, weights)
+        assert self.states is not None, "a model with states has a cache of them"
+        return self.states.recur(self._stateful[layer], rows, weights)
 
     def advance(self, num_tokens: int) -> None:
-        self._growing.advance(num_tokens)
+        self.growing.advance(num_tokens)
         for each in self._beside:
             each.advance(num_tokens)
 
@@ -74,13 +74,13 @@ class MixedCache:
             for each in self._beside:
                 if not isinstance(each, DraftStates):
                     each.truncate(length)
-        self._growing.truncate(length)
+        self.growing.truncate(length)
 
     @property
     def graph_key(self) -> Hashable:
         """See `Cache`."""
-        keys = tuple(each.graph_key for each in (self._growing, *self._beside))
+        keys = tuple(each.graph_key for each in (self.growing, *self._beside))
         return None if None in keys else keys
 
     def nbytes(self) -> int:
-        return self._growing.nbytes() + sum(each.nbytes() for each in self._beside)
+        return self.growing.nbytes() + sum(each.nbytes() for each in self._beside)

@@ -7,10 +7,11 @@ and estimates (docs/log.md), the same on every machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import hypot, inf, log, sqrt
 
+from offload.fields import LATER
 from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
@@ -19,6 +20,7 @@ from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
 DRAFT_ACCEPTANCE = 0.5  # of a small draft's tokens, by the target or a part of it
+HEAD_ACCEPTANCE = 0.7  # of a next-token head's: reported from 0.5 to 0.9, by depth and text
 LOOKUP_TOKENS = 1.2  # per round with a looked up token, in texts that repeat little (Qwen2.5-Coder's prose: 1.3)
 
 _WEIGHTS_REFUSED = {16: 0.0, 6: 0.85, 4: 3.0}  # by bits, over the root of the hidden size
@@ -42,9 +44,15 @@ class Cost(Passes):
         """The chance that the target accepts a token of the level below it, or of the draft."""
         composition = self.composition
         if composition.inner is None:
-            return DRAFT_ACCEPTANCE if composition.draft else 0.0
+            return self.draft_acceptance if composition.draft else 0.0
         hidden_size = self.sizing.target.hidden_size
         return own_acceptance(hidden_size, composition.weight_bits, composition.kv_bits, self._held_share)
+
+    @property
+    def draft_acceptance(self) -> float:
+        """The chance that the level above the draft accepts its token."""
+        draft = self.sizing.draft
+        return HEAD_ACCEPTANCE if draft is not None and draft.is_head else DRAFT_ACCEPTANCE
 
     @cached_property
     def gamma(self) -> int:
@@ -85,7 +93,8 @@ class Cost(Passes):
         draft_gamma = self.composition.draft_gamma if self.composition.draft else 0
         lengths = range(draft_gamma + 1) if self.sizing.options.draft_gamma is None else (draft_gamma,)
         return min(
-            (self.retrieval_pass(length + 1) + length * self.draft_pass) / expected_tokens(DRAFT_ACCEPTANCE, length)
+            (self.retrieval_pass(length + 1) + length * self.draft_pass)
+            / expected_tokens(self.draft_acceptance, length)
             for length in lengths
         )
 
@@ -200,6 +209,7 @@ class Prediction:
     tokens_per_round: float
     seconds_per_token: float
     plain_seconds_per_token: float
+    draft_acceptance: float = field(default=DRAFT_ACCEPTANCE, metadata={LATER: True})  # of its token, one level up
 
 
 def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
@@ -228,4 +238,5 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         tokens_per_round=LOOKUP_TOKENS if by_lookups else best.tokens_per_round,
         seconds_per_token=min(best.per_token, best.per_looked_up_token),
         plain_seconds_per_token=plain.per_token,
+        draft_acceptance=cost.draft_acceptance,
     )

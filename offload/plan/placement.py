@@ -6,8 +6,9 @@ Weights come first, since the retrieval level reads all of them in every inner p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
 from offload.plan.options import PAGE_TOKENS
@@ -42,7 +43,7 @@ class Placement:
     weight_link_bits: int = 16  # of a weight that crosses the link; 12: packed, 9 or 8: a residual of its code
     staging_tiles: int = NUM_STAGING  # staging slots of each sequence, through which tiles stream
     window_pages: int = 0  # per layer with a window, sequence and device
-    checkpoints: int = 0  # of each sequence's states
+    checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
     embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property

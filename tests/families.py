@@ -223,6 +223,12 @@ TINY: dict[str, Tiny] = {
         num_key_value_heads=1, attention_bias=True,
     ),
     "qwen3_5, wrapped": Tiny("qwen3_5_text", {**STATES, "num_hidden_layers": 8, "num_key_value_heads": 4}, "qwen3_5"),
+    "olmo_hybrid": _with("olmo_hybrid", num_hidden_layers=4, linear_key_head_dim=8, rope_parameters=None),
+    "olmo_hybrid, positions": _with(
+        "olmo_hybrid", num_hidden_layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
+        linear_value_head_dim=8, linear_allow_neg_eigval=False, attention_bias=True, tie_word_embeddings=True,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
     "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
     "starcoder2, a window": _with(
         "starcoder2", sliding_window=9, num_hidden_layers=3, use_bias=False, tie_word_embeddings=False,
@@ -288,6 +294,26 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     return model
 
 
+def as_the_authors_have_it(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of an OLMo Hybrid under the names of its checkpoints. transformers (5.23) writes others: its
+    convolution in three equal parts, and norms of layers that attend with names of the others."""
+    found: dict[str, torch.Tensor] = {}
+    config = model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for name, tensor in model.state_dict().items():
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("conv1d.weight"):
+            for letter, part in zip("qkv", tensor.split((keys, keys, values)), strict=True):
+                found[name.replace("conv1d", f"{letter}_conv1d")] = part.contiguous()
+        elif layer and config.layer_types[int(layer)] == "linear_attention":
+            renamed = name.replace("input_layernorm", "attention_layer_norm")
+            found[renamed.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            found[name] = tensor
+    return found
+
+
 def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = False, **fields: object) -> Path:
     """The model as safetensors; a wrapped one as its wrapper's checkpoints have it, a picture's tensors among them.
     noise: see `perturbed`. tokenizer: with one token per byte."""
@@ -298,6 +324,8 @@ def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = 
         byte_tokenizer().save_pretrained(folder)
     if not tiny.wrapped:
         model.save_pretrained(folder)
+        if tiny.family == "olmo_hybrid":
+            save_file(as_the_authors_have_it(model), folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         left_out = {key for key, value in tiny.fields.items() if value is ...}
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))

@@ -4,6 +4,7 @@ proposes."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
+import asked
 from families import save_tiny
-from models import GREEDY, Sizes, random_tokens, tiny_engine, tiny_plan
+from forked import Forked, forked_ranks
+from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.model.next_token import NextTokenLevel
@@ -53,6 +56,12 @@ def with_head(folder: Path, *, seed: int = 3) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_head(save_tiny("qwen3_5", tmp_path_factory.mktemp("head") / "model", tokenizer=True, **SHAPES))
+
+
+@pytest.fixture
+def forked_here() -> Iterator[list[Forked]]:
+    with forked_ranks() as started:
+        yield started
 
 
 def engine(folder: Path, sizes: Sizes = SIZES, *, draft: bool = True, dtype: str = "fp32", **options: object) -> Engine:
@@ -170,3 +179,24 @@ def test_every_mode_says_what_the_target_says_alone(folder: Path, mode: str) -> 
         assert say(made, PROMPT) == expected
         below = made.plan.composition.inner or "target"
         assert level_stats(made, below).drafted_by["draft"] > 0 or sizes.adaptive
+
+
+@pytest.mark.usefixtures("forked_here")
+def test_two_ranks_say_the_same(folder: Path) -> None:
+    """The head is whole on rank 0, which has the hidden rows of all."""
+    with engine(folder, replace(SIZES, gamma=0, draft_gamma=0), draft=False) as made:
+        expected = say(made, PROMPT)
+    best()
+    plan = tiny_plan(folder, folder, replace(SIZES, budget=0), num_prompt_tokens=400, max_tokens=60, dtype="fp32")
+    with tiny_engine(changed(plan, num_devices=2), folder, folder) as made:
+        assert say(made, PROMPT) == expected
+        assert level_stats(made, "target").drafted_by["draft"] > 0
+
+
+@pytest.mark.parametrize("sizes", [replace(SIZES, budget=0), replace(SIZES, budget=0, kv_bits=4)])
+def test_sequences_of_a_batch_say_what_each_says_alone(folder: Path, sizes: Sizes) -> None:
+    best()
+    requests = asked.some(6, seed=2, most=150, output=26)
+    plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, dtype="fp32", num_sequences=3)
+    with tiny_engine(plan, folder, folder) as made:
+        asked.check(made, requests)

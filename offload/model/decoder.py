@@ -106,7 +106,7 @@ class Decoder:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks)
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
-        with self._due(x, self.config.num_layers):
+        with self._due(x, range(self.config.num_layers)):
             for layer, weights in enumerate(self.weights.layers):
                 run(layer, weights, x, caches)
         return x
@@ -138,7 +138,7 @@ class Decoder:
                 for start, x in rows.blocks(layer):
                     if layer == 0:
                         self._embedded(ids[start : start + len(x)], x)
-                    with self._due(x, 1):
+                    with self._due(x, [layer]):
                         self._operators.run(layer, weights, x, _mixing(cache))
                     if on_hidden is not None and layer == num_layers - 1:
                         on_hidden(start, x)
@@ -200,12 +200,13 @@ class Decoder:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _due(self, x: Tensor, num_layers: int) -> AbstractContextManager[None]:
-        """Expect the sums over the ranks of `num_layers` layers: after the attention and after the feed-forward
-        network, and before both where heads are normed over ranks."""
+    def _due(self, x: Tensor, layers: Sequence[int]) -> AbstractContextManager[None]:
+        """Expect the sums over the ranks of `layers`: after the mixer and after the feed-forward network, and before
+        the attention where heads are normed over ranks."""
         rows, hidden = x.shape
         squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
-        return self._sums.due([*squares, Due(rows, hidden), Due(rows, hidden)] * num_layers, x)
+        parts = [squares if self.config.blocks[layer].attends else [] for layer in layers]
+        return self._sums.due([due for part in parts for due in (*part, Due(rows, hidden), Due(rows, hidden))], x)
 
 
 def _mixing(cache: Cache) -> MixRows:

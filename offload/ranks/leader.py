@@ -220,7 +220,8 @@ class LeadingWorker(Worker):
 
     def _level(self, name: str, decoder: Decoder, cache: Cache, block: int | None) -> Level:
         record = self._record if name == "target" else None
-        return LeadingLevel(self, record, name, decoder, cache, vocab_size=self.vocab_size, block=block, link=self.link)
+        more: dict[str, Any] = {"block": block, "link": self.link, "hidden": self._hidden_for(name)}
+        return LeadingLevel(self, record, name, decoder, cache, vocab_size=self.vocab_size, **more)
 
 
 class LeadingLevel(Level):

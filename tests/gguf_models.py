@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,13 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "gemma3_text": "gemma3", "olmo2": "olmo2", "olmo3": "olmo2", "cohere": "command-r", "cohere2": "cohere2",
     "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
     "exaone4": "exaone4", "starcoder2": "starcoder2", "nemotron": "nemotron", "ministral3": "mistral3",
+    "qwen3_5_text": "qwen35",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
-PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
+OF_HEAD = {  # parts of a next-token head beside its layer
+    "fc": "eh_proj", "norm": "shared_head_norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+}  # fmt: skip
 LAYER_NORM = {
     "cohere": "layer_norm_eps",
     "cohere2": "layer_norm_eps",
@@ -48,29 +52,31 @@ def write_gguf(
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     without: str = "nothing",
     split: int = 0,
+    numbers: Mapping[str, np.ndarray] | None = None,
+    arch: str = "",
 ) -> dict[str, np.ndarray]:
     """The model in `folder` as `path`. kind: of its matrices, of those of one name if it is a function; vectors are
-    F32. tokenizer: "gpt2", "llama" or "" for none. split: tensors of a file. Returns the numbers of the tensors, in
-    fp32, by Hugging Face's names."""
+    F32. tokenizer: "gpt2", "llama" or "" for none. split: tensors of a file. numbers: of tensors as the file has them.
+    arch: another architecture's name. Returns the numbers of the tensors, in fp32, by Hugging Face's names."""
     config = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
+    named, arch = arch or ARCHITECTURES[config["model_type"]], ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, named, split_max_tensors=split)
     _metadata(writer, config, arch)
     if tokenizer:
         _tokenizer(writer, tokenizer, config["vocab_size"])
     if change:
         change(writer)
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names, stored = gguf.get_tensor_name_map(number, config["num_hidden_layers"]), {}
+    names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     tensors = {
         name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
     }
     for name, tensor in sorted(tensors.items()):
         if without in name or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue
-        renamed = names.get_name(name, (".weight", ".bias"))
+        renamed = of_head(name, config) or names.get_name(block_name(name, config), (".weight", ".bias"))
         assert renamed, name
-        changed = converted(name, tensor, config, arch)
+        changed = converted(name, tensor, config, arch) if numbers is None else torch.from_numpy(numbers[name])
         stored[name] = _add(writer, renamed, changed, kind if isinstance(kind, str) else kind(name))
     for name, factors in _rope_tensors(config, arch).items():
         writer.add_tensor(name, factors)
@@ -81,8 +87,30 @@ def write_gguf(
     return stored
 
 
+def num_blocks(config: dict[str, Any]) -> int:
+    """Layers, and those of the next-token head."""
+    count: int = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
+    return count
+
+
+def block_name(name: str, config: dict[str, Any]) -> str:
+    """The name of a tensor that llama.cpp's map knows: a next-token head's layers follow the others."""
+    if name.startswith("mtp.layers."):
+        _, _, number, rest = name.split(".", 3)
+        return f"model.layers.{config['num_hidden_layers'] + int(number)}.{rest}"
+    return name.replace(".dt_bias", ".dt_proj.bias")
+
+
+def of_head(name: str, config: dict[str, Any]) -> str:
+    """llama.cpp's name of a part of a next-token head, "" of any other tensor. The package has none for it."""
+    kind, _, part = name.removesuffix(".weight").rpartition(".")
+    return f"blk.{config['num_hidden_layers']}.nextn.{OF_HEAD[part]}.weight" if kind == "mtp" else ""
+
+
 def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
-    if arch in PLUS_ONE and name.endswith("norm.weight"):
+    if "linear_attn" in name:
+        return with_states(name, tensor, config)
+    if arch in PLUS_ONE and ("norm.weight" in name or ".pre_fc_norm" in name):
         return tensor + 1
     for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
         if arch in PERMUTED and f".{letter}_proj." in name:
@@ -91,10 +119,28 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
     return tensor
 
 
+def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """Value heads in the order of their key heads, over and over: 0, 1, 0, 1 where folders have 0, 0, 1, 1."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+
+    def tiled(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (keys, values // keys, -1)).transpose(0, 1).flatten(0, 2)
+
+    if name.endswith("linear_attn.norm.weight"):
+        return tensor
+    if name.endswith("out_proj.weight"):
+        return tiled(tensor.T).T
+    if "in_proj_qkv" in name or "conv1d" in name:
+        both = 2 * keys * config["linear_key_head_dim"]
+        return torch.cat([tensor[:both], tiled(tensor[both:])]).squeeze()
+    return tiled(-tensor.exp() if name.endswith("A_log") else tensor)
+
+
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.ndarray:
     numbers = np.ascontiguousarray(tensor.numpy())
-    if numbers.ndim == 1 or "_norm" in name or numbers.shape[1] % 32:
-        kind = "F32" if kind not in NUMBERS or numbers.ndim == 1 or "_norm" in name else kind
+    in_fp32 = numbers.ndim == 1 or "_norm" in name or "conv1d" in name
+    if in_fp32 or numbers.shape[1] % 32:
+        kind = "F32" if kind not in NUMBERS or in_fp32 else kind
     if kind in NUMBERS:
         stored = numbers.astype(NUMBERS[kind])
         writer.add_tensor(name, stored)
@@ -119,7 +165,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     rope = _rope(config)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(num_blocks(config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -137,7 +183,9 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if local := (config.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if arch in (*PERMUTED, "phi3", "glm4", "nemotron", "cohere2"):
+    if arch == "qwen35":
+        _states(writer, config, rope)
+    if arch in (*PERMUTED, "phi3", "glm4", "nemotron", "cohere2", "qwen35"):
         writer.add_rope_dimension_count(int(share * head_dim))
     _rope_scaling(writer, config, rope, arch)
     for key, add in (
@@ -155,6 +203,23 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
     elif arch == "phi3":
         writer.add_sliding_window(0)
+
+
+def _states(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    drafts = config.get("mtp_num_hidden_layers", 0)
+    if types := config.get("layer_types"):
+        recurrent = [each == "linear_attention" for each in types] + [False] * drafts
+        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    writer.add_full_attention_interval(config.get("full_attention_interval", 4))
+    sections = rope.get("mrope_section", [11, 11, 10])
+    writer.add_rope_dimension_sections([*sections, 0, 0][:4])
+    if drafts:
+        writer.add_nextn_predict_layers(drafts)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

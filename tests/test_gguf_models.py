@@ -15,7 +15,7 @@ import torch
 from families import TINY, save_tiny
 from gguf_models import ARCHITECTURES, write_gguf
 from models import TOKENIZER_SIZE, Sizes, load, perturbed, random_model, random_tokens, save, target_cache, tiny_plan
-from offload.config.block import Block, Encodings, Norm
+from offload.config.block import Block, DeltaNames, Encodings, Mixer, Norm
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
@@ -44,20 +44,25 @@ NAMES = [
 
 
 def plain(config: ModelConfig) -> ModelConfig:
-    """Without what a file has otherwise than a folder: neighbours, norms' 1, dtype."""
+    """Without what a file has otherwise than a folder: neighbours, norms' 1, dtype, the order of value heads."""
 
     def norm(found: Norm | None) -> Norm | None:
         return found and replace(found, plus_one=False, fp32=False)
 
     def block(found: Block) -> Block:
-        attention = replace(found.attention, qk_norm=norm(found.attention.qk_norm))
+        mixer: Mixer
+        if found.attends:
+            mixer = replace(found.attention, qk_norm=norm(found.attention.qk_norm))
+        else:
+            mixer = replace(found.delta, norm=replace(found.delta.norm, fp32=False), tiled=None)
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
-        return replace(found, mixer=attention, encodings=Encodings(), **norms)
+        return replace(found, mixer=mixer, encodings=Encodings(), **norms)
 
     config = with_rope(config, neighbours=False).mapped(block)
     return replace(
         config,
+        names=replace(config.names, delta=DeltaNames()),
         norm=norm(config.norm) or config.norm,
         dtype="",
         table_encoding="",

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from offload.decode import gguf_tokenizer
 from offload.decode.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ PIECES = {
     "smollm": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊĠ", "Ġy"],
     "llama-bpe": ["It", "'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "qwen2": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "qwen35": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "seed-coder": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊ", "Ġ", "Ġy"],
     "tekken": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "gpt-4o": ["It'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
@@ -57,6 +58,25 @@ def made(pre: str | None, **more: object) -> Tokenizer:
 @pytest.mark.parametrize("pre", PIECES)
 def test_text_is_cut_as_the_name_says(pre: str) -> None:
     assert [piece for piece, _ in gguf_tokenizer.CUTS[pre]().pre_tokenize_str(TEXT)] == PIECES[pre]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"), [("qwen2", ["क", "ाम", " ह", "िन", "्द", "ी.", "x"]), ("qwen35", ["काम", " हिन्दी", ".x"])]
+)
+def test_marks_are_of_their_letters_in_qwen_3_5_and_not_in_qwen_2(pre: str, pieces: list[str]) -> None:
+    """As transformers' tokenizer of that model has it."""
+    text = "काम हिन्दी.x"
+    found = [text[slice(*place)] for _, place in gguf_tokenizer.CUTS[pre]().pre_tokenize_str(text)]
+    assert found == pieces
+
+
+def test_the_cuts_of_qwen_3_5_are_those_of_transformers() -> None:
+    theirs = Qwen3_5Tokenizer(vocab={letter: number for number, letter in enumerate(LETTERS)}, merges=[])
+    cuts, random = theirs.backend_tokenizer.pre_tokenizer, Random(0)
+    letters = "aZé\u0301\u0915\u093f\u094d7\u0661 \t\r\n'sS.,!\u3042\u4e2d\U0001f600\u200d_"
+    for _ in range(300):
+        text = "".join(random.choices(letters, k=random.randint(1, 30)))
+        assert gguf_tokenizer.CUTS["qwen35"]().pre_tokenize_str(text) == cuts.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(("name", "like"), ALIKE)
@@ -107,7 +127,7 @@ def test_merges_that_are_there_twice_or_make_no_token_change_nothing() -> None:
 
 
 def test_characters_are_composed_where_the_models_own_tokenizer_does() -> None:
-    for pre, count in (("qwen2", 2), ("llama-bpe", 4)):
+    for pre, count in (("qwen2", 2), ("qwen35", 2), ("llama-bpe", 4)):
         assert len(made(pre).encode("e\u0301")) == count
 
 

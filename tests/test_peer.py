@@ -13,11 +13,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
 from torch import Tensor
 
 from fake_peers import fake_environment
+from families import save_tiny
+from gguf_models import write_gguf as write_converted
 from models import (
     DYNAMIC_ROPE,
     GREEDY,
@@ -38,6 +40,7 @@ from offload.plan.rates import FOLDER_VARIABLE
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
 from gguf_file import write_gguf
+from llama_cpp import token_name
 from peer import Peer, llama_cpp_of, model_files, open_llama_cpp, python_of, wheel_python, without_openmp
 
 YARN: dict[str, object] = {
@@ -55,6 +58,11 @@ CASES = [
     ("qwen2", {"rope_parameters": LINEAR}),
 ]  # fmt: skip
 SETTING = {"wait_policy": "default", "flash_attention": "off", "cache": "f16", "threads": 1, "ubatch": 2048}
+STATES: dict[str, dict[str, object]] = {
+    "6 value heads of 2 key heads": {"linear_num_value_heads": 6},
+    "12 of 4, eight layers": {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_hidden_layers": 8},
+    "as many, tied": {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "tie_word_embeddings": True},
+}
 REAL = "TRIFORCE_TEST_LLAMA_CPP"  # the folder of an environment that has xllamacpp
 
 
@@ -275,3 +283,37 @@ class TestWheel:
                 theirs, seconds = llama_cpp.generate(prompt, GREEDY, max_tokens=20, end_tokens=[TOKENIZER_SIZE - 1])
                 assert theirs == ours
                 assert seconds == sorted(seconds)
+
+    @pytest.mark.parametrize("name", STATES)
+    @pytest.mark.parametrize("length", [3, 150])
+    def test_llama_cpp_writes_what_we_write_of_a_file_with_states(self, tmp_path, name, length):
+        """Keys and values of one size, as it wants them."""
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+        fields = {
+            "vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 32,
+            "linear_key_head_dim": 32, "linear_value_head_dim": 32, "rope_parameters": rope, **STATES[name],
+        }  # fmt: skip
+        folder, file = save_tiny("qwen3_5", tmp_path / "model", tokenizer=True, **fields), tmp_path / "model.gguf"
+        write_converted(folder, file, tokenizer="", change=with_ids)
+        prompt = random_tokens(length, vocabulary=256)
+        plan = tiny_plan(file, None, replace(Sizes(), capacity=200), num_prompt_tokens=length, max_tokens=40)
+        with tiny_engine(plan, folder) as engine:
+            steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
+            ours = [token for step in steps for token in step.tokens]
+        python = python_of(Path(environment))
+        with open_llama_cpp(python, file, SETTING | {"cache": "f32"}, context=200) as llama_cpp:
+            theirs, _ = llama_cpp.generate(prompt, GREEDY, max_tokens=40, end_tokens=[TOKENIZER_SIZE - 1])
+        assert theirs == ours
+
+
+def with_ids(writer: GGUFWriter) -> None:
+    """Ids for a vocabulary, as benchmarks have them."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token_name(token) for token in range(TOKENIZER_SIZE)])
+    writer.add_token_types([1] * TOKENIZER_SIZE)
+    writer.add_token_merges(["t 0"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(TOKENIZER_SIZE - 1)

@@ -37,13 +37,20 @@ def gguf_config(header: Header) -> ModelConfig:
         config = with_rope(config, neighbours=True)
     if architecture.has_one:
         config = _with_one(config)
+    if architecture.tiled:
+        config = _tiled(config)
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in GGUF_BLOCKS else "")
 
 
 def kinds_of(header: Header, config: ModelConfig) -> dict[str, str]:
     """The type of each tensor, by the tensor's name in this program."""
-    return {name: header.tensors[stored].kind for stored, name in renamed(header.tensors, config.names).items()}
+    return {name: header.tensors[stored].kind for stored, name in names_of(header, config).items()}
+
+
+def names_of(header: Header, config: ModelConfig) -> dict[str, str]:
+    """The map from the names of the file's tensors to this program's."""
+    return renamed(header.tensors, config.names, Metadata(header).head_layers())
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -92,7 +99,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": values.alike("feed_forward_length"),
-        "num_hidden_layers": values.integer("block_count"),
+        "num_hidden_layers": values.head_layers().start,
         "num_attention_heads": heads,
         "num_key_value_heads": values.alike("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -130,7 +137,7 @@ def _with_one(config: ModelConfig) -> ModelConfig:
     def block(found: Block) -> Block:
         return replace(
             found,
-            mixer=attention(found.attention),
+            mixer=attention(found.attention) if found.attends else found.mixer,
             before_attention=changed(found.before_attention),
             after_attention=changed(found.after_attention),
             before_feed_forward=changed(found.before_feed_forward),
@@ -138,3 +145,16 @@ def _with_one(config: ModelConfig) -> ModelConfig:
         )
 
     return replace(config.mapped(block), norm=changed(config.norm) or config.norm)
+
+
+def _tiled(config: ModelConfig) -> ModelConfig:
+    """`config` for value heads that the converter put in the order of their key heads, over and over, and for decays
+    that are stored as they are."""
+
+    def block(found: Block) -> Block:
+        if found.attends or found.delta.num_heads == found.delta.num_key_heads:
+            return found
+        return replace(found, mixer=replace(found.delta, tiled=0))
+
+    names = replace(config.names, delta=replace(config.names.delta, is_log=False))
+    return replace(config.mapped(block), names=names)

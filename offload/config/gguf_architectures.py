@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from offload.config.families.states import STATEFUL
 from offload.config.families.windows import FULL, WINDOWED
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Items
@@ -16,6 +17,12 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 _SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 _WINDOWS = frozenset((_WINDOW, _PATTERN))
+_RECURRENT = "attention.recurrent_layers"
+_OF_HEAD = ("eh_proj", "shared_head_norm", "embed_tokens", "shared_head_head")
+_STATES = frozenset((
+    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", _RECURRENT,
+    "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,8 @@ class Architecture:
     """An architecture of llama.cpp. family: a name of FAMILIES. own: makes fields besides the common ones, from the
     metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json.
     neighbours: the converter put rows of q and k that are rotated together beside each other. has_one: it added 1 to
-    the weights of norms. reads: keys that change the arithmetic and that `own` reads."""
+    the weights of norms. tiled: it put value heads with a state in the order of their key heads, and made decays of
+    their logarithms. reads: keys that change the arithmetic and that are read."""
 
     family: str
     own: Own
@@ -31,6 +39,7 @@ class Architecture:
     norm_field: str = "rms_norm_eps"
     neighbours: bool = False
     has_one: bool = False
+    tiled: bool = False
     reads: Set[str] = frozenset()
 
 
@@ -145,6 +154,48 @@ def _arcee(values: Metadata, common: Mapping[str, object]) -> Fields:
     return {**_biases(values, common), "hidden_act": "relu2"}
 
 
+def _qwen35(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen3.5. The sections of its positions are of pictures: those of a text are all the same."""
+    heads, inner = values.integer("ssm.time_step_rank"), values.integer("ssm.inner_size")
+    if inner % heads:
+        values.refuse("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
+    types = _stateful_types(values)
+    return {
+        "attention_bias": values.has("attn_q.bias", types.index(FULL) if FULL in types else 0),
+        "layer_types": types,
+        "linear_num_key_heads": values.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": values.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": values.integer("ssm.conv_kernel"),
+        **_next_token(values),
+    }
+
+
+def _next_token(values: Metadata) -> Fields:
+    """Fields of a next-token head whose weights are in the file."""
+    layers = values.head_layers()
+    has = {part: values.has(f"nextn.{part}.weight", layers.start) for part in _OF_HEAD}
+    return {
+        "mtp_num_hidden_layers": len(layers) if has["eh_proj"] and has["shared_head_norm"] else 0,
+        "mtp_use_dedicated_embeddings": has["embed_tokens"] or has["shared_head_head"],
+    }
+
+
+def _stateful_types(values: Metadata) -> list[str]:
+    """The types of all layers but the next-token head's: with a state as the file lists them, or else all but every
+    n-th."""
+    head = values.head_layers()
+    if _RECURRENT in values.data:
+        stateful = [bool(each) for each in values.values(_RECURRENT)]
+        if len(stateful) != head.stop or any(stateful[head.start :]):
+            values.refuse(_RECURRENT, f"a list of {head.stop}, one for each layer, and false for a next-token head's")
+    else:
+        step = values.integer("full_attention_interval", default=4)
+        stateful = [(layer + 1) % step != 0 for layer in range(head.start)]
+    return [STATEFUL if each else FULL for each in stateful[: head.start]]
+
+
 def _scalar(common: Mapping[str, object], *, largest: int) -> float:
     """The square of the divisor of scores: head_dim, or hidden_size / heads. largest: number of layers of the only
     model that uses the latter."""
@@ -196,5 +247,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-dense": Architecture("hunyuan_v1_dense", _attention_bias),
     "exaone4": Architecture("exaone4", _exaone4, reads=_WINDOWS),
     "starcoder2": Architecture("starcoder2", _starcoder2, _LAYER, "norm_epsilon"),
+    "qwen35": Architecture("qwen3_5_text", _qwen35, has_one=True, tiled=True, reads=_STATES),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

@@ -15,7 +15,7 @@ from offload.fields import MOST_SIZE, TEXT, Fields, whole
 # Keys that may change the arithmetic unless their value is 0, false or empty. An architecture may read some of them.
 _SUSPECT = re.compile(
     r"softcap|scale$|expert|clamp|sliding|sections|nextn|ssm|pooling|alibi|temperature|deepstack|leading_dense|"
-    r"parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
+    r"recurrent|full_attention|parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
 )
 _MOST_FACTORS = 1 << 12
 _TOKENS = "tokenizer.ggml."
@@ -59,6 +59,11 @@ class Metadata(Fields):
     def values(self, key: str) -> list[Value]:
         return self.header.items(self._prefix + key) or self.refuse(key, "a list")
 
+    def head_layers(self) -> range:
+        """The numbers of the layers of the next-token head, which are stored after the others."""
+        count = self.integer("block_count")
+        return range(count - self.get("nextn_predict_layers", whole(0, count - 1), 0), count)
+
     def text(self, key: str) -> str:
         """A text, "" if it is absent."""
         text: str = self.get(key, TEXT, "")
@@ -86,9 +91,9 @@ class Metadata(Fields):
         rows, named = self.header.tensors[TABLE].shape[0], self.header.values.get(f"{_TOKENS}tokens")
         return min(rows, named.count) if isinstance(named, Items) else rows
 
-    def has(self, tensor: str) -> bool:
-        """Whether the first layer has this tensor, such as attn_q.bias."""
-        return f"blk.0.{tensor}" in self.header.tensors
+    def has(self, tensor: str, layer: int = 0) -> bool:
+        """Whether a layer has this tensor, such as attn_q.bias."""
+        return f"blk.{layer}.{tensor}" in self.header.tensors
 
     def factors(self, tensor: str) -> list[float] | None:
         """The numbers of a short fp32 vector, None if there is no such tensor."""

@@ -6,16 +6,24 @@ import re
 from collections.abc import Iterable
 
 from offload.config.block import TensorNames
+from offload.config.model import HEAD_BODY
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+NO_LAYERS = range(0)
 IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(\w+)")
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_OF_HEAD = {  # parts of a next-token head beside its layer
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
 
 
-def renamed(stored: Iterable[str], names: TensorNames) -> dict[str, str]:
+def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) -> dict[str, str]:
     """The map from llama.cpp's tensor names to this program's, without the names in IN_CONFIG. names: the model's
-    tensor names.
+    tensor names. head: the numbers of its next-token head's layers.
 
     An unknown tensor of a layer is mapped to a name in that layer too, so that it is reported as unexpected.
     """
@@ -23,8 +31,15 @@ def renamed(stored: Iterable[str], names: TensorNames) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in stored:
         if layer := _LAYER.fullmatch(name):
-            number, part, kind = layer.groups()
-            found[name] = f"{names.body}layers.{int(number)}.{parts.get(part) or part}.{kind}"
+            number, (part, dot, kind) = int(layer[1]), layer[2].rpartition(".")
+            inner = f"{parts.get(part) or part}{dot}{kind}"
+            inner = {"ssm_a": names.delta.decay, "ssm_dt.bias": names.delta.time_bias}.get(layer[2], inner)
+            if number not in head:
+                found[name] = f"{names.body}layers.{number}.{inner}"
+            elif number == head.start and part in _OF_HEAD:
+                found[name] = f"{HEAD_BODY}{_OF_HEAD[part]}.{kind}"
+            else:
+                found[name] = f"{HEAD_BODY}layers.{number - head.start}.{inner}"
         elif name.startswith("output_norm."):
             found[name] = names.norm + name.removeprefix("output_norm")
         elif name not in IN_CONFIG:
@@ -42,7 +57,13 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
         "attn_v": "self_attn.v_proj",
-        "attn_qkv": names.fused_qkv,
+        "attn_qkv": names.fused_qkv or names.delta.parts[0],
+        "attn_gate": names.delta.parts[3],
+        "ssm_beta": names.delta.parts[4],
+        "ssm_alpha": names.delta.parts[5],
+        "ssm_conv1d": names.delta.taps[0],
+        "ssm_norm": names.delta.norm,
+        "ssm_out": names.delta.out,
         "attn_output": "self_attn.o_proj",
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,

@@ -218,9 +218,10 @@ class ModelConfig:
         return self.rope.context_limit(self.max_positions)
 
     def mapped(self, change: Callable[[Block], Block]) -> ModelConfig:
-        """The config with `change` applied to every layer."""
+        """The config with `change` applied to every layer, and to that of the next-token head."""
         changed = {block: change(block) for block in set(self.blocks)}
-        return replace(self, blocks=tuple(changed[block] for block in self.blocks))
+        next_token = self.next_token and change(self.next_token)
+        return replace(self, blocks=tuple(changed[block] for block in self.blocks), next_token=next_token)
 
     def changed(
         self, *, num_layers: int | None = None, intermediate_size: int | None = None, **fields: Any

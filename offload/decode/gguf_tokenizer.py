@@ -35,6 +35,10 @@ _CASED = (
 _CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_END}"
 _QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_END}"
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SEED = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_END}"
 _GPT4O = rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_END}"
@@ -73,6 +77,7 @@ _KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(_LLAMA3), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
     (_splits(_QWEN2), ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan")),
     (_splits(_QWEN2), ("solar-open", "grok-2")),
+    (_splits(_QWEN35), ("qwen35",)),
     (_splits(_SEED), ("seed-coder",)),
     (_splits(_TEKKEN), ("tekken",)),
     (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
@@ -84,7 +89,7 @@ CUTS = {name: make for make, names in _KINDS for name in names}
 # Pre-tokenizers for which words that are tokens are not merged, and texts begin with the first special token unless the
 # file says otherwise.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-_COMPOSED = ("qwen2", "command-r")  # their tokenizers compose characters first (NFC)
+_COMPOSED = ("qwen2", "qwen35", "command-r")  # their tokenizers compose characters first (NFC)
 
 
 def load(path: Path) -> tuple[Any, Tokenizer]:

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.config.gguf import PLAIN, gguf_config
+from offload.config.gguf import PLAIN, gguf_config, names_of
 from offload.config.gguf_header import TensorInfo, read_header
-from offload.config.gguf_names import renamed
 from offload.errors import ModelError, unreadable
 from offload.formats.layout import GGUF_BLOCKS
 
@@ -62,7 +61,7 @@ class MappedFile:
 def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
     """Every tensor of the model with its name and file, except tensors that belong to the config. Raises ModelError."""
     header = read_header(path)
-    names = renamed(header.tensors, gguf_config(header).names)
+    names = names_of(header, gguf_config(header))
     files = {
         part: MappedFile(part, {name: info for name, info in header.tensors.items() if info.path == part})
         for part in header.files

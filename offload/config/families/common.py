@@ -161,8 +161,9 @@ def with_rope(config: ModelConfig, **fields: Any) -> ModelConfig:
     """`config` with other fields of `Rope` in the layers that have positions."""
 
     def change(block: Block) -> Block:
-        rope = block.attention.rope and replace(block.attention.rope, **fields)
-        return replace(block, mixer=replace(block.attention, rope=rope))
+        if not block.attends or block.attention.rope is None:
+            return block
+        return replace(block, mixer=replace(block.attention, rope=replace(block.attention.rope, **fields)))
 
     return config.mapped(change)
 

@@ -1,0 +1,326 @@
+"""GGUF files of models with recurrent states (`qwen35`): value heads and decays as llama.cpp's converter stores them,
+in plain numbers and in blocks, on one rank and on two; what a file claims and has not is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import test_next_token as heads
+from families import save_tiny
+from forked import Forked, forked_ranks
+from gguf_models import write_gguf
+from models import GREEDY, TOKENIZER_SIZE, Sizes, load, random_model, random_tokens, save, target_cache
+from offload.config.reading import read_config
+from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
+from offload.errors import ModelError, UsageError
+from offload.formats.stored import StoredMatrix
+from offload.model.next_token import NextTokenLevel
+from offload.model.passes import forward
+from offload.plan.shards import Shard, check_divides
+from offload.weights.checkpoint import Checkpoint, check_model
+from quantised import DRAFTED, PLAIN, engine_of, level_stats
+from test_parity import in_prefill
+
+WIDE: dict[str, object] = {  # all matrices are whole blocks of 256 inputs, half of them too
+    "vocab_size": TOKENIZER_SIZE, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
+KINDS: dict[str, str | Callable[[str], str]] = {
+    "F32": "F32",
+    "Q8_0": "Q8_0",
+    "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q8_0"),
+}
+MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
+    "draft and retrieval": (DRAFTED, frozenset()),
+    "draft and retrieval, all streamed": (DRAFTED, frozenset(("kv", "weights"))),
+    "cache in 4 bits": (replace(DRAFTED, budget=0, kv_bits=4, draft_gamma=0), frozenset(("kv",))),
+    "lookups": (replace(DRAFTED, budget=0, draft_gamma=0, lookup=True), frozenset(("weights",))),
+}
+PROMPT = random_tokens(150, seed=7)
+SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
+Pair = tuple[Path, Path]
+Change = Callable[[gguf.GGUFWriter], None]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """A file of each kind, and a draft without states. Of "numbers of" a kind: its numbers as they are, in F32."""
+    root = tmp_path_factory.mktemp("states")
+    folder = save_tiny("qwen3_5", root / "folder", tokenizer=True, **WIDE)
+    draft = random_model("qwen2", vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024)
+    draft_folder = save(draft, root / "draft", tokenizer=True)
+
+    @cache
+    def pair(name: str) -> Pair:
+        kind, path = KINDS[name.removeprefix("numbers of ")], root / f"{name}.gguf"
+        numbers = write_gguf(folder, path, kind=kind)
+        if name.startswith("numbers of "):
+            write_gguf(folder, path, numbers=numbers)
+        return path, draft_folder
+
+    return pair
+
+
+def say(engine: Engine) -> list[int]:
+    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12))
+    return [token for step in steps for token in step.tokens]
+
+
+@cache
+def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
+    with engine_of(pair, PLAIN, prompt_tokens=400, dtype=dtype) as engine:
+        return say(engine)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mode_says_what_plain_decoding_says(pairs: Callable[[str], Pair], kind: str, mode: str) -> None:
+    pair, (sizes, offload) = pairs(kind), MODES[mode]
+    with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
+        layers = [*engine.worker.models.target.weights.layers]
+        assert [isinstance(layer.o.weight, StoredMatrix) for layer in layers] == [kind != "F32"] * 4
+        assert say(engine) == alone(pair)
+        assert level_stats(engine, "target").accepted > 0 or mode == "lookups"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K and others"])
+def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(pairs: Callable[[str], Pair], kind: str) -> None:
+    assert alone(pairs(kind), "fp32") == alone(pairs(f"numbers of {kind}"), "fp32")
+
+
+def test_a_file_says_what_its_folder_says(pairs: Callable[[str], Pair]) -> None:
+    path, draft = pairs("F32")
+    assert alone((path, draft), "fp32") == alone((path.parent / "folder", draft), "fp32")
+    assert len({*alone((path, draft), "fp32")}) > 4
+
+
+def test_transformers_reads_the_file_as_the_folder(tmp_path: Path) -> None:
+    """Its own reader undoes what the converter did, so these files are the converter's."""
+    folder = save_tiny("qwen3_5", tmp_path / "folder", tokenizer=True, vocab_size=TOKENIZER_SIZE)
+    write_gguf(folder, tmp_path / "model.gguf")
+    theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file="model.gguf", dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    assert theirs.state_dict().keys() == tensors.keys()
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.fixture
+def forked_here() -> Iterator[list[Forked]]:
+    with forked_ranks() as started:
+        yield started
+
+
+@pytest.mark.usefixtures("forked_here")
+@pytest.mark.parametrize("kind", ["F32", "Q4_K and others"])
+def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], kind: str) -> None:
+    """The second one's first value head is served by the third of four key heads."""
+    config = read_config(pairs(kind)[0])
+    delta = Shard(1, 2).config(config).delta
+    assert delta is not None
+    assert (delta.num_heads, delta.num_key_heads, delta.key_heads) == (6, 4, (2, 3, 0, 1, 2, 3))
+    with engine_of(pairs(kind), replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
+        assert say(engine) == alone(pairs(kind), "fp32")
+
+
+def test_ranks_cut_no_block_of_a_states_output(tmp_path: Path) -> None:
+    """Of 768 columns, which are three blocks."""
+    folder = save_tiny("qwen3_5", tmp_path / "folder", **{**WIDE, "linear_value_head_dim": 64})
+    for kind, refused, usable in (("Q8_0", 3, "1, 2, 4"), ("Q4_K and others", 2, "1")):
+        write_gguf(folder, tmp_path / "model.gguf", kind=KINDS[kind])
+        with pytest.raises(UsageError, match=rf"12 heads with a state .*--gpus may be {usable}$"):
+            check_divides(read_config(tmp_path / "model.gguf"), refused)
+
+
+def logits(path: Path) -> Tensor:
+    decoder = load(path)
+    return in_prefill(decoder, target_cache(decoder, SIZES), random_tokens(40), SIZES.prefill_block)
+
+
+def head_logits(path: Path) -> Tensor:
+    """Of the next-token head after some drafts of which two were rejected."""
+    tokens = random_tokens(30, seed=4)
+    with heads.engine(path) as made:
+        target, level = made.worker.levels["target"], made.worker.levels["draft"]
+        assert isinstance(level, NextTokenLevel)
+        made.worker.prefill(tokens[:17], lambda count: None)
+        forward(target, [*tokens[17:20], 1, 2], 1)
+        for each in (target, level):
+            each.truncate(20)
+        return forward(level, tokens[level.length : 21], 1)[0, :TOKENIZER_SIZE].clone()
+
+
+def test_a_next_token_head_is_the_folders(tmp_path: Path) -> None:
+    """Its layer follows the others, which are the same without it, and it has the names of folders."""
+    folder = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder", tokenizer=True, **heads.SHAPES))
+    files = {name: tmp_path / f"{name}.gguf" for name in ("whole", "plain")}
+    write_gguf(folder, files["whole"])
+    write_gguf(folder, files["plain"], without="mtp.")
+    config = read_config(files["whole"])
+    assert replace(config, next_token=None) == read_config(files["plain"])
+    assert config.next_token == config.blocks[3]
+    with Checkpoint.open(files["whole"]) as checkpoint:
+        check_model(checkpoint, config)
+        assert {*load_file(folder / "model.safetensors")} == {*checkpoint.names()}
+    assert torch.equal(logits(files["whole"]), logits(files["plain"]))
+    torch.testing.assert_close(head_logits(files["whole"]), head_logits(folder), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_next_token_head_drafts_what_it_does_not_decide(tmp_path: Path, kind: str) -> None:
+    folder = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder", tokenizer=True, **heads.SHAPES))
+    write_gguf(folder, path := tmp_path / "model.gguf", kind=kind)
+    alone = replace(heads.SIZES, gamma=0, draft_gamma=0)
+    with heads.engine(path, alone, draft=False, dtype="bf16") as made:
+        expected = heads.say(made, PROMPT)
+    with heads.engine(path, replace(heads.SIZES, budget=0), dtype="bf16") as made:
+        assert heads.say(made, PROMPT) == expected
+        assert level_stats(made, "target").drafted_by["draft"] > 0
+
+
+@pytest.mark.parametrize("part", ["fc", "norm"])
+def test_a_head_without_all_its_parts_is_none(tmp_path: Path, part: str) -> None:
+    folder, path = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder")), tmp_path / "model.gguf"
+    write_gguf(folder, path, without=f"mtp.{part}.weight")
+    assert read_config(path).next_token is None
+
+
+def test_a_head_with_a_table_of_its_own_is_none(tmp_path: Path) -> None:
+    folder, path = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder")), tmp_path / "model.gguf"
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.4.nextn.embed_tokens.weight", np.ones((96, 32), np.float32))
+
+    write_gguf(folder, path, change=change)
+    config = read_config(path)
+    assert config.next_token is None
+    with Checkpoint.open(path) as checkpoint:
+        check_model(checkpoint, config)
+
+
+def test_a_layer_behind_the_last_one_that_is_no_head_is_refused(tmp_path: Path) -> None:
+    folder, path = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder")), tmp_path / "model.gguf"
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(4)
+        writer.add_nextn_predict_layers(0)
+        writer.add_array("qwen35.attention.recurrent_layers", [True, True, True, False])
+
+    write_gguf(folder, path, change=change)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match=r"15 unexpected \(model\.layers\.4\."):
+        check_model(checkpoint, read_config(path))
+
+
+def test_a_file_of_a_head_alone_lacks_the_layers(tmp_path: Path) -> None:
+    folder, path = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder")), tmp_path / "model.gguf"
+    write_gguf(folder, path, without="model.layers.")
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match=r"metadata: \d+ missing \(model.layers"):
+        check_model(checkpoint, read_config(path))
+
+
+@pytest.mark.parametrize("every", [2, None])
+def test_layers_have_states_as_the_file_lists_them_or_all_but_every_nth(tmp_path: Path, every: int | None) -> None:
+    folder, path = save_tiny("qwen3_5", tmp_path / "folder"), tmp_path / "model.gguf"
+    config = json.loads((folder / "config.json").read_text())
+    types = config.pop("layer_types")
+    assert types == ["linear_attention"] * 3 + ["full_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        if every:
+            writer.add_full_attention_interval(every)
+
+    write_gguf(folder, path, change=change)
+    assert read_config(path).attending == ((1, 3) if every else (3,))
+
+
+def put(key: str, value: Any) -> Change:
+    def change(writer: gguf.GGUFWriter) -> None:
+        add = writer.add_array if isinstance(value, list) else writer.add_uint32
+        add(f"qwen35.{key}", value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("nextn_predict_layers", 4, r"qwen35\.nextn_predict_layers is 4; it must be a whole number from 0 to 3"),
+        ("nextn_predict_layers", 1, r"layer_types is .*full_attention in one layer at least"),
+        ("ssm.inner_size", 71, r"qwen35\.ssm\.inner_size is 71; it must be a multiple of ssm\.time_step_rank, 6"),
+        ("ssm.group_count", 4, r"linear_num_value_heads is 6; it must be a multiple of linear_num_key_heads 4"),
+        ("ssm.group_count", 0, r"qwen35\.ssm\.group_count is 0; it must be a whole number from 1"),
+        ("ssm.conv_kernel", 1, r"linear_conv_kernel_dim is 1; it must be 2 or more"),
+        ("full_attention_interval", 1, None),  # the list counts
+        ("attention.recurrent_layers", [True, False], r"recurrent_layers is a list of 2; it must be a list of 4, one"),
+        ("attention.recurrent_layers", 1, r"recurrent_layers is 1; it must be a list"),
+        ("attention.recurrent_layers", [True] * 4, r"layer_types is .*full_attention in one layer at least"),
+        ("ssm.dt_b_c_rms", 1, r"qwen35\.ssm\.dt_b_c_rms is 1; it must be absent or 0: it changes the arithmetic"),
+        ("expert_count", 8, r"qwen35\.expert_count is 8; it must be absent or 0"),
+    ],
+)
+def test_metadata_that_contradict_are_refused_by_name(tmp_path: Path, key: str, value: Any, said: str | None) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, tokenizer="", change=put(key, value))
+    if said is None:
+        assert read_config(path).attending == (3,)
+        return
+    with pytest.raises(ModelError, match=said):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("ssm.group_count", 3, r"linear_attn\.conv1d\.weight \[104, 4\], not \[120, 4\]"),
+        ("ssm.state_size", 16, r"linear_attn\.conv1d\.weight \[104, 4\], not \[136, 4\]"),
+        ("ssm.inner_size", 36, r"linear_attn\.conv1d\.weight \[104, 4\], not \[68, 4\]"),
+        ("ssm.conv_kernel", 3, r"linear_attn\.conv1d\.weight \[104, 4\], not \[104, 3\]"),
+        ("ssm.time_step_rank", 12, r"linear_attn\.A_log \[6\], not \[12\]"),
+        ("attention.recurrent_layers", [True, True, False, False], r"missing \(model\.layers\.2\.self_attn"),
+    ],
+)
+def test_shapes_that_the_metadata_deny_are_refused(tmp_path: Path, key: str, value: Any, named: str) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, change=put(key, value))
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match=named):
+        check_model(checkpoint, read_config(path))
+
+
+def test_a_decay_under_another_name_is_unexpected(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.ssm_a.weight", np.ones(6, np.float32))
+
+    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, change=change)
+    with (
+        Checkpoint.open(path) as checkpoint,
+        pytest.raises(ModelError, match=r"1 unexpected \(model\.layers\.0\.ssm_a"),
+    ):
+        check_model(checkpoint, read_config(path))
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "qwen3next"])
+def test_the_architectures_beside_it_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, arch=name)
+    with pytest.raises(ModelError, match=rf"its architecture is '{name}', known are .*qwen3, qwen35, seed_oss"):
+        read_config(path)

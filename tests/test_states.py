@@ -8,7 +8,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import asked
 from families import save_tiny
-from models import Sizes, load, random_tokens, resident_rows, state_cache, target_cache
+from models import GREEDY, Sizes, load, random_tokens, resident_rows, state_cache, target_cache, tiny_engine, tiny_plan
 from offload.config.block import DeltaRule, Norm
+from offload.decode.sampling import SamplingParams
+from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
 from offload.kernels import delta as kernel
 from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights
@@ -33,8 +37,9 @@ from offload.kv.states import DraftStates, LayerStates, StateCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward
+from offload.plan.sizing import PREFILL_BLOCK
 from offload.transfer.memory import Memory
-from processor import OPERATORS, of
+from processor import OPERATORS, best, of
 from test_parity import assert_same_logits, in_prefill
 
 DELTA = DeltaRule(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
@@ -459,3 +464,110 @@ def test_prompts_of_all_lengths_around_blocks_give_the_logits_of_transformers(fo
     level = Level("target", decoder, cache, vocab_size=264, block=sizes.block)
     decoder.prefill(cache, tokens[:count], resident_rows(decoder, 512))
     assert_same_logits(forward(level, tokens[count:], 3), theirs[count:])
+
+
+# Engines: what comes back is what a fresh start says, and little runs again.
+
+PLAIN = Sizes(rows=4, page=32, prefill_block=32, any_rows=True, capacity=3000)
+PROMPT = random_tokens(2200, seed=21)
+
+
+def engine(folder: Path, sizes: Sizes = PLAIN, **options: Any) -> Engine:
+    plan = tiny_plan(folder, None, sizes, num_prompt_tokens=2800, max_tokens=60, dtype="fp32", **options)
+    return tiny_engine(plan, folder)
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"vocab_size": 264, "max_position_embeddings": 4096}
+    return save_tiny("qwen3_5", tmp_path_factory.mktemp("long"), tokenizer=True, **options)
+
+
+def say(
+    made: Engine, prompt: Sequence[int], num_tokens: int = 12, *, reuse: bool = True, seed: int | None = None
+) -> list[int]:
+    sampling = GREEDY if seed is None else SamplingParams(temperature=1.5, seed=seed)
+    steps = made.generate(GenerationRequest(list(prompt), sampling, max_tokens=num_tokens, reuse=reuse))
+    return [token for step in steps for token in step.tokens]
+
+
+def test_a_second_question_about_a_document_reads_little_of_it_again(long_folder: Path) -> None:
+    """At most about as many tokens as the first question had, and a block."""
+    questions = [random_tokens(count, seed=count) for count in (40, 60, 25)]
+    with engine(long_folder) as fresh:
+        expected = [say(fresh, [*PROMPT, *question], reuse=False) for question in questions]
+    with engine(long_folder) as made:
+        for number, question in enumerate(questions):
+            assert say(made, [*PROMPT, *question]) == expected[number]
+            ran = len(PROMPT) + len(question) - made.stats.reused_tokens
+            assert ran <= (len(PROMPT) + len(question) if not number else PREFILL_BLOCK * 2)
+
+
+def test_a_turn_that_is_taken_back_comes_back_to_the_one_before(long_folder: Path) -> None:
+    """Its reply's end is a checkpoint: not a token of what stays runs again."""
+    with engine(long_folder) as made:
+        text = [*PROMPT[:900], *say(made, PROMPT[:900])]
+        first = [*text, *random_tokens(30, seed=1)]
+        text_after = [*first, *say(made, first)]
+        second = [*text, *random_tokens(35, seed=2)]
+        said = say(made, second)
+        assert made.stats.reused_tokens >= len(text) - 1
+        again = [*text_after, 7, 8, 9]
+        say(made, again)
+    with engine(long_folder) as fresh:
+        assert said == say(fresh, second)
+
+
+def test_a_reply_that_is_made_again_runs_only_the_prompts_last_rows(long_folder: Path) -> None:
+    with engine(long_folder) as made:
+        first = say(made, PROMPT[:900], seed=1)
+        assert say(made, PROMPT[:900], seed=1) == first
+        assert made.stats.reused_tokens == 900 - PLAIN.rows
+
+
+def test_a_seeds_text_is_that_of_a_fresh_start_whatever_was_cached_before(long_folder: Path) -> None:
+    other = [*PROMPT[:1150], *random_tokens(100, seed=6)]
+    with engine(long_folder) as fresh:
+        expected_text = say(fresh, other, reuse=False, seed=3)
+    with engine(long_folder) as made:
+        for prompt in (PROMPT, other[:-20], other):
+            text = say(made, prompt, reuse=False, seed=3)
+        assert text == expected_text
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [100, 5000])
+def test_a_prefill_that_is_broken_off_costs_no_more_than_it_has_passed(long_folder: Path, after: int) -> None:
+    """Within a layer or between two: the text after it is that of a fresh start."""
+
+    def stop(progress: Any) -> None:
+        if progress.stage == "prefill" and progress.done > after // 4:
+            raise Broken
+
+    with engine(long_folder) as fresh:
+        expected_text = say(fresh, [*PROMPT[:700], 5, 6, 7])
+    with engine(long_folder) as made:
+        say(made, PROMPT[:700])
+        longer = GenerationRequest([*PROMPT[:700], *PROMPT[:1400]], GREEDY, max_tokens=5, reuse=True)
+        with pytest.raises(Broken):
+            list(made.generate(longer, on_progress=stop))
+        assert say(made, [*PROMPT[:700], 5, 6, 7]) == expected_text
+        assert made.stats.reused_tokens >= 690
+
+
+def test_sequences_of_a_batch_say_what_each_says_alone(long_folder: Path) -> None:
+    best()
+    sizes = replace(PLAIN, gamma=5, budget=0, kv_bits=4, lookup=True)
+    requests = asked.some(6, seed=4, most=700, output=16)
+    with engine(long_folder, sizes, num_sequences=3) as made:
+        asked.check(made, requests)
+
+
+def test_citations_are_of_the_layers_that_attend(long_folder: Path) -> None:
+    """Their masses are as many as those layers, and are there in a model with states."""
+    with engine(long_folder) as made:
+        *_, last = made.generate(GenerationRequest(PROMPT[:900], GREEDY, max_tokens=8, passages=3))
+        assert last.passages

@@ -52,7 +52,8 @@ class Checkpoints:
     def begin(self, places: Sequence[int]) -> None:
         """A prefill begins, which notes the states at `places`, in order. Too many are as good as fewer."""
         self._new = {}
-        for place in places[-len(self._states) :]:
+        most = len(self._states)
+        for place in places[-most:] if most else ():
             if place not in self._held:
                 self._new[place] = self._slot(places[-1])
 

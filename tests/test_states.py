@@ -20,7 +20,18 @@ from torch import Tensor
 
 import asked
 from families import save_tiny
-from models import GREEDY, Sizes, load, random_tokens, resident_rows, state_cache, target_cache, tiny_engine, tiny_plan
+from models import (
+    GREEDY,
+    Sizes,
+    changed,
+    load,
+    random_tokens,
+    resident_rows,
+    state_cache,
+    target_cache,
+    tiny_engine,
+    tiny_plan,
+)
 from offload.config.block import DeltaRule, Norm
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
@@ -568,6 +579,7 @@ def test_sequences_of_a_batch_say_what_each_says_alone(long_folder: Path) -> Non
 
 def test_citations_are_of_the_layers_that_attend(long_folder: Path) -> None:
     """Their masses are as many as those layers, and are there in a model with states."""
-    with engine(long_folder) as made:
+    plan = tiny_plan(long_folder, None, PLAIN, num_prompt_tokens=2800, max_tokens=60)
+    with tiny_engine(changed(plan, masses=True), long_folder) as made:
         *_, last = made.generate(GenerationRequest(PROMPT[:900], GREEDY, max_tokens=8, passages=3))
         assert last.passages

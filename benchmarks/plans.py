@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from itertools import product
 
 from report import say
 
@@ -62,6 +63,26 @@ MODELS: dict[str, dict[str, object]] = {
         "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+QWEN: dict[str, object] = {
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "num_key_value_heads": 4,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "dtype": "bfloat16", "mtp_num_hidden_layers": 1,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+STATES: dict[str, dict[str, object]] = {  # models whose layers have states
+    "Qwen3.6 27B": QWEN | {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "linear_num_value_heads": 48,
+    },
+    "Qwen3.5 9B": QWEN | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+    },
+    "Qwen3.5 4B": QWEN | {
+        "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+CONTEXTS = (32768, 131072, 262144)
+CARDS = (("12 GB", 12, 1), ("16 GB", 16, 1), ("24 GB", 24, 1), ("2 x 24 GB", 24, 2))
 LLAMA_3: dict[str, object] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -87,6 +108,10 @@ STORED: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.jso
     )
     for form in forms
 }  # fmt: skip
+STATES_HEAD = (
+    "| | on | tokens | levels | weights, cache propose in | of the tokens | on the host | crosses each link | a token "
+    "| without speculation |"
+)
 HEAD = (
     "| | weights, cache propose in | of the tokens | on each GPU | on the host | crosses each link | acceptance "
     "| a token | without speculation |"
@@ -116,6 +141,29 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
             f"{milliseconds(predicted.plain_seconds_per_token)} |",
         )
     )
+
+
+def of_states(name: str, config: ModelConfig) -> list[str]:
+    """A row for each card and context; a draft is the model's own next-token head."""
+    lines = []
+    for (card, memory, number), context in product(CARDS, CONTEXTS):
+        hardware = replace(GPU, num_devices=number, device_free_bytes=memory * 10**9)
+        tokens = {"num_prompt_tokens": context - MAX_TOKENS, "max_tokens": MAX_TOKENS}
+        try:
+            plan = make_plan(config, config.head_alone, Options(), hardware, **tokens)
+        except (DoesNotFit, UsageError):
+            lines.append(f"| {name} | {card} | {context:,} | does not fit |" + " |" * 6)
+            continue
+        composition, predicted = plan.composition, plan.predicted
+        levels = [{"draft": "head"}.get(level, level) for level in composition.levels]
+        lines.append(
+            f"| {name} | {card} | {context:,} | {' -> '.join(levels)} | "
+            f"{'as stored' if config.stored_in else composition.weight_bits}, {composition.kv_bits} bits | "
+            f"{composition.budget or 'all'} | {plan.placement.total_host_bytes / 1e9:.1f} GB | "
+            f"{predicted.full_link_bytes / 1e9:.1f} GB | {milliseconds(predicted.seconds_per_token)} | "
+            f"{milliseconds(predicted.plain_seconds_per_token)} |"
+        )
+    return lines
 
 
 def stored(config: ModelConfig, form: str) -> ModelConfig:
@@ -152,6 +200,10 @@ def main() -> None:
     for name, (fields, form) in STORED.items():
         config = stored(config_of(LLAMA | fields, name=name), form)
         lines += [row(name, config, number, context) for number in (1, 2)]
+    lines += ["", STATES_HEAD, "|---" * 10 + "|"]
+    for name, fields in STATES.items():
+        for form in ("", "Q4_K_M"):
+            lines += of_states(f"{name} {form or 'bf16'}", stored(config_of(fields, name=name), form))
     print("\n".join(lines))
 
 

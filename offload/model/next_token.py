@@ -7,8 +7,8 @@ output stands for the hidden row. It attends within sinks and a window, as a dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from offload.kernels.device import DeviceKernels
 from offload.kv.last_hidden import LastHidden
 from offload.kv.streaming import StreamingCache
 from offload.model.decoder import Decoder, Segment
+from offload.model.graphs import GraphPool, Tensors
 from offload.model.level import Level
 from offload.model.passes import Pass
 from offload.transfer.memory import sent
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.next_token import NextTokenWeights
+
+MOST_GRAPHED = 16  # rows of a pass that runs as a graph: what a round may have verified
 
 
 class NextTokenDecoder(Decoder):
@@ -56,13 +59,31 @@ class NextTokenDecoder(Decoder):
         return joined if out is None else out.copy_(joined)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that run together: tokens [n] and hidden rows [n, hidden]. is_sure: these are the model's. is_last: logits
+    are wanted after them."""
+
+    tokens: Tensor
+    hidden: Tensor
+    is_sure: bool
+    is_last: bool
+
+
 class NextTokenLevel(Level):
     """A next-token head with its cache. hidden: the model's hidden rows, which its levels write."""
 
     def __init__(
-        self, name: str, decoder: NextTokenDecoder, cache: StreamingCache, hidden: LastHidden, *, vocab_size: int
+        self,
+        name: str,
+        decoder: NextTokenDecoder,
+        cache: StreamingCache,
+        hidden: LastHidden,
+        *,
+        vocab_size: int,
+        pool: GraphPool | None = None,
     ) -> None:
-        super().__init__(name, decoder, cache, vocab_size=vocab_size)
+        super().__init__(name, decoder, cache, vocab_size=vocab_size, pool=pool)
         self._head, self._window, self._model = decoder, cache, hidden
         self._last = torch.empty(0)  # output of the last row, normed, [1, hidden]
         self._sure = 0  # first rows whose hidden rows were the model's
@@ -81,55 +102,70 @@ class NextTokenLevel(Level):
         self._window.truncate(self._sure)
         self._sure = min(self._sure, self._window.length)
 
-    def _forward(self, passes: Sequence[Pass]) -> list[tuple[Tensor, ...]]:
-        return [each.compute(self._logits_of(each), *each.given) for each in passes]
+    def _forward(self, passes: Sequence[Pass]) -> list[Tensors]:
+        return [self._run_pass(each) for each in passes]
 
-    def _logits_of(self, asked: Pass) -> Tensor:
-        """The logits after the last of the pass's tokens, which follow those that the level has."""
+    def _run_pass(self, asked: Pass) -> Tensors:
+        """Run the tokens of a pass, which follow those that the level has -> what its `compute` returns of the logits
+        after the last one."""
         assert asked.num_logits == 1, "a head drafts token by token"
         tokens = asked.tokens if isinstance(asked.tokens, Tensor) else self._on_device(asked.tokens)
         if not self._window.length:
             tokens = tokens[1:]  # the first token has no row before it
         if not len(tokens):  # a sequence of one token: no row, so no more than a guess
-            return self._decoder.logits(torch.zeros_like(self._model.read(0, 1)))[:, : self._vocab_size]
-        out = self._caught_up_to(tokens)
-        return self._decoder.logits(out)[:, : self._vocab_size]
+            return asked.compute(self._logits_of(self._model.read(0, 1)), *asked.given)
+        made: Tensors = ()
+        for part in self._parts(tokens):
+            made = self._run_rows(part, asked if part.is_last else None)
+            if part.is_sure and self._sure == self._window.length - len(part.tokens):
+                self._sure = self._window.length
+        return made
 
-    def _caught_up_to(self, tokens: Tensor) -> Tensor:
-        """Run the rows of `tokens` -> the output of the last one, [1, hidden]."""
+    def _parts(self, tokens: Tensor) -> Iterator[_Rows]:
+        """The rows of `tokens` in parts that run one after the other. What no later row sees is left out."""
         cache, model = self._window, self._model
         first_rows = max(min(cache.sinks - cache.length, len(tokens)), 0)
         if first_rows and len(tokens) > first_rows + cache.window:
-            self._run(tokens[:first_rows], model.read(cache.length, cache.length + first_rows), sure=True)
+            hidden = self._head.of_model(model.read(cache.length, cache.length + first_rows))
+            yield _Rows(tokens[:first_rows], hidden, is_sure=True, is_last=False)
             tokens = tokens[first_rows:]
         skipped = cache.skip(len(tokens), least=min(max(model.oldest - cache.length, 0), len(tokens) - 1))
         tokens = tokens[skipped:]
         self._sure += skipped
-        out = torch.empty(0)
         while len(tokens):
-            count = self._num_ready(len(tokens))
-            if count:
+            if count := self._num_ready(len(tokens)):
                 hidden = self._head.of_model(model.read(cache.length, cache.length + count))
             else:
-                count, hidden = 1, self._last
-            out = self._run(tokens[:count], hidden, sure=hidden is not self._last)
-            tokens = tokens[count:]
-        return out
+                hidden = self._last
+            some, tokens = tokens[: len(hidden)], tokens[len(hidden) :]
+            yield _Rows(some, hidden, is_sure=count > 0, is_last=not len(tokens))
 
     def _num_ready(self, count: int) -> int:
         """Of the next `count` rows those that can run at once: the model has run their tokens, or nobody has."""
         ready = min(max(self._model.length - self._window.length, 0), count, self._window.max_rows)
         return ready if ready or len(self._last) else min(count, self._window.max_rows)
 
-    def _run(self, tokens: Tensor, hidden: Tensor, *, sure: bool) -> Tensor:
-        """Run rows -> the output of the last one. sure: the hidden rows are the model's."""
-        self._window.begin("decode", len(tokens))
-        out = self._head.rows(self._window, tokens, hidden)[-1:]
-        self._window.advance(len(tokens))
-        self._last = self._head.of_own(out)
-        if sure and self._sure == self._window.length - len(tokens):
-            self._sure = self._window.length
-        return out
+    def _run_rows(self, rows: _Rows, asked: Pass | None) -> Tensors:
+        """Run rows -> what the pass's `compute` returns of the logits after the last one. asked: None without any."""
+
+        def compute(tokens: Tensor, hidden: Tensor, *given: Tensor) -> list[Tensors]:
+            out = self._head.rows(self._window, tokens, hidden)[-1:]
+            made = () if asked is None else asked.compute(self._logits_of(out), *given)
+            return [(*made, self._head.of_own(out))]
+
+        count, inputs = len(rows.tokens), [rows.tokens, rows.hidden, *(asked.given if asked is not None else ())]
+        self._window.begin("decode", count)
+        found, graphs, key = None, self._graphs, self._window.graph_key
+        if graphs is not None and graphs.has_room and key is not None and asked is not None and count <= MOST_GRAPHED:
+            found = graphs.run((key, asked.compute), inputs, compute)
+            if found is None:
+                self._window.begin("decode", count)
+        [(*made, self._last)] = found or compute(*inputs)
+        self._window.advance(count)
+        return tuple(made)
+
+    def _logits_of(self, out: Tensor) -> Tensor:
+        return self._decoder.logits(out)[:, : self._vocab_size]
 
     def _on_device(self, tokens: Sequence[int]) -> Tensor:
         return sent(torch.tensor(tokens, dtype=torch.long), self._decoder.device)

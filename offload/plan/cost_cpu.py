@@ -27,7 +27,7 @@ class CpuPasses(DevicePasses):
         layers, sequences = passes.sizing.timed_layers, passes.num_sequences
         seen, beside = passes.sizing.seen_tokens(num_tokens, passes.capacity)
         seconds = times.seconds(layers, seen, rows, coded=coded, sequences=sequences, beside=beside)
-        return self.beside_weights(seconds * self._share + self.sums(sequences * rows))
+        return self.beside_weights(seconds * self._share + self._states + self.sums(sequences * rows))
 
     def draft(self) -> float:
         passes, sizing = self.passes, self.passes.sizing
@@ -81,7 +81,7 @@ class CpuPasses(DevicePasses):
         layers, sequences = self.passes.sizing.timed_layers, self.passes.num_sequences
         seen, beside = self.passes.sizing.seen_tokens(num_tokens, self.passes.capacity)
         seconds = self._target_times.seconds(layers, seen, rows, masses=masses, sequences=sequences, beside=beside)
-        return seconds * self._share
+        return seconds * self._share + self._states
 
     @cached_property
     def _target_times(self) -> PassTimes:
@@ -101,6 +101,11 @@ class CpuPasses(DevicePasses):
         """Each rank's part of `_target_times`: ranks of one host share the seconds as they share the model."""
         hardware = self.passes.sizing.hardware
         return 1 / (hardware.num_devices if self.passes.times.target is None else hardware.num_hosts)
+
+    @property
+    def _states(self) -> float:
+        """Seconds of reading and writing states, which measured layers do not have."""
+        return self.passes.state_bytes / self.passes.sizing.hardware.rates.device_read
 
     @property
     def _rate(self) -> float:

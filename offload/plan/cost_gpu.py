@@ -47,7 +47,7 @@ class GpuPasses(DevicePasses):
         if composition.inner == "self" and not composition.keeps_copies:  # attends to the whole exact cache
             return self._over_blocks("self", rows, self._own_weights, self._cache)
         number = passes.num_sequences  # of sequences, whose passes run apart
-        kept = self._kept + passes.window_bytes
+        kept = self._kept + passes.window_bytes + passes.state_bytes
         read = self._by_rows(number * self._own_weights + kept / self._rate, rows)
         read += number * self.sums(rows)
         if composition.inner in passes.graphs:
@@ -107,8 +107,8 @@ class GpuPasses(DevicePasses):
 
     @property
     def _cache(self) -> int:
-        """Bytes of the keys and values of all sequences that a pass reads."""
-        return self.passes.cache_bytes + self.passes.window_bytes
+        """Bytes of the keys and values, and of the states, of all sequences that a pass reads."""
+        return self.passes.cache_bytes + self.passes.window_bytes + self.passes.state_bytes
 
     @property
     def _tiles(self) -> int:

@@ -95,6 +95,11 @@ class Passes:
         """Bytes of keys and values that a row of each sequence sees in layers with a window."""
         return self.num_sequences * self.sizing.seen_window_bytes(self.capacity)
 
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes that a pass reads and writes of all sequences' states."""
+        return 2 * self.num_sequences * self.sizing.shard.state_bytes()
+
     def tiles_bytes(self, number: int) -> float:
         """Bytes of `number` tiles of each sequence."""
         return self.cache_bytes * number / self.num_tiles if self.num_tiles else 0.0

@@ -281,7 +281,8 @@ class Worker:
     def _draft_level(self, draft: Decoder, cache: StreamingCache) -> Level:
         if isinstance(draft, NextTokenDecoder):
             assert self.hidden is not None
-            return NextTokenLevel("draft", draft, cache, self.hidden, vocab_size=self.vocab_size)
+            pool = self.models.graphs
+            return NextTokenLevel("draft", draft, cache, self.hidden, vocab_size=self.vocab_size, pool=pool)
         return StreamingLevel("draft", draft, cache, vocab_size=self.vocab_size, pool=self.models.graphs)
 
     def _mixed(self, growing: Cache, *, drafts: bool = True) -> Cache:

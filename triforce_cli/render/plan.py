@@ -174,6 +174,8 @@ def _residency(planned: Planned) -> dict[str, str]:
         "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
         "window cache": f"{len(target.windowed)} layers' last {window:,} tokens and more",
+        "states": f"of {len(target.stateful)} layers, and what came after them",
+        "state checkpoints": f"{plan.placement.checkpoints} places to come back to",
         "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }
 

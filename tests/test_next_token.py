@@ -151,6 +151,24 @@ def test_drafts_have_the_logits_of_the_formula(folder: Path) -> None:
             level.truncate(stop)
 
 
+def test_a_head_that_catches_up_at_once_drafts_what_one_does_that_has_followed(folder: Path) -> None:
+    """It has one layer: what it holds of a token depends on that token alone. Sinks, and what is skipped, among it."""
+    tokens, found = random_tokens(140, seed=5), []
+    for follows in (True, False):
+        with engine(folder) as made:
+            worker = made.worker
+            level, target = worker.levels["draft"], worker.levels["target"]
+            worker.prefill(tokens[:20], lambda count: None)
+            for start in range(20, 139, 7):
+                if follows:
+                    forward(level, tokens[level.length : start], 1)
+                forward(target, tokens[start : start + 7], 1)
+            target.truncate(139)
+            level.truncate(139)
+            found.append(forward(level, tokens[level.length :], 1))
+    assert float((found[0] - found[1]).abs().max()) < 1e-5 * float(found[0].abs().max())
+
+
 def say(made: Engine, prompt: list[int], *, num_tokens: int = 26) -> list[int]:
     steps = made.generate(GenerationRequest(prompt, GREEDY, max_tokens=num_tokens))
     return [token for step in steps for token in step.tokens]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from itertools import product
 
 from report import say
 
@@ -108,10 +107,7 @@ STORED: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.jso
     )
     for form in forms
 }  # fmt: skip
-STATES_HEAD = (
-    "| | on | tokens | levels | weights, cache propose in | of the tokens | on the host | crosses each link | a token "
-    "| without speculation |"
-)
+STATES_HEAD = "| | 32,768 tokens | 131,072 | 262,144 |"
 HEAD = (
     "| | weights, cache propose in | of the tokens | on each GPU | on the host | crosses each link | acceptance "
     "| a token | without speculation |"
@@ -144,26 +140,28 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
 
 
 def of_states(name: str, config: ModelConfig) -> list[str]:
-    """A row for each card and context; a draft is the model's own next-token head."""
-    lines = []
-    for (card, memory, number), context in product(CARDS, CONTEXTS):
-        hardware = replace(GPU, num_devices=number, device_free_bytes=memory * 10**9)
-        tokens = {"num_prompt_tokens": context - MAX_TOKENS, "max_tokens": MAX_TOKENS}
-        try:
-            plan = make_plan(config, config.head_alone, Options(), hardware, **tokens)
-        except (DoesNotFit, UsageError):
-            lines.append(f"| {name} | {card} | {context:,} | does not fit |" + " |" * 6)
-            continue
-        composition, predicted = plan.composition, plan.predicted
-        levels = [{"draft": "head"}.get(level, level) for level in composition.levels]
-        lines.append(
-            f"| {name} | {card} | {context:,} | {' -> '.join(levels)} | "
-            f"{'as stored' if config.stored_in else composition.weight_bits}, {composition.kv_bits} bits | "
-            f"{composition.budget or 'all'} | {plan.placement.total_host_bytes / 1e9:.1f} GB | "
-            f"{predicted.full_link_bytes / 1e9:.1f} GB | {milliseconds(predicted.seconds_per_token)} | "
-            f"{milliseconds(predicted.plain_seconds_per_token)} |"
+    """A row for each card. The draft is the model's own next-token head."""
+    return [
+        f"| {name}, {card} | " + " | ".join(_of_context(config, memory, number, each) for each in CONTEXTS) + " |"
+        for card, memory, number in CARDS
+    ]
+
+
+def _of_context(config: ModelConfig, memory: int, num_gpus: int, context: int) -> str:
+    """The levels that propose, a token's seconds and those without speculation, and what crosses each link."""
+    hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9)
+    before = context - MAX_TOKENS
+    try:
+        plan = make_plan(
+            config, config.head_alone, Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS
         )
-    return lines
+    except (DoesNotFit, UsageError):
+        return "does not fit"
+    predicted = plan.predicted
+    levels = ", ".join({"draft": "head"}.get(level, level) for level in plan.composition.levels[:-1])
+    link = f", {predicted.full_link_bytes / 1e9:.1f} GB" if predicted.full_link_bytes else ""
+    times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
+    return f"{levels or 'lookups'}: {times}{link}"
 
 
 def stored(config: ModelConfig, form: str) -> ModelConfig:
@@ -200,7 +198,7 @@ def main() -> None:
     for name, (fields, form) in STORED.items():
         config = stored(config_of(LLAMA | fields, name=name), form)
         lines += [row(name, config, number, context) for number in (1, 2)]
-    lines += ["", STATES_HEAD, "|---" * 10 + "|"]
+    lines += ["", STATES_HEAD, "|---" * 4 + "|"]
     for name, fields in STATES.items():
         for form in ("", "Q4_K_M"):
             lines += of_states(f"{name} {form or 'bf16'}", stored(config_of(fields, name=name), form))

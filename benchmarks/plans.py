@@ -17,6 +17,7 @@ from report import say
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
+from offload.config.next_token import head_of
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, make_plan
@@ -152,9 +153,7 @@ def _of_context(config: ModelConfig, memory: int, num_gpus: int, context: int) -
     hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9)
     before = context - MAX_TOKENS
     try:
-        plan = make_plan(
-            config, config.head_alone, Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS
-        )
+        plan = make_plan(config, head_of(config), Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS)
     except (DoesNotFit, UsageError):
         return "does not fit"
     predicted = plan.predicted

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from offload.config import next_token as heads
 from offload.config.block import Attention, Block, Encodings, TensorNames
 from offload.config.matrices import Matrix, layer_parts
-from offload.config.model import HEAD_BODY, ModelConfig
+from offload.config.model import ModelConfig
 
 
 def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConfig:
@@ -20,7 +21,7 @@ def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConf
         return replace(block, encodings=_of_layer(block, names, lambda name: encoding_of(layer + name)))
 
     blocks = tuple(of_layer(index, block) for index, block in enumerate(config.blocks))
-    head_layer = f"{HEAD_BODY}layers.0."
+    head_layer = f"{heads.BODY}layers.0."
     next_token = config.next_token and replace(
         config.next_token,
         encodings=_of_layer(config.next_token, names, lambda name: encoding_of(head_layer + name)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from offload.config import next_token
 from offload.config.block import TensorNames
-from offload.config.model import HEAD_BODY
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -37,9 +37,9 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
             if number not in head:
                 found[name] = f"{names.body}layers.{number}.{inner}"
             elif number == head.start and part in _OF_HEAD:
-                found[name] = f"{HEAD_BODY}{_OF_HEAD[part]}.{kind}"
+                found[name] = f"{next_token.BODY}{_OF_HEAD[part]}.{kind}"
             else:
-                found[name] = f"{HEAD_BODY}layers.{number - head.start}.{inner}"
+                found[name] = f"{next_token.BODY}layers.{number - head.start}.{inner}"
         elif name.startswith("output_norm."):
             found[name] = names.norm + name.removeprefix("output_norm")
         elif name not in IN_CONFIG:

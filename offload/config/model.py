@@ -28,9 +28,6 @@ from offload.config.matrices import Matrix, layer_matrices
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
 
-HEAD_BODY = "mtp."  # prefix of the tensor names of a next-token head
-HEAD_JOIN = f"{HEAD_BODY}fc.weight"
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -44,8 +41,7 @@ class ModelConfig:
     weights are meant to be computed in. wrapper: the model_type of the model that contains this language model.
     table_encoding, head_encoding: of the embedding's table and of the head, see `Encodings`; both are the same if the
     head is the table. quantisation: the rules from which the encodings follow, if config.json has some. next_token: the
-    layer of its next-token head (MTP), if it has one. is_head: this is such a head by itself, whose rows join a token's
-    embedding with a hidden row of the model, and whose embeddings and logits are the model's (model/next_token.py).
+    layer of its next-token head (MTP), if it has one. is_head: this is such a head by itself (config/next_token.py).
     """
 
     family: str
@@ -70,14 +66,6 @@ class ModelConfig:
     quantisation: Quantisation | None = field(default=None, compare=False)
     next_token: Block | None = None
     is_head: bool = False
-
-    @property
-    def head_alone(self) -> ModelConfig | None:
-        """The config of the next-token head by itself; None without one."""
-        if self.next_token is None:
-            return None
-        names = replace(self.names, body=HEAD_BODY)
-        return replace(self, blocks=(self.next_token,), names=names, next_token=None, is_head=True)
 
     @property
     def num_layers(self) -> int:
@@ -316,23 +304,6 @@ class ModelConfig:
         """The distinct pairs of rotary positions and head_dim: each pair has a table of its own."""
         attended = (block.attention for block in self.blocks if block.attends)
         return frozenset((each.rope, each.head_dim) for each in attended)
-
-    @property
-    def join(self) -> Matrix:
-        """The matrix of a next-token head that joins an embedding and a hidden row."""
-        return Matrix(self.hidden_size, 2 * self.hidden_size)
-
-    def own_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of all weights, without those that a next-token head shares with its model."""
-        if not self.is_head:
-            return self.weight_bytes(dtype_bytes)
-        norms = 3 * self.hidden_size * self.norm.itemsize(dtype_bytes)
-        return self.layers_weight_bytes(dtype_bytes) + self.join.nbytes(dtype_bytes) + norms
-
-    def read_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights that a draft's pass reads: all, and a next-token head's logits by its model's head."""
-        shared = self.head.nbytes(dtype_bytes) if self.is_head else 0
-        return self.own_bytes(dtype_bytes) + shared
 
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""

@@ -6,11 +6,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from offload.config import next_token
 from offload.config.config_json import config_of
 from offload.config.families.common import token_ids
 from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
-from offload.config.model import HEAD_JOIN, ModelConfig
+from offload.config.model import ModelConfig
 from offload.errors import ModelError
 from offload.fields import Fields
 from offload.strict_json import read_json
@@ -54,7 +55,7 @@ def draft_config(draft: Path, target: Path) -> ModelConfig:
     """The config of the draft in `draft`: of the target's next-token head, if that is the target itself and has one.
     ModelError."""
     config = read_config(draft)
-    alone = config.head_alone if draft == target else None
+    alone = next_token.head_of(config) if draft == target else None
     return alone or config
 
 
@@ -84,9 +85,9 @@ def _has_head(folder: Path) -> bool:
     path = folder / _SINGLE_FILE
     try:
         if path.is_file():
-            return f'"{HEAD_JOIN}"'.encode() in _header(path)
+            return f'"{next_token.JOIN}"'.encode() in _header(path)
         shards = _shards(folder)
-        return not shards or HEAD_JOIN in shards
+        return not shards or next_token.JOIN in shards
     except (OSError, ModelError, ValueError):
         return False
 

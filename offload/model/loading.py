@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from offload.config.next_token import own_bytes
 from offload.config.reading import draft_config, read_config
 from offload.kernels.choice import of_model
 from offload.model.decoder import Decoder
@@ -45,7 +46,7 @@ def load_decoders(
         configs["draft"] = draft_config(folders["draft"], folders["target"])
     shards = {name: shard if name == "target" else ALONE for name in folders}
     own = {name: shards[name].config(config) for name, config in configs.items()}
-    total = sum(config.own_bytes(dtype.itemsize) for config in own.values())
+    total = sum(own_bytes(config, dtype.itemsize) for config in own.values())
     done = 0
 
     def count(num_bytes: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.config.next_token import read_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
 
@@ -57,7 +58,7 @@ class GpuPasses(DevicePasses):
     def draft(self) -> float:
         draft, sizing = self.passes.sizing.draft, self.passes.sizing
         assert draft is not None
-        read = draft.read_bytes(sizing.itemsize) / self._rate
+        read = read_bytes(draft, sizing.itemsize) / self._rate
         return self.passes.num_sequences * (self._graph_calls(draft.num_layers) + read)
 
     def prefill(self, num_tokens: int) -> float:

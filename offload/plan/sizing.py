@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.config.model import ModelConfig
+from offload.config.next_token import own_bytes
 from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
@@ -315,7 +316,7 @@ class Sizing:
         """Bytes of a draft's weights. A next-token head has the model's embeddings, and hidden rows of it."""
         if draft.is_head:
             rows = self._draft_tokens(composition) * draft.hidden_size * self.itemsize
-            return {"draft layers": draft.own_bytes(self.itemsize), "hidden rows of drafts": rows}
+            return {"draft layers": own_bytes(draft, self.itemsize), "hidden rows of drafts": rows}
         layers = draft.layers_weight_bytes(self.itemsize)
         return {"draft layers": layers, "draft embeddings": draft.weight_bytes(self.itemsize) - layers}
 

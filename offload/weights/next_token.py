@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.config.model import HEAD_BODY, HEAD_JOIN, ModelConfig
+from offload.config.model import ModelConfig
+from offload.config.next_token import BODY, JOIN, NORMS, join_of
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint
@@ -51,18 +52,16 @@ def load_next_token(
         return block
 
     def norm(name: str) -> NormWeights:
-        weight = place(f"{HEAD_BODY}{name}.weight", (config.hidden_size,), dtype_of(config.norm, dtype))
+        weight = place(f"{BODY}{name}.weight", (config.hidden_size,), dtype_of(config.norm, dtype))
         return NormWeights(config.norm, weight.add_(1) if config.norm.plus_one else weight)
 
-    layout = LayerLayout.of(config, dtype)
+    layout, join = LayerLayout.of(config, dtype), join_of(config)
     buffer = memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=PURPOSE)
     load_layer(checkpoint, config, layout, 0, buffer)
     on_bytes(buffer.nbytes)
     return NextTokenWeights(
         layout.bind(buffer),
         layout.num_bytes,
-        Linear(place(HEAD_JOIN, (config.join.outputs, config.join.inputs), dtype), None),
-        norm("pre_fc_norm_embedding"),
-        norm("pre_fc_norm_hidden"),
-        norm("norm"),
+        Linear(place(JOIN, (join.outputs, join.inputs), dtype), None),
+        *map(norm, NORMS),
     )

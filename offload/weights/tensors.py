@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from offload.config import next_token
 from offload.config.block import BLOCK_NORMS, Attention
-from offload.config.model import HEAD_BODY, HEAD_JOIN, ModelConfig, layer_norms
+from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import VECTORS, LayerLayout
@@ -151,8 +152,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.norm.bias:
         tensors[f"{names.norm}.bias"] = (config.hidden_size,)
     if config.is_head:
-        tensors |= {f"{HEAD_BODY}pre_fc_norm_{each}.weight": (config.hidden_size,) for each in ("embedding", "hidden")}
-        return tensors | {HEAD_JOIN: (config.join.outputs, config.join.inputs)}
+        join = next_token.join_of(config)
+        tensors |= {f"{next_token.BODY}{name}.weight": (config.hidden_size,) for name in next_token.NORMS}
+        return tensors | {next_token.JOIN: (join.outputs, join.inputs)}
     return tensors if config.tie_embeddings else tensors | {names.head: table}
 
 

@@ -1,0 +1,41 @@
+"""A next-token head (multi-token prediction, MTP): one layer that drafts for its model, whose embeddings and head it
+shares. Its rows join the embedding of a token with the model's hidden row of the token before (model/next_token.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.config.matrices import Matrix
+from offload.config.model import ModelConfig
+
+BODY = "mtp."  # prefix of its tensor names
+JOIN = f"{BODY}fc.weight"
+NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # of embeddings, of hidden rows, of its output
+
+
+def head_of(model: ModelConfig) -> ModelConfig | None:
+    """The config of a model's next-token head by itself; None without one."""
+    if model.next_token is None:
+        return None
+    return replace(
+        model, blocks=(model.next_token,), names=replace(model.names, body=BODY), next_token=None, is_head=True
+    )
+
+
+def join_of(head: ModelConfig) -> Matrix:
+    """The matrix that joins an embedding and a hidden row."""
+    return Matrix(head.hidden_size, 2 * head.hidden_size)
+
+
+def own_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of all weights of a model; of a next-token head those that it does not share with its model."""
+    if not config.is_head:
+        return config.weight_bytes(dtype_bytes)
+    norms = len(NORMS) * config.hidden_size * config.norm.itemsize(dtype_bytes)
+    return config.layers_weight_bytes(dtype_bytes) + join_of(config).nbytes(dtype_bytes) + norms
+
+
+def read_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of the weights that a draft's pass reads: a next-token head's logits are by its model's head."""
+    shared = config.head.nbytes(dtype_bytes) if config.is_head else 0
+    return own_bytes(config, dtype_bytes) + shared

@@ -24,6 +24,7 @@ from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
 from offload.formats.stored import StoredMatrix, decode
+from offload.kernels import delta_cpu
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
@@ -32,7 +33,7 @@ from offload.plan.machine import KERNELS, cpu_features
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 24  # what kernels.cpp says too
+ABI = 25  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 _NEWER = {"amx": "amx_bf16", "avx512_bf16": "avx512_bf16"}  # instruction sets beyond AVX-512, by a CPU's feature
@@ -61,6 +62,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
         attention=partial(_attention, own),
         multiply_stored=partial(_multiply_stored, own),
         decode_stored=partial(_decode_stored, own),
+        delta_rule=partial(delta_cpu.delta_rule, kernels=own),
         quantise=partial(quantised.encode, kernels=own),
         quantise_kv=partial(quantised_kv.encode, kernels=own),
         unpack_numbers=partial(packed.unpack_numbers, kernels=own),

@@ -1,4 +1,4 @@
-"""The gated delta rule by torch's operators, and what is held of a layer's tokens (docs/exactness.md).
+"""The gated delta rule by torch's operators, and what is held of a layer's tokens (docs/design.md).
 
 Each token after the other, in fp32: a state does not depend on which tokens ran together, in a pass or in a prefill.
 """
@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from offload.config.block import DeltaRule
 from offload.kernels.norms import NormWeights
@@ -71,11 +70,11 @@ def delta_rule(
         pass
     inputs = torch.cat([held.inputs[count : before + count], new])
     state = held.state if settles else held.state.clone()
-    outs = zip(_advanced(delta, weights, state, inputs), gates.float(), strict=True)
-    gated = [weights.norm(out).mul_(silu(gate)).flatten() for out, gate in outs]
+    outs = list(_advanced(delta, weights, state, inputs))
+    out = torch.stack(outs) if outs else rows.new_empty(0, delta.num_heads, delta.value_dim, dtype=torch.float32)
     kept = inputs[-before:] if settles else inputs
     held.inputs[: len(kept)] = kept
-    return torch.stack(gated).to(rows.dtype) if gated else rows.new_empty(0, delta.out_size)
+    return weights.norm(out).mul_(_silu(gates.float())).flatten(1).to(rows.dtype)
 
 
 def _without_gates(delta: DeltaRule, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,22 +85,44 @@ def _without_gates(delta: DeltaRule, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _advanced(delta: DeltaRule, weights: DeltaWeights, state: Tensor, inputs: Tensor) -> Iterator[Tensor]:
     """Bring `state` past the tokens of `inputs` [width - 1 + T, kept], in place: each token's output [heads,
-    value_dim]. Tensors of one token each: an operator may round a number by its place among others."""
-    before, heads = delta.width - 1, delta.num_heads
-    for token in range(len(inputs) - before):
-        mixed, steps, times = inputs[token : token + delta.width].float().split((delta.channels, heads, heads), 1)
-        q, k, v = silu((mixed * weights.taps).sum(0)).split((delta.key_size, delta.key_size, delta.out_size))
-        query, key = (_for_heads(delta, each).unsqueeze(1) for each in (q, k))  # [heads, 1, key_dim]
-        state *= (weights.decay * softplus(times[-1] + weights.time_bias)).exp_()[:, None, None]
-        step = steps[-1].sigmoid().mul_(delta.steps).unsqueeze(1)
-        update = step * (v.unflatten(0, (heads, -1)) - (key @ state).squeeze(1))
+    value_dim]."""
+    count, (heads, key_dim, value_dim) = len(inputs) - delta.width + 1, delta.state_shape
+    mixed, steps, times = inputs.float().split((delta.channels, heads, heads), 1)
+    taken = torch.zeros_like(mixed[:count])
+    for tap, weight in enumerate(weights.taps):
+        taken += mixed[tap : tap + count] * weight
+    q, k, v = _silu(taken).split((delta.key_size, delta.key_size, delta.out_size), 1)
+    queries = _for_heads(delta, q).mul_(key_dim**-0.5)
+    keys, values = _for_heads(delta, k), v.unflatten(1, (heads, value_dim))
+    steps = (delta.steps / _grown(steps[delta.width - 1 :])).unsqueeze(2)
+    times = times[delta.width - 1 :] + weights.time_bias
+    decays = (weights.decay * _softplus(times)).exp_()[:, :, None, None]
+    for token in range(count):
+        query, key = queries[token].unsqueeze(1), keys[token].unsqueeze(1)  # [heads, 1, key_dim]
+        state *= decays[token]
+        update = steps[token] * (values[token] - (key @ state).squeeze(1))
         state += key.transpose(1, 2) * update.unsqueeze(1)
-        yield (query @ state).squeeze(1).mul_(delta.key_dim**-0.5)
+        yield (query @ state).squeeze(1)
 
 
-def _for_heads(delta: DeltaRule, numbers: Tensor) -> Tensor:
-    """A token's query or key [key_size], divided by its l2 norm, for each value head: [heads, key_dim]."""
-    by_head = numbers.unflatten(0, (delta.num_key_heads, delta.key_dim))
-    normed = by_head * (by_head.square().sum(1, keepdim=True) + delta.eps).rsqrt()
-    found: Tensor = normed[list(delta.key_heads)]
-    return found
+def _for_heads(delta: DeltaRule, rows: Tensor) -> Tensor:
+    """Queries or keys [T, key_size], divided by their l2 norm, for each value head: [T, heads, key_dim]."""
+    by_head = rows.unflatten(1, (delta.num_key_heads, delta.key_dim))
+    normed: Tensor = by_head * (by_head.square().sum(2, keepdim=True) + delta.eps).rsqrt()
+    return normed[:, list(delta.key_heads)]
+
+
+# Not torch's own functions, which round the last numbers of a tensor differently: bits would depend on its size.
+
+
+def _grown(x: Tensor) -> Tensor:
+    """1 + e^-x."""
+    return x.neg().exp_().add_(1)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / _grown(x)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0).add_(x.abs().neg_().exp_().log1p_())

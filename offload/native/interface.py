@@ -111,6 +111,19 @@ class Rotation(ctypes.Structure):
     ]
 
 
+class Delta(ctypes.Structure):
+    """A gated delta rule over new rows, see delta.h."""
+
+    _fields_ = [
+        *_pointers("state", "held", "rows", "out", "taps", "decay", "time_bias", "norm", "scratch"),
+        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles"),
+        *_integers("key_heads", "heads", "key_dim", "value_dim", "width", "norm_fp32", "tiled"),
+        ("steps", c_double),
+        ("epsilon", c_double),
+        ("norm_epsilon", c_double),
+    ]
+
+
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "wait_by": (None, [ctypes.c_int]),
     "post": (None, [c_void_p, c_uint64]),
@@ -133,6 +146,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "scratch_room": (c_int64, [c_int64, c_int64, c_int64]),
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
+    "delta_room": (c_int64, [POINTER(Delta)]),
+    "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),
 }
 
 

@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "delta.h"
 #include "kv_residuals.h"
 #include "packed.h"
 #include "products.h"
@@ -20,7 +21,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 24; }
+KERNEL int abi() { return 25; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -137,4 +138,10 @@ KERNEL void append_rows(Dtype dtype, const Rotation* r) {
 KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t fp32, int64_t rows, int64_t heads, int64_t dim,
                        int64_t stride, double epsilon) {
     with(dtype, [&]<class E>() { rotation::norm_heads<E>(x, norm, fp32, rows, heads, dim, stride, float(epsilon)); });
+}
+
+KERNEL int64_t delta_room(const Delta* d) { return delta::room(*d); }
+
+KERNEL void run_delta(Dtype dtype, const Delta* d, int64_t how_many) {
+    with(dtype, [&]<class E>() { delta::run<E>(*d, how_many); });
 }

@@ -1,0 +1,373 @@
+"""The gated delta rule against its formula in fp64, and the claim that a row's bits depend on nothing beside it.
+
+By torch's operators and by every instruction set of this machine, in every dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad, softplus
+
+from offload.config.block import DeltaRule, Norm
+from offload.kernels import delta as twin
+from offload.kernels.delta import DeltaWeights, Held, Replayed, RunDeltaRule
+from offload.kernels.norms import NormWeights
+from processor import before_a_guard, built, on_this_machine, threads
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EXECUTORS = ("torch", *on_this_machine())
+NORM = Norm(1e-5, fp32=True)
+RULES = {
+    "three value heads a key head": DeltaRule(4, 12, 32, 64, norm=NORM),
+    "two value heads a key head": DeltaRule(2, 4, 16, 128, norm=NORM),
+    "odd sizes": DeltaRule(3, 3, 13, 21, width=3, norm=NORM, eps=1e-4),
+    "tiny": DeltaRule(1, 3, 8, 12, width=2, norm=NORM),
+    "steps to 2": DeltaRule(1, 2, 12, 100, norm=NORM, steps=2.0),
+    "tiled heads": DeltaRule(3, 6, 16, 12, norm=NORM, tiled=0),
+    "tiled heads of a later rank": DeltaRule(4, 6, 8, 16, norm=NORM, tiled=3),
+}
+ROOM = 64  # new rows that can be held
+
+
+def of(executor: str) -> RunDeltaRule:
+    return twin.delta_rule if executor == "torch" else built(executor).delta_rule
+
+
+@pytest.fixture(params=EXECUTORS)
+def executor(request: pytest.FixtureRequest) -> RunDeltaRule:
+    return of(request.param)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A layer and what is held before some rows."""
+
+    rule: DeltaRule
+    weights: DeltaWeights
+    held: Held
+    rows: Tensor
+
+    def copy(self) -> Held:
+        return Held(self.held.state.clone(), self.held.inputs.clone())
+
+
+def scene(rule: DeltaRule, dtype: torch.dtype, num_rows: int, *, seed: int = 0) -> Scene:
+    """Rows are strided. Steps and times are of all sizes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weights = DeltaWeights(
+        normal(rule.width, rule.channels) / 2,
+        -normal(rule.num_heads).exp(),
+        normal(rule.num_heads),
+        NormWeights(rule.norm, 1 + normal(rule.value_dim) / 4),
+    )
+    held = Held(normal(*rule.state_shape) / 4, normal(rule.width - 1 + ROOM, rule.kept).to(dtype))
+    rows = normal(num_rows, sum(rule.parts) + 3).to(dtype)[:, : sum(rule.parts)]
+    rows[:, -2 * rule.num_heads :] *= 3
+    held.inputs[:, -2 * rule.num_heads :] *= 3
+    return Scene(rule, weights, held, rows)
+
+
+# The formula.
+
+
+def without_gates(rule: DeltaRule, rows: Tensor) -> Tensor:
+    return torch.cat([rows[:, : rule.channels], rows[:, rule.channels + rule.out_size :]], 1)
+
+
+def by_the_formula(
+    rule: DeltaRule, weights: DeltaWeights, state: Tensor, inputs: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T and S_t q_t (section 3.1 of the paper, whose S
+    is the transpose of a state) in fp64, for each token of inputs [width - 1 + n, kept]: (output [heads, value_dim],
+    state)."""
+    heads, count = rule.num_heads, len(inputs) - rule.width + 1
+    channels = inputs[:, : rule.channels].double()
+    mixed = conv1d(channels.T, weights.taps.double().T[:, None], groups=rule.channels).T
+    mixed = mixed / (1 + (-mixed).exp())
+    q, k, v = mixed.split((rule.key_size, rule.key_size, rule.out_size), 1)
+    owner = torch.arange(heads) // max(heads // rule.num_key_heads, 1)
+    if rule.tiled is not None:
+        owner = (torch.arange(heads) + rule.tiled) % rule.num_key_heads
+    q, k = (x.reshape(count, rule.num_key_heads, rule.key_dim)[:, owner] for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + rule.eps).sqrt() for x in (q, k))
+    q, v = q / rule.key_dim**0.5, v.reshape(count, heads, rule.value_dim)
+    b, a = inputs[rule.width - 1 :, rule.channels :].double().split(heads, 1)
+    beta = rule.steps / (1 + (-b).exp())
+    alpha = (weights.decay.double() * softplus(a + weights.time_bias.double())).exp()
+    transposed, one = state.double().transpose(1, 2), torch.eye(rule.key_dim, dtype=torch.float64)
+    for t in range(count):
+        removed = one - beta[t, :, None, None] * k[t, :, :, None] * k[t, :, None, :]
+        added = beta[t, :, None, None] * v[t, :, :, None] * k[t, :, None, :]
+        transposed = transposed @ (alpha[t, :, None, None] * removed) + added
+        yield (transposed @ q[t, :, :, None])[..., 0], transposed.transpose(1, 2)
+
+
+def expected(
+    scene: Scene, held: Held, rows: Tensor, count: int, *, settles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In fp64 the outputs [T, out_size] and the factors that multiply what the norm leaves of them, the state to hold;
+    and the inputs to hold, in their dtype."""
+    rule, before = scene.rule, scene.rule.width - 1
+    inputs = torch.cat([held.inputs[: before + count], without_gates(rule, rows)])
+    outputs, states = zip(*by_the_formula(rule, scene.weights, held.state, inputs), strict=True)
+    out = torch.stack(outputs[count:])
+    gates = rows[:, rule.channels : rule.channels + rule.out_size].double().view(out.shape)
+    factors = gates / (1 + (-gates).exp()) * scene.weights.norm.weight.double()
+    normed = out / (out.square().mean(-1, keepdim=True) + rule.norm.eps).sqrt()
+    at = count + len(rows) if settles else count
+    state = states[at - 1] if at else held.state.double()
+    kept = inputs[len(inputs) - before :] if settles else inputs[count:]
+    return (normed * factors).flatten(1), factors.flatten(1), state, torch.cat([kept, held.inputs[len(kept) :]])
+
+
+PASSES = [(1, 0, False), (1, 1, False), (2, 3, False), (17, 5, False), (64, 64, False), (1, 0, True), (2, 1, True),
+          (100, 7, True)]  # fmt: skip
+
+
+def check_formula(
+    run: RunDeltaRule, rule: DeltaRule, dtype: torch.dtype, passes: Sequence[tuple[int, int, bool]]
+) -> None:
+    """Outputs, states and held inputs."""
+    for number, (num_rows, count, settles) in enumerate(passes):
+        made = scene(rule, dtype, num_rows, seed=number)
+        out, factors, state, inputs = expected(made, made.held, made.rows, count, settles=settles)
+        held = made.copy()
+        found = run(rule, made.weights, held, made.rows, Replayed(count), settles=settles)
+        assert found.is_contiguous()
+        assert found.dtype == dtype
+        rounding = 0.501 * torch.finfo(dtype).eps * out.abs() if dtype != torch.float32 else 0.0
+        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert ((found.double() - out).abs() <= rounding + 2e-5 * (factors.abs() + 0.1) + least).all()
+        assert ((held.state.double() - state).abs() <= 2e-6 * (1 + state.abs())).all()
+        assert torch.equal(held.inputs, inputs)
+
+
+@pytest.mark.few(20)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_outputs_states_and_what_is_held_are_those_of_the_formula(
+    executor: RunDeltaRule, rule: str, dtype: torch.dtype
+) -> None:
+    check_formula(executor, RULES[rule], dtype, PASSES)
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+def test_real_sizes(name: str) -> None:
+    """Heads of 128 x 128, of which every kernel has its own blocks of columns."""
+    check_formula(of(name), DeltaRule(1, 3, 128, 128, norm=NORM), torch.bfloat16, [(1, 1, False), (20, 3, False)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_the_rows_dtype(dtype: torch.dtype) -> None:
+    """The kernels round once, whichever it is."""
+    for name in on_this_machine():
+        made = scene(RULES["odd sizes"], dtype, 3)
+        weight = made.weights.norm.weight.to(dtype)
+        outputs = []
+        for norm in (NormWeights(replace(NORM, fp32=False), weight), NormWeights(NORM, weight.float())):
+            weights = replace(made.weights, norm=norm)
+            outputs.append(of(name)(made.rule, weights, made.copy(), made.rows, Replayed(2), settles=False))
+        assert torch.equal(*outputs)
+
+
+# Bits.
+
+NUM_TOKENS = 90
+
+
+def settled(run: RunDeltaRule, made: Scene, counts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """All outputs, and the states after each pass, of passes of so many rows that are all kept."""
+    held, outputs, states, at = made.copy(), list[Tensor](), list[Tensor](), 0
+    for count in counts:
+        rows = made.rows[at : at + count]
+        outputs.append(run(made.rule, made.weights, held, rows, Replayed(0), settles=True))
+        states.append(held.state.clone())
+        at += count
+    return torch.cat(outputs), states
+
+
+def check_bits(run: RunDeltaRule, rule: DeltaRule, dtype: torch.dtype, seeds: Sequence[int]) -> None:
+    """Passes of 1 to 64 rows of which some are accepted, as in speculation; the others are not numbers. Now and then
+    all are accepted at once. One to three threads."""
+    made = scene(rule, dtype, NUM_TOKENS)
+    wanted, states = settled(run, made, [1] * NUM_TOKENS)
+    states.insert(0, made.held.state)
+    whole, last = settled(run, made, [NUM_TOKENS])
+    assert torch.equal(whole, wanted)
+    assert torch.equal(last[0], states[-1])
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(most: int, generator: torch.Generator = generator) -> int:
+            return 1 + int(torch.randint(most, (), generator=generator))
+
+        held, done, count = made.copy(), 0, 0
+        while done < NUM_TOKENS:
+            num_rows = draw((2, 8, ROOM)[seed % 3])
+            accepted = min(draw(num_rows), NUM_TOKENS - done)
+            settles = draw(4) == 1
+            rows = torch.full((num_rows, sum(rule.parts)), torch.nan, dtype=dtype)
+            rows[:accepted] = made.rows[done : done + accepted]
+            with threads(draw(3)):
+                rows = rows[:accepted] if settles else rows
+                found = run(rule, made.weights, held, rows, Replayed(count), settles=settles)
+            assert torch.equal(found[:accepted], wanted[done : done + accepted])
+            assert torch.equal(held.state, states[done + accepted if settles else done])
+            done, count = done + accepted, 0 if settles else accepted
+
+
+@pytest.mark.few(20)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_bits_are_the_same_in_any_passes_with_any_replays(
+    executor: RunDeltaRule, rule: str, dtype: torch.dtype
+) -> None:
+    check_bits(executor, RULES[rule], dtype, range(3))
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+def test_bits_of_real_sizes(name: str) -> None:
+    check_bits(of(name), DeltaRule(1, 2, 128, 128, norm=NORM), torch.bfloat16, range(2))
+
+
+# Functions of single numbers, which a state of one number shows.
+
+ONE = DeltaRule(1, 1, 1, 1, width=2, norm=NORM, eps=1e-30)
+NUMBERS = torch.cat([torch.linspace(-120, 100, 1001), torch.logspace(-6, 2, 200), -torch.logspace(-6, 2, 200)])
+NUMBERS = torch.cat([NUMBERS, torch.tensor([0.0, 1e3, -1e3, 1e38, -1e38])])
+ULP = torch.finfo(torch.float32).eps
+
+
+def state_after(run: RunDeltaRule, state: float, v: Tensor, b: Tensor, a: Tensor, decay: Tensor) -> Tensor:
+    """Of heads with one token each, whose key is 1: fp64 [n]."""
+    heads = len(v)
+    rule = replace(ONE, num_key_heads=heads, num_heads=heads)
+    last = torch.cat([torch.full((2 * heads,), 4096.0), v, torch.zeros(heads), b, a])
+    taps = torch.stack([torch.zeros(rule.channels), torch.ones(rule.channels)])
+    weights = DeltaWeights(taps, decay, torch.zeros(heads), NormWeights(NORM, torch.ones(1)))
+    held = Held(torch.full(rule.state_shape, state), torch.zeros(1, rule.kept))
+    run(rule, weights, held, last[None], Replayed(0), settles=True)
+    return held.state.flatten().double()
+
+
+def test_functions_are_within_a_few_units_of_the_last_place(executor: RunDeltaRule) -> None:
+    """silu of the convolution, sigmoid of the steps, exp and softplus of the decays."""
+    x, zero = NUMBERS, torch.zeros_like(NUMBERS)
+    sure, never = zero + 200, zero - 200
+    silu = state_after(executor, 0.0, x, sure, zero, zero - 1)
+    exact = x.double() / (1 + (-x.double()).exp())
+    assert ((silu - exact).abs() <= 4 * ULP * exact.abs() + 1e-35).all()
+    steps = state_after(executor, 0.0, zero + 4096, x, zero, zero - 1) / 4096
+    exact = 1 / (1 + (-x.double()).exp())
+    assert ((steps - exact).abs() <= 4 * ULP * exact + 1e-35).all()
+    times = x.clamp(min=-80)
+    grown = softplus(times.double())
+    decay = (-2 / grown).float()  # so that e^-2 has softplus's own errors twice
+    exact = (decay.double() * grown).exp()
+    assert ((state_after(executor, 1.0, zero, never, times, decay) - exact).abs() <= 10 * ULP * exact).all()
+    exact = (-NUMBERS.abs().double()).exp()
+    found = state_after(executor, 1.0, zero, never, zero + 60, -NUMBERS.abs() / 60)
+    assert ((found - exact).abs() <= (4 + 2 * NUMBERS.abs()) * ULP * exact + 1e-35).all()
+
+
+# What is no number, and the ends of memory.
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_is_passed_on_to_later_rows_alone(name: str, value: float) -> None:
+    rule = RULES["odd sizes"]
+    made = scene(rule, torch.float32, 8)
+    wanted = of(name)(rule, made.weights, made.copy(), made.rows, Replayed(0), settles=False)
+    for column in range(0, sum(rule.parts), 7):
+        rows = made.rows.clone()
+        rows[4, column] = value
+        found = of(name)(rule, made.weights, made.copy(), rows, Replayed(0), settles=False)
+        assert torch.equal(found[:4], wanted[:4])
+        assert found[4].isnan().any() or value == value
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_is_read_or_written_past_the_end_of_memory(name: str, rule: str, dtype: torch.dtype) -> None:
+    made = scene(RULES[rule], dtype, 5)
+    kept, weights = made.rule.width - 1 + 5, made.weights
+    tensors = [made.held.state, made.held.inputs[:kept], made.rows.contiguous(), weights.taps, weights.decay]
+    with ExitStack() as stack:
+        state, inputs, rows, taps, decay, bias, norm = (
+            stack.enter_context(before_a_guard(each.contiguous()))
+            for each in (*tensors, weights.time_bias, weights.norm.weight)
+        )
+        guarded = DeltaWeights(taps, decay, bias, NormWeights(NORM, norm))
+        found = of(name)(made.rule, guarded, Held(state, inputs), rows, Replayed(2), settles=False)
+    held = made.copy()
+    assert torch.equal(found, of(name)(made.rule, weights, held, made.rows, Replayed(2), settles=False))
+
+
+def test_what_is_around_the_held_rows_stays(executor: RunDeltaRule) -> None:
+    """Inputs may be a part of wider rows."""
+    made = scene(RULES["tiny"], torch.bfloat16, 4)
+    wide = pad(made.held.inputs, (5, 6), value=7.0)
+    held = Held(made.held.state.clone(), wide[:, 5:-6])
+    executor(made.rule, made.weights, held, made.rows, Replayed(3), settles=False)
+    assert (wide[:, :5] == 7).all()
+    assert (wide[:, -6:] == 7).all()
+    assert torch.equal(held.inputs[5:], made.held.inputs[5:])
+
+
+# The tests have teeth: each of these mistakes, planted in the source of the operators' rule, is found.
+
+BUGS = {
+    "one token too few is replayed": ("[: before + count]):", "[: before + max(count - 1, 0)]):"),
+    "the state is stored after the new rows": ("held.state if settles else held.state.clone()", "held.state"),
+    "a settled state is not kept": ("held.state if settles else held.state.clone()", "held.state.clone()"),
+    "the rows before the first new one are too early": ("held.inputs[count : before + count]", "held.inputs[:before]"),
+    "only the last rows are held": ("inputs[-before:] if settles else inputs", "inputs[-before:]"),
+    "the gate of another head": ("_silu(gates.float())", "_silu(gates.float()).roll(1, 1)"),
+    "a gate is held": ("torch.cat([mixed, others], 1)", "torch.cat([mixed[:, 1:], gates[:, :1], others], 1)"),
+    "the decay comes after the update": ("state *= decays[token]", "state *= decays[token - 1] if token else 1"),
+    "an update of the state before its decay": ("key @ state", "key @ (state / decays[token])"),
+    "an output of the state before the update": (
+        "query @ state", "query @ (state - key.transpose(1, 2) * update.unsqueeze(1))"
+    ),
+    "steps end at 1": ("delta.steps / _grown", "1 / _grown"),
+    "the decays of other heads": ("decays = (weights.decay *", "decays = (weights.decay.flip(0) *"),
+    "value heads take turns": ("list(delta.key_heads)", "[head % delta.num_key_heads for head in range(delta.num_heads)]"),
+    "queries are not scaled": (".mul_(key_dim**-0.5)", ""),
+    "no epsilon below the norm of keys": ("keepdim=True) + delta.eps)", "keepdim=True))"),
+    "taps are the other way around": ("enumerate(weights.taps)", "enumerate(weights.taps.flip(0))"),
+    "a sum over all rows": ("square().sum(2, keepdim=True)", "square().sum((0, 2), keepdim=True)"),
+}  # fmt: skip
+
+
+def with_a_bug(old: str, new: str) -> RunDeltaRule:
+    source = Path(twin.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    module = ModuleType(twin.__name__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for their annotations
+        exec(compile(source.replace(old, new), "<with a bug>", "exec"), module.__dict__)
+    return module.delta_rule  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_mistakes_are_found(bug: str) -> None:
+    rule = replace(RULES["three value heads a key head"], key_dim=8, value_dim=9, steps=2.0, eps=1e-2)
+    for run, finds in ((with_a_bug(*BUGS[bug]), pytest.raises(AssertionError)), (twin.delta_rule, nullcontext())):
+        with finds:
+            check_formula(run, rule, torch.float32, PASSES[:5] + PASSES[6:7])
+            check_bits(run, rule, torch.float32, [1, 2])

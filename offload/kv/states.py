@@ -72,6 +72,10 @@ class LayerStates:
         self.bases[layer] = start + len(rows) * settles
         return out
 
+    def ran(self, start: int) -> None:
+        """A pass that began at place `start` is over: also where a graph ran it, for which no layer was called."""
+        self.bases = [start] * len(self.bases)
+
     def tails(self) -> Tensor:
         """The inputs of the last tokens before the states' places, [L, width - 1, kept]."""
         return self.inputs[:, : self.delta.width - 1]
@@ -160,6 +164,8 @@ class StateCache:
         self.length += num_tokens
         if self._phase == "prefill":
             self.checkpoints.commit()
+        else:
+            self.layers.ran(self._start)
         self._phase = None
 
     def truncate(self, length: int) -> None:
@@ -240,6 +246,7 @@ class DraftStates:
         return self.layers.run(layer, self._length, rows, weights, settles=False)
 
     def advance(self, num_tokens: int) -> None:
+        self.layers.ran(self._length)
         self._length += num_tokens
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from offload.kernels import cpu
 from offload.kernels.cpu import kernels
 from offload.kernels.products import Steps
 from offload.kv.full import FullCache
+from offload.kv.states import LayerStates
 from offload.model.level import Level
 from offload.model.passes import Pass
 from offload.plan.hardware import probe
@@ -83,7 +84,7 @@ def test_all_hold_here_with_kernels_and_without(kernels: str, models: str, tiny:
     finally:
         cpu.kernels.cache_clear()
     assert [check for check in found if not check.passed] == []
-    kinds = ["attention", "copies", "products", "rows of attention", "streamed tiles", "text"]
+    kinds = ["attention", "copies", "products", "rows of attention", "states", "streamed tiles", "text"]
     kinds += ["packed tiles", "packed weights"] if probe("cpu").fast_bf16 and kernels == "on" else []
     assert sorted({check.name.partition(",")[0] for check in found}) == sorted(kinds)
     assert all(check.seconds > 0 and check.found for check in found)
@@ -120,6 +121,28 @@ def test_attention_of_a_prefill_that_is_a_little_off_is_found(failed: Failed, mo
 def test_a_number_that_is_none_is_found(failed: Failed, monkeypatch: Patch) -> None:
     of_output(monkeypatch, lambda out, cache: out.index_fill(1, torch.tensor([3]), torch.nan), "decode")
     assert "attention" in failed()
+
+
+@pytest.mark.usefixtures("no_texts")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out, count: out * 1.05,  # a little off
+        lambda out, count: out * (1 + 2**-12) if len(out) > 8 else out,  # as many rows run together
+        lambda out, count: out * 1.05 if count > 4 else out,  # of a pass after several tokens that were kept
+    ],
+)
+def test_states_that_are_wrong_are_found(
+    change: Callable[[Tensor, int], Tensor], failed: Failed, monkeypatch: Patch
+) -> None:
+    real = LayerStates.run
+
+    def run(self: LayerStates, layer: int, start: int, *others: Any, settles: bool) -> Tensor:
+        count = start - self.bases[layer]
+        return change(real(self, layer, start, *others, settles=settles), count)
+
+    monkeypatch.setattr(LayerStates, "run", run)
+    assert failed() == {"states"}
 
 
 @pytest.mark.usefixtures("no_texts")

@@ -66,5 +66,6 @@ def _structure(
         *(each.data_ptr() for each in vectors), norm.weight.data_ptr(), None,
         held.inputs.stride(0), rows.stride(0), count, len(rows), settles,
         delta.num_key_heads, delta.num_heads, delta.key_dim, delta.value_dim, delta.width,
-        norm.weight.dtype == torch.float32, -1 if delta.tiled is None else delta.tiled, delta.steps, delta.eps, norm.norm.eps,
+        norm.weight.dtype == torch.float32, -1 if delta.tiled is None else delta.tiled,
+        delta.steps, delta.eps, norm.norm.eps,
     )  # fmt: skip

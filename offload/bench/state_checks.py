@@ -1,0 +1,83 @@
+"""Checks that a device computes recurrent states correctly, at the shape of a well-known model; part of `triforce
+doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from offload.bench.findings import TOLERANCES, Named, Shown, error_of
+from offload.config.block import DeltaRule, Norm
+from offload.kernels import choice
+from offload.kernels.delta import DeltaWeights, Held, Replayed, delta_rule
+from offload.kernels.device import DeviceKernels
+from offload.kernels.norms import NormWeights
+from offload.kv.states import LayerStates
+from offload.model.loading import DTYPES
+from offload.plan.hardware import Hardware
+from offload.transfer.memory import Memory
+
+DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the heads of Qwen3.6-27B
+HEAD_DIM = 256  # of its layers that attend
+NUM_ROWS = 40
+ROUNDS = ((24, 24), (1, 1), (6, 3), (12, 12))  # rows of a pass, and how many of them stay
+
+
+def state_checks(hardware: Hardware, dtypes: Sequence[str], remedy: str) -> Iterator[Named]:
+    """The checks of one device in each of `dtypes`."""
+    for dtype in dtypes:
+        yield f"states, Qwen3.6-27B, {dtype}", partial(_states, hardware, dtype), remedy
+
+
+def _states(hardware: Hardware, dtype: str) -> Shown:
+    """Compare passes of which rows are rejected with torch's operators in fp32, and check that a row has the same bits
+    alone."""
+    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(DELTA.parts), seed=1).to(DTYPES[dtype])
+    kernels = choice.fitting(device, HEAD_DIM, ())
+    together = _run(kernels, device, rows, ROUNDS)
+    alone = _run(kernels, device, rows, ((1, 1),) * NUM_ROWS)
+    error, same = error_of(together, _expected(rows).double()), torch.equal(together, alone)
+    bits = "the same bits" if same else "OTHER BITS"
+    shown = f"errors of up to {error:.1e}, at most {TOLERANCES[dtype]:.0e}; {bits} of rows together and one at a time"
+    return same and error <= TOLERANCES[dtype], shown
+
+
+def _run(kernels: DeviceKernels, device: torch.device, rows: Tensor, rounds: Sequence[tuple[int, int]]) -> Tensor:
+    """The output of `rows` in passes, each of which is followed by wrong rows, [n, out_size] on the CPU."""
+    memory, start, out = Memory(device), 0, list[Tensor]()
+    states = LayerStates(memory, DELTA, num_layers=1, rows=NUM_ROWS, dtype=rows.dtype, kernels=kernels)
+    weights = _weights(device)
+    for count, kept in rounds:
+        some = rows[start : start + kept]
+        wrong = rows.flip(0)[: count - kept]
+        states.begin(start, count)
+        found = states.run(0, start, torch.cat([some, wrong]).to(device), weights, settles=False)
+        out.append(found[:kept].cpu())
+        start += kept
+    states.release()
+    return torch.cat(out)
+
+
+def _expected(rows: Tensor) -> Tensor:
+    """The output of `rows` by torch's operators in fp32, one row after the other."""
+    inputs = torch.zeros(DELTA.width - 1, DELTA.kept)
+    held = Held(torch.zeros(DELTA.state_shape), inputs)
+    return delta_rule(DELTA, _weights(torch.device("cpu")), held, rows.float(), Replayed(0), settles=True)
+
+
+def _weights(device: torch.device) -> DeltaWeights:
+    vectors = (
+        _random(DELTA.width, DELTA.channels, seed=2) / 2,
+        -_random(DELTA.num_heads, seed=3).exp(),
+        _random(DELTA.num_heads, seed=4),
+        1 + _random(DELTA.value_dim, seed=5) / 4,
+    )
+    taps, decay, time_bias, norm = (each.to(device) for each in vectors)
+    return DeltaWeights(taps, decay, time_bias, NormWeights(DELTA.norm, norm))
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -292,7 +292,8 @@ def test_what_is_no_number_is_passed_on_to_later_rows_alone(name: str, value: fl
     rule = RULES["odd sizes"]
     made = scene(rule, torch.float32, 8)
     wanted = of(name)(rule, made.weights, made.copy(), made.rows, Replayed(0), settles=False)
-    for column in range(0, sum(rule.parts), 7):
+    end = sum(rule.parts)
+    for column in (*range(0, end, 7), *range(end - 2 * rule.num_heads, end)):
         rows = made.rows.clone()
         rows[4, column] = value
         found = of(name)(rule, made.weights, made.copy(), rows, Replayed(0), settles=False)

@@ -98,7 +98,8 @@ def test_what_rank_0s_worker_does_the_others_do(call: Call, monkeypatch: pytest.
 def level_of(worker: LeadingWorker, cache: object) -> LeadingLevel:
     level = LeadingLevel.__new__(LeadingLevel)
     level._worker, level._name, level._record = worker, "draft", None
-    level._cache = cache  # type: ignore[assignment]
+    level._hidden = None
+    level._cache, level._hidden = cache, None  # type: ignore[assignment]
     return level
 
 

@@ -107,7 +107,7 @@ class CountedRows:
             SimpleNamespace(placement=SimpleNamespace(rows=num_last, prefill_block=prefill_block)),
             {"target": self},
         )
-        self.length, self.windows = 0, None
+        self.length, self.windows, self.states = 0, None, None
 
     def prefill(self, tokens: list[int], on_tokens: Callable[[int], None], on_hidden: object = None) -> None:
         self.length += len(tokens)

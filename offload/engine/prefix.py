@@ -129,15 +129,24 @@ class PrefixCache:
         worker = self._worker
         self._settle()
         common = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
-        used = min(common, max(len(tokens) - worker.plan.placement.rows, 0))  # by a request of these tokens
-        if any(store.num_loadable(count, worker.window_rows) < count for count in (common, used)):
-            return 0
-        if common <= num_common(self.tokens, tokens):
+        has = num_common(self.tokens, tokens)
+        if worker.states is None:
+            used = min(common, max(len(tokens) - worker.plan.placement.rows, 0))  # by a request of these tokens
+            if any(store.num_loadable(count, worker.window_rows) < count for count in (common, used)):
+                return 0
+            is_there = common <= has
+        else:  # a request goes on from the last place before the prompt's last token
+            last = len(tokens) - 1
+            common, used = (store.num_loadable(count, worker.window_rows) for count in (common, min(common, last)))
+            if not used:
+                return 0
+            is_there = used <= worker.reachable(min(has, last))
+        if is_there:
             return common
         self.truncate(0)
         total = store.bytes_to_read(common)
         report = bytes_of("restore", total, on_progress)
-        store.load(worker.rows, common, windows=worker.window_rows, on_bytes=report)
+        store.load(worker.rows, common, windows=worker.window_rows, states=worker.state_rows, on_bytes=report)
         report(total)
         self.tokens, self._num_saved = list(tokens[:common]), common
         return common
@@ -146,10 +155,12 @@ class PrefixCache:
         """See `Engine.save`."""
         worker = self._worker
         self._settle()
-        if worker.windows is not None and not self.tokens:  # the saved rows may still begin the text
+        if not self.tokens and (worker.windows or worker.states):  # the saved rows may still begin the text
             store.keep(extra)
             return
-        total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows)
+        worker.note_states()
+        states = worker.state_rows
+        total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows, states)
         report = bytes_of("save", total, on_progress)
         store.save(
             worker.rows,
@@ -158,6 +169,7 @@ class PrefixCache:
             extra=extra,
             unchanged=self._num_saved,
             windows=worker.window_rows,
+            states=states,
             on_bytes=report,
         )
         report(total)
@@ -167,7 +179,7 @@ class PrefixCache:
         """See `Engine.keep`."""
         worker, own = self._worker, self.tokens[: self._num_own]
         if (store := self._store_for(own)) is not None:
-            store.keep(worker.rows, worker.window_rows, own, on_progress)
+            store.keep(worker.rows, worker.window_rows, own, on_progress, worker.state_rows)
 
     def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns
@@ -179,7 +191,7 @@ class PrefixCache:
         share = (stored.num_tokens - held) / max(request.num_prompt_tokens, 1)
         if share <= 0 or store.read_seconds(stored) > share * worker.plan.predicted.first_token_seconds:
             return 0
-        count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress)
+        count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress, worker.state_rows)
         self.tokens, self._num_own, self._num_saved = list(tokens[:count]), count, min(self._num_saved, count)
         return max(count - held, 0)
 
@@ -199,5 +211,8 @@ class PrefixCache:
         self.truncate(len(self.tokens))
 
     def _num_reusable(self, prompt: Sequence[int]) -> int:
-        precomputed = min(self.num_precomputed, len(prompt) - 1)
-        return min(num_common(self.tokens, prompt), max(len(prompt) - self._worker.plan.placement.rows, precomputed))
+        precomputed, common = min(self.num_precomputed, len(prompt) - 1), num_common(self.tokens, prompt)
+        kept = min(common, max(len(prompt) - self._worker.plan.placement.rows, precomputed))
+        if self._worker.states is not None and self._worker.reachable(kept) < kept:
+            return max(kept, self._worker.reachable(min(common, len(prompt) - 1)))  # with fewer rows in the first pass
+        return kept

@@ -40,6 +40,11 @@ class Checkpoints:
     def places(self) -> list[int]:
         return sorted(self._held)
 
+    @property
+    def most(self) -> int:
+        """The number of checkpoints that there is room for."""
+        return len(self._states)
+
     def at(self, place: int) -> Checkpoint | None:
         """The checkpoint at `place`; None if there is none."""
         slot = self._held.get(place)
@@ -50,12 +55,13 @@ class Checkpoints:
         return max((place for place in self._held if place <= length), default=0)
 
     def begin(self, places: Sequence[int]) -> None:
-        """A prefill begins, which notes the states at `places`, in order. Too many are as good as fewer."""
-        self._new = {}
-        most = len(self._states)
-        for place in places[-most:] if most else ():
-            if place not in self._held:
-                self._new[place] = self._slot(places[-1])
+        """A prefill begins, which notes the states at `places`, in order. Of them and of those that are held the ones
+        are left for which there is room."""
+        kept = thinned(sorted({*self._held, *places}), self.most, places[-1]) if self.most else []
+        self._held = {place: slot for place, slot in self._held.items() if place in kept}
+        used = {*self._held.values()}
+        free = iter([slot for slot in range(self.most) if slot not in used])
+        self._new = {place: next(free) for place in kept if place not in self._held}
 
     def note(self, place: int, layer: int, state: Tensor, tail: Tensor) -> None:
         """Copy a layer's state at `place`, if it is wanted."""
@@ -76,15 +82,16 @@ class Checkpoints:
     def take(self, place: int) -> Checkpoint:
         """A checkpoint at `place` for the caller to fill."""
         if place not in self._held:
-            self._held[place] = self._slot(place)
+            self.begin([place])
+            self.commit()
         found = self.at(place)
         assert found is not None
         return found
 
     def copy_from(self, other: Checkpoints, length: int) -> None:
-        """Hold the checkpoints of `other` at places up to `length`, the last ones if there are too many; this sequence
-        has no token."""
-        for place in [place for place in other.places if place <= length][-len(self._states) :]:
+        """Hold the checkpoints of `other` at places up to `length`, as many as there is room for; this sequence has no
+        token."""
+        for place in thinned([place for place in other.places if place <= length], self.most, length):
             own, theirs = self.take(place), other.at(place)
             assert theirs is not None
             own.states.copy_(theirs.states)
@@ -97,19 +104,6 @@ class Checkpoints:
         """They are not used again."""
         for held in (self._states, self._tails):
             self._memory.released(held, tier="host", purpose=PURPOSE)
-
-    def _slot(self, end: int) -> int:
-        """A free slot; one is made free if there is none. end: the last place that is wanted."""
-        used = {*self._held.values(), *self._new.values()}
-        free = next((slot for slot in range(len(self._states)) if slot not in used), None)
-        if free is not None:
-            return free
-        every = self._held | self._new
-        dropped = least_missed(sorted(every), end)
-        slot = every[dropped]
-        self._held.pop(dropped, None)
-        self._new.pop(dropped, None)
-        return slot
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._memory.allocate(shape, dtype, tier="host", purpose=PURPOSE)
@@ -126,12 +120,19 @@ def least_missed(places: Sequence[int], end: int) -> int:
     return min(costs)[1] if costs else places[0]
 
 
+def thinned(places: Sequence[int], most: int, end: int) -> list[int]:
+    """The `most` of ascending `places` that are kept where one after the other is dropped by `least_missed`."""
+    kept = list(places)
+    while len(kept) > most:
+        kept.remove(least_missed(kept, end))
+    return kept
+
+
 def places_of_prefill(start: int, num_tokens: int, block: int) -> list[int]:
-    """The places that a prefill from `start` on notes: where it begins and ends, and between them ends of its blocks at
-    distances from the end that double."""
-    end, found = start + num_tokens, set[int]()
-    distance = block
+    """The places that a prefill from `start` on notes: where it begins and ends, and between them ends of its blocks:
+    the last one, and those at distances from the end that double."""
+    found, distance = {start, start + num_tokens}, 1
     while distance < num_tokens:
         found.add(start + (num_tokens - distance) // block * block)
-        distance *= 2
-    return sorted((found | {start, end}) - {0})
+        distance = max(2 * distance, block)
+    return sorted(found - {0})

@@ -7,7 +7,7 @@ So each of its tokens can be forgotten, and no pass copies a state. What lies fu
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
 
 import torch
@@ -17,7 +17,7 @@ from offload.config.block import DeltaRule
 from offload.kernels.delta import DeltaWeights, Held, Replayed
 from offload.kernels.device import DeviceKernels
 from offload.kv import Phase
-from offload.kv.checkpoints import Checkpoints, places_of_prefill
+from offload.kv.checkpoints import Checkpoint, Checkpoints, places_of_prefill
 from offload.plan.sizing import PREFILL_BLOCK
 from offload.transfer.memory import Memory, sent_to
 
@@ -75,6 +75,14 @@ class LayerStates:
     def ran(self, start: int) -> None:
         """A pass that began at place `start` is over: also where a graph ran it, for which no layer was called."""
         self.bases = [start] * len(self.bases)
+
+    def settled(self, layer: int, place: int, weights: DeltaWeights) -> Held:
+        """What would be held if a layer's state were at `place`, the end of the tokens whose inputs are held. A
+        copy."""
+        held = Held(self.states[layer].clone(), self.inputs[layer].clone())
+        nothing = self.inputs.new_empty(0, sum(self.delta.parts))
+        self._run(self.delta, weights, held, nothing, Replayed(place - self.bases[layer]), settles=True)
+        return held
 
     def tails(self) -> Tensor:
         """The inputs of the last tokens before the states' places, [L, width - 1, kept]."""
@@ -186,10 +194,58 @@ class StateCache:
             self._restore(num_tokens)
         self.length = num_tokens
 
+    def note_length(self, weights: Iterable[DeltaWeights]) -> None:
+        """Have a checkpoint at the length. weights: of the layers, in order; not read where there is one already."""
+        if not self.length or self.length in self.places:
+            return
+        self.checkpoints.begin([self.length])
+        for layer, own in enumerate(weights):
+            held = self.layers.settled(layer, self.length, own)
+            self.checkpoints.note(self.length, layer, held.state, held.inputs[: self.layers.delta.width - 1])
+        self.checkpoints.commit()
+
+    @property
+    def delta(self) -> DeltaRule:
+        """See `StateRows`."""
+        return self.layers.delta
+
+    @property
+    def num_layers(self) -> int:
+        """See `StateRows`."""
+        return len(self.layers.bases)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StateRows`."""
+        return self.layers.inputs.dtype
+
+    @property
+    def places(self) -> Sequence[int]:
+        """See `StateRows`."""
+        return self.checkpoints.places
+
+    @property
+    def most(self) -> int:
+        """See `StateRows`."""
+        return self.checkpoints.most
+
+    def checkpoint(self, place: int) -> Checkpoint:
+        """See `StateRows`."""
+        found = self.checkpoints.at(place)
+        assert found is not None, f"there is no checkpoint at {place}"
+        return found
+
+    def fill(self, place: int, checkpoint: Checkpoint) -> None:
+        """See `StateRows`."""
+        own = self.checkpoints.take(place)
+        own.states.copy_(checkpoint.states)
+        own.tails.copy_(checkpoint.tails)
+
     def restored(self, length: int) -> None:
-        """The checkpoints were filled from outside, one of `length` tokens among them: these tokens count."""
+        """See `StateRows`."""
+        self.checkpoints.forget_after(length)
         self._restore(length)
-        self.length = length
+        self.length, self._phase = length, None
 
     def release(self) -> None:
         """The cache is not used again."""

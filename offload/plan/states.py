@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload.config.model import ModelConfig
 from offload.plan.composition import Composition
 
-CHECKPOINT_BYTES = 1 << 30  # of all sequences, unless fewer than LEAST of each would fit
-MOST, LEAST = 8, 2  # checkpoints of a sequence
+CHECKPOINT_BYTES = 1 << 31  # of all sequences, unless fewer than LEAST of each would fit
+MOST, LEAST = 12, 2  # checkpoints of a sequence: enough for distances that double up to 262,144 tokens
 _ROWS = 16  # to a multiple of which a pass may be padded
 
 

@@ -26,12 +26,14 @@ from offload.plan.shards import Shard
 from offload.progress import ignore
 from offload.ranks import rendezvous
 from offload.ranks.all_rows import empty_page, packed_page, unpack_page
+from offload.ranks.all_states import empty_checkpoint
 from offload.ranks.channel import Channel
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
 from offload.ranks.watch import Watch
 from offload.session.page import PagedRows
+from offload.session.states import StateRows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
 
@@ -211,6 +213,31 @@ class Follower:
     def _restored(self, worker: int, length: int, windows: bool = False) -> None:
         self._rows(worker, windows).restored(length)
         self._records[worker].forget(length)
+
+    def _note_states(self, worker: int) -> None:
+        self._workers[worker].note_states()
+
+    def _gather_state(self, worker: int, place: int) -> None:
+        assert self._sums is not None
+        own = self._states(worker).checkpoint(place)
+        for part in (own.states, own.tails):
+            self._sums.gather(part)
+
+    def _fill_state(self, worker: int, place: int) -> None:
+        assert self._sums is not None
+        states = self._states(worker)
+        own = empty_checkpoint(states)
+        for part in (own.states, own.tails):
+            self._sums.scatter([], part)
+        states.fill(place, own)
+
+    def _restored_states(self, worker: int, length: int) -> None:
+        self._states(worker).restored(length)
+
+    def _states(self, worker: int) -> StateRows:
+        states = self._workers[worker].state_rows
+        assert states is not None
+        return states
 
     def _rows(self, worker: int, windows: bool) -> PagedRows:
         """The rows of the full cache, or of the layers that have a window."""

@@ -29,10 +29,12 @@ from offload.plan.shards import Shard
 from offload.progress import OnProgress
 from offload.ranks import rendezvous
 from offload.ranks.all_rows import AllRows, AllWindows
+from offload.ranks.all_states import AllStates
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
 from offload.session.page import PagedRows, WindowRows
+from offload.session.states import StateRows
 from offload.worker.assemble import block_rows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
@@ -144,6 +146,15 @@ class LeadingWorker(Worker):
         tell = partial(self.tell, windows=True)
         return AllWindows(self.windows, self._kv_heads(windows=True), self._lead.sums, tell, self._record)
 
+    @property
+    def state_rows(self) -> StateRows | None:
+        if self.states is None:
+            return None
+        whole, size = self._lead.whole, self._lead.team.size
+        assert whole is not None
+        shards = [Shard(rank, size) for rank in range(size)]
+        return AllStates(self.states, whole.layer(whole.stateful[0]), shards, self._lead.sums, self.tell)
+
     def _kv_heads(self, *, windows: bool) -> list[range]:
         """The KV heads of each rank, in the layers that have a window or in the others."""
         whole, size = self._lead.whole, self._lead.team.size
@@ -192,6 +203,10 @@ class LeadingWorker(Worker):
     def fetch_ahead(self) -> None:
         self.tell("fetch_ahead")
         super().fetch_ahead()
+
+    def note_states(self) -> None:
+        self.tell("note_states")
+        super().note_states()
 
     def beside(self) -> Worker:
         return LeadingWorker.build(self._lead, self.plan, self.models, vocab_size=self.vocab_size)

@@ -19,7 +19,7 @@ from offload.pages.tiles import tile_tokens
 from offload.plan.machine import installed_version, machine_name
 from offload.plan.planner import Plan
 from offload.session.fingerprints import identify
-from offload.session.identity import Identity
+from offload.session.identity import STATE_FIELDS, Identity
 from offload.weights.checkpoint import Checkpoint
 
 BITS = 2  # changes when a change of this program gives rows of a prefill other bits
@@ -79,6 +79,8 @@ class Conditions:
         """The digest of all but the size of tiles, which decides from the first page behind a tile on (`links`)."""
         identity = asdict(self.identity)
         del identity["model_name"]  # a renamed folder holds the same model
+        if not self.identity.num_state_layers:
+            identity = {name: value for name, value in identity.items() if name not in STATE_FIELDS}
         told = json.dumps([identity, self.files, self.rounding], sort_keys=True)
         return hashlib.blake2b(told.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 

@@ -21,7 +21,7 @@ from offload.decode.tokenizer_files import OLDER_FILES
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
 from offload.plan.planner import Plan
-from offload.session.identity import Identity
+from offload.session.identity import STATE_FIELDS, Identity
 from offload.weights.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096
@@ -62,8 +62,17 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
         num_window_layers=len(config.windowed),
         window_kv_heads=apart.attention.num_kv_heads if apart else 0,
         window_head_dim=apart.attention.head_dim if apart else 0,
+        **_of_states(config),
         model_name=name[:_MAX_NAME],
     )
+
+
+def _of_states(config: ModelConfig) -> dict[str, int]:
+    """The identity's fields of layers with a state."""
+    if (delta := config.delta) is None:
+        return {}
+    values = (len(config.stateful), *delta.state_shape, delta.width - 1, delta.kept)
+    return dict(zip(STATE_FIELDS, values, strict=True))
 
 
 def _own_name(folder: Path) -> str:
@@ -98,7 +107,8 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.block.feed_forward.bias,
         "qk_norm": attention.qk_norm is not None,
     }
-    if not config.is_llama_shaped or len(config.tables) > 1 or config.windowed or config.stored_in:
+    others = len(config.tables) > 1 or config.windowed or config.stateful or config.stored_in
+    if not config.is_llama_shaped or others:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     if config.quantisation is not None:
         named["stored"] = [_told(rule) for rule in config.quantisation.rules]

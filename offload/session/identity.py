@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from offload.session.layout import PageFormat
+from offload.session.layout import PageFormat, StateFormat
 
 _SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
+STATE_FIELDS = (  # of an identity
+    *("num_state_layers", "state_heads", "state_key_dim", "state_value_dim", "tail_tokens", "tail_size"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,12 @@ class Identity:
     num_window_layers: int = 0  # beside num_layers, the layers that see all tokens
     window_kv_heads: int = 0  # of these layers, and their head_dim; 0: the same as the others
     window_head_dim: int = 0
+    num_state_layers: int = 0  # layers with a recurrent state, which have no rows; the next five are of these
+    state_heads: int = 0
+    state_key_dim: int = 0
+    state_value_dim: int = 0
+    tail_tokens: int = 0  # whose inputs are held with a state, and the numbers of each
+    tail_size: int = 0
     model_name: str = field(default="", compare=False)
 
     @property
@@ -39,6 +48,15 @@ class Identity:
         """The format of a page of the layers with a window."""
         heads, dim = self.window_kv_heads or self.num_kv_heads, self.window_head_dim or self.head_dim
         return replace(self.page_format, num_layers=self.num_window_layers, num_kv_heads=heads, head_dim=dim)
+
+    @property
+    def state_format(self) -> StateFormat | None:
+        """The format of a file of states; None without layers that have one."""
+        if not self.num_state_layers:
+            return None
+        heads, key_dim, value_dim = self.state_heads, self.state_key_dim, self.state_value_dim
+        sizes = heads, key_dim, value_dim, self.tail_tokens, self.tail_size
+        return StateFormat(self.num_state_layers, *sizes, self.dtype)
 
 
 def differences(saved: Identity, now: Identity) -> list[str]:

@@ -1,4 +1,4 @@
-"""The layout of a page's file, which follows only from shapes, dtype and the set of packed blocks.
+"""The layout of a file of rows or of states, which follows only from shapes, dtype and the set of packed blocks.
 
 A page's blocks are a layer's keys and its values, [H_kv, S, D] each, keys before values, first layer first.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,13 +105,7 @@ class PageFile:
 
     @cached_property
     def header(self) -> bytes:
-        entries, start = {}, 0
-        for name, dtype, shape, nbytes in self._tensors():
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, start + nbytes)}
-            start += nbytes
-        text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-        text += b" " * (-len(text) % _ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        return _header(self._tensors())
 
     @property
     def nbytes(self) -> int:
@@ -130,3 +124,52 @@ class PageFile:
         for block, (is_packed, nbytes) in enumerate(zip(self.are_packed, self.block_bytes, strict=True)):
             name = f"layers.{block // 2}.{_HALVES[block % 2]}"
             yield (name, "U8", (nbytes,), nbytes) if is_packed else (name, dtype, form.block_shape, nbytes)
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """The format of a file of states at one place, as safetensors: `states` [L, heads, key_dim, value_dim] fp32, and
+    `tails`, the inputs of the last tokens before the place, [L, tail_tokens, tail_size] in the model's dtype."""
+
+    num_layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    tail_tokens: int
+    tail_size: int
+    dtype: str  # of tails, a key of ELEMENT_BYTES
+
+    @property
+    def states_shape(self) -> tuple[int, int, int, int]:
+        return self.num_layers, self.heads, self.key_dim, self.value_dim
+
+    @property
+    def tails_shape(self) -> tuple[int, int, int]:
+        return self.num_layers, self.tail_tokens, self.tail_size
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """The bytes of both tensors."""
+        return [math.prod(self.states_shape) * 4, math.prod(self.tails_shape) * ELEMENT_BYTES[self.dtype]]
+
+    @cached_property
+    def header(self) -> bytes:
+        states, tails = self.block_bytes
+        tails_dtype = _SAFETENSORS_DTYPES[self.dtype]
+        return _header([("states", "F32", self.states_shape, states), ("tails", tails_dtype, self.tails_shape, tails)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(self.block_bytes)
+
+
+def _header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """The header of a safetensors file with the (name, dtype, shape, bytes) of each tensor."""
+    entries, start = {}, 0
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, start + nbytes)}
+        start += nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -9,7 +9,7 @@ import os
 import re
 
 from offload.session.folder import READERS, WRITER, Folder, Lock
-from offload.session.manifest import MANIFEST_FILE, Manifest, is_page_file
+from offload.session.manifest import MANIFEST_FILE, Manifest, is_content_file
 
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{16}\.tmp", re.ASCII)
 
@@ -22,7 +22,7 @@ def temporary_file(tag: str) -> str:
 def foreign(folder: Folder) -> list[str]:
     """Names of the files that do not belong to a session."""
     own = (MANIFEST_FILE, WRITER, READERS)
-    return [name for name in folder.names() if name not in own and not _is_temporary_or_page(name)]
+    return [name for name in folder.names() if name not in own and not _is_temporary_or_content(name)]
 
 
 def sweep(folder: Folder, manifest: Manifest | None) -> None:
@@ -37,14 +37,14 @@ def sweep(folder: Folder, manifest: Manifest | None) -> None:
             return
         with lock:
             for name in folder.names():
-                if _is_temporary_or_page(name) and name not in named:
+                if _is_temporary_or_content(name) and name not in named:
                     folder.remove(name)
 
 
 def discard(folder: Folder) -> None:
     """Remove the session and its folder: the manifest first, so that an interrupted removal leaves no session, and the
     locks, which the caller holds, last. The folder stays if another process has put files there meanwhile. OSError."""
-    for name in (MANIFEST_FILE, *filter(_is_temporary_or_page, folder.names()), READERS, WRITER):
+    for name in (MANIFEST_FILE, *filter(_is_temporary_or_content, folder.names()), READERS, WRITER):
         with contextlib.suppress(FileNotFoundError):
             folder.remove(name)
     try:
@@ -54,5 +54,5 @@ def discard(folder: Folder) -> None:
             raise
 
 
-def _is_temporary_or_page(name: str) -> bool:
-    return is_page_file(name) or _TEMPORARY.fullmatch(name) is not None
+def _is_temporary_or_content(name: str) -> bool:
+    return is_content_file(name) or _TEMPORARY.fullmatch(name) is not None

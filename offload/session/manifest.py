@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from offload import strict_json
 from offload.errors import SessionError
 from offload.fields import LIST, OBJECT, Fields, Kind, fields_of, list_of, number, one_of, shown, whole
 from offload.session.folder import Folder
-from offload.session.identity import Identity
+from offload.session.identity import STATE_FIELDS, Identity
 from offload.session.layout import ELEMENT_BYTES, PageFormat
 from offload.session.names import damaged
 from offload.units import size
@@ -27,14 +27,18 @@ from offload.units import size
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 32 << 20  # a million tokens take 7 MB, and their text about as much
 MAX_DEPTH = 16  # of `extra`
-# Fields by format. The second is written if a page is packed, the third if layers have a window, and the fourth if
-# windowed layers have heads of another shape. So older programs can read all sessions without these features.
+# Fields by format. The second is written if a page is packed, the third if layers have a window, the fourth if windowed
+# layers have heads of another shape, and the fifth if layers have a state. So older programs can read all sessions
+# without these features.
 _PACKED = ("file", "checksum", "packed")
-_PAGE_FIELDS = {1: ("file", "checksum"), 2: _PACKED, 3: _PACKED, 4: _PACKED}
-_WITH_WINDOWS, _WITH_TWO_SHAPES = 3, 4
+_PAGE_FIELDS = {1: ("file", "checksum"), 2: _PACKED, 3: _PACKED, 4: _PACKED, 5: _PACKED}
+_WITH_WINDOWS, _WITH_TWO_SHAPES, _WITH_STATES = 3, 4, 5
 _WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")), "num_window_layers"
 _WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # maxima
+_STATES = dict(zip(STATE_FIELDS, (2**12, 2**14, 2**12, 2**12, 2**4, 2**26), strict=True))  # maxima
+_STATE_FIELDS = ("place", "file", "checksum")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
+_STATE_FILE = re.compile(r"state-([1-9][0-9]*)-[0-9a-f]{16}\.safetensors", re.ASCII)
 _PAGE_FILE = re.compile(r"(page|window)-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
 _DIGITS = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_TEXT = 256  # characters
@@ -46,7 +50,7 @@ _LINE = Kind(
 _CHECKSUM = Kind("32 digits from 0 to f", lambda value: isinstance(value, str) and _DIGITS.fullmatch(value) is not None)
 _MOST = {
     "num_layers": 2**12, _WINDOW_LAYERS: 2**12, "num_kv_heads": 2**14, "head_dim": 2**12, "page_tokens": 2**20,
-    **_WINDOW_HEADS,
+    **_WINDOW_HEADS, **_STATES,
 }  # fmt: skip
 
 
@@ -61,10 +65,19 @@ class Page:
 
 
 @dataclass(frozen=True)
+class State:
+    """The file of the states after the first `place` tokens, and its checksum as of a page."""
+
+    place: int
+    file: str
+    checksum: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The manifest of a session. tokens: the tokens whose keys and values are in the pages. window_pages: pages of
-    layers with a window, from page `first_window_page` on. capacity, extra: stored for the caller. created, updated:
-    seconds since the epoch. writer: the program's version."""
+    layers with a window, from page `first_window_page` on. states: by ascending place. capacity, extra: stored for the
+    caller. created, updated: seconds since the epoch. writer: the program's version."""
 
     identity: Identity
     tokens: tuple[int, ...]
@@ -76,11 +89,12 @@ class Manifest:
     writer: str = ""
     window_pages: tuple[Page, ...] = ()
     first_window_page: int = 0
+    states: tuple[State, ...] = ()
 
     @property
     def files(self) -> set[str]:
-        """The names of all page files."""
-        return {page.file for page in (*self.pages, *self.window_pages)}
+        """The names of all files of pages and of states."""
+        return {page.file for page in (*self.pages, *self.window_pages)} | {state.file for state in self.states}
 
     @property
     def windows_by_number(self) -> dict[int, Page]:
@@ -94,8 +108,14 @@ def page_file(number: int, tag: str, kind: str = "page") -> str:
     return f"{kind}-{number:05d}-{tag}.safetensors"
 
 
-def is_page_file(name: str) -> bool:
-    return _PAGE_FILE.fullmatch(name) is not None
+def state_file(place: int, tag: str) -> str:
+    """The file name of the states at `place`; `tag` as for a page."""
+    return f"state-{place}-{tag}.safetensors"
+
+
+def is_content_file(name: str) -> bool:
+    """Whether a file has the name of a page's or of states'."""
+    return _PAGE_FILE.fullmatch(name) is not None or _STATE_FILE.fullmatch(name) is not None
 
 
 def checksum(content: bytes) -> str:
@@ -128,6 +148,8 @@ def encode(manifest: Manifest) -> bytes:
     record["identity"] = {name: getattr(manifest.identity, name) for name in _fields_of(Identity, version)}
     for name in {"pages", "window_pages"} & record.keys():
         record[name] = [{own: getattr(page, own) for own in _PAGE_FIELDS[version]} for page in getattr(manifest, name)]
+    if "states" in record:
+        record["states"] = [asdict(state) for state in manifest.states]
     body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
     content = b'{"checksum":"%s",\n%s' % (checksum(body).encode("ascii"), body)
     if len(content) > MAX_BYTES:
@@ -143,6 +165,8 @@ def encode(manifest: Manifest) -> bytes:
 def _version(manifest: Manifest) -> int:
     """The oldest format that can represent the manifest."""
     identity = manifest.identity
+    if identity.num_state_layers:
+        return _WITH_STATES
     if identity.window_kv_heads:
         return _WITH_TWO_SHAPES
     return _WITH_WINDOWS if identity.num_window_layers else 1 + any(page.packed for page in manifest.pages)
@@ -180,6 +204,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
         updated=float(source.get("updated", _SECONDS)),
         writer=source.get("writer", _LINE),
         **_windows(source, identity, len(tokens), names),
+        states=_states(source, len(tokens)) if version >= _WITH_STATES else (),
     )
 
 
@@ -187,11 +212,12 @@ def _fields_of(kind: type[Manifest | Identity], version: int) -> list[str]:
     """The names of the fields in a manifest of format `version`."""
     without = set() if version >= _WITH_WINDOWS else {*_WINDOW_FIELDS, _WINDOW_LAYERS}
     without |= set() if version >= _WITH_TWO_SHAPES else {*_WINDOW_HEADS}
+    without |= set() if version >= _WITH_STATES else {*_STATES, "states"}
     return [each.name for each in fields(kind) if each.name not in without]
 
 
 def _windows(source: Fields, identity: Identity, num_tokens: int, names: Sequence[str]) -> dict[str, Any]:
-    if not identity.num_window_layers:
+    if "window_pages" not in source.data:
         return {}
     form = identity.window_format
     first = source.get("first_window_page", whole(0, form.count(num_tokens)))
@@ -202,6 +228,7 @@ def _windows(source: Fields, identity: Identity, num_tokens: int, names: Sequenc
 def _identity(source: Fields, version: int) -> Identity:
     source.only(_fields_of(Identity, version))
     least = {"num_layers": 0 if version >= _WITH_WINDOWS else 1}
+    least |= dict.fromkeys((_WINDOW_LAYERS, *_WINDOW_HEADS), 0) if version >= _WITH_STATES else {}
     kinds = {name: whole(least.get(name, 1), most) for name, most in _MOST.items()} | {"dtype": one_of(*ELEMENT_BYTES)}
     return Identity(**{name: source.get(name, kinds.get(name, _LINE)) for name in source.data})
 
@@ -225,3 +252,20 @@ def _pages(
 def _is_file_of(kind: str, place: int, value: object) -> bool:
     match = _PAGE_FILE.fullmatch(value) if isinstance(value, str) else None
     return match is not None and match.groups() == (kind, f"{place:05d}")
+
+
+def _states(source: Fields, num_tokens: int) -> tuple[State, ...]:
+    """The states, at ascending places up to `num_tokens`."""
+    found, before = list[State](), 0
+    for index, value in enumerate(source.get("states", LIST)):
+        state = fields_of(value, f"state {index}").only(_STATE_FIELDS)
+        place = state.get("place", whole(before + 1, num_tokens))
+        file = state.get("file", Kind(f"the file of the states at {place}", partial(_is_state_file_of, place)))
+        found.append(State(place, file, state.get("checksum", _CHECKSUM)))
+        before = place
+    return tuple(found)
+
+
+def _is_state_file_of(place: int, value: object) -> bool:
+    match = _STATE_FILE.fullmatch(value) if isinstance(value, str) else None
+    return match is not None and match[1] == str(place)

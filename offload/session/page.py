@@ -20,7 +20,8 @@ from offload.session.manifest import Page
 from offload.session.names import damaged
 
 PIECE_BYTES = 1 << 20  # read or written and hashed at a time
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+OTHER_CHECKSUM = "its checksum differs from the manifest's: it was changed"
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class PagedRows(Protocol):
@@ -84,7 +85,7 @@ class WindowRows(PagedRows, Protocol):
 
 def format_of(rows: PagedRows) -> PageFormat:
     shape = rows.shape
-    return PageFormat(rows.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens, _DTYPES[shape.dtype])
+    return PageFormat(rows.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_tokens, DTYPE_NAMES[shape.dtype])
 
 
 def write_page(
@@ -107,11 +108,19 @@ def write_page(
     file, blocks = packed_page(page_format, layers, used) or (PageFile(page_format), _blocks(layers, used))
     if file.packed:
         on_bytes(0, page_format.nbytes - file.nbytes)
+    checksum = write_file(folder, name, _file_pieces(file, blocks), on_bytes, lasting=lasting)
+    return Page(name, checksum, file.packed)
+
+
+def write_file(
+    folder: Folder, name: str, contents: Iterable[memoryview], on_bytes: OnBytes, *, lasting: bool = True
+) -> str:
+    """Write a new file of `contents`, one after the other, and return its checksum. OSError. See `write_page`."""
     digest = xxhash.xxh3_128()
     fd = folder.create(name)
     try:
         offset = 0
-        for content in _file_pieces(file, blocks):
+        for content in contents:
             digest.update(content)
             write_all(fd, content, offset)
             offset += len(content)
@@ -120,7 +129,7 @@ def write_page(
             os.fsync(fd)
     finally:
         os.close(fd)
-    return Page(name, digest.hexdigest(), file.packed)
+    return digest.hexdigest()
 
 
 def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Sequence[Tensor], on_bytes: OnBytes) -> None:
@@ -134,8 +143,10 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
     try:
         fd = folder.open(page.file)
         try:
-            if _fill(fd, file, homes, on_bytes) != page.checksum:
-                raise damaged(path, "its checksum differs from the manifest's: it was changed")
+            halves = [half for home in homes for half in home]
+            parts = [part for half, size in zip(halves, file.block_bytes, strict=True) for part in pieces(half, size)]
+            if read_file(fd, file.header, parts, on_bytes) != page.checksum:
+                raise damaged(path, OTHER_CHECKSUM)
         finally:
             os.close(fd)
         unpack_page(file, homes)
@@ -152,24 +163,23 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
         raise
 
 
-def _fill(fd: int, file: PageFile, homes: Sequence[Tensor], on_bytes: OnBytes) -> str:
-    """Read the file's blocks into `homes`, in order, and return the checksum. Nothing is parsed: size and header must
-    be exactly the expected ones. Each piece is hashed while it is still in the CPU's caches."""
-    num_bytes = os.fstat(fd).st_size
-    if num_bytes != file.nbytes:
-        raise ValueError(f"it has {num_bytes} bytes, this page has {file.nbytes}: it was cut off or changed")
-    header = bytearray(len(file.header))
-    read_all(fd, memoryview(header), 0)
-    if header != file.header:
-        raise ValueError("its header is not that of a page of this session")
-    digest, offset = xxhash.xxh3_128(header), len(header)
-    halves = [half for home in homes for half in home]
-    for half, size in zip(halves, file.block_bytes, strict=True):
-        for content in _pieces(half, size):
-            read_all(fd, content, offset)
-            digest.update(content)
-            offset += len(content)
-            on_bytes(len(content))
+def read_file(fd: int, header: bytes, parts: Sequence[memoryview], on_bytes: OnBytes, what: str = "page") -> str:
+    """Fill `parts`, in order, from a file with this header, and return its checksum. Nothing is parsed: size and header
+    must be exactly the expected ones. Each piece is hashed while it is still in the CPU's caches. what: the file holds.
+    OSError, ValueError."""
+    num_bytes, expected = os.fstat(fd).st_size, len(header) + sum(map(len, parts))
+    if num_bytes != expected:
+        raise ValueError(f"it has {num_bytes} bytes, this {what} has {expected}: it was cut off or changed")
+    found = bytearray(len(header))
+    read_all(fd, memoryview(found), 0)
+    if found != header:
+        raise ValueError(f"its header is not that of a {what} of this session")
+    digest, offset = xxhash.xxh3_128(found), len(found)
+    for content in parts:
+        read_all(fd, content, offset)
+        digest.update(content)
+        offset += len(content)
+        on_bytes(len(content))
     return digest.hexdigest()
 
 
@@ -191,10 +201,10 @@ def _file_pieces(file: PageFile, blocks: Iterable[Tensor]) -> Iterator[memoryvie
     """The bytes of a page's file, in order."""
     yield memoryview(file.header)
     for block, size in zip(blocks, file.block_bytes, strict=True):
-        yield from _pieces(block, size)
+        yield from pieces(block, size)
 
 
-def _pieces(block: Tensor, size: int) -> Iterator[memoryview]:
+def pieces(block: Tensor, size: int) -> Iterator[memoryview]:
     """The first `size` bytes of a contiguous host tensor, PIECE_BYTES at a time, without copying."""
     content = block.view(-1).view(torch.uint8).numpy().data
     for start in range(0, size, PIECE_BYTES):

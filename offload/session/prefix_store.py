@@ -1,8 +1,9 @@
 """The prefix store: rows of prompts on the disk, page by page, for every later prompt that begins alike.
 
-A page's file has the sessions' format. Its name is the digest of everything on which its bits depend (`Conditions`),
-with the file's own checksum, so the store has no index. Files are written under another name and then renamed: a writer
-that dies leaves a file that nobody reads. A missing or damaged page is computed again.
+A page's file has the sessions' format, and so has one of states after the last token of a page. A file's name is the
+digest of everything on which its bits depend (`Conditions`), with its own checksum, so the store has no index. Files
+are written under another name and then renamed: a writer that dies leaves a file that nobody reads. What is missing or
+damaged is computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import SessionError
+from offload.kv.checkpoints import Checkpoint
 from offload.plan.machine import machine_name
 from offload.plan.rates import change_records, read_records
 from offload.progress import OnBytes, OnProgress, bytes_of
@@ -25,13 +27,14 @@ from offload.session.folder import Folder
 from offload.session.layout import PageFile
 from offload.session.manifest import Page
 from offload.session.page import PagedRows, WindowRows, read_page, write_page
+from offload.session.states import StateRows, read_state, write_state
 from offload.session.store_files import PageName, make_folder, nbytes, shrink, unfinished
 
 MOST_BYTES, FREE_SHARE = 20 * 10**9, 10  # of the store: at most so much, and this part of what the disk has free
 _USUAL_RATE, _TELLING_BYTES = 0.5e9, 32 << 20  # bytes a second of an SSD; bytes whose reading tells the rate
 _RATE = "store_read"  # key of the measured rate, bytes a second
 
-Key = tuple[str, int]  # "rows" of the growing layers or "windows" of the others, and the number of a page
+Key = tuple[str, int]  # "rows", "windows" or "states", see `PageName`, and the number of a page
 OnNote = Callable[[str], None]
 
 
@@ -57,6 +60,7 @@ class PrefixStore:
         identity = conditions.identity
         self._page_tokens = identity.page_tokens
         self._formats = {"rows": identity.page_format, "windows": identity.window_format}
+        self._state_format = identity.state_format
         self._damaged = set[str]()  # files
 
     def stored(self, tokens: Sequence[int]) -> Stored:
@@ -64,6 +68,7 @@ class PrefixStore:
         links, found = self._conditions.links(tokens), self._pages()
         for count in range(len(links), 0, -1):
             wanted = self._wanted(count, self._conditions.first_seen(count * self._page_tokens))
+            wanted += [("states", count - 1)] if self._state_format is not None else []
             pages = {key: page for key in wanted if (page := found.get((key[0], links[key[1]]))) is not None}
             if len(pages) == len(wanted):
                 return Stored(count * self._page_tokens, pages, self._nbytes(pages))
@@ -75,25 +80,45 @@ class PrefixStore:
         return stored.nbytes / (rate if type(rate) is float and rate > 0 else _USUAL_RATE)
 
     def load(
-        self, rows: PagedRows, windows: WindowRows | None, tokens: Sequence[int], held: int, on_progress: OnProgress
+        self,
+        rows: PagedRows,
+        windows: WindowRows | None,
+        tokens: Sequence[int],
+        held: int,
+        on_progress: OnProgress,
+        states: StateRows | None = None,
     ) -> int:
-        """Fill `rows`, and `windows` if the model has some, which have the rows of the first `held` tokens, in whole
-        pages, with those of the longest stored beginning of `tokens`. Returns the number of tokens that they have then:
-        `held` if no more are stored, perhaps fewer after a damaged page."""
+        """Fill `rows`, and `windows` and `states` if the model has some, which have the first `held` tokens, in whole
+        pages, with the longest stored beginning of `tokens`. Returns the number of tokens that they have then: `held`
+        if no more are stored, perhaps fewer after a damaged page."""
         caches: dict[str, PagedRows] = {"rows": rows} if windows is None else {"rows": rows, "windows": windows}
         while (stored := self.stored(tokens)).num_tokens > held:
-            if self._fill(caches, stored, held, on_progress):
-                self._touch(stored)
+            if self._fill(caches, states, stored, held, on_progress):
+                self._touch(stored, tokens)
                 return stored.num_tokens
             held = held if windows is None else 0  # a ring has lost its rows
             for cache in caches.values():
                 cache.restored(held)
         return held
 
-    def keep(self, rows: PagedRows, windows: WindowRows | None, tokens: Sequence[int], on_progress: OnProgress) -> None:
+    def keep(
+        self,
+        rows: PagedRows,
+        windows: WindowRows | None,
+        tokens: Sequence[int],
+        on_progress: OnProgress,
+        states: StateRows | None = None,
+    ) -> None:
         """Write the missing whole pages of `tokens`, the first ones of `rows` and `windows`, which one prefill has
-        computed. Nothing is written where a window has lost rows that a sequence needs to go on from there."""
+        computed, and `states` at ends of pages, up to the last of them. Nothing is written where a window has lost rows
+        that a sequence needs to go on from there, or where there are no such states."""
         links = self._conditions.links(tokens)
+        ends: Sequence[int] = ()
+        if states is not None:
+            ends = [place // self._page_tokens for place in states.places if place % self._page_tokens == 0]
+            links = links[: max((end for end in ends if end <= len(links)), default=0)]
+            if not links:
+                return
         stop, first = len(links) * self._page_tokens, 0 if windows is None else windows.first_page
         if windows is not None and first > self._conditions.first_seen(stop):
             return
@@ -101,13 +126,19 @@ class PrefixStore:
             identity = self._conditions.identity
             make_folder(self.root, self.path, model_name=identity.model_name, dtype=identity.dtype)
             with Folder(self.path) as folder:
-                missing = self._missing(links, first)
-                report = bytes_of("save", sum(self._formats[kind].nbytes for kind, _ in missing), on_progress)
+                if states is not None:
+                    ends = self._with_room([end for end in ends if end <= len(links)])
+                    links = links[: max(ends, default=0)]
+                missing = self._missing(links, first, ends)
+                report = bytes_of("save", sum(self._most_nbytes(kind) for kind, _ in missing), on_progress)
                 rows.wait_home()
                 for kind, number in missing:
+                    if kind == "states" and states is not None:
+                        self._write_state(folder, states, number, links[number], report)
+                        continue
                     cache = rows if windows is None or kind == "rows" else windows
                     self._write(folder, cache, kind, number, links[number], report)
-            self._touch(self.stored(tokens))
+            self._touch(self.stored(tokens), tokens)
             shrink(self.root, self._most_bytes())
         except OSError as error:
             self._on_note(f"{self.path}: what the model has read could not be kept ({error.strerror})")
@@ -118,13 +149,24 @@ class PrefixStore:
         kinds = [kind for kind, form in self._formats.items() if form.num_layers]
         return [(kind, number) for kind in kinds for number in range(firsts[kind], count)]
 
-    def _missing(self, links: Sequence[str], first: int) -> list[Key]:
-        """The pages that the store lacks and has room for, those of windows first: without them the others are of no
-        use."""
+    def _with_room(self, ends: Sequence[int]) -> Sequence[int]:
+        """Of `ends`, numbers of first pages after which there are states, the last ones for whose states, and for all
+        pages up to there, the store has room."""
+        room, per_state = self._most_bytes(), self._most_nbytes("states")
+        per_page = sum(form.nbytes for form in self._formats.values() if form.num_layers)
+        for count in range(len(ends), 0, -1):
+            if (left := room - ends[count - 1] * per_page) >= per_state:
+                return ends[max(count - left // per_state, 0) : count]
+        return ()
+
+    def _missing(self, links: Sequence[str], first: int, ends: Sequence[int]) -> list[Key]:
+        """The pages that the store lacks and has room for, those of windows and states first: without them the others
+        are of no use. ends: numbers of first pages after which states are kept."""
         found, room = self._pages(), self._most_bytes()
         missing = []
-        for key in sorted(self._wanted(len(links), first), key=lambda key: key[0] == "rows"):
-            room -= self._formats[key[0]].nbytes
+        wanted = [*self._wanted(len(links), first), *(("states", end - 1) for end in ends)]
+        for key in sorted(wanted, key=lambda key: key[0] == "rows"):
+            room -= self._most_nbytes(key[0])
             if (key[0], links[key[1]]) not in found and room >= 0:
                 missing.append(key)
         return missing
@@ -137,6 +179,10 @@ class PrefixStore:
             return {}
         found = {}
         for name in filter(None, map(PageName.of, names)):
+            if name.kind == "states":
+                if self._state_format is not None and not name.packed:
+                    found[name.kind, name.link] = Page(str(name), name.checksum)
+                continue
             form = self._formats[name.kind]
             packed = f"{int(name.packed, 16):0{len(form.most_packed)}b}" if name.packed else ""
             if form.allows(packed):
@@ -144,11 +190,26 @@ class PrefixStore:
         return found
 
     def _nbytes(self, pages: Mapping[Key, Page]) -> int:
-        return sum(PageFile(self._formats[kind], page.packed).nbytes for (kind, _), page in pages.items())
+        return sum(
+            self._most_nbytes(kind) if kind == "states" else PageFile(self._formats[kind], page.packed).nbytes
+            for (kind, _), page in pages.items()
+        )
 
-    def _fill(self, caches: Mapping[str, PagedRows], stored: Stored, held: int, on_progress: OnProgress) -> bool:
+    def _most_nbytes(self, kind: str) -> int:
+        """The most bytes of a file."""
+        form = self._state_format if kind == "states" else self._formats[kind]
+        return form.nbytes if form is not None else 0
+
+    def _fill(
+        self,
+        caches: Mapping[str, PagedRows],
+        states: StateRows | None,
+        stored: Stored,
+        held: int,
+        on_progress: OnProgress,
+    ) -> bool:
         """Read the pages that the caches lack. Returns False where one is missing or damaged, which then no longer
-        counts."""
+        counts; then states are as they were. Peak host memory: states of one place."""
         first = held // self._page_tokens
         missing = {key: page for key, page in stored.pages.items() if key[0] == "windows" or key[1] >= first}
         began, total = time.perf_counter(), self._nbytes(missing)
@@ -158,7 +219,13 @@ class PrefixStore:
             cache.reserve(stored.num_tokens)
         if "windows" in caches:
             caches["windows"].restored(0)
+        state = None
         for (kind, number), page in missing.items():
+            if kind == "states":
+                state = self._read_state(page, report)
+                if state is None:
+                    return False
+                continue
             layers = caches[kind].page_to_fill(number)
             try:
                 with Folder(self.path) as folder:
@@ -170,6 +237,9 @@ class PrefixStore:
                 caches[kind].filled(number, layers)
         for cache in caches.values():
             cache.restored(stored.num_tokens)
+        if states is not None and state is not None:
+            states.fill(stored.num_tokens, state)
+            states.restored(stored.num_tokens)
         _remember(total, time.perf_counter() - began)
         return True
 
@@ -179,20 +249,59 @@ class PrefixStore:
             os.unlink(self.path / page.file)
         self._on_note(f"a stored page is left out, and computed again: {str(error).partition('; ')[0]}")
 
-    def _touch(self, stored: Stored) -> None:
-        """Note the use of pages, of the first ones last: a page is of no use without those before it."""
-        now = time.time()
-        for (_, number), page in stored.pages.items():
+    def _read_state(self, page: Page, on_bytes: OnBytes) -> Checkpoint | None:
+        """The states in a file; None if it is missing or damaged, and then no longer counts."""
+        assert self._state_format is not None, "only models with states keep them"
+        try:
+            with Folder(self.path) as folder:
+                return read_state(folder, page.file, page.checksum, self._state_format, on_bytes)
+        except (OSError, SessionError) as error:
+            self._spoilt(page, error)
+            return None
+
+    def _touch(self, stored: Stored, tokens: Sequence[int]) -> None:
+        """Note the use of pages, of the first ones last: a page is of no use without those before it. So are states
+        after each of them."""
+        now, used = time.time(), dict(stored.pages)
+        if self._state_format is not None:
+            found, links = self._pages(), self._conditions.links(tokens[: stored.num_tokens])
+            used |= {
+                ("states", number): page
+                for number, link in enumerate(links)
+                if (page := found.get(("states", link))) is not None
+            }
+        for (_, number), page in used.items():
             with contextlib.suppress(OSError):
                 os.utime(self.path / page.file, (now, now - number / 1e3))
 
     def _write(self, folder: Folder, cache: PagedRows, kind: str, number: int, link: str, on_bytes: OnBytes) -> None:
         """Write a page under a name that says that it is not finished, then give it its own. OSError."""
-        form, temporary = self._formats[kind], unfinished()
-        try:
+        form = self._formats[kind]
+
+        def write(temporary: str) -> PageName:
             layers = cache.page_of_all(number)
             page = write_page(folder, temporary, form, layers, form.page_tokens, on_bytes, lasting=False)
-            name = str(PageName(link, kind, page.checksum, f"{int(page.packed, 2):x}" if page.packed else ""))
+            return PageName(link, kind, page.checksum, f"{int(page.packed, 2):x}" if page.packed else "")
+
+        self._named(folder, write)
+
+    def _write_state(self, folder: Folder, states: StateRows, number: int, link: str, on_bytes: OnBytes) -> None:
+        """Write the states after page `number`, see `_write`."""
+        form = self._state_format
+        assert form is not None, "only models with states keep them"
+
+        def write(temporary: str) -> PageName:
+            found = states.checkpoint((number + 1) * self._page_tokens)
+            checksum = write_state(folder, temporary, form, found, on_bytes, lasting=False)
+            return PageName(link, "states", checksum, "")
+
+        self._named(folder, write)
+
+    def _named(self, folder: Folder, write: Callable[[str], PageName]) -> None:
+        """Have a file written under a temporary name, then give it its own. OSError."""
+        temporary = unfinished()
+        try:
+            name = str(write(temporary))
             folder.rename(temporary, name)
             self._damaged.discard(name)
         except BaseException:

@@ -1,4 +1,4 @@
-"""The store of a session on disk: `manifest.json`, and one file per page of tokens, over all layers.
+"""The store of a session on disk: `manifest.json`, one file per page of tokens, over all layers, and states.
 
 A save writes changed pages to new files, then replaces the manifest, then removes the files that it no longer names.
 If the writer dies at any point, the folder holds the complete old or new session, and perhaps files that the next
@@ -19,16 +19,15 @@ from pathlib import Path
 from offload.errors import DoesNotFit, SessionError
 from offload.progress import OnBytes
 from offload.session import manifest as manifests
-from offload.session.folder import READERS, WRITER, Folder, Lock, owner
-from offload.session.identity import Identity, differences
+from offload.session.folder import Folder
+from offload.session.identity import Identity
 from offload.session.layout import PageFile, PageFormat
-from offload.session.leftovers import discard, foreign, sweep, temporary_file
-from offload.session.manifest import MANIFEST_FILE, Manifest, Page, page_file
-from offload.session.names import remedy
+from offload.session.leftovers import discard, sweep, temporary_file
+from offload.session.manifest import MANIFEST_FILE, Manifest, Page, State, page_file
+from offload.session.opening import check_identity, no_session, open_to_read, open_to_write, translated_errors
 from offload.session.page import PagedRows, WindowRows, format_of, read_page, write_page
+from offload.session.states import NO_CHECKSUM, StateRows, planned, read_states, state_format_of, write_state
 from offload.units import size
-
-_NO_CHECKSUM = "0" * 32  # of a page that is not written yet
 
 
 def _ignore(num_bytes: int, fewer: int = 0, /) -> None:
@@ -54,7 +53,7 @@ class Store:
     ) -> None:
         self.identity, self.read_only = identity, read_only
         self._folder, self._format, self._manifest = folder, identity.page_format, manifest
-        self._window_format = identity.window_format
+        self._window_format, self._state_format = identity.window_format, identity.state_format
         self._held, self._writer, self._closed = held, writer, False
 
     @classmethod
@@ -64,13 +63,13 @@ class Store:
         Raises SessionError if it is damaged, another model's (the message lists the differences), in use, or missing
         with `read_only`, or if the system refuses.
         """
-        with ExitStack() as held, _translated_errors(path, read_only):
-            folder = _open_to_read(path, held) if read_only else _open_to_write(path, held)
+        with ExitStack() as held, translated_errors(path, read_only):
+            folder = open_to_read(path, held) if read_only else open_to_write(path, held)
             manifest = manifests.read(folder)
             if manifest is not None:
-                _check_identity(path, manifest.identity, identity)
+                check_identity(path, manifest.identity, identity)
             elif read_only:  # removed since its folder was opened
-                raise _no_session(path)
+                raise no_session(path)
             if not read_only:
                 sweep(folder, manifest)
             return cls(folder, identity, manifest, held.pop_all(), read_only=read_only, writer=writer)
@@ -90,39 +89,57 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages on the disk."""
+        """Bytes of the pages and states on the disk."""
         return self.bytes_to_read(len(self.tokens))
 
     def bytes_to_read(self, num_tokens: int) -> int:
-        """Bytes of the pages that `load` reads for the first `num_tokens` saved tokens."""
+        """The most bytes of pages and states that `load` reads for the first `num_tokens` saved tokens."""
         if self._manifest is None:
             return 0
         windows = self._manifest.windows_by_number.items()
-        return _bytes_of(self._format, self._manifest.pages[: self._format.count(num_tokens)]) + _bytes_of(
-            self._window_format, [page for number, page in windows if number < self._window_format.count(num_tokens)]
+        return (
+            _bytes_of(self._format, self._manifest.pages[: self._format.count(num_tokens)])
+            + _bytes_of(
+                self._window_format,
+                [page for number, page in windows if number < self._window_format.count(num_tokens)],
+            )
+            + self._bytes_of_states(sum(state.place <= num_tokens for state in self._manifest.states))
         )
 
     def num_loadable(self, num_tokens: int, windows: WindowRows | None = None) -> int:
         """How many of the first `num_tokens` saved tokens `load` can restore so that a sequence can continue: none if a
-        window needs tokens that were not saved."""
-        first = self._manifest.first_window_page if self._manifest else 0
-        return num_tokens if windows is None or first <= windows.first_seen(num_tokens) else 0
+        window needs tokens that were not saved; where layers have a state, those before the last one that was."""
+        if self._manifest is None:
+            return num_tokens
+        counts = [num_tokens]
+        if self._state_format is not None:
+            counts = [state.place for state in self._manifest.states if state.place <= num_tokens]
+        first = self._manifest.first_window_page
+        return max((count for count in counts if windows is None or first <= windows.first_seen(count)), default=0)
 
     def load(
-        self, rows: PagedRows, num_tokens: int, *, windows: WindowRows | None = None, on_bytes: OnBytes = _ignore
+        self,
+        rows: PagedRows,
+        num_tokens: int,
+        *,
+        windows: WindowRows | None = None,
+        states: StateRows | None = None,
+        on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the contents of `rows`, and of `windows` if the model has some, by the first `num_tokens` saved
-        tokens, which must be loadable.
+        """Replace the contents of `rows`, and of `windows` and `states` if the model has some, by the first
+        `num_tokens` saved tokens, which must be loadable.
 
-        Whole pages are read, directly into the caches' memory. Raises SessionError if a page is damaged; then the
+        Whole pages are read, directly into the caches' memory. Raises SessionError if a file is damaged; then the
         caches are empty. on_bytes: called with the number of bytes read.
         """
-        self._check_rows(rows, windows)
+        self._check_rows(rows, windows, states)
         if not 0 <= num_tokens <= len(self.tokens) or self.num_loadable(num_tokens, windows) < num_tokens:
             raise ValueError(f"{num_tokens} tokens of {len(self.tokens)}")
         for cache in filter(None, (rows, windows)):
             cache.restored(0)
             cache.wait_home()  # an interrupted forward may still be copying rows to their pages
+        if states is not None:
+            states.restored(0)
         rows.reserve(num_tokens)
         pages = self._manifest.pages if self._manifest else ()
         for number in range(self._format.count(num_tokens)):
@@ -132,6 +149,9 @@ class Store:
             first = max(windows.first_kept(num_tokens), self._manifest.first_window_page)
             for number in range(first, self._window_format.count(num_tokens)):
                 self._read(windows, number, saved[number], self._window_format, on_bytes)
+        if states is not None and self._manifest is not None and self._state_format is not None:
+            read_states(self._folder, self._manifest.states, self._state_format, states, num_tokens, on_bytes)
+        if windows is not None:
             windows.restored(num_tokens)
         rows.restored(num_tokens)
 
@@ -140,10 +160,15 @@ class Store:
         read_page(self._folder, page, form, layers, on_bytes)
         rows.filled(number, layers)
 
-    def bytes_to_write(self, num_tokens: int, unchanged: int, windows: WindowRows | None = None) -> int:
-        """The most bytes of pages that `save` would write for these arguments: pages that can be packed take less."""
+    def bytes_to_write(
+        self, num_tokens: int, unchanged: int, windows: WindowRows | None = None, states: StateRows | None = None
+    ) -> int:
+        """The most bytes of pages and states that `save` would write for these arguments: pages that can be packed take
+        less."""
         kept = self._num_kept(num_tokens, unchanged)
         new = max(self._format.count(num_tokens) - kept, 0) * self._format.nbytes
+        written = [state.checksum == NO_CHECKSUM for state in self._planned_states(states, num_tokens, unchanged, "")]
+        new += self._bytes_of_states(sum(written))
         if windows is None:
             return new
         num_windows = self._window_format.count(num_tokens) - windows.first_page
@@ -158,30 +183,32 @@ class Store:
         extra: Mapping[str, object],
         unchanged: int,
         windows: WindowRows | None = None,
+        states: StateRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the saved session by `tokens`, which are the first tokens of `rows`, and of `windows` if the model
-        has some.
+        """Replace the saved session by `tokens`, which are the first tokens of `rows`, and of `windows` and `states` if
+        the model has some.
 
         unchanged: number of first tokens whose rows are bit for bit the last loaded or saved ones; pages that hold only
-        such tokens are not written again. capacity, extra (plain JSON): stored for the caller. Raises DoesNotFit before
-        anything is written if the disk has no room, SessionError if writing fails. After any error the session is
-        either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of bytes, and with the
-        shrinkage of the total from `bytes_to_write`.
+        such tokens, and states among them, are not written again. capacity, extra (plain JSON): stored for the caller.
+        Raises DoesNotFit before anything is written if the disk has no room, SessionError if writing fails. After any
+        error the session is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of
+        bytes, and with the shrinkage of the total from `bytes_to_write`.
         """
-        self._check_rows(rows, windows)
+        self._check_rows(rows, windows, states)
         if self.read_only:
             raise RuntimeError("this session was opened read-only")
         if len(tokens) > rows.length:
             raise ValueError(f"{len(tokens)} tokens, and rows of {rows.length}")
         if not 0 <= unchanged <= len(tokens) or tuple(tokens[:unchanged]) != self.tokens[:unchanged]:
             raise ValueError(f"the first {unchanged} tokens are not those that were saved")
-        planned = self._planned_manifest(tokens, capacity, extra, unchanged, windows)
-        needed = self.bytes_to_write(len(tokens), unchanged, windows) + len(manifests.encode(planned))
+        planned = self._planned_manifest(tokens, capacity, extra, unchanged, windows, states)
+        needed = self.bytes_to_write(len(tokens), unchanged, windows, states) + len(manifests.encode(planned))
         self._check_space(needed)
         rows.wait_home()
         with self._recovered(needed):
-            self._manifest = self._publish(self._write_pages(planned, rows, windows, on_bytes))
+            written = self._write_pages(planned, rows, windows, on_bytes)
+            self._manifest = self._publish(self._write_states(written, states, on_bytes))
         sweep(self._folder, self._manifest)
 
     def keep(self, extra: Mapping[str, object]) -> None:
@@ -229,23 +256,32 @@ class Store:
         extra: Mapping[str, object],
         unchanged: int,
         windows: WindowRows | None,
+        states: StateRows | None,
     ) -> Manifest:
-        """The manifest of the coming save, at its longest. Its new pages are named but not yet written."""
+        """The manifest of the coming save, at its longest. Its new pages and states are named but not yet written."""
         now, tag, old = time.time(), secrets.token_hex(8), self._manifest
         num_kept = self._num_kept(len(tokens), unchanged)
         kept = old.pages[:num_kept] if old else ()
         new = range(len(kept), self._format.count(len(tokens)))
-        pages = (*kept, *(Page(page_file(number, tag), _NO_CHECKSUM, self._format.most_packed) for number in new))
+        pages = (*kept, *(Page(page_file(number, tag), NO_CHECKSUM, self._format.most_packed) for number in new))
         created = old.created if old else now
         planned = Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
+        planned = replace(planned, states=self._planned_states(states, len(tokens), unchanged, tag))
         if windows is None:
             return planned
         known, most = self._kept_windows(num_kept, windows), self._window_format.most_packed
         numbers = range(windows.first_page, self._window_format.count(len(tokens)))
         of_windows = (
-            known.get(number) or Page(page_file(number, tag, "window"), _NO_CHECKSUM, most) for number in numbers
+            known.get(number) or Page(page_file(number, tag, "window"), NO_CHECKSUM, most) for number in numbers
         )
         return replace(planned, window_pages=tuple(of_windows), first_window_page=numbers.start)
+
+    def _planned_states(self, states: StateRows | None, num_tokens: int, unchanged: int, tag: str) -> tuple[State, ...]:
+        saved = self._manifest.states if self._manifest else ()
+        return () if states is None else planned(states, saved, num_tokens, unchanged, tag)
+
+    def _bytes_of_states(self, count: int) -> int:
+        return count * self._state_format.nbytes if self._state_format else 0
 
     def _check_space(self, needed: int) -> None:
         free = self._folder.free_bytes()
@@ -259,7 +295,7 @@ class Store:
         self, planned: Manifest, rows: PagedRows, windows: WindowRows | None, on_bytes: OnBytes
     ) -> Manifest:
         def written(rows: PagedRows, number: int, page: Page, form: PageFormat) -> Page:
-            if page.checksum != _NO_CHECKSUM:
+            if page.checksum != NO_CHECKSUM:
                 return page
             used = len(planned.tokens) - number * form.page_tokens
             return write_page(self._folder, page.file, form, rows.page_of_all(number), used, on_bytes)
@@ -270,6 +306,16 @@ class Store:
         of_windows = planned.windows_by_number.items()
         own = tuple(written(windows, number, page, self._window_format) for number, page in of_windows)
         return replace(planned, pages=pages, window_pages=own)
+
+    def _write_states(self, planned: Manifest, states: StateRows | None, on_bytes: OnBytes) -> Manifest:
+        def written(state: State) -> State:
+            if states is None or self._state_format is None or state.checksum != NO_CHECKSUM:
+                return state
+            found = states.checkpoint(state.place)
+            checksum = write_state(self._folder, state.file, self._state_format, found, on_bytes)
+            return replace(state, checksum=checksum)
+
+        return replace(planned, states=tuple(map(written, planned.states)))
 
     def _publish(self, manifest: Manifest) -> Manifest:
         temporary = temporary_file(secrets.token_hex(8))
@@ -297,67 +343,19 @@ class Store:
         self._manifest = manifests.read(self._folder)
         sweep(self._folder, self._manifest)
 
-    def _check_rows(self, rows: PagedRows, windows: WindowRows | None) -> None:
+    def _check_rows(self, rows: PagedRows, windows: WindowRows | None, states: StateRows | None) -> None:
         if format_of(rows) != self._format:
             raise ValueError(f"rows are {format_of(rows)}, the session is for {self._format}")
         if (windows is not None) != bool(self._window_format.num_layers):
             raise ValueError(f"the session is for {self._window_format.num_layers} layers with a window")
         if windows is not None and format_of(windows) != self._window_format:
             raise ValueError(f"windows are {format_of(windows)}, the session is for {self._window_format}")
+        own = None if states is None else state_format_of(states)
+        if own != self._state_format:
+            raise ValueError(f"states are {own}, the session is for {self._state_format}")
 
 
 def _bytes_of(form: PageFormat, pages: Sequence[Page]) -> int:
     """Bytes of the files of `pages`."""
     counts = Counter(page.packed for page in pages)
     return sum(PageFile(form, packed).nbytes * count for packed, count in counts.items())
-
-
-def _open_to_read(path: Path, held: ExitStack) -> Folder:
-    """Open an existing session and share the readers' lock. Creates no file if there is no session. SessionError."""
-    if not path.is_dir():
-        raise _no_session(path)
-    folder = held.enter_context(Folder(path))
-    if not folder.has(MANIFEST_FILE):
-        raise _no_session(path)
-    lock = Lock.take(folder, READERS, shared=True, wait=True)
-    assert lock is not None
-    held.enter_context(lock)
-    return folder
-
-
-def _open_to_write(path: Path, held: ExitStack) -> Folder:
-    if path.is_file():
-        raise SessionError(f"{path} is a file, and a session is a folder; name another one")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = held.enter_context(Folder(path))
-    if not folder.has(MANIFEST_FILE) and (others := foreign(folder)):
-        raise SessionError(f"{path} is not a session's folder, it holds {others[0]}; name a new or an empty folder")
-    lock = Lock.take(folder, WRITER)
-    if lock is None:
-        raise SessionError(
-            f"{path} is in use by {owner(folder)}; wait until that ends, open it with --read-only, or take another name"
-        )
-    held.enter_context(lock).sign()
-    return folder
-
-
-def _check_identity(path: Path, saved: Identity, now: Identity) -> None:
-    if differ := differences(saved, now):
-        raise SessionError(
-            f"{path} was saved under other conditions, its keys and values cannot be used here: {'; '.join(differ)}; "
-            f"run under those conditions, or {remedy(path)}"
-        )
-
-
-def _no_session(path: Path) -> SessionError:
-    return SessionError(f"there is no session in {path}; leave out --read-only to start one, or name another")
-
-
-@contextlib.contextmanager
-def _translated_errors(path: Path, read_only: bool) -> Iterator[None]:
-    """Raise OSErrors as SessionErrors."""
-    try:
-        yield
-    except OSError as error:
-        remedies = "name another folder" if read_only else "name another folder, or only read it with --read-only"
-        raise SessionError(f"{path} cannot be opened as a session ({error.strerror}); {remedies}") from error

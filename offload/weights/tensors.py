@@ -70,7 +70,7 @@ def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
 
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
-        yield from _of_parts(whole.names.delta.parts, whole.block.delta.parts, _delta_rows(whole, shard))
+        yield from _of_parts(whole.names.delta.parts, whole.block.delta.parts, delta_rows(whole, shard))
         return
     attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
@@ -107,8 +107,8 @@ def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]
     return {"o": mixer, "down": (whole.names.down, shard.inner(whole))}
 
 
-def _delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
-    """The shard's rows of each of `DeltaRule.parts`."""
+def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
+    """The shard's rows of each of `DeltaRule.parts`, within that part."""
     delta, heads = whole.block.delta, shard.value_heads(whole)
     keys, values = _times(shard.key_heads(whole), delta.key_dim), _times(heads, delta.value_dim)
     return [keys, keys, values, values, heads, heads]
@@ -128,7 +128,7 @@ def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
     names, delta = whole.names.delta, whole.block.delta
     if vector != "taps":
         return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
-    found = _of_parts(names.taps, delta.parts, _delta_rows(whole, shard)[:3])
+    found = _of_parts(names.taps, delta.parts, delta_rows(whole, shard)[:3])
     return [replace(part, name=f"{part.name}.weight", columns=range(delta.width)) for part in found]
 
 

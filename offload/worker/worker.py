@@ -28,6 +28,7 @@ from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress
 from offload.session.page import PagedRows, WindowRows
+from offload.session.states import StateRows
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
@@ -143,6 +144,11 @@ class Worker:
         return self.windows
 
     @property
+    def state_rows(self) -> StateRows | None:
+        """The states of the target's layers that have one; None without such layers."""
+        return self.states
+
+    @property
     def link_stats(self) -> LinkStats:
         """The link's totals since the worker was loaded; zeros without a link."""
         return self.link.stats if self.link is not None else LinkStats()
@@ -220,6 +226,12 @@ class Worker:
         are at few places."""
         cache = self._target_cache
         return cache.reachable(length) if isinstance(cache, MixedCache) else length
+
+    def note_states(self) -> None:
+        """Have a checkpoint of the target's states after the last token. Weights that stream cross the link once."""
+        if self.states is not None:
+            layers = self.target.weights.layers
+            self.states.note_length(weights.delta for weights in layers if weights.delta is not None)
 
     def release(self) -> None:
         """Release the memory of the caches, and of quantised weights that no other worker uses. The worker is not used

@@ -48,7 +48,8 @@ def kept(store: Store, engine: Engine, answer: Answer, output: Output) -> Iterat
                 output.note(f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced")
         elif not store.read_only and answer.parts:
             store.keep(_extra(answer, store.tokens))
-        lost = f"; {began:,} begin what was kept, and windows have lost some that they need"
+        why = "windows have lost some that they need" if engine.worker.states is None else "states are at few places"
+        lost = f"; {began:,} begin what was kept, and {why}"
         output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there{lost if common < began else ''}")
 
 

@@ -19,12 +19,14 @@ import asked
 from families import save_tiny
 from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.model.next_token import NextTokenLevel
 from offload.model.passes import forward
+from offload.plan.options import Options
 from processor import best
 from quantised import level_stats
+from test_placement import TEMPORARY
 
 SHAPES = {
     "vocab_size": 264, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
@@ -197,6 +199,30 @@ def test_every_mode_says_what_the_target_says_alone(folder: Path, mode: str) -> 
         assert say(made, PROMPT) == expected
         below = made.plan.composition.inner or "target"
         assert level_stats(made, below).drafted_by["draft"] > 0 or sizes.adaptive
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gamma": 7},
+        {"gamma": 0},
+        {"gamma": 7, "draft_gamma": 3, "kv_bits": 4, "weight_bits": 16, "offload": ALL},
+        {"gamma": 7, "draft_gamma": 3, "kv_bits": 16, "weight_bits": 4},
+    ],
+)
+def test_planned_bytes_are_allocated_bytes_within_two_percent(folder: Path, options: dict[str, object]) -> None:
+    """Of states, their checkpoints, the head and the hidden rows that it reads, too."""
+    best()
+    asked_for = Options(device="cpu", dtype="bf16", **options)  # type: ignore[arg-type]
+    plan = plan_request(folder, folder, asked_for, num_prompt_tokens=500, max_tokens=20)
+    with Engine.load(plan, folder, folder, load_tokenizer(folder, folder)) as made:
+        say(made, random_tokens(500, seed=1), num_tokens=20)
+        ledger = made.worker.memory.allocated()
+    for tier, planned in (("device", plan.placement.device_bytes), ("host", plan.placement.host_bytes)):
+        names = {*planned} - TEMPORARY - {"gathered chunks"}
+        assert {*ledger[tier]} - TEMPORARY - {"gathered chunks"} == names  # type: ignore[index]
+        for name in names:
+            assert ledger[tier][name] == pytest.approx(planned[name], rel=0.02), name  # type: ignore[index]
 
 
 @pytest.mark.usefixtures("forked_here")

@@ -19,6 +19,9 @@ import asked
 from families import save_tiny
 from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from offload.config import next_token
+from offload.decode.constraint import Constraint
+from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.model.next_token import NextTokenLevel
@@ -70,6 +73,9 @@ def engine(folder: Path, sizes: Sizes = SIZES, *, draft: bool = True, dtype: str
     wanted = folder if draft else None
     plan = tiny_plan(folder, wanted, sizes, num_prompt_tokens=400, max_tokens=60, dtype=dtype, **options)  # type: ignore[arg-type]
     return tiny_engine(plan, folder, wanted)
+
+
+Z_ONLY = replace(GREEDY, constraint=Constraint("regex", "[x-z]+"))
 
 
 class Reference:
@@ -171,9 +177,36 @@ def test_a_head_that_catches_up_at_once_drafts_what_one_does_that_has_followed(f
     assert float((found[0] - found[1]).abs().max()) < 1e-5 * float(found[0].abs().max())
 
 
-def say(made: Engine, prompt: list[int], *, num_tokens: int = 26) -> list[int]:
-    steps = made.generate(GenerationRequest(prompt, GREEDY, max_tokens=num_tokens))
+def say(made: Engine, prompt: list[int], *, num_tokens: int = 26, sampling: SamplingParams = GREEDY) -> list[int]:
+    steps = made.generate(GenerationRequest(prompt, sampling, max_tokens=num_tokens))
     return [token for step in steps for token in step.tokens]
+
+
+@pytest.fixture
+def trimmed(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A head that drafts the first 110 tokens of 264 only: bytes up to "m"."""
+    monkeypatch.setattr(next_token, "DRAFTED_TOKENS", 110)
+    return 110
+
+
+def test_of_a_large_vocabulary_the_first_tokens_are_drafted(folder: Path, trimmed: int) -> None:
+    """And the text is the target's, also where none of those that are drafted may follow."""
+    reference, tokens = Reference(folder), random_tokens(20, seed=4)
+    with engine(folder) as made:
+        worker = made.worker
+        level, target = worker.levels["draft"], worker.levels["target"]
+        worker.prefill(tokens[:17], lambda count: None)
+        forward(target, tokens[17:19], 1)
+        [theirs] = reference.drafted(tokens, 1)
+        ours = forward(level, tokens, 1)[0]
+        assert float((ours - theirs[: len(ours)])[:trimmed].abs().max()) < 1e-4 * float(theirs.abs().max())
+        assert float(ours[trimmed:].max()) < float(ours[:trimmed].min()) - 1e3
+    with engine(folder, replace(SIZES, gamma=0, draft_gamma=0), draft=False) as made:
+        plain = [say(made, PROMPT), say(made, PROMPT, sampling=Z_ONLY)]
+    with engine(folder, replace(SIZES, budget=0)) as made:
+        assert say(made, PROMPT) == plain[0]
+        assert level_stats(made, "target").drafted_by["draft"] > 0
+        assert say(made, PROMPT, sampling=Z_ONLY) == plain[1]
 
 
 ALL = frozenset(("kv", "weights"))

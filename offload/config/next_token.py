@@ -10,16 +10,18 @@ from offload.config.model import ModelConfig
 
 BODY = "mtp."  # prefix of its tensor names
 JOIN = f"{BODY}fc.weight"
+DRAFTED_TOKENS = 1 << 15  # first ones of a vocabulary, which a head drafts: merges of pairs are in order of frequency
 NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # of embeddings, of hidden rows, of its output
 
 
 def head_of(model: ModelConfig) -> ModelConfig | None:
-    """The config of a model's next-token head by itself; None without one."""
+    """The config of a model's next-token head by itself; None without one. Of a large vocabulary it drafts the first
+    tokens only: its model's head would take more time than all else."""
     if model.next_token is None:
         return None
-    return replace(
-        model, blocks=(model.next_token,), names=replace(model.names, body=BODY), next_token=None, is_head=True
-    )
+    drafted = DRAFTED_TOKENS if model.vocab_size >= 2 * DRAFTED_TOKENS else model.vocab_size
+    names, blocks = replace(model.names, body=BODY), (model.next_token,)
+    return replace(model, vocab_size=drafted, blocks=blocks, names=names, next_token=None, is_head=True)
 
 
 def join_of(head: ModelConfig) -> Matrix:
@@ -36,6 +38,6 @@ def own_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 
 
 def read_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of the weights that a draft's pass reads: a next-token head's logits are by its model's head."""
+    """Bytes of the weights that a draft's pass reads: a next-token head's logits are by rows of its model's head."""
     shared = config.head.nbytes(dtype_bytes) if config.is_head else 0
     return own_bytes(config, dtype_bytes) + shared

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.config.model import ModelConfig
+from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
 from offload.kv.last_hidden import LastHidden
 from offload.kv.streaming import StreamingCache
@@ -23,8 +25,10 @@ from offload.model.level import Level
 from offload.model.passes import Pass
 from offload.transfer.memory import sent
 from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.linear import Linear, Parts
 from offload.weights.next_token import NextTokenWeights
 
+_UNLIKELY = -1e4  # a logit
 MOST_GRAPHED = 16  # rows of a pass that runs as a graph: what a round may have verified
 
 
@@ -33,8 +37,9 @@ class NextTokenDecoder(Decoder):
     have before they are joined."""
 
     def __init__(self, config: ModelConfig, own: NextTokenWeights, model: Weights, kernels: DeviceKernels) -> None:
-        layers = ResidentLayers([own.layer], own.nbytes)
-        super().__init__(config, replace(model, layers=layers, final_norm=own.norm, rotated=()), None, kernels)
+        layers, head = ResidentLayers([own.layer], own.nbytes), _first_rows(model.head, config.vocab_size)
+        weights = replace(model, layers=layers, final_norm=own.norm, head=head, rotated=())
+        super().__init__(config, weights, None, kernels)
         self._own, self._model_norm = own, model.final_norm
         self._hidden = torch.empty(0)
 
@@ -57,6 +62,13 @@ class NextTokenDecoder(Decoder):
         rows = torch.cat([own.embedding_norm(super()._embedded(tokens)), own.hidden_norm(self._hidden)], 1)
         joined = own.join(rows)
         return joined if out is None else out.copy_(joined)
+
+
+def _first_rows(head: Linear | None, count: int) -> Linear | None:
+    """The model's head for the first tokens of its vocabulary."""
+    if head is None or isinstance(head.weight, Codes | Parts) or count == head.weight.shape[0]:
+        return head
+    return Linear(head.weight[:count], None)
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,9 @@ class NextTokenLevel(Level):
         return tuple(made)
 
     def _logits_of(self, out: Tensor) -> Tensor:
-        return self._decoder.logits(out)[:, : self._vocab_size]
+        """The logits [1, V]. A token that is not drafted is nearly impossible, but not where no other is allowed."""
+        logits = self._decoder.logits(out)[:, : self._vocab_size]
+        return pad(logits, (0, self._vocab_size - logits.shape[1]), value=_UNLIKELY)
 
     def _on_device(self, tokens: Sequence[int]) -> Tensor:
         return sent(torch.tensor(tokens, dtype=torch.long), self._decoder.device)

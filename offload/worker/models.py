@@ -101,7 +101,8 @@ class LoadedModels:
     def num_scored(self, num_tokens: int) -> int:
         """The function `num_scored` for the target. Raises ModelError where a draft scores fewer tokens."""
         width = num_scored(self.target.config, num_tokens)
-        if "draft" in self.decoders and (fewer := self.decoders["draft"].config.vocab_size) < width:
+        draft = self.decoders["draft"].config if "draft" in self.decoders else None
+        if draft is not None and not draft.is_head and (fewer := draft.vocab_size) < width:
             raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
         return width
 

@@ -156,7 +156,8 @@ Draft = Annotated[
     str | None,
     option(
         "--draft",
-        'The draft model, or "none". Without it, the one recommended for a target given by name.',
+        'The draft model, or "none". Without it, the target\'s own next-token head if it has one, else the one '
+        "recommended for a target given by name.",
         MODELS,
         metavar="MODEL|none",
         callback=draft_without_alias,

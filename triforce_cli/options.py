@@ -156,8 +156,7 @@ Draft = Annotated[
     str | None,
     option(
         "--draft",
-        'The draft model, or "none". Without it, the target\'s own next-token head if it has one, else the one '
-        "recommended for a target given by name.",
+        'The draft model, or "none". Without it, the target\'s own head, or one recommended by its name.',
         MODELS,
         metavar="MODEL|none",
         callback=draft_without_alias,

@@ -8,10 +8,11 @@ show in other logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from offload.engine.sequences import Sequences
 from offload.model.graphs import VARIABLE, Compute, Graphs, Tensors
 from offload.model.passes import Pass, forward
 from paper import PaperGpu, on_paper
+from paper.graphs import Graph
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
 from test_paper_bugs import Bug, plant
@@ -34,6 +36,7 @@ PROMPT = random_tokens(100, seed=7)
 TOKENS = random_tokens(400, seed=3)
 PLAIN = Sizes(page=16, pages=2, capacity=256, rows=8, prefill_block=64)
 CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
+FEW_STATES = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8}
 
 without_idle_work()
 
@@ -54,6 +57,8 @@ CASES = {
     "cache in 4 bits": Case("self", CODED),
     "windows": Case("target", model="qwen2, windows"),
     "windows, drafted rows": Case("self", CODED, "qwen2, windows"),
+    "states": Case("target", model="qwen3_5"),
+    "states, drafted rows": Case("self", CODED, "qwen3_5"),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 Result = tuple[list[Tensor], int]
@@ -66,7 +71,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         root = tmp_path_factory.mktemp("graphs") / name
         if name != "qwen2":
             fields = {"vocab_size": 264, "max_position_embeddings": 512, "hidden_size": 64, "head_dim": 16}
-            return save_tiny(name, root, tokenizer=True, **fields)
+            states = FEW_STATES if name == "qwen3_5" else {}
+            return save_tiny(name, root, tokenizer=True, **fields, **states)
         model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
         return save(model, root, tokenizer=True)
 
@@ -163,16 +169,20 @@ def texts(folder: Path, case: Case, prompts: Sequence[list[int]]) -> tuple[list[
         return [said[key] for key in sorted(said)], gpu.launches["graph"]
 
 
-@pytest.mark.parametrize("sizes", [PLAIN, CODED], ids=["plain", "cache in 4 bits"])
+@pytest.mark.parametrize(
+    ("sizes", "model"),
+    [(PLAIN, "qwen2"), (CODED, "qwen2"), (PLAIN, "qwen3_5"), (CODED, "qwen3_5")],
+    ids=["plain", "cache in 4 bits", "states", "states and cache in 4 bits"],
+)
 def test_texts_of_several_sequences_are_those_of_passes_launched_one_by_one(
-    sizes: Sizes, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    sizes: Sizes, model: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them ends before the others."""
     prompts = [PROMPT, PROMPT[:40] + TOKENS[:31], TOKENS[40:73]]
-    case, found = Case("target", sizes, num_sequences=3), {}
+    case, found = Case("target", sizes, model, num_sequences=3), {}
     for value in ("on", "off"):
         monkeypatch.setenv(VARIABLE, value)
-        found[value], replayed = texts(folders("qwen2"), case, prompts)
+        found[value], replayed = texts(folders(model), case, prompts)
         assert (replayed > 3) == (value == "on")
     assert found["on"] == found["off"]
 
@@ -193,6 +203,63 @@ def test_passes_of_several_sequences_share_one_graph(folders: Callable[[str], Pa
         assert gpu.launches["graph"] == 3
         other.worker.release()
     assert gpu.problems == []
+
+
+STATES = "offload.kv.states"
+
+
+@torch.inference_mode()
+def after_a_broken_pass(folder: Path, break_off: Callable[[pytest.MonkeyPatch], None] | None) -> tuple[Tensor, int]:
+    """The logits of a pass after one that was broken off, and the tokens that the cache kept of 45."""
+    with on_gpu(folder, CASES["states"]) as (engine, gpu), pytest.MonkeyPatch.context() as patch:
+        level, tokens = engine.levels["target"], [*PROMPT[:40], *TOKENS[:7]]
+        engine.precompute(tokens[:40])
+        for token in tokens[40:45]:
+            forward(level, [token], 1)
+        if break_off is not None:
+            break_off(patch)
+            with suppress(KeyboardInterrupt):
+                forward(level, tokens[45:46], 1)
+            patch.undo()
+        level.truncate(45)
+        kept = level.length
+        assert gpu.problems == []
+        return forward(level, tokens[kept:], 1).cpu(), kept
+
+
+def interrupted(patch: pytest.MonkeyPatch) -> None:
+    """After the graph was launched."""
+
+    def replay(graph: Graph) -> None:
+        launch(graph)
+        raise KeyboardInterrupt
+
+    launch = Graph.replay
+    patch.setattr(Graph, "replay", replay)
+
+
+def without_memory(patch: pytest.MonkeyPatch) -> None:
+    """When another graph is recorded."""
+
+    @contextmanager
+    def recorded(*args: Any, **more: Any) -> Iterator[None]:
+        with record(*args, **more):
+            yield
+        raise torch.OutOfMemoryError
+
+    record = torch.cuda.graph
+    patch.setattr(torch.cuda, "graph", recorded)
+    patch.setattr(Graphs, "run", lambda graphs, *args, **_: Graphs._record(graphs, (0, ()), args[1], args[2]))
+
+
+@pytest.mark.parametrize("break_off", [interrupted, without_memory])
+def test_states_are_right_after_a_pass_that_was_broken_off(
+    break_off: Callable[[pytest.MonkeyPatch], None], folders: Callable[[str], Path]
+) -> None:
+    folder = folders("qwen3_5")
+    (found, kept), (wanted, _) = (after_a_broken_pass(folder, each) for each in (break_off, None))
+    assert found.equal(wanted)
+    assert (kept < 45) == (break_off is interrupted)
 
 
 FULL, PLACES, LEVEL = "offload.kv.full", "offload.kv.places", "offload.model.level"
@@ -220,6 +287,11 @@ BUGS = [
     ("cache in 4 bits", Bug("a graph of fewer codes serves", "offload.kv.quantised",
                             "self._held.shape, self._attention.graph_key", "self._held.shape")),
     ("windows", Bug("a window begins where the recorded pass's did", ATTENTION, "RING=run.ring", "RING=False")),
+    ("states", Bug("as many tokens are replayed as in the recorded pass", STATES,
+                   "self._there if self._alike and not settles else None", "None")),
+    ("states", Bug("states stay where a graph found them", STATES, "self.layers.ran(self._start)", "pass")),
+    ("states", Bug("a graph reads inputs that were given back", STATES,
+                   "self._number, self.states.data_ptr(), self.inputs.data_ptr()", "self._number")),
     ("windows, drafted rows", Bug("drafted rows take the place of known ones", ROTATION,
                                   "BOUNDED=places.bounds is not None", "BOUNDED=False")),
 ]  # fmt: skip

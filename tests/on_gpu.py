@@ -20,6 +20,7 @@ ON_THE_HOST = (
     "test_residuals_are_left_alone",
     "test_chunks_and_ranges_come_from_packed_homes",
     "test_the_cache_on_a_gpu_follows_the_full_one",
+    "test_each_fault_is_seen",  # some read beyond a tensor's end
 )
 FP32 = 1e-5  # a GPU's exp2 is an approximation
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import replace
@@ -19,11 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from asked import Asked, alone, together  # noqa: E402
+from offload.config.block import DeltaRule  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
+from offload.kernels.choice import gpu_kernels  # noqa: E402
+from offload.kernels.delta import DeltaWeights, Held, Replayed, RunDeltaRule  # noqa: E402
+from offload.kernels.delta import delta_rule as by_torch  # noqa: E402
+from offload.kernels.norms import NormWeights  # noqa: E402
 from offload.model.passes import forward  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
@@ -273,6 +279,81 @@ def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows
             whole = Linear(made, None)(rows)
             for first, count in ((0, 1), (5, 1), (15, 2), (3, 16), (20, 20)):
                 assert torch.equal(whole[first : first + count], Linear(made, None)(rows[first : first + count]))
+
+
+def delta_weights(delta: DeltaRule) -> DeltaWeights:
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE)
+
+    norm = NormWeights(delta.norm, 1 + some(delta.value_dim) / 4)
+    taps = some(delta.width, delta.channels)
+    return DeltaWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.num_heads), norm)
+
+
+def in_passes(
+    delta: DeltaRule, weights: DeltaWeights, rows: torch.Tensor, counts: list[int], run: RunDeltaRule, kind: str = ""
+) -> list[torch.Tensor]:
+    """The outputs of all rows in passes of so many, each with a row more that is rejected, and the last state. kind:
+    "graph": the number of replayed tokens is read on the GPU; "prefill": states pass the rows."""
+    room = delta.width - 1 + 80
+    inputs = torch.zeros(room, delta.kept, dtype=rows.dtype, device=DEVICE)
+    held, out, waiting = Held(torch.zeros(delta.state_shape, device=DEVICE), inputs), [], 0
+    for part in rows.split(counts):
+        there = torch.tensor([waiting], device=DEVICE) if kind == "graph" else None
+        some, settles = part if kind == "prefill" else torch.cat([part, -part[:1]]), kind == "prefill"
+        replayed = Replayed(waiting, there)
+        out.append(run(delta, weights, held, some, replayed, settles=settles)[: len(part)])
+        waiting = 0 if settles else len(part)
+    run(delta, weights, held, rows[:0], Replayed(waiting), settles=True)
+    return [torch.cat(out), held.state, held.inputs[: delta.width - 1]]
+
+
+def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:
+    """With sizes of a 9B and a 27B, and with odd ones."""
+    kernels = gpu_kernels(torch.device(DEVICE)).delta_rule
+    for delta in (DeltaRule(16, 32, 128, 128), DeltaRule(16, 48, 128, 128), DeltaRule(3, 6, 20, 12, 3, tiled=1)):
+        weights = delta_weights(delta)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            rows = torch.randn(150, sum(delta.parts), device=DEVICE).to(dtype)
+            wanted = in_passes(delta, weights, rows, [75, 75], by_torch)
+            found = in_passes(delta, weights, rows, [75, 75], kernels)
+            near = 4 * torch.finfo(dtype).eps
+            assert (found[0].float() - wanted[0].float()).abs().max() <= (near + 1e-4) * wanted[0].float().abs().max()
+            assert (found[1] - wanted[1]).abs().max() < 1e-4
+            for counts, kind in (
+                ([1] * 150, ""),
+                ([1, 16, 7, 63, 63], "graph"),
+                ([2, 64, 64, 20], ""),
+                ([150], "prefill"),
+                ([31, 19, 100], "prefill"),
+            ):
+                again = in_passes(delta, weights, rows, counts, kernels, kind)
+                assert all(map(torch.equal, again, found)), (delta, dtype, counts, kind)
+
+
+def test_texts_of_a_model_with_states_are_the_same_drafted_for_and_as_graphs() -> None:
+    """It proposes to itself; the second request begins like the first."""
+    from families import save_tiny
+
+    fields = {
+        "vocab_size": 264, "max_position_embeddings": 2048, "hidden_size": 128, "intermediate_size": 128,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }  # fmt: skip
+    tokens = torch.randint(250, (900,), generator=torch.Generator().manual_seed(5)).tolist()
+    with tempfile.TemporaryDirectory() as root:
+        folder, texts = save_tiny("qwen3_5", Path(root, "model"), tokenizer=True, **fields), []
+        for graphs, few in product(("on", "off"), ({"speculation": False}, {"gamma": 7, "kv_bits": 4})):
+            options = Options(device=DEVICE, dtype="bf16", **few)  # type: ignore[arg-type]
+            plan = plan_request(folder, None, options, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
+            os.environ["TRIFORCE_GRAPHS"] = graphs
+            try:
+                with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as engine:
+                    asked = [GenerationRequest(some, GREEDY, max_tokens=MAX_TOKENS) for some in (tokens, tokens[:700])]
+                    texts.append([[token for step in engine.generate(each) for token in step.tokens] for each in asked])
+            finally:
+                del os.environ["TRIFORCE_GRAPHS"]
+    assert all(each == texts[0] for each in texts), texts
 
 
 def test_planned_device_bytes_hold() -> None:

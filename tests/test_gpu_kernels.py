@@ -20,6 +20,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from forked import pytest_in_a_fork  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
+from offload.config.block import DeltaRule  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.layout import Packing, encoding  # noqa: E402
@@ -31,6 +32,7 @@ from offload.kernels.device import DeviceKernels  # noqa: E402
 from offload.kernels.gpu import (  # noqa: E402
     activation,
     copies,
+    delta_programs,
     kv_programs,
     prefill_programs,
     programs,
@@ -40,6 +42,7 @@ from offload.kernels.gpu import (  # noqa: E402
 )
 from offload.kernels.gpu import quantised_products as products  # noqa: E402
 from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
+from offload.kernels.gpu.delta import COLUMNS, is_aligned, row_constants, state_constants  # noqa: E402
 from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
@@ -52,7 +55,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
-INTERPRETED = ["gpu", "prefill", "codes", "stored", "kv_codes", "kv_residuals", "packed"]
+INTERPRETED = ["gpu", "delta", "prefill", "codes", "stored", "kv_codes", "kv_residuals", "packed"]
 ENGINES = ["quantised", "graphs"]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -338,6 +341,40 @@ def test_gates_are_read_and_written_16_bytes_at_a_time(capability: int, dtype: s
     assert found.registers <= 96
     assert "ld.global.v4" in found.ptx
     assert "st.global.v4" in found.ptx
+
+
+DELTA_FP32 = ("state", "taps", "decay", "time_bias", "seen", "norm")
+DELTAS = {
+    "27B": DeltaRule(16, 48, 128, 128),
+    "9B": DeltaRule(16, 32, 128, 128),
+    "tiled": DeltaRule(8, 24, 64, 64, 3, tiled=0),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("delta", DELTAS.values(), ids=DELTAS)
+def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype: str, delta: DeltaRule) -> None:
+    """Each number of a state is in one register of one thread, which a fused multiply-add brings up to date."""
+    assert is_aligned(delta)
+    kinds = {"held": f"*{dtype}", "rows": f"*{dtype}", "there": "*i64"} | dict.fromkeys(DELTA_FP32, "*fp32")
+    advance, finish = delta_programs.ADVANCE[True], delta_programs.FINISH[True]
+    pointers = {name: each for name, each in (kinds | {"out": "*fp32"}).items() if name in advance.arg_names}
+    found = compiled(advance, capability, pointers, state_constants(delta), warps=1, fuses=False)
+    assert found.spilled_bytes == 0
+    assert found.registers <= (192 if dtype != "fp32" else 216)
+    assert found.shared_bytes <= 2 * 2**10
+    each = delta.key_dim * COLUMNS // 32  # numbers of a thread
+    assert len(re.findall(r"fma\.rn\.f32", found.ptx)) == each
+    assert len(re.findall(r"ld\.global[.\w:]*v4\.b32", found.ptx)) >= each // 4
+    assert len(re.findall(r"st\.global[.\w:]*v4\.b32", found.ptx)) >= each // 4
+    pointers = {name: each for name, each in (kinds | {"out": f"*{dtype}"}).items() if name in finish.arg_names}
+    found = compiled(finish, capability, pointers, row_constants(delta), warps=1, fuses=False)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 96
+    assert found.shared_bytes == 0
+    assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
 
 
 MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs"), "*fp32") | {"out": "*bf16"}

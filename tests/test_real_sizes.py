@@ -6,12 +6,15 @@ Attention of few rows is launched as on a GPU, by the Triton programs, which are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from offload.config.model import ModelConfig
+from offload.config.reading import read_config
 from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
@@ -137,6 +140,42 @@ def test_where_all_is_on_the_gpu_a_pass_is_one_launch_of_few_kernels(options: Op
     assert gpu.problems == []
     assert counted.keys() == most.keys()
     assert all(counted[name] <= most[name] for name in most), counted
+
+
+QWEN3_6_27B = {
+    "model_type": "qwen3_5_text", "vocab_size": LLAMA_68M.vocab_size, "hidden_size": 5120, "intermediate_size": 17408,
+    "num_hidden_layers": 8, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "max_position_embeddings": 2**18, "partial_rotary_factor": 0.25,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def test_a_state_takes_two_launches_and_in_a_prefill_two_for_128_rows(
+    tmp_path: Path,
+) -> None:
+    """Of eight layers six have a state. A pass that is no graph, one that is, and a prefill."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_6_27B))
+    target = read_config(tmp_path)
+    plan = make_plan(
+        target, None, Options(kv_bits=4, weight_bits=16), LARGE, num_prompt_tokens=NUM_PROMPT, max_tokens=200
+    )
+    assert plan.placement.offload == ()
+    with worker_without_bytes(plan, target, LLAMA_68M) as (worker, gpu):
+        for name, level in worker.levels.items():
+            counted = []
+            for _ in range(3):
+                gpu.launches.clear()
+                forward(level, [1] * 5, 1)
+                counted.append((gpu.launches["advance_states"], gpu.launches["finish_rows"], gpu.launches["graph"]))
+            assert counted[::2] == [(6, 6, 0), (0, 0, 1)], name
+        worker.levels["target"].truncate(0)
+        for expected in (6 * 4, 6 * (4 + 1)):  # states come to a later prefill's first row by launches of their own
+            gpu.launches.clear()
+            worker.prefill([1] * 512, lambda num_tokens: None)
+            assert gpu.launches["advance_states"] == gpu.launches["finish_rows"] == expected
+    assert gpu.problems == []
+    assert gpu.bytes_peak <= plan.placement.total_device_bytes
 
 
 @pytest.mark.deep

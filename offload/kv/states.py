@@ -28,7 +28,8 @@ _numbers = count()
 class LayerStates:
     """States [L, heads, key_dim, value_dim] fp32 and inputs [L, width - 1 + M, kept] on the device, see `Held`.
 
-    bases: the place of each layer's state: layers differ where a forward was broken off.
+    bases: the place of each layer's state: layers differ where a forward was broken off. A graph moves all states at
+    once, and whether it did is not known where the pass was broken off: they count as lost then.
     """
 
     def __init__(
@@ -47,21 +48,23 @@ class LayerStates:
         self.states = self._allocate((num_layers, *delta.state_shape), torch.float32)
         self.inputs = self._allocate((num_layers, delta.width - 1 + rows, delta.kept), dtype)
         self._number, self._alike = next(_numbers), True
+        self._begun: int | None = None  # where the pass under way began, while it may be a graph's
         self._there: Tensor | None = None
         if memory.device.type == "cuda":
             self._there = torch.zeros(1, dtype=torch.long, device=memory.device)
 
     @property
     def place(self) -> int:
-        """The place that all states have passed at most."""
-        return max(self.bases)
+        """The place that all states have passed at most; of lost ones one that is beyond all tokens."""
+        return max(self.bases) if self._begun is None else self._begun + 1
 
     def begin(self, start: int, num_rows: int) -> None:
         """A pass of `num_rows` rows begins at place `start`."""
         self._reserve(num_rows)
-        self._alike = len({*self.bases}) == 1
+        self._alike, self._begun = len({*self.bases}) == 1, None
         if self._there is not None and self._alike:
             sent_to(self._there, torch.tensor([start - self.place]))
+            self._begun = start
 
     def run(self, layer: int, start: int, rows: Tensor, weights: DeltaWeights, *, settles: bool) -> Tensor:
         """The output of rows at place `start` and on. settles: states pass them."""
@@ -69,12 +72,19 @@ class LayerStates:
         there = self._there if self._alike and not settles else None
         replayed = Replayed(start - self.bases[layer], there)
         out = self._run(self.delta, weights, held, rows, replayed, settles=settles)
+        if self._there is not None and torch.cuda.is_current_stream_capturing():
+            return out  # nothing ran yet
+        self._begun = None
         self.bases[layer] = start + len(rows) * settles
         return out
 
     def ran(self, start: int) -> None:
         """A pass that began at place `start` is over: also where a graph ran it, for which no layer was called."""
-        self.bases = [start] * len(self.bases)
+        self.known([start] * len(self.bases))
+
+    def known(self, bases: list[int]) -> None:
+        """These are the states' places."""
+        self.bases, self._begun = bases, None
 
     def settled(self, layer: int, place: int, weights: DeltaWeights) -> Held:
         """What would be held if a layer's state were at `place`, the end of the tokens whose inputs are held. A
@@ -92,7 +102,7 @@ class LayerStates:
         """Take over states at `place`."""
         self.states.copy_(states)
         self.tails().copy_(tails)
-        self.bases = [place] * len(self.bases)
+        self.known([place] * len(self.bases))
 
     def follow(self, other: LayerStates, length: int, *, moved: int = 0) -> None:
         """Take over the states of `other` and the inputs of its first `length` tokens, as if they were `moved` tokens
@@ -102,7 +112,7 @@ class LayerStates:
         self.states.copy_(other.states)
         used = self.delta.width - 1 + held
         self.inputs[:, :used] = other.inputs[:, :used]
-        self.bases = [base + moved for base in other.bases]
+        self.known([base + moved for base in other.bases])
 
     @property
     def graph_key(self) -> Hashable:
@@ -275,7 +285,7 @@ class StateCache:
             assert not place, "only the beginning is no checkpoint"
             self.layers.states.zero_()
             self.layers.tails().zero_()
-            self.layers.bases = [0] * len(self.layers.bases)
+            self.layers.known([0] * len(self.layers.bases))
         else:
             self.layers.set(place, found.states, found.tails)
 

@@ -224,6 +224,7 @@ def _cuda(gpu: PaperGpu) -> dict[str, object]:
         "stream": partial(current, gpu),
         "CUDAGraph": partial(Graph, gpu),
         "graph": partial(recording, gpu),
+        "is_current_stream_capturing": lambda: gpu.recording is not None,
         "graph_pool_handle": gpu.pools.new,
     }
 

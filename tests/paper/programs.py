@@ -17,6 +17,7 @@ from offload.kernels.gpu import (
     activation,
     attention,
     copies,
+    delta,
     prefill,
     quantised_products,
     rotation,
@@ -55,6 +56,6 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     for module in (
         native_launch,
         *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
-        *(activation, attention, copies, prefill, quantised_products, rotation, splits, stored_products),
+        *(activation, attention, copies, delta, prefill, quantised_products, rotation, splits, stored_products),
     ):
         patch.setattr(module, "launch", run)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
-from offload.kernels.gpu import activation, copies, quantised_products, stored_products
+from offload.kernels.gpu import activation, copies, delta, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
@@ -54,6 +54,7 @@ GPU_KERNELS = DeviceKernels(
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,
     gated=activation.gated,
+    delta_rule=delta.delta_rule,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,
     quantise_kv=quantised_kv_gpu.encode,

@@ -1,0 +1,337 @@
+"""The GPU's delta rule in Triton's interpreter: against the formula in fp64, and bit for bit against itself however
+tokens are divided into launches. test_gpu_kernels.py runs this as it does gpu_interpreted.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from gpu_interpreted import normal
+from interpreter import rounds_to_bf16, without_idle_work
+from offload.config.block import DeltaRule, Norm
+from offload.kernels import delta as by_torch
+from offload.kernels.delta import DeltaWeights, Held, Replayed
+from offload.kernels.gpu import delta as by_triton
+from offload.kernels.gpu import delta_programs
+from offload.kernels.gpu.delta import delta_rule, is_aligned
+from offload.kernels.gpu.kernels import GPU_KERNELS
+from offload.kernels.norms import NormWeights
+from offload.native.launch import counting
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = {
+    "grouped": DeltaRule(2, 6, 8, 12, 4),
+    "tiled": DeltaRule(3, 6, 5, 3, 3, tiled=1),
+    "alone": DeltaRule(2, 2, 12, 20, 2, Norm(1e-4, fp32=True), steps=2.0, eps=1e-3),
+    "aligned": DeltaRule(1, 8, 16, 2, 4, tiled=0),
+}
+ROOM = 72  # M
+COUNTS = ((0, 1), (1, 1), (5, 3), (1, 16), (0, 64), (5, 64))  # replayed, new
+
+without_idle_work()
+
+
+@pytest.fixture(autouse=True)
+def _rounds_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds_to_bf16(monkeypatch)
+
+
+@cache
+def weights_of(delta: DeltaRule) -> DeltaWeights:
+    """Decays of a token from nearly none to nearly all."""
+    decay = -(2 * normal(delta.num_heads, seed=1)).exp()
+    norm = NormWeights(delta.norm, 1 + normal(delta.value_dim, seed=3) / 4)
+    taps = normal(delta.width, delta.channels, seed=2)
+    return DeltaWeights(taps, decay, 3 * normal(delta.num_heads, seed=4), norm)
+
+
+def some(delta: DeltaRule, count: int, dtype: torch.dtype, *, replayed: int = 0) -> tuple[Held, Tensor]:
+    """What is held, NaN beyond the replayed tokens, and new rows, which are a part of longer ones."""
+    inputs = normal(delta.width - 1 + ROOM, delta.kept, seed=5, dtype=dtype)
+    inputs[delta.width - 1 + replayed :] = torch.nan
+    rows = normal(count, 16 + sum(delta.parts), seed=6, dtype=dtype)[:, 3 : 3 + sum(delta.parts)]
+    return Held(normal(*delta.state_shape, seed=7), inputs), rows
+
+
+def copied(held: Held) -> Held:
+    return Held(held.state.clone(), held.inputs.clone())
+
+
+@dataclass
+class Formula:
+    """One head's recurrence in fp64, as Yang et al. 2024 (arXiv 2412.06464, equation 10) have it for its transpose."""
+
+    delta: DeltaRule
+    weights: DeltaWeights
+    head: int
+    state: Tensor  # [key_dim, value_dim]
+
+    def token(self, window: Tensor, times: Tensor, steps: Tensor) -> Tensor:
+        """window: [width, channels] up to this token."""
+        delta, head = self.delta, self.head
+        mixed = torch.zeros(delta.channels, dtype=torch.float64)
+        for tap in range(delta.width):
+            mixed += window[tap] * self.weights.taps[tap].double()
+        mixed = mixed / (1 + (-mixed).exp())
+        group = delta.num_heads // delta.num_key_heads
+        first = delta.key_dim * (head // group if delta.tiled is None else (head + delta.tiled) % delta.num_key_heads)
+        query, key = mixed[first:][: delta.key_dim], mixed[delta.key_size + first :][: delta.key_dim]
+        query, key = (each / (each.square().sum() + delta.eps).sqrt() for each in (query, key))
+        value = mixed[2 * delta.key_size + head * delta.value_dim :][: delta.value_dim]
+        waited = torch.log1p((times[head] + self.weights.time_bias[head].double()).exp())
+        decayed = (self.weights.decay[head].double() * waited).exp() * self.state
+        step = delta.steps / (1 + (-steps[head]).exp())
+        self.state = decayed - step * torch.outer(key, key @ decayed) + step * torch.outer(key, value)
+        return query @ self.state / delta.key_dim**0.5
+
+
+def in_fp64(delta: DeltaRule, held: Held, rows: Tensor, replayed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(The output [T, out_size], the state after the replayed tokens, the state after the rows)."""
+    weights, before, heads = weights_of(delta), delta.width - 1, delta.num_heads
+    old, new = held.inputs[: before + replayed].double(), rows.double()
+    mixed = torch.cat([old[:, : delta.channels], new[:, : delta.channels]])
+    others = torch.cat([old[:, delta.channels :], new[:, delta.channels + delta.out_size :]])
+    gates = new[:, delta.channels :][:, : delta.out_size].unflatten(1, (heads, -1))
+    out, states = torch.zeros_like(gates), []
+    for head in range(heads):
+        formula = Formula(delta, weights, head, held.state[head].double())
+        states.append([formula.state])
+        for token in range(replayed + len(rows)):
+            steps, times = others[token + before].split(heads)
+            found = formula.token(mixed[token : token + delta.width], times, steps)
+            states[-1].append(formula.state)
+            if token >= replayed:
+                gate = gates[token - replayed, head]
+                found = found / (found.square().mean() + delta.norm.eps).sqrt() * weights.norm.weight.double()
+                out[token - replayed, head] = found * gate / (1 + (-gate).exp())
+    return out.flatten(1), *(torch.stack([each[at] for each in states]) for at in (replayed, -1))
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("replayed", "count"), COUNTS)
+@pytest.mark.parametrize("settles", [False, True])
+def test_outputs_and_states_are_those_of_the_formula_in_fp64(
+    dtype: torch.dtype, delta: DeltaRule, replayed: int, count: int, settles: bool
+) -> None:
+    """And what is held is, bit for bit, what torch's operators hold."""
+    held, rows = some(delta, count, dtype, replayed=replayed)
+    wanted, before, after = in_fp64(delta, held, rows, replayed)
+    theirs = copied(held)
+    by_torch.delta_rule(delta, weights_of(delta), theirs, rows, Replayed(replayed), settles=settles)
+    out = delta_rule(delta, weights_of(delta), held, rows, Replayed(replayed), settles=settles)
+    assert out.dtype == dtype
+    assert_close(out.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=3e-5)
+    assert_close(held.state.double(), after if settles else before, rtol=1e-5, atol=1e-5)
+    assert held.inputs.view(torch.uint8).equal(theirs.inputs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("replayed", [0, 1, 5])
+def test_a_state_is_settled_without_new_rows(delta: DeltaRule, replayed: int) -> None:
+    held, rows = some(delta, 0, torch.float32, replayed=replayed)
+    theirs, (_, _, after) = copied(held), in_fp64(delta, held, rows, replayed)
+    for run, each in ((by_torch.delta_rule, theirs), (delta_rule, held)):
+        assert run(delta, weights_of(delta), each, rows, Replayed(replayed), settles=True).shape == (0, delta.out_size)
+    assert_close(held.state.double(), after, rtol=1e-5, atol=1e-5)
+    assert held.inputs.view(torch.uint8).equal(theirs.inputs.view(torch.uint8))
+
+
+def test_small_times_keep_their_digits() -> None:
+    """Of softplus: log(1 + exp(-18)) is 1.5e-8, which fp32 does not add to 1. Decays are those of the formula."""
+    delta = DeltaRule(1, 1, 2, 2, 2)
+    norm = NormWeights(delta.norm, torch.ones(2))
+    for time, rate in ((-18.0, -3e6), (-5.0, -20.0), (0.0, -1.0), (4.0, -0.1), (40.0, -0.01)):
+        weights = DeltaWeights(torch.zeros(2, 6), torch.tensor([rate]), torch.tensor([time]), norm)
+        held = Held(torch.ones(1, 2, 2), torch.zeros(3, delta.kept))
+        delta_rule(delta, weights, held, torch.zeros(1, sum(delta.parts)), Replayed(0), settles=True)
+        wanted = (rate * torch.tensor(time).double().exp().log1p()).exp().expand(1, 2, 2)
+        assert_close(held.state.double(), wanted, rtol=2e-6, atol=0)
+
+
+@dataclass
+class Tokens:
+    """A layer's tokens, whose rows are `rows`, as passes and prefills divide them."""
+
+    delta: DeltaRule
+    rows: Tensor
+    held: Held
+    place: int = 0  # of the state
+    length: int = 0
+
+    def run(self, count: int, *, settles: bool = False, rejected: int = 0, graph: bool = False) -> Tensor:
+        """The next `count` rows, which stay, and others after them that do not. graph: the number of replayed tokens is
+        read on the GPU, and what the host gave is that of another pass."""
+        rows = self.rows[self.length : self.length + count]
+        rows = torch.cat([rows, 1 - self.rows[:rejected]])
+        waiting = self.length - self.place
+        replayed = Replayed(9, torch.tensor([waiting])) if graph else Replayed(waiting)
+        out = delta_rule(self.delta, weights_of(self.delta), self.held, rows, replayed, settles=settles)
+        self.place = self.length + (count if settles else 0)
+        self.length += count
+        return out[:count]
+
+
+def tokens_of(delta: DeltaRule, dtype: torch.dtype) -> Tokens:
+    held, rows = some(delta, 13, dtype)
+    return Tokens(delta, rows, held)
+
+
+def outputs(found: Tokens, acts: Sequence[tuple[str, int]]) -> tuple[Tensor, Held]:
+    """The outputs of all rows, and what is held in the end, after a settled state."""
+    out = []
+    for act, count in acts:
+        if act == "prefill":
+            found.run(0, settles=True)
+            out.append(found.run(count, settles=True))
+        else:
+            out.append(found.run(count, rejected=3 * (act == "rejected"), graph=act == "graph"))
+    found.run(0, settles=True)
+    found.held.inputs[found.delta.width - 1 :] = 0
+    return torch.cat(out), found.held
+
+
+@cache
+def alone(delta: DeltaRule, dtype: torch.dtype) -> tuple[Tensor, Held]:
+    """Of each token by itself."""
+    return outputs(tokens_of(delta, dtype), [("pass", 1)] * 13)
+
+
+DIVIDED = {
+    "one prefill": [("prefill", 13)],
+    "prefills": [("prefill", 6), ("prefill", 1), ("prefill", 6)],
+    "one pass": [("pass", 13)],
+    "passes": [("pass", 2), ("pass", 5), ("pass", 1), ("pass", 5)],
+    "graphs": [("graph", 1), ("graph", 2), ("graph", 5), ("graph", 1), ("graph", 4)],
+    "rejected rows": [("rejected", 2), ("rejected", 0), ("rejected", 5), ("rejected", 6)],
+    "all kinds": [("prefill", 4), ("graph", 3), ("rejected", 1), ("prefill", 3), ("pass", 2)],
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("acts", DIVIDED.values(), ids=DIVIDED)
+@pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_has_its_bits_however_tokens_are_divided(
+    acts: list[tuple[str, int]], delta: DeltaRule, dtype: torch.dtype
+) -> None:
+    out, held = outputs(tokens_of(delta, dtype), acts)
+    wanted, wanted_held = alone(delta, dtype)
+    assert out.equal(wanted)
+    assert held.state.equal(wanted_held.state)
+    assert held.inputs.equal(wanted_held.inputs)
+
+
+def test_a_long_prefill_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    delta, found = SHAPES["grouped"], {}
+    for most in (3, 100):
+        monkeypatch.setattr(by_triton, "MOST_ROWS", most)
+        held, rows = some(delta, 7, torch.float16, replayed=2)
+        with counting() as launches:
+            out = delta_rule(delta, weights_of(delta), held, rows, Replayed(2), settles=True)
+        parts = -(-7 // most)
+        assert launches == {"advance_states": parts, "finish_rows": parts}
+        found[most] = [out, held.state, held.inputs[: delta.width - 1]]
+    assert all(map(torch.equal, *found.values()))
+
+
+def test_a_pass_is_two_launches_of_a_layer() -> None:
+    delta = SHAPES["aligned"]
+    held, rows = some(delta, 4, torch.bfloat16, replayed=3)
+    with counting() as launches:
+        delta_rule(delta, weights_of(delta), held, rows, Replayed(3), settles=False)
+    assert launches == {"advance_states": 1, "finish_rows": 1}
+    assert GPU_KERNELS.delta_rule is delta_rule
+
+
+def test_rows_whose_places_a_program_would_take_for_aligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which bits a program computes does not depend on where rows happen to lie."""
+    given = []
+    monkeypatch.setattr(by_triton, "launch", lambda program, grid, arguments, **_: given.append((program, arguments)))
+    for delta in SHAPES.values():
+        for first, stride in ((0, 0), (3, 16), (16, 16)):
+            rows = torch.zeros(3, stride + sum(delta.parts))[:, first : first + sum(delta.parts)]
+            held = some(delta, 0, torch.float32)[0]
+            delta_rule(delta, weights_of(delta), held, rows, Replayed(0), settles=False)
+            (advance, (*_, there, _, step, _, _, _)), (_, (_, passed, *_)) = given
+            assert advance is delta_programs.ADVANCE[is_aligned(delta)]
+            assert there.dtype == torch.int64
+            if is_aligned(delta):
+                assert passed.data_ptr() % 16 == step % 16 == 0
+                assert (passed.data_ptr() == rows.data_ptr()) == (first != 3)
+            else:
+                assert passed.data_ptr() == rows.data_ptr()
+            given.clear()
+    assert {is_aligned(each) for each in SHAPES.values()} == {False, True}
+
+
+STORED, GATE, TAIL = "stored = replayed + num_rows * settles", "row * row_stride + CHANNELS", "num_rows * settles + tap"
+FOUND, HELD = (
+    "replayed = tl.load(there, mask=count < 0, other=count).to(tl.int32)\n    first_new, ",
+    "num_rows, 0), ROWS",
+)
+NEW, NEXT = "first_new, stop = replayed + WIDTH - 1, replayed + num_rows", "tl.minimum(number + 1, stop - 1)"
+MUTANTS = {
+    "one row too few": (NEW, f"{NEW} - 1"),
+    "one token too few is replayed": (STORED, f"{STORED} - 1 + settles"),
+    "new rows begin a place early": (NEW, NEW.replace("WIDTH - 1", "WIDTH - 2")),
+    "a state has passed rows that may be rejected": (STORED, "stored = stop"),
+    "a settled state lacks the last row": (STORED, f"{STORED} - settles"),
+    "no state is stored after replayed tokens": ("(part == 0) & (stored > 0)", "(part == 0) & (stored > replayed)"),
+    "a graph replays the host's count": (f"{FOUND}stop", "replayed = tl.maximum(count, 0)\n    first_new, stop"),
+    "a graph holds the tail of another pass": (f"{FOUND}tap", "replayed = tl.maximum(count, 0)\n    first_new, tap"),
+    "keys are the neighbour's": ("head * KEY_HEADS // HEADS", "(head + 1) % HEADS * KEY_HEADS // HEADS"),
+    "tiles begin at the first key head": ("(head + TILED) % KEY_HEADS", "head % KEY_HEADS"),
+    "steps of a new row are its gates": ("place >= first_new, OUT, 0", "place > first_new, OUT, 0"),
+    "times are steps": ("tl.load(own + HEADS)", "tl.load(own)"),
+    "a token is read twice": (NEXT, NEXT.replace("stop - 1", "stop - 2")),
+    "an output is of the state before": ("seen + tl.sum(query * key, 0) * update", "seen"),
+    "values have no taps": ("_convolved(value, value_taps)", "_silu(tl.sum(value.to(tl.float32), 0))"),
+    "a gate of another head": (f"{GATE} + at", f"{GATE} + (at + VALUE_DIM) % (HEADS * VALUE_DIM)"),
+    "gates of the first row": (GATE, "CHANNELS"),
+    "the tail is shifted": (f"replayed + {TAIL}", f"replayed + {TAIL} + 1"),
+    "the tail stays where it was": (f"replayed + {TAIL}", TAIL),
+    "new rows are held with their gates": ("channel < CHANNELS, 0, HEADS", "channel < CHANNELS, 0, 0 * HEADS"),
+    "the first rows alone are held": (f"settles == 0, {HELD}", f"settles == 0, {HELD}".replace("num_rows", "1")),
+    "settled rows are held": (f"tl.where(settles == 0, {HELD}", "num_rows, ROWS"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
+def test_each_fault_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = Path(str(delta_programs.__file__)).read_text()
+    assert source.count(old) == 1, f"{source.count(old)} times {old!r}"
+    (path := tmp_path / "edited.py").write_text(source.replace(old, new))
+    spec = spec_from_file_location("edited", path)
+    assert spec is not None
+    assert spec.loader is not None
+    monkeypatch.setitem(sys.modules, "edited", edited := module_from_spec(spec))
+    spec.loader.exec_module(edited)
+    monkeypatch.setattr(by_triton, "ADVANCE", edited.ADVANCE)
+    monkeypatch.setattr(by_triton, "FINISH", edited.FINISH)
+    assert not all(map(sees_no_fault, (SHAPES["grouped"], SHAPES["tiled"])))
+
+
+def sees_no_fault(delta: DeltaRule) -> bool:
+    """Whether outputs, states and what is held are near those of torch's operators, in passes and a prefill."""
+    for replayed, count, settles, graph in ((2, 10, False, False), (1, 2, False, True), (0, 3, True, False)):
+        held, rows = some(delta, count, torch.float32, replayed=replayed)
+        theirs, there = copied(held), torch.tensor([replayed]) if graph else None
+        wanted = by_torch.delta_rule(delta, weights_of(delta), theirs, rows, Replayed(replayed), settles=settles)
+        given = Replayed(9 if graph else replayed, there)
+        out = delta_rule(delta, weights_of(delta), held, rows, given, settles=settles)
+        if not (out - wanted).abs().max() < 1e-4 or not (held.state - theirs.state).abs().max() < 1e-4:
+            return False
+        if not held.inputs.view(torch.uint8).equal(theirs.inputs.view(torch.uint8)):
+            return False
+    return True

@@ -45,11 +45,12 @@ from offload.kv import Cache
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
+from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.selection import ByMass
-from offload.kv.states import LayerStates, StateCache
+from offload.kv.states import StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.metrics import LinkStats, Stats

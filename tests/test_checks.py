@@ -18,7 +18,7 @@ from offload.kernels import cpu
 from offload.kernels.cpu import kernels
 from offload.kernels.products import Steps
 from offload.kv.full import FullCache
-from offload.kv.states import LayerStates
+from offload.kv.layer_states import LayerStates
 from offload.model.level import Level
 from offload.model.passes import Pass
 from offload.plan.hardware import probe

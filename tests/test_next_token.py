@@ -24,9 +24,11 @@ from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.kv.last_hidden import LastHidden
 from offload.model.next_token import NextTokenLevel
 from offload.model.passes import forward
 from offload.plan.options import Options
+from offload.transfer.memory import Memory
 from processor import best
 from quantised import level_stats
 from test_placement import TEMPORARY
@@ -157,6 +159,29 @@ def test_drafts_have_the_logits_of_the_formula(folder: Path) -> None:
                 assert float((ours - theirs[: len(ours)]).abs().max()) < 1e-4 * float(theirs.abs().max())
                 text.append(int(theirs.argmax()))
             level.truncate(stop)
+
+
+@pytest.mark.parametrize("window", [10, 24, 60])
+@pytest.mark.parametrize("length", [0, 3, 9, 40, 50])
+def test_hidden_rows_are_copied_between_rings_of_any_sizes(window: int, length: int) -> None:
+    """A chat's engine for a longer context may draft otherwise, and has another ring then."""
+    rows = torch.randn(50, 4, generator=torch.Generator().manual_seed(1))
+
+    def ring(size: int) -> LastHidden:
+        memory = Memory(torch.device("cpu"))
+        return LastHidden(memory, hidden_size=4, dtype=torch.float32, sinks=4, window=size)
+
+    source, copied = ring(24), ring(window)
+    for start in range(0, 50, 7):
+        source.write(start, rows[start : start + 7])
+    copied.copy_from(source, length)
+    assert copied.length == length
+    first = max(26, length - window)
+    assert torch.equal(copied.read(0, min(length, 4)), rows[: min(length, 4)])
+    if first < length:
+        assert copied.oldest <= first
+        assert torch.equal(copied.read(first, length), rows[first:length])
+    assert not copied.read(5, 6).any() or copied.oldest <= 5 < length
 
 
 def test_a_head_that_catches_up_at_once_drafts_what_one_does_that_has_followed(folder: Path) -> None:

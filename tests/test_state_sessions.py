@@ -230,7 +230,7 @@ def test_what_comes_from_elsewhere_counts_up_to_the_length_and_no_further(
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_of_too_many_places_those_stay_that_are_missed_most(most: int) -> None:
     places = [10, 20, 500, 900, 1000]
-    kept = thinned(places, most, 1000)
+    kept = thinned(places, most)
     assert kept == sorted(kept)
     assert len(kept) == most
     assert kept[-1] == 1000

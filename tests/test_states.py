@@ -20,6 +20,7 @@ from torch import Tensor
 
 import asked
 from families import save_tiny
+from forked import Forked, forked_ranks
 from models import (
     GREEDY,
     Sizes,
@@ -39,12 +40,13 @@ from offload.engine.request import GenerationRequest
 from offload.kernels import delta as kernel
 from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights
-from offload.kv import checkpoints, states
+from offload.kv import checkpoints, layer_states, states
 from offload.kv.ahead import AheadCache
 from offload.kv.checkpoints import Checkpoints, least_missed, places_of_prefill
 from offload.kv.full import FullCache
+from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
-from offload.kv.states import DraftStates, LayerStates, StateCache
+from offload.kv.states import DraftStates, StateCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward
@@ -82,6 +84,7 @@ class Modules:
     """The modules under test, or edited ones."""
 
     states: Any = states
+    layer_states: Any = layer_states
     checkpoints: Any = checkpoints
     run: Callable[..., Tensor] | None = None  # in place of the kernels' delta rule
 
@@ -93,7 +96,7 @@ class Modules:
         return made
 
     def layers(self, operators: str) -> LayerStates:
-        found: LayerStates = self.states.LayerStates(
+        found: LayerStates = self.layer_states.LayerStates(
             Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, rows=ROWS, dtype=torch.float32, kernels=of(operators)
         )
         if self.run is not None:
@@ -169,7 +172,9 @@ class Script:
         """A prefill that is broken off within its first layer."""
         self.cache.begin("prefill", count)
         self.cache.recur(0, rows(0, 2)[:count], weights(0))
-        self._cut(self.length)
+        before = self.length
+        self._cut(before)
+        assert self.length == before
 
     def _undo(self, count: int) -> None:
         self._cut(max(self.length - count, 0))
@@ -276,26 +281,26 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "one token too few is replayed",
-        "states",
+        "layer_states",
         "Replayed(start - self.bases[layer]",
         "Replayed(max(start - self.bases[layer] - 1, 0)",
     ),
-    Mutant("no token is replayed", "states", "Replayed(start - self.bases[layer]", "Replayed(0"),
+    Mutant("no token is replayed", "layer_states", "Replayed(start - self.bases[layer]", "Replayed(0"),
     Mutant(
         "all tokens of the last pass are replayed",
         "states",
-        "        kept, self._phase = self.reachable(length), None\n",
-        "        kept, self._phase = self.length, None\n",
+        "        kept = self.reachable(length)\n",
+        "        kept = self.length\n",
     ),
     Mutant(
         "a state that a broken prefill has passed is gone on with",
         "states",
-        "return wanted if self.layers.place <= wanted else",
-        "return wanted if min(self.layers.bases) <= wanted else",
+        "            self._take_back()\n",
+        "            pass\n",
     ),
     Mutant(
         "the base of layers that ran before an interrupt is forgotten",
-        "states",
+        "layer_states",
         "        self.bases[layer] = start + len(rows) * settles\n",
         "        self.bases = [start + len(rows) * settles] * len(self.bases)\n",
     ),
@@ -306,14 +311,17 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "a checkpoint comes back without the convolution's tail", "states", "        self.tails().copy_(tails)\n", ""
+        "a checkpoint comes back without the convolution's tail",
+        "layer_states",
+        "        self.tails().copy_(tails)\n",
+        "",
     ),
     Mutant(
         "a checkpoint of tokens that were cut off stays", "states", "        self.checkpoints.forget_after(kept)\n", ""
     ),
     Mutant(
         "a copy has the state without the inputs after it",
-        "states",
+        "layer_states",
         "        self.inputs[:, :used] = other.inputs[:, :used]\n",
         "",
     ),
@@ -368,7 +376,7 @@ def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
 
 def edited(mutant: Mutant) -> Modules:
     """The modules with the fault. The source has its text once."""
-    found, real = {"checkpoints": checkpoints, "states": states, "delta": kernel}, REAL
+    found = {"checkpoints": checkpoints, "layer_states": layer_states, "states": states, "delta": kernel}
     made: dict[str, ModuleType] = {}
     with patch.dict(sys.modules):
         for name, module in found.items():
@@ -378,8 +386,8 @@ def edited(mutant: Mutant) -> Modules:
                 source = source.replace(mutant.old, mutant.new)
             sys.modules[module.__name__] = made[name] = ModuleType(module.__name__)
             exec(compile(source, f"<edited {name}>", "exec"), made[name].__dict__)
-    run = made["delta"].delta_rule if mutant.module == "delta" else real.run
-    return Modules(made["states"], made["checkpoints"], run)
+    run = made["delta"].delta_rule if mutant.module == "delta" else None
+    return Modules(made["states"], made["layer_states"], made["checkpoints"], run)
 
 
 # Which places are kept.
@@ -392,17 +400,21 @@ def test_a_prefill_notes_its_ends_and_places_whose_distance_from_the_end_doubles
 
 
 def test_where_there_is_no_room_the_place_goes_that_is_missed_the_least() -> None:
-    assert least_missed([512, 2560, 3584, 4096, 5000], 5000) == 512
-    assert least_missed([1000, 1010, 9000], 9000) == 1000
-    assert least_missed([1000, 8990, 9000], 9000) == 1000
-    assert least_missed([7], 9) == 7
+    assert least_missed([512, 2560, 3584, 4096, 5000]) == 512
+    assert least_missed([1000, 1010, 9000]) == 1000
+    assert least_missed([1000, 1010, 9000], stays=1000) == 1010
+    assert least_missed([1000, 8990, 9000]) == 1000
+    assert least_missed([7]) == 7
 
 
 @pytest.mark.parametrize("most", [2, 3, 8, 12])
 def test_what_is_run_again_is_at_most_about_twice_what_follows(most: int) -> None:
     """With room for enough places; never is there more than room for, and with less what is missed is far away."""
     kept = Checkpoints(Memory(torch.device("cpu")), DELTA, num_layers=1, dtype=torch.float32, most=most)
-    kept.begin(places_of_prefill(0, 40_000, 512))
+    places = places_of_prefill(0, 40_000, 512)
+    kept.begin(places)
+    for place in places:
+        kept.note(place, 0, torch.zeros(DELTA.state_shape), torch.zeros(DELTA.width - 1, DELTA.kept))
     kept.commit()
     assert len(kept.places) <= most
     assert kept.places[-1] == 40_000
@@ -588,3 +600,37 @@ def test_citations_are_of_the_layers_that_attend(long_folder: Path) -> None:
     with tiny_engine(changed(plan, masses=True), long_folder) as made:
         *_, last = made.generate(GenerationRequest(PROMPT[:900], GREEDY, max_tokens=8, passages=3))
         assert last.passages
+
+
+@pytest.fixture
+def forked_here() -> Iterator[list[Forked]]:
+    with forked_ranks() as started:
+        yield started
+
+
+@pytest.mark.usefixtures("forked_here")
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_rank_0_breaks_a_prefill_off_all_stay_in_step(
+    long_folder: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has gone on: its states have passed the place that both go back to. In the first layer, or in a
+    later one."""
+    text, more = PROMPT[:300], PROMPT[300:600]
+    with engine(long_folder) as fresh:
+        expected = say(fresh, [*text, *more])
+    plan = tiny_plan(long_folder, None, PLAIN, num_prompt_tokens=2800, max_tokens=60, dtype="fp32")
+    with tiny_engine(changed(plan, num_devices=2), long_folder) as made:
+        say(made, text)
+        calls, real = itertools.count(1), StateCache.recur
+
+        def recur(self: StateCache, *given: Any) -> Tensor:
+            if next(calls) == count:
+                raise Broken
+            return real(self, *given)
+
+        monkeypatch.setattr(StateCache, "recur", recur)
+        with pytest.raises(Broken):
+            say(made, [*text, *more])
+        monkeypatch.setattr(StateCache, "recur", real)
+        assert say(made, [*text, *more]) == expected
+        assert made.stats.reused_tokens >= len(text) - PLAIN.rows

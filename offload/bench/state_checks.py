@@ -15,7 +15,7 @@ from offload.kernels import choice
 from offload.kernels.delta import DeltaWeights, Held, Replayed, delta_rule
 from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights
-from offload.kv.states import LayerStates
+from offload.kv.layer_states import LayerStates
 from offload.model.loading import DTYPES
 from offload.plan.hardware import Hardware
 from offload.transfer.memory import Memory

@@ -55,7 +55,7 @@ def draft_config(draft: Path, target: Path) -> ModelConfig:
     """The config of the draft in `draft`: of the target's next-token head, if that is the target itself and has one.
     ModelError."""
     config = read_config(draft)
-    alone = next_token.head_of(config) if draft == target else None
+    alone = next_token.head_of(config) if draft.samefile(target) else None
     return alone or config
 
 

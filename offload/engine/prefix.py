@@ -94,6 +94,7 @@ class PrefixCache:
 
     def take(self, other: PrefixCache) -> None:
         """Copy the rows of `other`, of the same model. No row is copied where positions are rotated differently."""
+        other._settle()
         if self._worker.copy_rows(other._worker):
             self.tokens, self.num_precomputed = list(other.tokens), 0
             self._num_own, self._num_saved = other._num_own, other._num_saved

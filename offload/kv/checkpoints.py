@@ -34,7 +34,9 @@ class Checkpoints:
         self._memory, self._held = memory, dict[int, int]()  # slot by place
         self._states = self._allocate((most, num_layers, *delta.state_shape), torch.float32)
         self._tails = self._allocate((most, num_layers, delta.width - 1, delta.kept), dtype)
-        self._new: dict[int, int] = {}  # of the prefill under way
+        self._new: dict[int, int] = {}  # slots of the prefill under way, by place
+        self._noted = set[tuple[int, int]]()  # places and layers of it
+        self._num_layers = num_layers
 
     @property
     def places(self) -> list[int]:
@@ -56,34 +58,49 @@ class Checkpoints:
 
     def begin(self, places: Sequence[int]) -> None:
         """A prefill begins, which notes the states at `places`, in order. Of them and of those that are held the ones
-        are left for which there is room."""
-        kept = thinned(sorted({*self._held, *places}), self.most, places[-1]) if self.most else []
+        are left for which there is room, the first and the last among them."""
+        kept = thinned(sorted({*self._held, *places}), self.most, stays=places[0]) if self.most else []
         self._held = {place: slot for place, slot in self._held.items() if place in kept}
         used = {*self._held.values()}
         free = iter([slot for slot in range(self.most) if slot not in used])
-        self._new = {place: next(free) for place in kept if place not in self._held}
+        self._new, self._noted = {place: next(free) for place in kept if place not in self._held}, set()
 
     def note(self, place: int, layer: int, state: Tensor, tail: Tensor) -> None:
         """Copy a layer's state at `place`, if it is wanted."""
         if (slot := self._new.get(place)) is not None:
             self._states[slot, layer].copy_(state)
             self._tails[slot, layer].copy_(tail)
+            self._noted.add((place, layer))
+
+    def expects(self, place: int) -> bool:
+        """Whether `place` is held, or is to be noted by the prefill under way."""
+        return place in self._held or place in self._new
+
+    def of_layer(self, place: int, layer: int) -> tuple[Tensor, Tensor] | None:
+        """A layer's state and tail at `place`, also where it was noted by a prefill that is broken off; None if there
+        are none."""
+        slot = self._held.get(place)
+        if slot is None and (place, layer) in self._noted:
+            slot = self._new[place]
+        return None if slot is None else (self._states[slot, layer], self._tails[slot, layer])
 
     def commit(self) -> None:
-        """All layers have noted their states."""
-        self._held |= self._new
-        self._new = {}
+        """The prefill is over. Places that all layers have noted are held."""
+        layers = range(self._num_layers)
+        self._held |= {p: slot for p, slot in self._new.items() if all((p, layer) in self._noted for layer in layers)}
+        self._new, self._noted = {}, set()
 
     def forget_after(self, length: int) -> None:
         """Only places up to `length` still belong to the sequence."""
         self._held = {place: slot for place, slot in self._held.items() if place <= length}
-        self._new = {}
+        self._new, self._noted = {}, set()
 
     def take(self, place: int) -> Checkpoint:
         """A checkpoint at `place` for the caller to fill."""
         if place not in self._held:
             self.begin([place])
-            self.commit()
+            self._held |= self._new
+            self._new = {}
         found = self.at(place)
         assert found is not None
         return found
@@ -91,7 +108,7 @@ class Checkpoints:
     def copy_from(self, other: Checkpoints, length: int) -> None:
         """Hold the checkpoints of `other` at places up to `length`, as many as there is room for; this sequence has no
         token."""
-        for place in thinned([place for place in other.places if place <= length], self.most, length):
+        for place in thinned([place for place in other.places if place <= length], self.most):
             own, theirs = self.take(place), other.at(place)
             assert theirs is not None
             own.states.copy_(theirs.states)
@@ -109,22 +126,23 @@ class Checkpoints:
         return self._memory.allocate(shape, dtype, tier="host", purpose=PURPOSE)
 
 
-def least_missed(places: Sequence[int], end: int) -> int:
+def least_missed(places: Sequence[int], stays: int | None = None) -> int:
     """The place, of ascending `places`, without which what lies between its neighbours is reached at the least cost:
-    their distance divided by that of the earlier one from `end`, a place after all. The last one stays."""
-    before = [0, *places]
+    their distance divided by that of the earlier one from the last place. That one stays, and so does `stays`."""
+    before, end = [0, *places], places[-1]
     costs = [
         ((after - before[index]) / (end - before[index]), place)
         for index, (place, after) in enumerate(pairwise(places))
+        if place != stays
     ]
     return min(costs)[1] if costs else places[0]
 
 
-def thinned(places: Sequence[int], most: int, end: int) -> list[int]:
+def thinned(places: Sequence[int], most: int, *, stays: int | None = None) -> list[int]:
     """The `most` of ascending `places` that are kept where one after the other is dropped by `least_missed`."""
     kept = list(places)
     while len(kept) > most:
-        kept.remove(least_missed(kept, end))
+        kept.remove(least_missed(kept, stays))
     return kept
 
 

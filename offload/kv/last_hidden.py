@@ -42,9 +42,12 @@ class LastHidden:
         self.length, self._top = stop, max(self._top, stop)
 
     def copy_from(self, other: LastHidden, length: int) -> None:
-        """Hold what `other` has of its first `length` tokens."""
-        self._rows.copy_(other._rows)
-        self.length, self._first, self._top = min(other.length, length), other._first, other._top
+        """Hold what `other`, whose ring may have another size, has of its first `length` tokens."""
+        stop = min(other.length, length)
+        sinks, oldest = min(self._sinks, stop), min(other.oldest, stop)
+        self.length = self._first = self._top = 0
+        self.write(0, other.read(0, sinks))
+        self.write(oldest, other.read(oldest, stop))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows at positions `start` to `stop`, [n, hidden]."""

@@ -29,6 +29,8 @@ class MixedCache:
     ) -> None:
         self.growing, self.windows, self.states, self._drafts = growing, windows, states, drafts
         self._beside = [each for each in (windows, states) if each is not None]
+        exact = (None, None) if drafts else (windows, states)
+        self._exact = [each for each in exact if isinstance(each, WindowCache | StateCache)]
         self._places: dict[int, tuple[Cache, int]] = {layer: (growing, at) for at, layer in enumerate(config.growing)}
         if windows is not None:
             self._places |= {layer: (windows, at) for at, layer in enumerate(config.windowed)}
@@ -61,19 +63,16 @@ class MixedCache:
     def reachable(self, length: int) -> int:
         """The most tokens, up to `length`, that the exact caches can be truncated to: windows lose what they need, and
         states are at few places."""
-        kept = length
-        for each in self._beside:
-            if not isinstance(each, DraftStates):
-                kept = each.reachable(kept)
-        return kept if kept == length else self.reachable(kept)
+        while (kept := min((each.reachable(length) for each in self._exact), default=length)) < length:
+            length = kept
+        return length
 
     def truncate(self, length: int) -> None:
         """See `Cache`. Keeps no more than is reachable."""
         if not self._drafts:
             length = self.reachable(min(length, self.length))
-            for each in self._beside:
-                if not isinstance(each, DraftStates):
-                    each.truncate(length)
+            for each in self._exact:
+                each.truncate(length)
         self.growing.truncate(length)
 
     @property

@@ -8,144 +8,24 @@ So each of its tokens can be forgotten, and no pass copies a state. What lies fu
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import count
 
 import torch
 from torch import Tensor
 
 from offload.config.block import DeltaRule
-from offload.kernels.delta import DeltaWeights, Held, Replayed
-from offload.kernels.device import DeviceKernels
+from offload.kernels.delta import DeltaWeights
 from offload.kv import Phase
 from offload.kv.checkpoints import Checkpoint, Checkpoints, places_of_prefill
+from offload.kv.layer_states import LayerStates
 from offload.plan.sizing import PREFILL_BLOCK
-from offload.transfer.memory import Memory, sent_to
-
-PURPOSE = "states"
-_numbers = count()
-
-
-class LayerStates:
-    """States [L, heads, key_dim, value_dim] fp32 and inputs [L, width - 1 + M, kept] on the device, see `Held`.
-
-    bases: the place of each layer's state: layers differ where a forward was broken off. A graph moves all states at
-    once, and whether it did is not known where the pass was broken off: they count as lost then.
-    """
-
-    def __init__(
-        self,
-        memory: Memory,
-        delta: DeltaRule,
-        *,
-        num_layers: int,
-        rows: int,
-        dtype: torch.dtype,
-        kernels: DeviceKernels,
-    ) -> None:
-        """rows: M, of the usual pass; a longer one gets more room."""
-        self.delta, self.bases = delta, [0] * num_layers
-        self._memory, self._run = memory, kernels.delta_rule
-        self.states = self._allocate((num_layers, *delta.state_shape), torch.float32)
-        self.inputs = self._allocate((num_layers, delta.width - 1 + rows, delta.kept), dtype)
-        self._number, self._alike = next(_numbers), True
-        self._begun: int | None = None  # where the pass under way began, while it may be a graph's
-        self._there: Tensor | None = None
-        if memory.device.type == "cuda":
-            self._there = torch.zeros(1, dtype=torch.long, device=memory.device)
-
-    @property
-    def place(self) -> int:
-        """The place that all states have passed at most; of lost ones one that is beyond all tokens."""
-        return max(self.bases) if self._begun is None else self._begun + 1
-
-    def begin(self, start: int, num_rows: int) -> None:
-        """A pass of `num_rows` rows begins at place `start`."""
-        self._reserve(num_rows)
-        self._alike, self._begun = len({*self.bases}) == 1, None
-        if self._there is not None and self._alike:
-            sent_to(self._there, torch.tensor([start - self.place]))
-            self._begun = start
-
-    def run(self, layer: int, start: int, rows: Tensor, weights: DeltaWeights, *, settles: bool) -> Tensor:
-        """The output of rows at place `start` and on. settles: states pass them."""
-        held = Held(self.states[layer], self.inputs[layer])
-        there = self._there if self._alike and not settles else None
-        replayed = Replayed(start - self.bases[layer], there)
-        out = self._run(self.delta, weights, held, rows, replayed, settles=settles)
-        if self._there is not None and torch.cuda.is_current_stream_capturing():
-            return out  # nothing ran yet
-        self._begun = None
-        self.bases[layer] = start + len(rows) * settles
-        return out
-
-    def ran(self, start: int) -> None:
-        """A pass that began at place `start` is over: also where a graph ran it, for which no layer was called."""
-        self.known([start] * len(self.bases))
-
-    def known(self, bases: list[int]) -> None:
-        """These are the states' places."""
-        self.bases, self._begun = bases, None
-
-    def settled(self, layer: int, place: int, weights: DeltaWeights) -> Held:
-        """What would be held if a layer's state were at `place`, the end of the tokens whose inputs are held. A
-        copy."""
-        held = Held(self.states[layer].clone(), self.inputs[layer].clone())
-        nothing = self.inputs.new_empty(0, sum(self.delta.parts))
-        self._run(self.delta, weights, held, nothing, Replayed(place - self.bases[layer]), settles=True)
-        return held
-
-    def tails(self) -> Tensor:
-        """The inputs of the last tokens before the states' places, [L, width - 1, kept]."""
-        return self.inputs[:, : self.delta.width - 1]
-
-    def set(self, place: int, states: Tensor, tails: Tensor) -> None:
-        """Take over states at `place`."""
-        self.states.copy_(states)
-        self.tails().copy_(tails)
-        self.known([place] * len(self.bases))
-
-    def follow(self, other: LayerStates, length: int, *, moved: int = 0) -> None:
-        """Take over the states of `other` and the inputs of its first `length` tokens, as if they were `moved` tokens
-        further on."""
-        held = length - min(other.bases)
-        self._reserve(held)
-        self.states.copy_(other.states)
-        used = self.delta.width - 1 + held
-        self.inputs[:, :used] = other.inputs[:, :used]
-        self.known([base + moved for base in other.bases])
-
-    @property
-    def graph_key(self) -> Hashable:
-        """See `Cache`."""
-        if self._there is None or not self._alike:
-            return None
-        return self._number, self.states.data_ptr(), self.inputs.data_ptr()
-
-    def nbytes(self) -> int:
-        return self.states.nbytes + self.inputs.nbytes
-
-    def release(self) -> None:
-        """They are not used again."""
-        for held in (self.states, self.inputs):
-            self._memory.released(held, tier="device", purpose=PURPOSE)
-
-    def _reserve(self, num_rows: int) -> None:
-        """Have room for the inputs of so many rows."""
-        missing, old = self.delta.width - 1 + num_rows - self.inputs.shape[1], self.inputs
-        if missing > 0:
-            self.inputs = self._allocate((len(old), old.shape[1] + missing, old.shape[2]), old.dtype)
-            self.inputs[:, : old.shape[1]] = old
-            self._memory.released(old, tier="device", purpose=PURPOSE)
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._memory.allocate(shape, dtype, tier="device", purpose=PURPOSE)
 
 
 class StateCache:
     """The exact states of one sequence, and checkpoints of them on the host."""
 
-    def __init__(self, layers: LayerStates, checkpoints: Checkpoints) -> None:
-        self.layers, self.checkpoints = layers, checkpoints
+    def __init__(self, layers: LayerStates, checkpoints: Checkpoints, *, block: int = PREFILL_BLOCK) -> None:
+        """block: rows of a prefill's blocks."""
+        self.layers, self.checkpoints, self._block = layers, checkpoints, block
         self.length = 0
         self._start = 0  # of the forward under way
         self._phase: Phase | None = None
@@ -154,13 +34,15 @@ class StateCache:
     def reachable(self, length: int) -> int:
         """The most tokens, up to `length`, that the cache can be truncated to."""
         wanted = min(length, self.length)
+        if self._phase == "prefill":  # broken off: how far it came is another matter on each rank
+            return wanted if wanted == self.length and self._begins_at_known else self.checkpoints.last(wanted)
         return wanted if self.layers.place <= wanted else self.checkpoints.last(wanted)
 
     def begin(self, phase: Phase, num_rows: int, start: int | None = None) -> None:
-        """A forward of `num_rows` rows starts after the tokens."""
+        """A forward of `num_rows` rows starts after the tokens, whatever `start` is."""
         self._phase, self._start, self._taken = phase, self.length, [0] * len(self._taken)
         if phase == "prefill":
-            self.checkpoints.begin(places_of_prefill(self.length, num_rows, PREFILL_BLOCK))
+            self.checkpoints.begin(places_of_prefill(self.length, num_rows, self._block))
         else:
             self.layers.begin(self.length, num_rows)
 
@@ -188,10 +70,12 @@ class StateCache:
 
     def truncate(self, length: int) -> None:
         """Keep the first `reachable(length)` tokens."""
-        kept, self._phase = self.reachable(length), None
-        if self.layers.place > kept:
+        kept = self.reachable(length)
+        if self._phase == "prefill" and kept == self._start:
+            self._take_back()
+        elif self.layers.place > kept:
             self._restore(kept)
-        self.length = kept
+        self.length, self._phase = kept, None
         self.checkpoints.forget_after(kept)
 
     def copy_from(self, other: StateCache, num_tokens: int) -> None:
@@ -278,6 +162,22 @@ class StateCache:
     def _note(self, layer: int) -> None:
         """Add a layer's state to the checkpoint of its place, if that is wanted."""
         self.checkpoints.note(self.layers.bases[layer], layer, self.layers.states[layer], self.layers.tails()[layer])
+
+    @property
+    def _begins_at_known(self) -> bool:
+        """Whether the prefill under way began where each layer has, or is to note, its state."""
+        return not self._start or self.checkpoints.expects(self._start)
+
+    def _take_back(self) -> None:
+        """Bring the layers that a broken prefill has passed back to its start, where each noted its state first."""
+        if not self._start:
+            self._restore(0)
+            return
+        for layer, base in enumerate(self.layers.bases):
+            if base > self._start:
+                found = self.checkpoints.of_layer(self._start, layer)
+                assert found is not None
+                self.layers.set_layer(layer, self._start, *found)
 
     def _restore(self, place: int) -> None:
         found = self.checkpoints.at(place)

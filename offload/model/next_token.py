@@ -144,6 +144,7 @@ class NextTokenLevel(Level):
         skipped = cache.skip(len(tokens), least=min(max(model.oldest - cache.length, 0), len(tokens) - 1))
         tokens = tokens[skipped:]
         self._sure += skipped
+        self.stats.rows -= skipped  # counted by the caller, never run
         while len(tokens):
             if count := self._num_ready(len(tokens)):
                 hidden = self._head.of_model(model.read(cache.length, cache.length + count))
@@ -169,7 +170,9 @@ class NextTokenLevel(Level):
         self._window.begin("decode", count)
         found, graphs, key = None, self._graphs, self._window.graph_key
         if graphs is not None and graphs.has_room and key is not None and asked is not None and count <= MOST_GRAPHED:
+            first_passes = graphs.first_passes
             found = graphs.run((key, asked.compute), inputs, compute)
+            self.stats.first_passes += graphs.first_passes - first_passes
             if found is None:
                 self._window.begin("decode", count)
         [(*made, self._last)] = found or compute(*inputs)

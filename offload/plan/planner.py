@@ -204,8 +204,8 @@ def _check_draft(draft: ModelConfig | None) -> None:
     """Raise UsageError for a draft whose layers have states, since it runs over sinks and a window."""
     if draft is not None and draft.stateful:
         raise UsageError(
-            f"the draft is a {draft.family} model, whose layers have states that a window cannot replace; give another "
-            "draft, or leave out --draft"
+            f"the draft is a {draft.family} model: its layers have recurrent states, so it cannot draft for another "
+            "one; give another draft, or leave out --draft"
         )
 
 

@@ -111,7 +111,7 @@ def read_states(
     for. Raises SessionError if one is damaged; then they are empty. Peak host memory: one checkpoint more."""
     by_place: Mapping[int, State] = {state.place: state for state in saved if state.place <= length}
     try:
-        for place in thinned(sorted(by_place), states.most, length):
+        for place in thinned(sorted(by_place), states.most):
             state = by_place[place]
             states.fill(place, read_state(folder, state.file, state.checksum, form, on_bytes))
     except BaseException:

@@ -220,7 +220,10 @@ class Checkpoint:
         if config.quantisation is not None:
             self.gather(config)
         expected = expected_tensors(config)
-        self.check(expected, beside=self._entries.keys() - expected.keys())
+        try:
+            self.check(expected, beside=self._entries.keys() - expected.keys())
+        except ModelError as error:
+            raise ModelError(f"{error}; --draft none does without this next-token head") from error
 
     def close(self) -> None:
         """Unmap all files. Idempotent."""

@@ -16,10 +16,11 @@ from offload.kernels.rope import Scoring, scorings
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
 from offload.kv.last_hidden import LastHidden
+from offload.kv.layer_states import LayerStates
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
-from offload.kv.states import DraftStates, LayerStates, StateCache
+from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
 from offload.model.decoder import Decoder
@@ -78,7 +79,7 @@ def state_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StateCache |
         return None
     dtype, most = DTYPES[plan.request.dtype], plan.placement.checkpoints
     kept = Checkpoints(memory, config.delta, num_layers=len(config.stateful), dtype=dtype, most=most)
-    return StateCache(_layer_states(plan, config, memory), kept)
+    return StateCache(_layer_states(plan, config, memory), kept, block=plan.placement.prefill_block)
 
 
 def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCache) -> DraftStates:

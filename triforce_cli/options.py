@@ -156,7 +156,7 @@ Draft = Annotated[
     str | None,
     option(
         "--draft",
-        'The draft model, or "none". Without it, the target\'s own head, or one recommended by its name.',
+        'The draft model, or "none". Without it, the target\'s own head, or a recommended one.',
         MODELS,
         metavar="MODEL|none",
         callback=draft_without_alias,

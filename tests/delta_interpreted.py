@@ -116,7 +116,7 @@ def in_fp64(delta: DeltaRule, held: Held, rows: Tensor, replayed: int) -> tuple[
     return out.flatten(1), *(torch.stack([each[at] for each in states]) for at in (replayed, -1))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("replayed", "count"), COUNTS)
@@ -218,7 +218,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("acts", DIVIDED.values(), ids=DIVIDED)
 @pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -307,6 +307,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
 def test_each_fault_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = Path(str(delta_programs.__file__)).read_text()

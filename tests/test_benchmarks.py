@@ -95,6 +95,18 @@ def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
     assert "of a sum" in table
 
 
+@pytest.mark.skipif(not kernels().usable, reason=kernels().reason)
+def test_states_are_compared_with_attention_alone(run: Run) -> None:
+    few = ("--sizes", "0.8B", "--layers", "4", "--rows", "1,2", "--prompt", "70", "--turns", "1", "--megabytes", "1")
+    written, table = run("states.py", *few)
+    shared, runs = read(written)
+    assert shared["sum_bytes_per_second"] > 0
+    assert [measured.get("rows") for measured in runs] == [1, 2, None]
+    assert all(measured[name] > 0 for measured in runs for name in ("hybrid", "dense"))
+    assert all(measured["rule"] < measured["hybrid"] for measured in runs[:2])
+    assert "of bytes" in table
+
+
 @pytest.mark.deep
 def test_busy_compares_a_quiet_machine_with_a_busy_one(run: Run) -> None:
     written, table = run("busy.py", "--length", "100", "--max-tokens", "4", "--turns", "1", "--loops", "0,1")

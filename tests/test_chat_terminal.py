@@ -442,7 +442,7 @@ def test_settings_are_checked(chat: Terminal, tmp_path: Path) -> None:
 
 
 def test_an_unknown_command_is_not_sent(chat: Terminal, tmp_path: Path) -> None:
-    assert "there is no command /nope; /help lists them" in joined(chat.ask("/nope"))
+    assert "there is no command /nope; /exit leaves, /help lists all" in joined(chat.ask("/nope"))
     assert saved(chat, tmp_path).turns == ()
 
 

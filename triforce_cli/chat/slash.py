@@ -52,7 +52,9 @@ def run(dialogue: Dialogue, text: str) -> None:
     """Run a command. Raises UsageError for an unknown command, the errors of the command itself, and Over at /exit."""
     name, _, argument = text.strip().partition(" ")
     if name not in COMMANDS:
-        raise UsageError(f"there is no command {name}; /help lists them, and {ESCAPED} begins a message with a slash")
+        raise UsageError(
+            f"there is no command {name}; /exit leaves, /help lists all, and {ESCAPED} begins a message with a slash"
+        )
     COMMANDS[name].run(dialogue, argument.strip())
 
 

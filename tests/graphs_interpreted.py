@@ -206,6 +206,7 @@ def test_passes_of_several_sequences_share_one_graph(folders: Callable[[str], Pa
 
 
 STATES = "offload.kv.states"
+LAYER_STATES = "offload.kv.layer_states"
 
 
 @torch.inference_mode()
@@ -287,10 +288,10 @@ BUGS = [
     ("cache in 4 bits", Bug("a graph of fewer codes serves", "offload.kv.quantised",
                             "self._held.shape, self._attention.graph_key", "self._held.shape")),
     ("windows", Bug("a window begins where the recorded pass's did", ATTENTION, "RING=run.ring", "RING=False")),
-    ("states", Bug("as many tokens are replayed as in the recorded pass", STATES,
+    ("states", Bug("as many tokens are replayed as in the recorded pass", LAYER_STATES,
                    "self._there if self._alike and not settles else None", "None")),
     ("states", Bug("states stay where a graph found them", STATES, "self.layers.ran(self._start)", "pass")),
-    ("states", Bug("a graph reads inputs that were given back", STATES,
+    ("states", Bug("a graph reads inputs that were given back", LAYER_STATES,
                    "self._number, self.states.data_ptr(), self.inputs.data_ptr()", "self._number")),
     ("windows, drafted rows", Bug("drafted rows take the place of known ones", ROTATION,
                                   "BOUNDED=places.bounds is not None", "BOUNDED=False")),

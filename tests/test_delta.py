@@ -348,7 +348,7 @@ BUGS = {
     "steps end at 1": ("delta.steps / _grown", "1 / _grown"),
     "the decays of other heads": ("decays = (weights.decay *", "decays = (weights.decay.flip(0) *"),
     "value heads take turns": (
-        "list(delta.key_heads)", "[head % delta.num_key_heads for head in range(delta.num_heads)]",
+        "delta.key_heads", "[head % delta.num_key_heads for head in range(delta.num_heads)]",
     ),
     "queries are not scaled": (".mul_(key_dim**-0.5)", ""),
     "no epsilon below the norm of keys": ("keepdim=True) + delta.eps)", "keepdim=True))"),

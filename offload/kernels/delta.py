@@ -109,7 +109,7 @@ def _for_heads(delta: DeltaRule, rows: Tensor) -> Tensor:
     """Queries or keys [T, key_size], divided by their l2 norm, for each value head: [T, heads, key_dim]."""
     by_head = rows.unflatten(1, (delta.num_key_heads, delta.key_dim))
     normed: Tensor = by_head * (by_head.square().sum(2, keepdim=True) + delta.eps).rsqrt()
-    return normed[:, list(delta.key_heads)]
+    return normed.index_select(1, torch.tensor(delta.key_heads, device=rows.device))
 
 
 # Not torch's own functions, which round the last numbers of a tensor differently: bits would depend on its size.

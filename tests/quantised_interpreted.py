@@ -83,7 +83,8 @@ def test_the_text_is_the_targets_and_all_is_ordered(folder: Path, by_kernel: boo
         [target] = [level for level in engine.stats.levels if level.name == "target"]
         assert target.accepted_by["self"] > target.drafted_by["self"] / 2 > 0
         assert said(engine, PROMPT, reuse=True) == wanted[0]
-        assert gpu.launches["attend_codes"] > 10
+        assert gpu.launches["attend_codes"] >= 4  # in two layers; a graph's launches count when it is recorded
+        assert gpu.launches["graph"] > 10
         assert (gpu.launches["copy_chunks"] > 0) == by_kernel
     assert gpu.problems == []
 

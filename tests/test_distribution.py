@@ -86,9 +86,13 @@ def near_a_threshold(row: list[float], before: list[int], num_prompt: int, sampl
     for params in (sampling, top_k_alone, untypical(sampling)):
         first = probabilities(row, before, num_prompt, params, end_tokens=ENDS)
         others = (probabilities(each, before, num_prompt, params, end_tokens=ENDS) for each in shaken)
-        if any(other != pytest.approx(first, abs=1e-3) for other in others):
+        if any(other != pytest.approx(first, abs=1e-3) or kept(other) != kept(first) for other in others):
             return True
     return sampling.typical_p < 1.0 and equally_typical(first)
+
+
+def kept(probs: list[float]) -> list[bool]:
+    return [p > 0 for p in probs]
 
 
 def untypical(sampling: SamplingParams) -> SamplingParams:

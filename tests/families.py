@@ -87,6 +87,7 @@ STATES: dict[str, object] = {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
 TINY: dict[str, Tiny] = {
     "granite": _with("granite", **MULTIPLIED),
@@ -211,6 +212,12 @@ TINY: dict[str, Tiny] = {
     "gemma4_unified": _with(
         "gemma4_unified_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
         **{**GEMMA4, "hidden_size_per_layer_input": ..., "global_head_dim": 8}, attention_k_eq_v=True,
+    ),
+    "qwen3_moe": _with("qwen3_moe", **EXPERTS, num_hidden_layers=3, norm_topk_prob=True),
+    "qwen3_moe, some dense": _with(
+        "qwen3_moe", num_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, num_hidden_layers=4,
+        mlp_only_layers=[1], decoder_sparse_step=2, attention_bias=True, num_key_value_heads=1,
+        tie_word_embeddings=True, hidden_size=64,
     ),
     "qwen3_5": _with("qwen3_5_text", **STATES),
     "qwen3_5, tied": _with(

@@ -9,6 +9,7 @@ from offload.config import next_token as heads
 from offload.config.block import Attention, Block, Encodings, TensorNames
 from offload.config.matrices import Matrix, layer_parts
 from offload.config.model import ModelConfig
+from offload.errors import ModelError
 
 
 def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConfig:
@@ -40,32 +41,35 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
     for index, block in enumerate(config.blocks):
         layer, names = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
-        of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
-        for operator, own in of_operators.items():
-            for name, part in zip(own, parts[operator], strict=True):
-                before = found.get(layer + name)  # parts with the same name are one matrix
-                outputs = part.outputs + (before.outputs if before else 0)
-                found[layer + name] = replace(part, outputs=outputs)
+        for operator, own in names.of_operators().items():
+            for shares, part in zip(own, parts[operator], strict=True):
+                for name in shares:
+                    before = found.get(layer + name)  # parts with the same name are one matrix
+                    outputs = part.outputs // len(shares) + (before.outputs if before else 0)
+                    found[layer + name] = replace(part, outputs=outputs)
     return found
 
 
 @dataclass(frozen=True)
 class _MatrixNames:
-    """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
-    of its parts."""
+    """The names of a layer's matrices within the layer, ordered as in `Encodings`: of each part those that hold equal
+    shares of its rows. A fused matrix occurs once for each of its parts."""
 
-    qkv: tuple[str, ...]
-    o: str
-    gate_up: tuple[str, ...]
-    down: str
+    qkv: tuple[tuple[str, ...], ...]
+    o: tuple[str, ...]
+    gate_up: tuple[tuple[str, ...], ...]
+    down: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        inner, out = block.feed_forward, "self_attn.o_proj" if block.attends else names.delta.out
+        out = "self_attn.o_proj" if block.attends else names.delta.out
         qkv = _attention(block.attention, names) if block.attends else [*names.delta.parts]
-        gate_up = [names.fused_gate_up or name for name in (["mlp.gate_proj"] if inner.gated else []) + [names.up]]
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [names.down])]
-        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0])
+        network = [tuple(f"{name}.weight" for name in part) for part in names.of_network(block.feed_forward)]
+        return cls(tuple((f"{name}.weight",) for name in qkv), (f"{out}.weight",), tuple(network[:-1]), network[-1])
+
+    def of_operators(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """The same for each of OPERATORS."""
+        return {"qkv": self.qkv, "o": (self.o,), "gate_up": self.gate_up, "down": (self.down,)}
 
 
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
@@ -75,12 +79,18 @@ def _attention(attention: Attention, names: TensorNames) -> list[str]:
 
 
 def _of_layer(block: Block, names: TensorNames, encoding_of: Callable[[str], str]) -> Encodings:
-    """The encodings of one layer. encoding_of: takes names within the layer."""
+    """The encodings of one layer. encoding_of: takes names within the layer. Raises ModelError if
+    experts differ."""
+
+    def of_part(shares: tuple[str, ...]) -> str:
+        found = tuple(dict.fromkeys(map(encoding_of, dict.fromkeys(shares))))
+        if len(found) > 1:
+            kinds = ", ".join(kind or "plain numbers" for kind in found)
+            raise ModelError(f"{shares[0]} and its like in the layer's other experts are in {kinds}; all must be alike")
+        return found[0]
+
     stored = _MatrixNames.of(block, names)
     found = Encodings(
-        tuple(map(encoding_of, stored.qkv)),
-        encoding_of(stored.o),
-        tuple(map(encoding_of, stored.gate_up)),
-        encoding_of(stored.down),
+        tuple(map(of_part, stored.qkv)), of_part(stored.o), tuple(map(of_part, stored.gate_up)), of_part(stored.down)
     )
     return Encodings() if not any((*found.qkv, found.o, *found.gate_up, found.down)) else found

@@ -28,13 +28,14 @@ class Matrix:
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
+    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`. The gates of all experts are one
+    part, and so are their ups and their downs."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
         "o": ((hidden_size,), mixer.out_size, (stored.o,)),
-        "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
-        "down": ((hidden_size,), inner.size, (stored.down,)),
+        "gate_up": ((inner.count * inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
+        "down": ((inner.count * hidden_size,), inner.size, (stored.down,)),
     }
     return {
         name: tuple(

@@ -20,6 +20,7 @@ from offload.config.block import (
     Block,
     DeltaRule,
     Encodings,
+    Experts,
     FeedForward,
     Norm,
     TensorNames,
@@ -189,7 +190,7 @@ class ModelConfig:
                 cap=None,
                 gate=False,
             ),
-            feed_forward=replace(block.feed_forward, activation="silu", gated=True),
+            feed_forward=replace(block.feed_forward, activation="silu", gated=True, experts=None),
         )
         return (
             block == plain
@@ -231,7 +232,8 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each."""
+        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each, and
+        so are those of an expert."""
         return self._products
 
     @cached_property
@@ -248,6 +250,17 @@ class ModelConfig:
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
         )
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the layers that have one."""
+        networks = (kind.block.feed_forward for kind, _ in self.kinds)
+        return next((each.experts for each in networks if each.experts is not None), None)
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of a row's widest inner rows: of all experts that it runs through."""
+        return max(kind.block.feed_forward.size * kind.block.feed_forward.used for kind, _ in self.kinds)
 
     def layer_matrices(self) -> dict[str, tuple[Matrix, ...]]:
         """The weight matrices of the products of `block`, see `matrices.layer_matrices`."""
@@ -280,13 +293,26 @@ class ModelConfig:
         return Matrix(self.vocab_size, self.hidden_size, self.head_encoding)
 
     def layer_matrix_elements(self) -> int:
-        """Elements of the matrices of `block`; every row costs two FLOPs for each."""
-        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
+        """Elements of the matrices of `block`, of all its experts."""
+        return sum(part.outputs * part.inputs for parts in self._matrices.values() for part in parts)
+
+    def layer_row_elements(self) -> int:
+        """Elements of the matrices of `block` that a row is multiplied with, two FLOPs for each; of its experts those
+        of the ones in use, and the router."""
+        experts = self.block.feed_forward.experts
+        if experts is None:
+            return self.layer_matrix_elements()
+        unused = (experts.count - experts.used) * self.expert_elements()
+        return self.layer_matrix_elements() - unused + experts.count * self.hidden_size
+
+    def expert_elements(self) -> int:
+        """Elements of the matrices of an expert of `block`, or of its one network."""
+        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products()[2:])
 
     def layer_parameters(self) -> int:
         """Parameters of `block`: matrices, biases, norms and vectors."""
         rest, norms = self._layer_numbers
-        vectors = sum(map(math.prod, layer_vectors(self.block).values()))
+        vectors = sum(map(math.prod, layer_vectors(self.block, self.hidden_size).values()))
         return rest + sum(size for size, _ in norms) + vectors + self.block.multiplied
 
     def all_layers(self, of_one: Callable[[ModelConfig], int]) -> int:
@@ -296,7 +322,9 @@ class ModelConfig:
     @cached_property
     def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
         """The number of elements of matrices and biases, and the size of each norm's vectors."""
-        biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
+        mixer, network = self.layer_products()[:2], self.layer_products()[2:]
+        biases = sum(outputs for outputs, _, has_bias in mixer if has_bias)
+        biases += self.block.feed_forward.count * sum(outputs for outputs, _, has_bias in network if has_bias)
         return self.layer_matrix_elements() + biases, tuple(layer_norms(self).values())
 
     @cached_property
@@ -327,7 +355,7 @@ class ModelConfig:
         biases = rest - self.layer_matrix_elements()
         matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)
         vectors = sum(size * norm.itemsize(dtype_bytes) for size, norm in norms)
-        vectors += 4 * sum(map(math.prod, layer_vectors(self.block).values()))
+        vectors += 4 * sum(map(math.prod, layer_vectors(self.block, self.hidden_size).values()))
         return matrices + biases * dtype_bytes + vectors + FACTOR_BYTES * self.block.multiplied
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -365,7 +393,7 @@ class ModelConfig:
         the query, scaled, and has the update added: 7 FLOPs for each of its numbers. Norms, rotary, convolution and
         softmax are left out.
         """
-        products = 2 * self.all_layers(ModelConfig.layer_matrix_elements) * num_tokens
+        products = 2 * self.all_layers(ModelConfig.layer_row_elements) * num_tokens
         attention = 4 * self.block.attention.q_size * self.seen_pairs(num_tokens)
         states = 7 * self.state_bytes() // 4 * num_tokens
         return products + attention + states + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
@@ -398,13 +426,17 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
     }
 
 
-def layer_vectors(block: Block) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's fp32 vectors besides norms, by name: of a delta rule the taps of its convolution, the
-    decay of each head (-exp(A_log)) and the bias of its time."""
+def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's fp32 tensors besides norms, by name: of a delta rule the taps of its convolution, the
+    decay of each head (-exp(A_log)) and the bias of its time; of a mixture of experts its router."""
+    experts = block.feed_forward.experts
+    router: dict[str, tuple[int, ...]] = {} if experts is None else {"router": (experts.count, hidden_size)}
     if block.attends:
-        return {}
+        return router
     delta = block.delta
-    return {"taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,)}
+    return {
+        "taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,), **router,
+    }  # fmt: skip
 
 
 def llama_shaped(

@@ -24,7 +24,7 @@ from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
 from offload.formats.stored import StoredMatrix, decode
-from offload.kernels import delta_cpu
+from offload.kernels import delta_cpu, experts_cpu
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
@@ -33,7 +33,7 @@ from offload.plan.machine import KERNELS, cpu_features
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 25  # what kernels.cpp says too
+ABI = 26  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 _NEWER = {"amx": "amx_bf16", "avx512_bf16": "avx512_bf16"}  # instruction sets beyond AVX-512, by a CPU's feature
@@ -63,6 +63,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
         multiply_stored=partial(_multiply_stored, own),
         decode_stored=partial(_decode_stored, own),
         delta_rule=partial(delta_cpu.delta_rule, kernels=own),
+        experts=partial(experts_cpu.run_experts, kernels=own),
         quantise=partial(quantised.encode, kernels=own),
         quantise_kv=partial(quantised_kv.encode, kernels=own),
         unpack_numbers=partial(packed.unpack_numbers, kernels=own),
@@ -123,6 +124,9 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
 def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """The same of a model whose layers may have heads of several sizes."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
+    if config.experts is not None and config.hidden_size % experts_cpu.ALIGNMENT:
+        reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {config.hidden_size}"
+        return DeviceKernels(reason=reason)
     return next((each for each in found if not each.usable), found[0])
 
 

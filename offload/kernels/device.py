@@ -20,6 +20,7 @@ from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
 from offload.kernels.delta import RunDeltaRule, delta_rule
+from offload.kernels.experts import RunExperts
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import RunAttention
@@ -116,6 +117,8 @@ class DeviceKernels:
     gated: Gated = gated
     # See `kernels.delta.RunDeltaRule`.
     delta_rule: RunDeltaRule = delta_rule
+    # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
+    experts: RunExperts | None = None
     # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.
     quantise: Callable[[Tensor, Codes], None] = _refused
     # See `formats.quantised_kv.encode`, `formats.packed` and `formats.residuals`.

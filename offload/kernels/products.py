@@ -57,7 +57,7 @@ class Steps:
         assert len(steps) <= MOST
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
         self._widened, self._read = widened, steps[0].x  # tensors are kept alive for their addresses
-        self._structures = (Product * len(steps))(*(self._structure(step) for step in steps))
+        self._structures = (Product * len(steps))(*(structure_of(step, widened) for step in steps))
 
     def run(self, num_rows: int) -> None:
         """Run the steps over the first `num_rows` rows."""
@@ -68,38 +68,41 @@ class Steps:
         """Make the first step read x, [n, inputs] contiguous, from now on."""
         self._read, self._structures[0].x = x, x.data_ptr()
 
-    def _structure(self, step: Step) -> Product:
-        inputs, outputs, norm = step.x.shape[1], step.out.shape[1], step.norm
-        codes = step.weight if isinstance(step.weight, Codes) else None
-        weight, up = step.weight, step.up
-        if step.ending == "gate" and up is None:
-            assert weight is not None
-            weight, up = halves(weight)
-        assert weight is not None or (step.ending == "add" and norm is not None)
-        widened, second = self._widened
-        widened_up = widened if up is None or _kind(up) == _kind(weight) else second  # kinds want rows in other forms
-        return Product(
-            step.x.data_ptr(),
-            norm and norm.weight.data_ptr(),
-            norm and _address(norm.bias),
-            _matrix(weight),
-            _matrix(up),
-            _address(step.bias),
-            step.out.data_ptr(),
-            widened.data_ptr(),
-            widened_up.data_ptr(),
-            step.x.stride(0),
-            step.out.stride(0),
-            inputs,
-            outputs,
-            0 if codes is None else codes.bits,
-            _ENDINGS.index(step.ending),
-            _ACTIVATIONS.index(step.activation),
-            norm is not None and norm.norm.centred,
-            norm is not None and norm.norm.fp32,
-            0.0 if norm is None else norm.norm.eps,
-            step.factor,
-        )
+
+def structure_of(step: Step, widened: Sequence[Tensor] | Tensor) -> Product:
+    """The description of a step for the CPU's kernels, valid as long as its tensors exist. widened: two scratch
+    buffers, see `room_to_widen`."""
+    inputs, outputs, norm = step.x.shape[1], step.out.shape[1], step.norm
+    codes = step.weight if isinstance(step.weight, Codes) else None
+    weight, up = step.weight, step.up
+    if step.ending == "gate" and up is None:
+        assert weight is not None
+        weight, up = halves(weight)
+    assert weight is not None or (step.ending == "add" and norm is not None)
+    own, second = widened
+    widened_up = own if up is None or _kind(up) == _kind(weight) else second  # kinds want rows in other forms
+    return Product(
+        step.x.data_ptr(),
+        norm and norm.weight.data_ptr(),
+        norm and _address(norm.bias),
+        _matrix(weight),
+        _matrix(up),
+        _address(step.bias),
+        step.out.data_ptr(),
+        own.data_ptr(),
+        widened_up.data_ptr(),
+        step.x.stride(0),
+        step.out.stride(0),
+        inputs,
+        outputs,
+        0 if codes is None else codes.bits,
+        _ENDINGS.index(step.ending),
+        _ACTIVATIONS.index(step.activation),
+        norm is not None and norm.norm.centred,
+        norm is not None and norm.norm.fp32,
+        0.0 if norm is None else norm.norm.eps,
+        step.factor,
+    )
 
 
 def halves(weight: Matrix) -> tuple[Matrix, Matrix]:
@@ -126,8 +129,13 @@ def _matrix(weight: Matrix | None) -> native.Matrix:
 def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
     """Scratch memory for `Steps` of at most `num_rows` rows and `num_inputs` inputs, [2, ...]: the halves of a gate may
     want their rows in different forms."""
+    return torch.empty(2, widened_floats(num_rows, num_inputs))
+
+
+def widened_floats(num_rows: int, num_inputs: int) -> int:
+    """Numbers of scratch for rows in the form in which they are multiplied, in fp32."""
     padded = -(-num_inputs // _ALIGNMENT) * _ALIGNMENT
-    return torch.empty(2, max(num_rows, _TILE) * (padded + padded // 4))  # a quarter: sums of groups, see native/
+    return max(num_rows, _TILE) * (padded + padded // 4)  # a quarter: sums of groups, see native/
 
 
 def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:

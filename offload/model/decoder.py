@@ -57,7 +57,7 @@ class Decoder:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
-        self._operators = TorchLayers(config, self._sums, kernels.gated)
+        self._operators = TorchLayers(config, self._sums, kernels.gated, kernels.experts)
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums)
@@ -179,6 +179,9 @@ class Decoder:
         if config.stored_in or config.head_encoding:
             dtypes.add(torch.float32)  # in which stored matrices are multiplied
         products = (*config.all_products, (config.vocab_size, config.hidden_size, False))
+        if config.experts is not None:
+            dtypes.add(torch.float32)  # in which rows are scored
+            products = (*products, (config.experts.count, config.hidden_size, False))
         return all(products_alike(products, block, dtype, torch.get_num_threads()) for dtype in dtypes)
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """A layer as a list of steps, made from its description and its weights. Executors run the list over rows: by the CPU's
 kernels (model/native_layers.py) or by torch's operators (model/torch_layers.py).
 
-Every step reads and writes named operands of the rows. A mixer is one step between two products; a feed-forward
-network other than a dense one has steps in place of its two products (docs/design.md).
+Every step reads and writes named operands of the rows. A mixer is one step between two products; a mixture of
+experts is one in place of the feed-forward network's two products (docs/design.md).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block, DeltaRule
+from offload.config.block import Activation, Attention, Block, DeltaRule, FeedForward
 from offload.kernels.delta import DeltaWeights
+from offload.kernels.experts import ExpertWeights
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending
 from offload.weights.layout import LayerWeights
@@ -69,6 +70,15 @@ class Recur:
 
 
 @dataclass(frozen=True)
+class Mix:
+    """A mixture of experts: part = its output for the normed rows of x."""
+
+    network: FeedForward
+    weights: ExpertWeights
+    norm: NormWeights | None
+
+
+@dataclass(frozen=True)
 class Add:
     """A sublayer's residual addition: x += factor * norm(sum of `part` over the ranks)."""
 
@@ -83,7 +93,7 @@ class Scale:
     factor: Tensor
 
 
-LayerStep = Product | Attend | Recur | Add | Scale
+LayerStep = Product | Attend | Recur | Mix | Add | Scale
 
 
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
@@ -95,17 +105,20 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
         mixer,
         *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
     ]
-    inner = Product(
-        "x",
-        weights.gate_up,
-        "inner",
-        weights.before_attention if block.side_by_side else weights.before_feed_forward,
-        "gate" if block.feed_forward.gated else "activate",
-        activation=block.feed_forward.activation,
-    )
-    down = _added("inner", weights.down, weights.after_feed_forward, block.scale, alone)
+    inner, *down = _network(block, weights, alone)
     steps: list[LayerStep] = [mix[0], inner, *mix[1:], *down] if block.side_by_side else [*mix, inner, *down]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
+
+
+def _network(block: Block, weights: LayerWeights, alone: bool) -> list[LayerStep]:
+    """The steps of the feed-forward network: what reads x, and what adds to it."""
+    network = block.feed_forward
+    norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
+    if network.experts is not None:
+        return [Mix(network, weights.experts(network), norm), Add(weights.after_feed_forward, block.scale)]
+    ending: Ending = "gate" if network.gated else "activate"
+    inner = Product("x", weights.gate_up, "inner", norm, ending, activation=network.activation)
+    return [inner, *_added("inner", weights.down, weights.after_feed_forward, block.scale, alone)]
 
 
 def _added(read: Operand, linear: Linear, norm: NormWeights | None, factor: float, alone: bool) -> list[LayerStep]:

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Mixer
+from offload.config.block import Activation, Attention, Block, Mixer
 from offload.config.model import ModelConfig
+from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.heads import normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, MixRows, Operand, Product, Recur, Scale, steps_of
+from offload.model.layer import Add, Attend, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, Parts
 
-_Prepared = Sequence[Steps | Attend | Recur | Add | Scale]
+_Prepared = Sequence[Steps | Attend | Recur | Mix | Add | Scale]
 
 
 class NativeLayers:
@@ -55,6 +56,9 @@ class NativeLayers:
                     mixed = self._attended(layer, step, room, num_rows, caches)
                 case Recur():
                     mixed = caches.recur(layer, room.qkv[:num_rows], step.weights)
+                case Mix():
+                    made = run_experts(step.network, step.weights, step.norm, x, kernels=self._kernels)
+                    self._operands["part"][:num_rows] = made
                 case Add():
                     total = self._sums.total(self._operands["part"][:num_rows])
                     add_normed(x, total, step.norm, step.factor)
@@ -70,11 +74,11 @@ class NativeLayers:
         return out
 
     def _allocate(self, most: int) -> None:
-        self._most, hidden, inner = most, self._config.hidden_size, self._config.intermediate_size
+        kinds = [kind.block for kind, _ in self._config.kinds]
+        self._most, hidden, inner = most, self._config.hidden_size, max(each.feed_forward.size for each in kinds)
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
-        mixers = [kind.block.mixer for kind, _ in self._config.kinds]
-        widest = max(hidden, inner, *(max(sum(each.parts), each.out_size) for each in mixers))
+        widest = max(hidden, inner, *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds))
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
         self._rooms = _rooms(self._config, most, self._dtype)
@@ -84,9 +88,9 @@ class NativeLayers:
         block = self._config.blocks[layer]
         key = id(weights), id(block)
         if key not in self._layers:
-            found, products = list[Steps | Attend | Recur | Add | Scale](), list[Step]()
+            found, products = list[Steps | Attend | Recur | Mix | Add | Scale](), list[Step]()
             for step in steps_of(block, weights, alone=self._alone):
-                if isinstance(step, Product | Add) and (native := self._native(step, room)):
+                if isinstance(step, Product | Add) and (native := self._native(step, block, room)):
                     products += native
                     continue
                 found += [*self._call(products), step]  # type: ignore[list-item]
@@ -97,13 +101,16 @@ class NativeLayers:
     def _call(self, products: list[Step]) -> list[Steps]:
         return [Steps(self._kernels, products, self._widened)] if products else []
 
-    def _native(self, step: Product | Add, room: _Room) -> list[Step]:
-        """The native steps of a step; empty where ranks have to sum first."""
-        own = self._operands | {"qkv": room.qkv, "mixed": room.mixed}
+    def _native(self, step: Product | Add, block: Block, room: _Room) -> list[Step]:
+        """The native steps of a step; empty where there is none: ranks have to sum first, say."""
+        inner = self._operands["inner"][:, : block.feed_forward.size]
+        own = self._operands | {"qkv": room.qkv, "mixed": room.mixed, "inner": inner}
         if isinstance(step, Product):
             described = step.norm, step.ending, step.factor, step.activation
             return _steps_of(own[step.read], step.linear, own[step.out], *described)
-        return [Step(own["part"], None, None, own["x"], step.norm, "add", step.factor)] if self._alone else []
+        if not self._alone or step.norm is None:
+            return []
+        return [Step(own["part"], None, None, own["x"], step.norm, "add", step.factor)]
 
     def _attended(self, layer: int, step: Attend, room: _Room, num_rows: int, caches: MixRows) -> Tensor:
         """The attention's output [T, H * D]. Heads are normed in place, in the room."""

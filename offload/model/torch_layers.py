@@ -11,20 +11,21 @@ from torch import Tensor
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated
+from offload.kernels.experts import RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, LayerStep, MixRows, Operand, Product, Recur, steps_of
+from offload.model.layer import Add, Attend, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.weights.layout import LayerWeights
-from offload.weights.linear import Linear
+from offload.weights.linear import Linear, product
 
 
 class TorchLayers:
-    """Executor of layers' steps by torch's operators and `gated` of the device's kernels. The list of steps is made
-    once for each set of weights, whose addresses do not change: streamed weights use a few staging buffers."""
+    """Executor of layers' steps by torch's operators and the device's kernels of gates and experts. The list of steps
+    is made once for each set of weights, whose addresses do not change: streamed weights use a few staging buffers."""
 
-    def __init__(self, config: ModelConfig, sums: Sums, gated: Gated) -> None:
-        self._config, self._sums, self._gated = config, sums, gated
+    def __init__(self, config: ModelConfig, sums: Sums, gated: Gated, experts: RunExperts | None) -> None:
+        self._config, self._sums, self._gated, self._experts = config, sums, gated, experts
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
     def run(
@@ -41,6 +42,8 @@ class TorchLayers:
                     operands["mixed"] = self._attended(step, operands["qkv"], partial(caches.attend, layer))
                 case Recur():
                     operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
+                case Mix():
+                    operands["part"] = self._mixed(step, x, blocks)
                 case Add():
                     add_normed(x, self._sums.total(operands["part"]), step.norm, step.factor)
                 case _:
@@ -70,6 +73,13 @@ class TorchLayers:
         if step.ending == "gate":
             return self._gated(made, step.activation)
         return activated(made, step.activation) if step.ending == "activate" else made
+
+    def _mixed(self, step: Mix, x: Tensor, blocks: Sequence[int] | None) -> Tensor:
+        """The output of a mixture of experts for x [T, hidden]."""
+        given = step.network, step.weights, step.norm, x
+        if self._experts is not None:
+            return self._experts(*given)
+        return run_experts(*given, multiply=partial(product, bias=None), blocks=blocks)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""

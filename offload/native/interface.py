@@ -111,6 +111,18 @@ class Rotation(ctypes.Structure):
     ]
 
 
+class Experts(ctypes.Structure):
+    """A mixture of experts, see experts.h."""
+
+    _fields_ = [
+        ("gate_up", Product),
+        ("down", Product),
+        *_integers("gate_step", "up_step", "down_step"),
+        *_pointers("router", "normed", "scores", "place_of", "row_of", "starts", "chosen", "weights", "out"),
+        *_integers("count", "used", "places", "renormalised"),
+    ]
+
+
 class Delta(ctypes.Structure):
     """A gated delta rule over new rows, see delta.h."""
 
@@ -148,6 +160,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),
     "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),
+    "route": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
+    "run_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
 }
 
 

@@ -1,5 +1,6 @@
 #include "attention.h"
 #include "delta.h"
+#include "experts.h"
 #include "kv_residuals.h"
 #include "packed.h"
 #include "products.h"
@@ -21,7 +22,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Changes with every change of a structure or a function below.
-KERNEL int abi() { return 25; }
+KERNEL int abi() { return 26; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -144,4 +145,12 @@ KERNEL int64_t delta_room(const Delta* d) { return delta::room(*d); }
 
 KERNEL void run_delta(Dtype dtype, const Delta* d, int64_t how_many) {
     with(dtype, [&]<class E>() { delta::run<E>(*d, how_many); });
+}
+
+KERNEL void route(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { experts::route<E>(*e, rows, how_many); });
+}
+
+KERNEL void run_experts(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { experts::run<E>(*e, rows, how_many); });
 }

@@ -284,15 +284,15 @@ INLINE void finish(const Product& p, const float* results, const float* ups, typ
     __builtin_memcpy(out, row, count * sizeof row[0]);
 }
 
-// A tile of outputs of all rows.
+// A tile of outputs of `rows` rows from row `begin` on, a multiple of the rows of a tile of AMX.
 template <class E>
-void work_out(const Product& p, int64_t rows, int64_t tile) {
+void work_out(const Product& p, int64_t begin, int64_t rows, int64_t tile) {
     const int64_t first = tile * OUTPUTS;
     const int count = int(p.outputs - first < OUTPUTS ? p.outputs - first : OUTPUTS);
     alignas(64) float results[MOST_ROWS][OUTPUTS], ups[MOST_ROWS][OUTPUTS];
     auto bias = static_cast<const typename E::element*>(p.bias);
-    for (int64_t from = 0; from < rows; from += MOST_ROWS) {
-        const int some = int(rows - from < MOST_ROWS ? rows - from : MOST_ROWS);
+    for (int64_t from = begin; from < begin + rows; from += MOST_ROWS) {
+        const int some = int(begin + rows - from < MOST_ROWS ? begin + rows - from : MOST_ROWS);
         block<E>(p, p.weight, p.widened, bias, from, first, count, some, results);
         if (p.ending == Ending::gate)
             block<E>(p, p.up, p.widened_up, bias ? bias + p.outputs : bias, from, first, count, some, ups);
@@ -344,7 +344,7 @@ void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
         if (phase % 2) {
             const int64_t first = item * drawn(p);
             for (int64_t tile = first; tile < first + drawn(p) && tile * OUTPUTS < p.outputs; tile++)
-                work_out<E>(p, rows, tile);
+                work_out<E>(p, 0, rows, tile);
         } else if (!p.weight.rows) {
             add_row<E>(p, item);
         } else {

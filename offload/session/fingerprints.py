@@ -107,7 +107,7 @@ def _relevant(config: ModelConfig) -> dict[str, object]:
         "mlp_bias": config.block.feed_forward.bias,
         "qk_norm": attention.qk_norm is not None,
     }
-    others = len(config.tables) > 1 or config.windowed or config.stateful or config.stored_in
+    others = len(config.tables) > 1 or config.windowed or config.stateful or config.stored_in or config.experts
     if not config.is_llama_shaped or others:
         named |= {"blocks": [_told(block) for block in config.blocks], "embedding_scale": config.embedding_scale}
     if config.quantisation is not None:

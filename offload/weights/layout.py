@@ -10,26 +10,28 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from offload.config.block import BLOCK_NORMS, Norm
+from offload.config.block import BLOCK_NORMS, FeedForward, Norm
 from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.model import ModelConfig, layer_norms, layer_vectors
 from offload.formats.layout import encoding
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.delta import DeltaWeights
+from offload.kernels.experts import ExpertWeights
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
 VECTORS = ("taps", "decay", "time_bias")  # of a layer with a state
+ROUTER = "router"
 _FACTOR = "factor"
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
-    output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. delta: of a layer
-    with a state."""
+    output. gate_up: only up in a network without a gate; of experts all gates and then all ups. factor: on the layer's
+    output rows, [1]. delta: of a layer with a state. router: of a layer with experts, [experts, hidden] fp32."""
 
     qkv: Linear
     o: Linear
@@ -44,6 +46,20 @@ class LayerWeights:
     v_norm: NormWeights | None = None
     factor: Tensor | None = None
     delta: DeltaWeights | None = None
+    router: Tensor | None = None
+
+    def experts(self, network: FeedForward) -> ExpertWeights:
+        """The weights of a layer with experts. network: their description."""
+        both, down = self.gate_up.weight, self.down.weight
+        assert self.router is not None
+        assert not isinstance(both, Codes)
+        assert isinstance(down, Tensor | StoredMatrix)
+        if not network.gated:
+            assert isinstance(both, Tensor | StoredMatrix)
+            return ExpertWeights(self.router, None, both, down)
+        outputs = both.shape[0] // 2
+        gate, up = both.parts if isinstance(both, Parts) else (both[:outputs], both[outputs:])
+        return ExpertWeights(self.router, gate, up, down)
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
@@ -53,7 +69,7 @@ class LayerWeights:
             norms.append(self.delta.norm)
             found += [getattr(self.delta, name) for name in VECTORS]
         found += [each for norm in norms for each in (norm.weight, norm.bias)]
-        return [each for each in (*found, self.factor) if each is not None]
+        return [each for each in (*found, self.factor, self.router) if each is not None]
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,8 @@ class LayerLayout:
                     tensors[view] = (part.outputs, inputs), dtype
         norms = layer_norms(config)
         tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
-        tensors |= {name: (shape, torch.float32) for name, shape in layer_vectors(config.block).items()}
+        vectors = layer_vectors(config.block, config.hidden_size)
+        tensors |= {name: (shape, torch.float32) for name, shape in vectors.items()}
         tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
         tensors |= {_FACTOR: ((1,), dtype)} if config.block.multiplied else {}
         return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()}, stored=stored)
@@ -150,7 +167,8 @@ class LayerLayout:
         if (own := norms.pop("out_norm", None)) is not None:
             delta = DeltaWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
         named = {name: norms.get(name) for name in NORMS}
-        return LayerWeights(**operators, **named, factor=tensors.get(_FACTOR), delta=delta)  # type: ignore[arg-type]
+        others = {"factor": tensors.get(_FACTOR), "delta": delta, "router": tensors.get(ROUTER)}
+        return LayerWeights(**operators, **named, **others)  # type: ignore[arg-type]
 
     @property
     def _normed(self) -> list[tuple[str, Norm]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
-from offload.weights.layout import VECTORS, LayerLayout
+from offload.weights.layout import ROUTER, VECTORS, LayerLayout
 
 _QUERIES = "self_attn.q_proj"
 
@@ -38,10 +39,13 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         parts = _qkv(whole, shard) if operator == "qkv" else _gate_up(whole, shard)
         return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in parts]
     if operator in ("o", "down"):
-        name, inputs = _by_inputs(whole, shard)[operator]
-        if kind == "bias":
-            return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
-        return [Source(f"{name}.weight", hidden, inputs)]
+        tensors, inputs = _by_inputs(whole, shard)[operator]
+        columns = inputs if kind == "weight" else None
+        found = [Source(f"{name}.{kind}", rows, columns) for name, rows in _placed(tensors, hidden)]
+        return found if kind == "weight" or shard.rank == 0 else []
+    if operator == ROUTER:
+        experts = whole.block.feed_forward.count
+        return [Source(f"{names.router}.weight", range(experts), hidden)]
     if operator == "factor":
         return [Source("layer_scalar", range(1))]
     if operator in VECTORS:
@@ -93,18 +97,29 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
-    fused, inner = whole.names.fused_gate_up, shard.inner(whole)
-    if whole.block.feed_forward.gated:
-        yield Source(fused or "mlp.gate_proj", inner)
-    yield Source(fused, _after(whole.intermediate_size, inner)) if fused else Source(whole.names.up, inner)
+    """The shard's rows of all gates, then of all ups. Where one tensor has both, the ups come after the gates."""
+    inner, network, before = shard.inner(whole), whole.block.feed_forward, Counter[str]()
+    for shares in whole.names.of_network(network)[:-1]:
+        for name in shares:
+            yield Source(name, _after(before[name], inner))
+            before[name] += network.size
 
 
-def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
+def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[tuple[str, ...], range]]:
     if whole.block.attends:
         mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
     else:
         mixer = whole.names.delta.out, _times(shard.value_heads(whole), whole.block.delta.value_dim)
-    return {"o": mixer, "down": (whole.names.down, shard.inner(whole))}
+    downs = whole.names.of_network(whole.block.feed_forward)[-1]
+    return {"o": ((mixer[0],), mixer[1]), "down": (downs, shard.inner(whole))}
+
+
+def _placed(names: Sequence[str], rows: range) -> Iterator[tuple[str, range]]:
+    """Each name with `rows`, or those that follow if a tensor has occurred before."""
+    before = Counter[str]()
+    for name in names:
+        yield name, _after(before[name] * len(rows), rows)
+        before[name] += 1
 
 
 def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:

@@ -1,0 +1,154 @@
+// A mixture of experts over some rows (kernels/experts.py).
+//
+// Rows are scored in fp32, and what each of its experts makes of a row is rounded to the dtype, as by products.h. Rows of
+// an expert lie together, so its weights are read once for all of them; a row's bits depend neither on the rows beside it
+// nor on threads. The sum over a row's experts runs in the order in which they were chosen, in fp32, and is rounded once.
+#pragma once
+#include "products.h"
+
+// gate_up, down: the products of expert 0, x of the one being `rows` rows, and out of the one and x of the other scratch
+// [places, inner], out of the other [places, outputs]; with scratch for as many rows. gate_step, up_step, down_step: bytes
+// from the matrix of an expert to that of the next one. router: [count, inputs] fp32. Scratch: normed [rows, inputs],
+// scores [rows, count], place_of [rows, used], row_of [places], starts [2, count]. chosen, weights: [rows, used], of each
+// row the largest score first. out: [rows, outputs]. inputs and outputs are multiples of 16.
+struct Experts {
+    Product gate_up, down;
+    int64_t gate_step, up_step, down_step;
+    const float* router;
+    float *normed, *scores;
+    int32_t *place_of, *row_of, *starts, *chosen;
+    float* weights;
+    void* out;
+    int64_t count, used, places, renormalised;
+};
+
+namespace experts {
+
+constexpr int SIDE = tiles::SIDE;  // an expert's rows begin at multiples of it
+constexpr int SCORES = 8;          // experts that are scored together
+
+template <class E>
+void norm_row(const Experts& e, int64_t row) {
+    const int64_t inputs = e.gate_up.inputs;
+    products::read_row<E>(e.gate_up, row, [&](auto&& read) {
+        for (int64_t at = 0; at < inputs; at += W) store(e.normed + row * inputs + at, read(int(at)));
+    });
+}
+
+inline void score(const Experts& e, int64_t row, int64_t first) {
+    const int64_t inputs = e.gate_up.inputs;
+    const float* x = e.normed + row * inputs;
+    for (int64_t expert = first; expert < first + SCORES && expert < e.count; expert++) {
+        const float* own = e.router + expert * inputs;
+        f32 total = {};
+        for (int64_t at = 0; at < inputs; at += W) total = fma(load<f32>(x + at), load<f32>(own + at), total);
+        e.scores[row * e.count + expert] = sum(total);
+    }
+}
+
+// The experts of a row, the first ones of equal scores, and their weights: the softmax over them, or over all.
+inline void choose(const Experts& e, int64_t row) {
+    const float* scores = e.scores + row * e.count;
+    int32_t* chosen = e.chosen + row * e.used;
+    float* weights = e.weights + row * e.used;
+    for (int64_t expert = 0; expert < e.count; expert++) {
+        int64_t at = expert < e.used ? expert : e.used;
+        for (; at > 0 && scores[chosen[at - 1]] < scores[expert]; at--)
+            if (at < e.used) chosen[at] = chosen[at - 1];
+        if (at < e.used) chosen[at] = int32_t(expert);
+    }
+    const auto power = [&](float score) { return exp2(all((score - scores[chosen[0]]) * 1.44269504f))[0]; };
+    float total = 0;
+    for (int64_t i = 0; i < e.used; i++) total += weights[i] = power(scores[chosen[i]]);
+    if (!e.renormalised) {
+        total = 0;
+        for (int64_t expert = 0; expert < e.count; expert++) total += power(scores[expert]);
+    }
+    for (int64_t i = 0; i < e.used; i++) weights[i] /= total;
+}
+
+template <class E>
+void route(const Experts& e, int64_t rows, int64_t how_many) {
+    const int64_t blocks = (e.count + SCORES - 1) / SCORES, counts[] = {rows, rows * blocks, rows};
+    struct None {};
+    threads::in_phases<None>(how_many, counts, 3, [&](int phase, int64_t item, None&, int) {
+        if (phase == 0) norm_row<E>(e, item);
+        else if (phase == 1) score(e, item / blocks, item % blocks * SCORES);
+        else choose(e, item);
+    });
+}
+
+// Gives each row of each expert a place, an expert's in the order of the rows. -1: a place without a row.
+inline void place(const Experts& e, int64_t rows) {
+    int32_t *starts = e.starts, *counts = e.starts + e.count, next = 0;
+    __builtin_memset(counts, 0, e.count * sizeof *counts);
+    __builtin_memset(e.row_of, -1, e.places * sizeof *e.row_of);
+    for (int64_t i = 0; i < rows * e.used; i++) counts[e.chosen[i]]++;
+    for (int64_t expert = 0; expert < e.count; expert++) {
+        starts[expert] = next;
+        next += (counts[expert] + SIDE - 1) / SIDE * SIDE;
+    }
+    for (int64_t i = 0; i < rows * e.used; i++) {
+        const int32_t at = starts[e.chosen[i]]++;
+        e.place_of[i] = at;
+        e.row_of[at] = int32_t(i / e.used);
+    }
+    for (int64_t expert = 0; expert < e.count; expert++) starts[expert] -= counts[expert];
+}
+
+inline void move(stored::Matrix& matrix, int64_t bytes) {
+    if (matrix.rows) matrix.rows = static_cast<const char*>(matrix.rows) + bytes;
+}
+
+// A tile of the outputs of an expert's rows.
+template <class E>
+void work_out(const Experts& e, const Product& of_first, int64_t step, int64_t up_step, int64_t expert, int64_t tile) {
+    const int64_t rows = e.starts[e.count + expert];
+    if (!rows) return;
+    Product p = of_first;
+    move(p.weight, step * expert);
+    move(p.up, up_step * expert);
+    products::work_out<E>(p, e.starts[expert], rows, tile);
+}
+
+// A row's place, as it is multiplied with a matrix of its expert.
+template <class E>
+void prepare(const Product& p, const int32_t* row_of, int64_t place) {
+    const int64_t row = row_of ? row_of[place] : place;
+    Product from = p;
+    using element = typename E::element;
+    from.x = static_cast<const element*>(p.x) + (row - place) * p.x_stride;
+    products::prepare_row<E>(from, p.weight, p.widened, place);
+    if (p.widened_up != p.widened) products::prepare_row<E>(from, p.up, p.widened_up, place);
+}
+
+template <class E>
+void sum_row(const Experts& e, int64_t row) {
+    using element = typename E::element;
+    auto parts = static_cast<const element*>(e.down.out);
+    auto to = static_cast<element*>(e.out) + row * e.down.outputs;
+    for (int64_t at = 0; at < e.down.outputs; at += W) {
+        f32 total = {};
+        for (int64_t i = row * e.used; i < (row + 1) * e.used; i++)
+            total = fma(all(e.weights[i]), E::read(parts + e.place_of[i] * e.down.out_stride + at), total);
+        E::write(to + at, E::rounded(total));
+    }
+}
+
+// The rows' output, once they are routed.
+template <class E>
+void run(const Experts& e, int64_t rows, int64_t how_many) {
+    place(e, rows);
+    const auto tiles_of = [](const Product& p) { return (p.outputs + products::OUTPUTS - 1) / products::OUTPUTS; };
+    const int64_t inner = tiles_of(e.gate_up), outer = tiles_of(e.down);
+    const int64_t counts[] = {e.places, e.count * inner, e.places, e.count * outer, rows};
+    threads::in_phases<tiles::Use>(how_many, counts, 5, [&](int phase, int64_t item, tiles::Use&, int) {
+        if (phase == 0 && e.row_of[item] >= 0) prepare<E>(e.gate_up, e.row_of, item);
+        if (phase == 1) work_out<E>(e, e.gate_up, e.gate_step, e.up_step, item / inner, item % inner);
+        if (phase == 2 && e.row_of[item] >= 0) prepare<E>(e.down, nullptr, item);
+        if (phase == 3) work_out<E>(e, e.down, e.down_step, 0, item / outer, item % outer);
+        if (phase == 4) sum_row<E>(e, item);
+    });
+}
+
+}  // namespace experts

@@ -74,8 +74,10 @@ class ModelConfig:
 
     @property
     def block(self) -> Block:
-        """One of the growing layers, or else the first layer that attends, for properties that they share."""
-        return self.blocks[next(iter(self.growing or self.attending), 0)]
+        """One of the growing layers, or else the first layer that attends, for properties that they share. If layers
+        have experts, one of them."""
+        among = [self.blocks[layer] for layer in self.growing or self.attending] or self.blocks
+        return next((block for block in among if block.feed_forward.experts), among[0])
 
     @cached_property
     def _alone(self) -> tuple[ModelConfig, ...]:
@@ -257,11 +259,6 @@ class ModelConfig:
         networks = (kind.block.feed_forward for kind, _ in self.kinds)
         return next((each.experts for each in networks if each.experts is not None), None)
 
-    @property
-    def inner_size(self) -> int:
-        """Numbers of a row's widest inner rows: of all experts that it runs through."""
-        return max(kind.block.feed_forward.size * kind.block.feed_forward.used for kind, _ in self.kinds)
-
     def layer_matrices(self) -> dict[str, tuple[Matrix, ...]]:
         """The weight matrices of the products of `block`, see `matrices.layer_matrices`."""
         return self._matrices
@@ -304,6 +301,12 @@ class ModelConfig:
             return self.layer_matrix_elements()
         unused = (experts.count - experts.used) * self.expert_elements()
         return self.layer_matrix_elements() - unused + experts.count * self.hidden_size
+
+    def experts_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of the matrices of all experts of `block`; 0 if it has none."""
+        if self.block.feed_forward.experts is None:
+            return 0
+        return sum(part.nbytes(dtype_bytes) for name in ("gate_up", "down") for part in self._matrices[name])
 
     def expert_elements(self) -> int:
         """Elements of the matrices of an expert of `block`, or of its one network."""

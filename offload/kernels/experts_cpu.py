@@ -26,11 +26,12 @@ _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out
 def run_experts(
     network: FeedForward, weights: ExpertWeights, norm: NormWeights | None, rows: Tensor, *, kernels: Library
 ) -> Tensor:
-    """See `kernels.experts.RunExperts`. rows and matrices are contiguous. Temporary memory: `scratch_bytes`."""
+    """See `kernels.experts.RunExperts`. rows and matrices are contiguous. Temporary memory: `scratch_bytes` of at most
+    MOST_ROWS rows."""
     out = torch.empty_like(rows)
     for some, to in zip(rows.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
         parts = _parts(network, len(some), rows.shape[1], rows.dtype)
-        need = sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts)
+        need = scratch_bytes(network, len(some), rows.shape[1], rows.dtype)
         scratch = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < need:
             scratch = torch.empty(need, dtype=torch.uint8)
@@ -41,7 +42,7 @@ def run_experts(
 
 def scratch_bytes(network: FeedForward, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of temporary memory for `num_rows` rows."""
-    parts = _parts(network, min(num_rows, MOST_ROWS), hidden_size, dtype)
+    parts = _parts(network, num_rows, hidden_size, dtype)
     return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts)
 
 

@@ -58,6 +58,8 @@ def weights_problem(sizing: Sizing) -> str:
     hardware = sizing.hardware
     if stored := sizing.target.stored_in:
         return f"the model's own weights are quantised ({', '.join(stored)}), and no second copy of them is made"
+    if sizing.target.experts is not None:
+        return "the model's layers have experts, of which a token reads a few as they are, and no second copy is made"
     if not takes_codes(products := sizing.shard.all_products):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
         return (

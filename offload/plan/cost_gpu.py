@@ -11,6 +11,7 @@ from functools import cached_property
 from offload.config.next_token import read_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
+from offload.plan.routing import layers_read_bytes
 
 NCCL = SumCosts(4e-5, 0, 3e9)  # published, for GPUs connected through host memory only (docs/memory.md)
 _KERNEL_REFRESH = 0.5  # of the read rate, for a kernel that chooses and fetches the retrieval cache's chunks
@@ -41,15 +42,15 @@ GPU = GpuCosts()
 
 class GpuPasses(DevicePasses):
     def full(self, rows: int, *, masses: bool) -> float:
-        return self._over_blocks("target", rows, self._weights, self._cache) * (1.0 + GPU.mass_share * masses)
+        return self._over_blocks("target", rows, self._weights(rows), self._cache) * (1.0 + GPU.mass_share * masses)
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
         if composition.inner == "self" and not composition.keeps_copies:  # attends to the whole exact cache
-            return self._over_blocks("self", rows, self._own_weights, self._cache)
+            return self._over_blocks("self", rows, self._own_weights(rows), self._cache)
         number = passes.num_sequences  # of sequences, whose passes run apart
         kept = self._kept + passes.window_bytes + passes.state_bytes
-        read = self._by_rows(number * self._own_weights + kept / self._rate, rows)
+        read = self._by_rows(number * self._own_weights(rows) + kept / self._rate, rows)
         read += number * self.sums(rows)
         if composition.inner in passes.graphs:
             return number * self._graph_calls(passes.sizing.target.num_layers) + read
@@ -149,17 +150,16 @@ class GpuPasses(DevicePasses):
         """Bytes per second over weights and caches."""
         return GPU.read_share * self.passes.sizing.hardware.rates.device_read
 
-    @cached_property
-    def _weights(self) -> float:
-        """Seconds of reading the exact weights for a block of rows."""
+    def _weights(self, rows: int) -> float:
+        """Seconds of reading the exact weights for a block of a pass of `rows` rows."""
         sizing = self.passes.sizing
-        return (sizing.embedding_bytes + sizing.all_layers_bytes) / self._rate
+        of_block = min(rows, sizing.most_rows)
+        return (sizing.embedding_bytes + layers_read_bytes(sizing.shard, sizing.itemsize, of_block)) / self._rate
 
-    @cached_property
-    def _own_weights(self) -> float:
-        """Seconds of reading the weights with which the target proposes to itself."""
+    def _own_weights(self, rows: int) -> float:
+        """Seconds of reading the weights with which the target proposes to itself, for `rows` rows."""
         if not self.passes.proposes_quantised:
-            return self._weights
+            return self._weights(rows)
         sizing = self.passes.sizing
         rate = GPU.coded_share * sizing.hardware.rates.device_read
         head = sizing.target.head.nbytes(sizing.itemsize) if sizing.target.head_encoding else 0  # stays as it is stored

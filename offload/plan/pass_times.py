@@ -9,6 +9,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from offload.config.model import ModelConfig
 from offload.fields import Kind, fields_of, list_of, number, whole
 from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, change_records, read_records
+from offload.plan.routing import read_bytes
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -122,7 +124,6 @@ UNKNOWN = Times()
 def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     """Estimated pass times, if none were measured: reading at the rate of `rates`, and a share of that for each further
     row, a larger one where matrices are stored."""
-    num_bytes = _read_bytes(config, itemsize, ModelConfig.layer_weight_bytes)
     rest = _read_bytes(config, itemsize, lambda model, item: model.weight_bytes(item) - model.layers_weight_bytes(item))
     token = config.layer_kv_bytes(itemsize) / rates.device_read
     flops, row = _PREFILL_SHARE * rates.flops, _STORED_ROW if config.stored_in else _WEIGHT_ROW
@@ -130,20 +131,23 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> PassTimes:
     def read(seconds: float, row_share: float, calls: float = 0.0) -> tuple[float, ...]:
         return tuple(calls + seconds * (1.0 + row_share * (rows - 1)) for rows in ROWS)
 
+    of_layer = [_read_bytes(config, itemsize, partial(read_bytes, rows=rows)) / rates.device_read for rows in ROWS]
+    layer = zip(ROWS, of_layer, strict=True)
+
     return PassTimes(
         fixed=read(rest / rates.device_read, row, _PASS_SECONDS),
-        layer=read(num_bytes / rates.device_read, row, _LAYER_SECONDS),
+        layer=tuple(_LAYER_SECONDS + seconds + of_layer[0] * row * (rows - 1) for rows, seconds in layer),
         token=read(token, _TOKEN_ROW),
         near_token=read(token, _TOKEN_ROW),
         num_tokens=1,
         num_near=0,
         mass_share=_MASS_SHARE,
-        prefill_row=2 * config.layer_matrix_elements() / flops,
+        prefill_row=2 * config.layer_row_elements() / flops,
         prefill_pair=4 * config.num_heads * config.head_dim / flops,
     )
 
 
-def _read_bytes(config: ModelConfig, itemsize: int, of: Callable[[ModelConfig, int], int]) -> int:
+def _read_bytes(config: ModelConfig, itemsize: int, of: Callable[[ModelConfig, int], float]) -> float:
     """The bytes read for a model: its stored bytes, or _STORED_BYTES for each number if that is more."""
     if not (config.stored_in or config.table_encoding or config.head_encoding):
         return of(config, itemsize)
@@ -154,11 +158,13 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     """The key of a model's record: shapes, encodings of the matrices, dtype (bf16, fp16 or fp32), the bits of its
     weights if fewer, and whether kernels are requested."""
     attention, inner = config.block.attention, config.block.feed_forward
+    experts = {} if inner.experts is None else {"experts": inner.experts.count, "used": inner.experts.used}
     shapes = {name: getattr(config, name) for name in _SHAPES} | {
         "qkv_bias": int(attention.bias),
         "o_bias": int(attention.out_bias),
         "mlp_bias": int(inner.bias),
         "qk_norm": int(attention.qk_norm is not None),
+        **experts,
     }
     named = " ".join(f"{name}={value}" for name, value in shapes.items())
     form = "" if config.is_llama_shaped else f" {config.family}"

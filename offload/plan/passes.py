@@ -34,8 +34,9 @@ class SumCosts:
 def graph_levels(
     composition: Composition, placement: Placement, hardware: Hardware, target: ModelConfig
 ) -> tuple[str, ...]:
-    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads."""
-    if hardware.is_cpu:
+    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads. Which
+    experts run is known to the host only after a layer's router."""
+    if hardware.is_cpu or target.experts is not None:
         return ()
     fits = hardware.has_kernels and all(dim % 16 == 0 and dim <= WIDEST_GPU_HEAD for dim in target.head_dims)
     resident = placement.resident_layers == target.num_layers and hardware.num_devices == 1

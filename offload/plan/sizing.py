@@ -13,6 +13,7 @@ from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_byte
 from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
+from offload.plan.routing import layers_read_bytes, read_bytes
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, held_rows, level_bytes, num_checkpoints
 
@@ -376,7 +377,9 @@ class Sizing:
         gamma: None without logits."""
         target, item, heads = self.shard, self.itemsize, self.shard.num_heads
         tile_tokens = self.tile_tokens(capacity)
-        block = PREFILL_BLOCK * (3 * target.intermediate_size + 6 * target.hidden_size) * item
+        block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
+            self._network_bytes(kind) for kind, _ in target.kinds
+        )
         score = 2 * item + 4  # raw, in fp32 and as weights
         width = max(kind.block.mixer.out_size for kind, _ in target.kinds)
         attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
@@ -413,6 +416,17 @@ class Sizing:
     def _capped(self) -> bool:
         """Whether some layer caps its scores, which no fused kernel of a CPU supports."""
         return any(block.attends and block.attention.cap for block in self.target.blocks)
+
+    def _network_bytes(self, layer: ModelConfig) -> int:
+        """Bytes of a prefill block's rows in the feed-forward network of `layer.block`."""
+        network, hidden, item = layer.block.feed_forward, layer.hidden_size, self.itemsize
+        inner = PREFILL_BLOCK * 3 * network.size * item
+        if network.experts is None:
+            return inner
+        if self.hardware.packs and self.hardware.is_cpu:
+            places = PREFILL_BLOCK * network.used + min(PREFILL_BLOCK * network.used, network.count) * 15
+            return places * ((network.size + hidden) * item + 5 * (network.size + 2 * hidden))  # rows, and widened
+        return inner + PREFILL_BLOCK * network.used * hidden * (item + 8)  # of each expert, and in fp32 by its weight
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a
@@ -455,8 +469,8 @@ class Sizing:
 
 
 def timed_layers(config: ModelConfig, itemsize: int) -> float:
-    """The number of layers like `config.block` that have as many bytes as all layers together."""
-    return config.layers_weight_bytes(itemsize) / config.layer_weight_bytes(itemsize)
+    """The number of layers like `config.block` of whose weights a row reads as many bytes as of all layers."""
+    return layers_read_bytes(config, itemsize, 1) / read_bytes(config, itemsize, 1)
 
 
 def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:

@@ -43,12 +43,13 @@ from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
 from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
+from offload.plan.routing import independent_rows
 from offload.plan.sizing import BLOCK_ROWS
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
-from offload.weights.layout import LayerLayout
+from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.linear import Linear
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
@@ -101,8 +102,8 @@ def _models(request: Request) -> list[Model]:
 def _code_bits(request: Request) -> Sequence[int]:
     """The bits of quantised weights with which the target may be its own draft."""
     options, products = request.options, request.target.all_products
-    wanted = options.speculation and options.gamma != 0
-    if not wanted or request.target.stored_in or not takes_codes(products) or not _kernels(request.target).usable:
+    wanted, others = options.speculation and options.gamma != 0, request.target.stored_in or request.target.experts
+    if not wanted or others or not takes_codes(products) or not _kernels(request.target).usable:
         return ()
     return [bits for bits in CODE_BITS if options.weight_bits in (None, bits)]
 
@@ -153,7 +154,7 @@ class _Trial:
             self._weights = quantised_weights(self._weights, config, weight_bits, memory, self._kernels).weights
         self._cache = self._full_cache(dtype)
         self._quantised = self._quantised_cache() if not self._coded else None
-        self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_matrix_elements())), 512)
+        self._prefill_rows = _between(64, int(PREFILL_FLOPS / (2 * config.layer_row_elements())), 512)
         self._prefill_before = self._num_tokens
 
     def times(self) -> PassTimes | None:
@@ -203,7 +204,7 @@ class _Trial:
         def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
             self._cache.record_mass = masses
             self._cache.restored(num_tokens)
-            forward(level, [0] * rows, rows)
+            forward(level, _tokens(rows), rows)
 
         points: dict[Point, Run] = {("masses", MASS_ROWS): partial(run, whole, MASS_ROWS, self._num_tokens, True)}
         for rows in ROWS:
@@ -252,7 +253,7 @@ class _Trial:
         """Prefills of a block by one layer, after no tokens and after some; empty for quantised weights."""
         if self._coded:
             return {}
-        decoder, tokens = self._decoder(1), [0] * self._prefill_rows
+        decoder, tokens = self._decoder(1), _tokens(self._prefill_rows)
         dtype = self._weights.embedding.dtype
         rows = ResidentRows(self._cache.arena, self._config.hidden_size, dtype, block=len(tokens))
 
@@ -298,14 +299,16 @@ class _Trial:
 
 
 def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_size: int) -> Weights:
-    layout = LayerLayout.of(config, dtype)
+    layout, random = LayerLayout.of(config, dtype), torch.Generator().manual_seed(0)
 
-    layers = []
-    for _ in range(num_layers):
+    def layer() -> LayerWeights:
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
         for view in layout.views.values():
             view.of(buffer).fill_(_VALUE)
-        layers.append(layout.bind(buffer))
+        layer = layout.bind(buffer)
+        if layer.router is not None:  # what layers add is the same in all numbers of a row, and counts for no expert
+            layer.router.normal_(generator=random).sub_(layer.router.mean(1, keepdim=True))
+        return layer
 
     def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
         if not encoded:
@@ -314,10 +317,19 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
         return StoredMatrix(torch.zeros(outputs, kind.row_bytes(config.hidden_size), dtype=torch.uint8), kind)
 
     table, head = matrix(vocab_size, config.table_encoding), matrix(vocab_size, config.head_encoding)
+    if config.experts is not None:
+        table = torch.randn(vocab_size, config.hidden_size, generator=random).to(dtype)
     ones = torch.ones(config.hidden_size, dtype=dtype_of(config.norm, dtype))
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     embedding = Embedding(table, torch.device("cpu"), dtype)
+    layers = [layer() for _ in range(num_layers)]
     return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None))
+
+
+def _tokens(rows: int) -> list[int]:
+    """The tokens of a pass of `rows` rows: as many different ones as rows of a text choose experts independently."""
+    distinct = round(independent_rows(rows))
+    return [row % distinct for row in range(rows)]
 
 
 def _kernels_name(config: ModelConfig) -> str:

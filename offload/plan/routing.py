@@ -1,0 +1,33 @@
+"""The number of distinct experts that the rows of a pass choose, and the bytes of weights that they read."""
+
+from __future__ import annotations
+
+from offload.config.block import Experts
+from offload.config.model import ModelConfig
+
+_ALIKE = 0.75  # rows of a text choose like so many independent ones, as a power (docs/memory.md)
+
+
+def independent_rows(rows: int) -> float:
+    """The number of rows that choose experts independently of each other, and as many distinct ones as `rows` rows that
+    follow each other in a text."""
+    return float(rows**_ALIKE)
+
+
+def distinct_experts(experts: Experts, rows: int) -> float:
+    """The experts of a layer that `rows` rows of a text choose between them."""
+    return float(experts.count * (1.0 - (1.0 - experts.used / experts.count) ** independent_rows(rows)))
+
+
+def read_bytes(layer: ModelConfig, dtype_bytes: int, rows: int) -> float:
+    """Bytes of the weights of `layer.block` that `rows` rows read between them."""
+    experts, num_bytes = layer.block.feed_forward.experts, layer.layer_weight_bytes(dtype_bytes)
+    if experts is None:
+        return num_bytes
+    unread = 1.0 - distinct_experts(experts, rows) / experts.count
+    return num_bytes - unread * layer.experts_bytes(dtype_bytes)
+
+
+def layers_read_bytes(model: ModelConfig, dtype_bytes: int, rows: int) -> float:
+    """Bytes of the weights of all layers that `rows` rows read between them."""
+    return sum(number * read_bytes(kind, dtype_bytes, rows) for kind, number in model.kinds)

@@ -105,6 +105,25 @@ class LinkStats:
 
 
 @dataclass(frozen=True)
+class ExpertStats:
+    """Counters of experts on the host that layers wanted: those that were on the device already, and those that crossed
+    the link. An expert counts once in a pass over a layer, or in each block of a prefill."""
+
+    hits: int = 0
+    misses: int = 0
+    fetched_bytes: int = 0
+
+    def __add__(self, other: ExpertStats) -> ExpertStats:
+        return ExpertStats(self.hits + other.hits, self.misses + other.misses, self.fetched_bytes + other.fetched_bytes)
+
+    def __sub__(self, earlier: ExpertStats) -> ExpertStats:
+        """The counts since `earlier`."""
+        return ExpertStats(
+            self.hits - earlier.hits, self.misses - earlier.misses, self.fetched_bytes - earlier.fetched_bytes
+        )
+
+
+@dataclass(frozen=True)
 class RankStats:
     """The statistics of one of several ranks. sum_seconds: time in sums over the ranks, including the wait for slower
     ranks. device_bytes, host_bytes: allocated."""

@@ -24,7 +24,7 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model
-from offload.weights.layers import all_finite
+from offload.weights.fp16 import all_finite
 from offload.weights.tensors import expected_tensors
 
 TINY = {

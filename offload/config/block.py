@@ -151,55 +151,52 @@ Mixer = Attention | DeltaRule
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts: `count` feed-forward networks of one shape, of which each row runs through the `used` ones
-    with the largest scores, the first ones of equal scores. The output is the sum of theirs, each times its weight: the
-    softmax of its score, over all experts or, if `renormalised`, over those in use."""
+class FeedForward:
+    """A feed-forward network. size: of its inner rows; 0 where there is none, in a layer with
+    experts alone. gated: down(activation(gate) *
+    up), else down(activation(up))."""
 
+    size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `count` feed-forward networks like `network`, of which each row runs through the `used`
+    ones with the largest scores, the first ones of equal scores. Its output is the sum of theirs, each times its
+    weight: the softmax of its score, over all experts or, if `renormalised`, over those in use."""
+
+    network: FeedForward
     count: int
     used: int
     renormalised: bool = True
 
 
 @dataclass(frozen=True)
-class FeedForward:
-    """The feed-forward network of one layer, or each of its experts. size: of its inner rows. gated:
-    down(activation(gate) * up), else down(activation(up)). experts: None if there is one network, for all rows."""
-
-    size: int
-    activation: Activation = "silu"
-    gated: bool = True
-    bias: bool = False
-    experts: Experts | None = None
-
-    @property
-    def count(self) -> int:
-        """Networks whose matrices the layer has."""
-        return self.experts.count if self.experts else 1
-
-    @property
-    def used(self) -> int:
-        """Networks that a row runs through."""
-        return self.experts.used if self.experts else 1
-
-
-@dataclass(frozen=True)
 class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (`formats.layout.encoding`); "" for plain
-    numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. () if all are plain. All experts of a
-    layer have the same."""
+    numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
+    any, ups and downs; all experts of a layer have the same. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
     gate_up: tuple[str, ...] = ()
     down: str = ""
+    experts: tuple[str, ...] = ()
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network. A norm of None is
-    left out. side_by_side: both parts read the same norm of the same x, `before_attention`. multiplied: x is
-    multiplied by a factor from the checkpoint at the end. encodings: of its matrices. digested_as: the
+    """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network or the mixture of
+    experts. A norm of None is left out. side_by_side: both parts read the same norm of the same x, `before_attention`.
+    multiplied: x is multiplied by a factor from the checkpoint at the end. encodings: of its matrices. digested_as: the
     name in digests of sessions, which older programs wrote."""
 
     mixer: Mixer = field(metadata={"digested_as": "attention"})
@@ -212,6 +209,7 @@ class Block:
     scale: float = 1.0
     multiplied: bool = False
     encodings: Encodings = Encodings()
+    experts: Experts | None = None
 
     @property
     def attention(self) -> Attention:
@@ -249,12 +247,22 @@ class DeltaNames:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """The tensor names of a mixture of experts within a layer: of the router, and of the experts' gates, ups and downs,
+    "{}" for the number of an expert. Without that one tensor holds those of all experts. If gates and ups are in the
+    same tensor, an expert's gate precedes its up."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
-    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. router:
-    of a mixture of experts. experts: the names of their gate, up and down, "{}" for the number of the expert; without
-    that, one tensor holds those of all experts."""
+    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate."""
 
     body: str = "model."
     head: str = "lm_head.weight"
@@ -269,11 +277,8 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "self_attn.gate_proj"
-    router: str = "mlp.gate"
-    experts: tuple[str, str, str] = (
-        "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj",
-    )  # fmt: skip
     delta: DeltaNames = DeltaNames()
+    experts: ExpertNames = ExpertNames()
 
     @property
     def embeddings(self) -> str:
@@ -282,13 +287,3 @@ class TensorNames:
     @property
     def norm(self) -> str:
         return f"{self.body}norm"
-
-    def of_network(self, network: FeedForward) -> tuple[tuple[str, ...], ...]:
-        """The tensors of a network's gate, if it has one, up and down: of each those that hold its rows, from top to
-        bottom; of experts one for each, or the same name as often."""
-        if network.experts is None:
-            found = (self.fused_gate_up or "mlp.gate_proj", self.fused_gate_up or self.up, self.down)
-        else:
-            found = self.experts
-        every = tuple(tuple(name.format(at) for at in range(network.count)) for name in found)
-        return every if network.gated else every[1:]

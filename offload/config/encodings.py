@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config import next_token as heads
 from offload.config.block import Attention, Block, Encodings, TensorNames
-from offload.config.matrices import Matrix, layer_parts
+from offload.config.matrices import Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
 
@@ -41,35 +41,48 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
     for index, block in enumerate(config.blocks):
         layer, names = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
-        for operator, own in names.of_operators().items():
-            for shares, part in zip(own, parts[operator], strict=True):
-                for name in shares:
-                    before = found.get(layer + name)  # parts with the same name are one matrix
-                    outputs = part.outputs // len(shares) + (before.outputs if before else 0)
-                    found[layer + name] = replace(part, outputs=outputs)
+        of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
+        for operator, own in of_operators.items():
+            for name, part in zip(own, parts[operator], strict=True):
+                if part.outputs and part.inputs:
+                    _add(found, layer + name, part)
+        for own, part in zip(names.experts, expert_matrices(block, config.hidden_size).values(), strict=True):
+            for name in own:
+                _add(found, layer + name, part)
     return found
+
+
+def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
+    """Add a part of the matrix `name`; parts with the same name are one matrix."""
+    before = found.get(name)
+    found[name] = replace(part, outputs=part.outputs + (before.outputs if before else 0))
 
 
 @dataclass(frozen=True)
 class _MatrixNames:
-    """The names of a layer's matrices within the layer, ordered as in `Encodings`: of each part those that hold equal
-    shares of its rows. A fused matrix occurs once for each of its parts."""
+    """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
+    of its parts. experts: the names for all experts of each of their matrices."""
 
-    qkv: tuple[tuple[str, ...], ...]
-    o: tuple[str, ...]
-    gate_up: tuple[tuple[str, ...], ...]
-    down: tuple[str, ...]
+    qkv: tuple[str, ...]
+    o: str
+    gate_up: tuple[str, ...]
+    down: str
+    experts: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        out = "self_attn.o_proj" if block.attends else names.delta.out
+        inner, out = block.feed_forward, "self_attn.o_proj" if block.attends else names.delta.out
         qkv = _attention(block.attention, names) if block.attends else [*names.delta.parts]
-        network = [tuple(f"{name}.weight" for name in part) for part in names.of_network(block.feed_forward)]
-        return cls(tuple((f"{name}.weight",) for name in qkv), (f"{out}.weight",), tuple(network[:-1]), network[-1])
+        gate_up = [names.fused_gate_up or name for name in (["mlp.gate_proj"] if inner.gated else []) + [names.up]]
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [names.down])]
+        experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
+        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts)
 
-    def of_operators(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """The same for each of OPERATORS."""
-        return {"qkv": self.qkv, "o": (self.o,), "gate_up": self.gate_up, "down": (self.down,)}
+
+def _of_experts(name: str, block: Block) -> tuple[str, ...]:
+    """The names of one matrix of all the layer's experts."""
+    count = block.experts.count if block.experts else 0
+    return tuple(f"{name.format(number)}.weight" for number in range(count))
 
 
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
@@ -79,18 +92,22 @@ def _attention(attention: Attention, names: TensorNames) -> list[str]:
 
 
 def _of_layer(block: Block, names: TensorNames, encoding_of: Callable[[str], str]) -> Encodings:
-    """The encodings of one layer. encoding_of: takes names within the layer. Raises ModelError if
-    experts differ."""
-
-    def of_part(shares: tuple[str, ...]) -> str:
-        found = tuple(dict.fromkeys(map(encoding_of, dict.fromkeys(shares))))
-        if len(found) > 1:
-            kinds = ", ".join(kind or "plain numbers" for kind in found)
-            raise ModelError(f"{shares[0]} and its like in the layer's other experts are in {kinds}; all must be alike")
-        return found[0]
-
-    stored = _MatrixNames.of(block, names)
+    """The encodings of one layer. encoding_of: takes names within the layer. Raises ModelError if experts differ."""
+    stored, has_network = _MatrixNames.of(block, names), block.feed_forward.size > 0
     found = Encodings(
-        tuple(map(of_part, stored.qkv)), of_part(stored.o), tuple(map(of_part, stored.gate_up)), of_part(stored.down)
+        tuple(map(encoding_of, stored.qkv)),
+        encoding_of(stored.o),
+        tuple(map(encoding_of, stored.gate_up)) if has_network else (),
+        encoding_of(stored.down) if has_network else "",
+        tuple(_alike(encoding_of, own) for own in stored.experts),
     )
-    return Encodings() if not any((*found.qkv, found.o, *found.gate_up, found.down)) else found
+    return found if any(found.every) else Encodings()
+
+
+def _alike(encoding_of: Callable[[str], str], names: Sequence[str]) -> str:
+    """The encoding of one matrix of all experts. Raises ModelError if they differ."""
+    found = dict.fromkeys(map(encoding_of, dict.fromkeys(names)))
+    if len(found) > 1:
+        kinds = ", ".join(kind or "plain numbers" for kind in found)
+        raise ModelError(f"{names[0]} and its like in the layer's other experts are in {kinds}; all must be alike")
+    return next(iter(found))

@@ -28,14 +28,13 @@ class Matrix:
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`. The gates of all experts are one
-    part, and so are their ups and their downs."""
+    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
         "o": ((hidden_size,), mixer.out_size, (stored.o,)),
-        "gate_up": ((inner.count * inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
-        "down": ((inner.count * hidden_size,), inner.size, (stored.down,)),
+        "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
+        "down": ((hidden_size,), inner.size, (stored.down,)),
     }
     return {
         name: tuple(
@@ -43,6 +42,42 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         )
         for name, (outputs, inputs, kinds) in shapes.items()
     }
+
+
+def expert_matrices(block: Block, hidden_size: int) -> dict[str, Matrix]:
+    """The matrices of each of the layer's experts: its gate, if it has one, up and down; empty without experts."""
+    if block.experts is None:
+        return {}
+    network = block.experts.network
+    shapes = {
+        "gate": (network.size, hidden_size),
+        "up": (network.size, hidden_size),
+        "down": (hidden_size, network.size),
+    }
+    names = tuple(shapes) if network.gated else ("up", "down")
+    kinds = block.encodings.experts or ("",) * len(names)
+    return {name: Matrix(*shapes[name], kind) for name, kind in zip(names, kinds, strict=True)}
+
+
+def expert_vectors(block: Block, hidden_size: int) -> dict[str, int]:
+    """The sizes of the biases of each of the layer's experts, by name: of gate and up, if it has a gate, and down."""
+    if block.experts is None or not block.experts.network.bias:
+        return {}
+    network = block.experts.network
+    return {"gate_up.bias": (1 + network.gated) * network.size, "down.bias": hidden_size}
+
+
+def expert_parameters(block: Block, hidden_size: int) -> int:
+    """Parameters of one of the layer's experts; 0 without any."""
+    matrices = expert_matrices(block, hidden_size).values()
+    return sum(each.outputs * each.inputs for each in matrices) + sum(expert_vectors(block, hidden_size).values())
+
+
+def expert_bytes(block: Block, hidden_size: int, dtype_bytes: int) -> int:
+    """Bytes of one of the layer's experts, each of its tensors in whole units of ALIGNMENT; 0 without any."""
+    sizes = [each.nbytes(dtype_bytes) for each in expert_matrices(block, hidden_size).values()]
+    sizes += [size * dtype_bytes for size in expert_vectors(block, hidden_size).values()]
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:

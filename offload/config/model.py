@@ -25,7 +25,7 @@ from offload.config.block import (
     Norm,
     TensorNames,
 )
-from offload.config.matrices import Matrix, layer_matrices
+from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
 
@@ -77,7 +77,7 @@ class ModelConfig:
         """One of the growing layers, or else the first layer that attends, for properties that they share. If layers
         have experts, one of them."""
         among = [self.blocks[layer] for layer in self.growing or self.attending] or self.blocks
-        return next((block for block in among if block.feed_forward.experts), among[0])
+        return next((block for block in among if block.experts), among[0])
 
     @cached_property
     def _alone(self) -> tuple[ModelConfig, ...]:
@@ -192,7 +192,7 @@ class ModelConfig:
                 cap=None,
                 gate=False,
             ),
-            feed_forward=replace(block.feed_forward, activation="silu", gated=True, experts=None),
+            feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
         return (
             block == plain
@@ -234,8 +234,8 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each, and
-        so are those of an expert."""
+        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each.
+        Those of experts are left out."""
         return self._products
 
     @cached_property
@@ -256,8 +256,7 @@ class ModelConfig:
     @property
     def experts(self) -> Experts | None:
         """The mixture of experts of the layers that have one."""
-        networks = (kind.block.feed_forward for kind, _ in self.kinds)
-        return next((each.experts for each in networks if each.experts is not None), None)
+        return next((kind.block.experts for kind, _ in self.kinds if kind.block.experts is not None), None)
 
     def layer_matrices(self) -> dict[str, tuple[Matrix, ...]]:
         """The weight matrices of the products of `block`, see `matrices.layer_matrices`."""
@@ -270,8 +269,8 @@ class ModelConfig:
     @cached_property
     def stored_in(self) -> tuple[str, ...]:
         """The distinct encodings of the layers' matrices in the checkpoint; () if all are plain."""
-        matrices = (parts for kind, _ in self.kinds for parts in kind.layer_matrices().values())
-        return tuple(dict.fromkeys(part.encoding for parts in matrices for part in parts if part.encoding))
+        every = (name for block in self.blocks for name in block.encodings.every)
+        return tuple(dict.fromkeys(filter(None, every)))
 
     @cached_property
     def plain(self) -> ModelConfig:
@@ -290,33 +289,33 @@ class ModelConfig:
         return Matrix(self.vocab_size, self.hidden_size, self.head_encoding)
 
     def layer_matrix_elements(self) -> int:
-        """Elements of the matrices of `block`, of all its experts."""
-        return sum(part.outputs * part.inputs for parts in self._matrices.values() for part in parts)
+        """Elements of the matrices of `block`, without its experts."""
+        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
 
     def layer_row_elements(self) -> int:
-        """Elements of the matrices of `block` that a row is multiplied with, two FLOPs for each; of its experts those
-        of the ones in use, and the router."""
-        experts = self.block.feed_forward.experts
+        """Elements of the matrices of `block` that a row is multiplied with, two FLOPs for each. The router and the
+        experts in use count."""
+        experts = self.block.experts
         if experts is None:
             return self.layer_matrix_elements()
-        unused = (experts.count - experts.used) * self.expert_elements()
-        return self.layer_matrix_elements() - unused + experts.count * self.hidden_size
+        each = expert_parameters(self.block, self.hidden_size)
+        return self.layer_matrix_elements() + experts.used * each + experts.count * self.hidden_size
+
+    def expert_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of one expert of `block`; 0 if it has none."""
+        return expert_bytes(self.block, self.hidden_size, dtype_bytes)
 
     def experts_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the matrices of all experts of `block`; 0 if it has none."""
-        if self.block.feed_forward.experts is None:
-            return 0
-        return sum(part.nbytes(dtype_bytes) for name in ("gate_up", "down") for part in self._matrices[name])
-
-    def expert_elements(self) -> int:
-        """Elements of the matrices of an expert of `block`, or of its one network."""
-        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products()[2:])
+        """Bytes of all experts of `block`; 0 if it has none."""
+        return self.block.experts.count * self.expert_bytes(dtype_bytes) if self.block.experts else 0
 
     def layer_parameters(self) -> int:
-        """Parameters of `block`: matrices, biases, norms and vectors."""
+        """Parameters of `block`: matrices, biases, norms, vectors and experts."""
         rest, norms = self._layer_numbers
         vectors = sum(map(math.prod, layer_vectors(self.block, self.hidden_size).values()))
-        return rest + sum(size for size, _ in norms) + vectors + self.block.multiplied
+        count = self.block.experts.count if self.block.experts else 0
+        experts = count * expert_parameters(self.block, self.hidden_size)
+        return rest + sum(size for size, _ in norms) + vectors + self.block.multiplied + experts
 
     def all_layers(self, of_one: Callable[[ModelConfig], int]) -> int:
         """The sum of `of_one` over all layers."""
@@ -325,9 +324,7 @@ class ModelConfig:
     @cached_property
     def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
         """The number of elements of matrices and biases, and the size of each norm's vectors."""
-        mixer, network = self.layer_products()[:2], self.layer_products()[2:]
-        biases = sum(outputs for outputs, _, has_bias in mixer if has_bias)
-        biases += self.block.feed_forward.count * sum(outputs for outputs, _, has_bias in network if has_bias)
+        biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
         return self.layer_matrix_elements() + biases, tuple(layer_norms(self).values())
 
     @cached_property
@@ -346,14 +343,15 @@ class ModelConfig:
         """Bytes of all weights at `dtype_bytes` per element."""
         vectors = self.hidden_size * (1 + self.norm.bias)
         tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
-        return self.layers_weight_bytes(dtype_bytes) + tables + vectors * self.norm.itemsize(dtype_bytes)
+        layers = self.layers_weight_bytes(dtype_bytes) + self.all_layers(lambda each: each.experts_bytes(dtype_bytes))
+        return layers + tables + vectors * self.norm.itemsize(dtype_bytes)
 
     def layers_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights of all layers."""
+        """Bytes of the weights of all layers, without experts."""
         return self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights of `block` at `dtype_bytes` per element, or in their encodings."""
+        """Bytes of the weights of `block` at `dtype_bytes` per element, or in their encodings, without experts."""
         rest, norms = self._layer_numbers
         biases = rest - self.layer_matrix_elements()
         matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)
@@ -432,7 +430,7 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
 def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's fp32 tensors besides norms, by name: of a delta rule the taps of its convolution, the
     decay of each head (-exp(A_log)) and the bias of its time; of a mixture of experts its router."""
-    experts = block.feed_forward.experts
+    experts = block.experts
     router: dict[str, tuple[int, ...]] = {} if experts is None else {"router": (experts.count, hidden_size)}
     if block.attends:
         return router

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,27 +16,49 @@ from offload.kernels.activation import activated, gated
 from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
-Multiply = Callable[[Tensor, Matrix], Tensor]
+Multiply = Callable[[Tensor, Matrix, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of a layer's experts. router: [experts, hidden] fp32. up, gate: [experts * size, hidden], one expert
-    after the other; gate is None in networks without one. down: [experts * hidden, size]."""
+    """The weights of one expert. up, and gate if it has one: [size, hidden]. down: [hidden, size]. gate_up_bias: of
+    both, [2 * size], or of up alone. down_bias: [hidden]; None, too, on ranks but the first."""
 
-    router: Tensor
     gate: Matrix | None
     up: Matrix
     down: Matrix
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Places for experts on a device, `step` bytes apart, with what is in each of them."""
+
+    places: Sequence[ExpertWeights]
+    step: int
+
+
+class ExpertHomes(Protocol):
+    """The experts of one layer, wherever they are, and their bank on the device."""
+
+    @property
+    def bank(self) -> Bank: ...
+
+    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        """Bring the experts `chosen`, any integers [...], to the bank, each in one of several batches: of a batch the
+        place of each of the layer's experts, int32 [experts] on the CPU, or -1 for one that is not in it. A batch is in
+        its places until the next one is asked for."""
+        ...
 
 
 class RunExperts(Protocol):
-    """A mixture of experts over rows [T, hidden], after `norm`: their output [T, hidden]. A row's experts are chosen in
-    fp32, what each makes of it is rounded to the dtype, and their weighted sum is rounded once, in the order in which
-    they were chosen."""
+    """A mixture of experts over rows [T, hidden], after `norm`: their output [T, hidden]. router: fp32 [experts,
+    hidden]. A row's experts are chosen in fp32, what each makes of it is rounded to the dtype, and their weighted sum
+    is rounded once, in the order in which they were chosen."""
 
     def __call__(
-        self, network: FeedForward, weights: ExpertWeights, norm: NormWeights | None, rows: Tensor
+        self, experts: Experts, router: Tensor, homes: ExpertHomes, norm: NormWeights | None, rows: Tensor
     ) -> Tensor: ...
 
 
@@ -51,45 +72,43 @@ def chosen(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_experts(
-    network: FeedForward,
-    weights: ExpertWeights,
+    experts: Experts,
+    router: Tensor,
+    homes: ExpertHomes,
     norm: NormWeights | None,
     rows: Tensor,
     *,
     multiply: Multiply,
     blocks: Sequence[int] | None = None,
 ) -> Tensor:
-    """See `RunExperts`. multiply: a product with a matrix, transposed. blocks: rows of the successive blocks, equal
-    ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an expert at once."""
-    assert network.experts is not None
+    """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. blocks: rows of the successive
+    blocks, equal ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an
+    expert at once."""
     rows = rows if norm is None else norm(rows)
     parts = [rows] if blocks is None else rows.split(list(blocks))
-    scores = torch.cat([part.float() @ weights.router.T for part in parts])
-    found, shares = chosen(network.experts, scores)
+    scores = torch.cat([part.float() @ router.T for part in parts])
+    found, shares = chosen(experts, scores)
     made = rows.new_empty(*found.shape, rows.shape[1])
-    for expert in found.unique().tolist():
-        row, place = (found == expert).nonzero(as_tuple=True)
-        through = partial(_through, network, *_of_expert(weights, network.size, rows.shape[1], expert), multiply)
-        made[row, place] = through(rows[row]) if blocks is None else _in_blocks(through, rows[row], blocks[0])
+    for batch in homes.batches(found):
+        for expert in (batch >= 0).nonzero()[:, 0].tolist():
+            row, place = (found == expert).nonzero(as_tuple=True)
+            if not len(row):
+                continue
+            weights, own = homes.bank.places[int(batch[expert])], rows[row]
+            block = len(own) if blocks is None else blocks[0]
+            filled = pad(own, (0, 0, 0, -len(own) % block))
+            through = [_through(experts.network, weights, multiply, part) for part in filled.split(block)]
+            made[row, place] = torch.cat(through)[: len(own)]
     return (made.float() * shares.unsqueeze(2)).sum(1).to(rows.dtype)
 
 
-def _of_expert(weights: ExpertWeights, size: int, hidden: int, expert: int) -> tuple[Matrix | None, Matrix, Matrix]:
-    """An expert's gate, up and down."""
-    own = slice(expert * size, (expert + 1) * size)
-    gate = None if weights.gate is None else weights.gate[own]
-    return gate, weights.up[own], weights.down[expert * hidden : (expert + 1) * hidden]
-
-
-def _through(
-    network: FeedForward, gate: Matrix | None, up: Matrix, down: Matrix, multiply: Multiply, rows: Tensor
-) -> Tensor:
-    """What one network makes of rows [n, hidden]."""
-    if gate is None:
-        return multiply(activated(multiply(rows, up), network.activation), down)
-    return multiply(gated(torch.cat([multiply(rows, gate), multiply(rows, up)], 1), network.activation), down)
-
-
-def _in_blocks(operator: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> Tensor:
-    filled = pad(rows, (0, 0, 0, -len(rows) % block))
-    return torch.cat([operator(part) for part in filled.split(block)])[: len(rows)]
+def _through(network: FeedForward, weights: ExpertWeights, multiply: Multiply, rows: Tensor) -> Tensor:
+    """What one expert makes of rows [n, hidden]."""
+    bias = weights.gate_up_bias
+    if weights.gate is None:
+        inner = activated(multiply(rows, weights.up, bias), network.activation)
+    else:
+        of_gate, of_up = (None, None) if bias is None else bias.chunk(2)
+        both = [multiply(rows, weights.gate, of_gate), multiply(rows, weights.up, of_up)]
+        inner = gated(torch.cat(both, 1), network.activation)
+    return multiply(inner, weights.down, weights.down_bias)

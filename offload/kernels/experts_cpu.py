@@ -6,16 +6,17 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from offload.config.block import FeedForward
-from offload.formats.stored import StoredMatrix
-from offload.kernels.experts import ExpertWeights, Matrix
+from offload.config.block import Experts
+from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, structure_of, widened_floats
-from offload.native.interface import DTYPES, Experts, Library
+from offload.native import interface as native
+from offload.native.interface import DTYPES, Library
 
 MOST_ROWS = 512  # at a time
 ALIGNMENT = 16  # a row has whole multiples of so many numbers
@@ -24,42 +25,40 @@ _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out
 
 
 def run_experts(
-    network: FeedForward, weights: ExpertWeights, norm: NormWeights | None, rows: Tensor, *, kernels: Library
+    experts: Experts, router: Tensor, homes: ExpertHomes, norm: NormWeights | None, rows: Tensor, *, kernels: Library
 ) -> Tensor:
     """See `kernels.experts.RunExperts`. rows and matrices are contiguous. Temporary memory: `scratch_bytes` of at most
     MOST_ROWS rows."""
     out = torch.empty_like(rows)
     for some, to in zip(rows.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
-        parts = _parts(network, len(some), rows.shape[1], rows.dtype)
-        need = scratch_bytes(network, len(some), rows.shape[1], rows.dtype)
+        parts = _parts(experts, len(some), rows.shape[1], rows.dtype)
+        need = scratch_bytes(experts, len(some), rows.shape[1], rows.dtype)
         scratch = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < need:
             scratch = torch.empty(need, dtype=torch.uint8)
-        _run(network, weights, norm, some, to, list(_views(scratch, parts)), kernels)
+        _run(experts, router, homes, norm, some, to, list(_views(scratch, parts)), kernels)
         _spare[:] = [scratch]
     return out
 
 
-def scratch_bytes(network: FeedForward, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
+def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of temporary memory for `num_rows` rows."""
-    parts = _parts(network, num_rows, hidden_size, dtype)
+    parts = _parts(experts, num_rows, hidden_size, dtype)
     return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts)
 
 
 def _parts(
-    network: FeedForward, num_rows: int, hidden: int, dtype: torch.dtype
+    experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shapes and dtypes of scratch, ordered as `_run` takes them."""
-    experts = network.experts
-    assert experts is not None
-    pairs = num_rows * experts.used
-    places = pairs + min(pairs, experts.count) * (ALIGNMENT - 1)
+    size, pairs = experts.network.size, num_rows * experts.used
+    lines = pairs + min(pairs, experts.count) * (ALIGNMENT - 1)
     floats, integers = torch.float32, torch.int32
     return [
-        ((places, network.size), dtype), ((places, hidden), dtype),
-        *(((widened_floats(places, inputs),), floats) for inputs in (hidden, hidden, network.size)),
-        ((num_rows, hidden), floats), ((num_rows, experts.count), floats), ((pairs,), integers), ((places,), integers),
-        ((2, experts.count), integers), ((pairs,), integers), ((pairs,), floats),
+        ((lines, size), dtype), ((lines, hidden), dtype),
+        *(((widened_floats(lines, inputs),), floats) for inputs in (hidden, hidden, size)),
+        ((num_rows, hidden), floats), ((num_rows, experts.count), floats), ((pairs,), integers), ((lines,), integers),
+        ((lines,), integers), ((2, experts.count), integers), ((pairs,), integers), ((pairs,), floats),
     ]  # fmt: skip
 
 
@@ -76,44 +75,42 @@ def _padded(num_bytes: int) -> int:
 
 
 def _run(
-    network: FeedForward,
-    weights: ExpertWeights,
+    experts: Experts,
+    router: Tensor,
+    homes: ExpertHomes,
     norm: NormWeights | None,
     rows: Tensor,
     out: Tensor,
     scratch: list[Tensor],
     kernels: Library,
 ) -> None:
-    experts, (num_rows, hidden), size = network.experts, rows.shape, network.size
-    assert experts is not None
-    assert hidden % ALIGNMENT == 0
+    network, first = experts.network, homes.bank.places[0]
+    assert rows.shape[1] % ALIGNMENT == 0
     assert rows.is_contiguous()
-    assert weights.router.is_contiguous()
-    assert weights.router.dtype == torch.float32
+    assert router.is_contiguous()
+    assert router.dtype == torch.float32
     inner, made, first_widened, second_widened, inner_widened, *others = scratch
-    up = weights.up[:size]
-    gate, ending = (up, "activate") if weights.gate is None else (weights.gate[:size], "gate")
-    through = Step(
-        rows, gate, None, inner, norm, ending,  # type: ignore[arg-type]
-        activation=network.activation, up=None if weights.gate is None else up,
-    )  # fmt: skip
-    structure = Experts(
-        structure_of(through, (first_widened, second_widened)),
-        structure_of(Step(inner, weights.down[:hidden], None, made), (inner_widened, inner_widened)),
-        *(_row_bytes(matrix) * outputs for matrix, outputs in ((gate, size), (up, size), (weights.down, hidden))),
-        weights.router.data_ptr(),
+    gate = Step(rows, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation)
+    if first.gate is not None:
+        gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
+    down = Step(inner, first.down, first.down_bias, made)
+    structure = native.Experts(
+        structure_of(gate, (first_widened, second_widened)),
+        structure_of(down, (inner_widened, inner_widened)),
+        None,
+        router.data_ptr(),
         *(each.data_ptr() for each in others),
         out.data_ptr(),
+        homes.bank.step,
         experts.count,
         experts.used,
         len(made),
         experts.renormalised,
     )
-    given = DTYPES[rows.dtype], ctypes.byref(structure), num_rows, torch.get_num_threads()
-    kernels.library.route(*given)
-    kernels.library.run_experts(*given)
-
-
-def _row_bytes(matrix: Matrix) -> int:
-    rows = matrix.rows if isinstance(matrix, StoredMatrix) else matrix
-    return rows.stride(0) * rows.itemsize
+    dtype, at, threads = DTYPES[rows.dtype], ctypes.byref(structure), torch.get_num_threads()
+    kernels.library.route(dtype, at, len(rows), threads)
+    found = others[-2].view(len(rows), experts.used)
+    for batch in homes.batches(found):
+        structure.bank_place = batch.data_ptr()
+        kernels.library.run_experts(dtype, at, threads)
+    kernels.library.sum_experts(dtype, at, len(rows), threads)

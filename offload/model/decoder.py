@@ -57,10 +57,11 @@ class Decoder:
         self.config, self.weights, self._sums, self._kernels = config, weights, sums or OneRank(), kernels
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
-        self._operators = TorchLayers(config, self._sums, kernels.gated, kernels.experts)
+        experts = weights.experts or (None,) * config.num_layers
+        self._operators = TorchLayers(config, self._sums, kernels.gated, experts, kernels.experts)
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
-            self._native = NativeLayers(kernels, config, dtype, self._sums)
+            self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
 
     def over(self, weights: Weights) -> Decoder:
         """A decoder of the same model with other weights."""
@@ -69,7 +70,7 @@ class Decoder:
     def without_layers(self) -> Decoder:
         """A decoder with the final norm and the head alone, for `logits`. On rank 0, which has the head."""
         nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
-        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), rotated=())
+        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), rotated=(), experts=())
         return Decoder(self.config, weights, None, self._kernels)
 
     @property
@@ -85,7 +86,8 @@ class Decoder:
     @property
     def streams(self) -> bool:
         """Whether weights cross a link in a pass. Then only one pass at a time can run."""
-        return not isinstance(self.weights.layers, ResidentLayers)
+        resident = isinstance(self.weights.layers, ResidentLayers) and self.weights.slots is None
+        return not resident
 
     @property
     def takes_any_rows(self) -> bool:

@@ -12,9 +12,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block, DeltaRule, FeedForward
+from offload.config.block import Activation, Attention, Block, DeltaRule, Experts
 from offload.kernels.delta import DeltaWeights
-from offload.kernels.experts import ExpertWeights
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending
 from offload.weights.layout import LayerWeights
@@ -71,10 +70,10 @@ class Recur:
 
 @dataclass(frozen=True)
 class Mix:
-    """A mixture of experts: part = its output for the normed rows of x."""
+    """A mixture of experts: part = its output for the normed rows of x. router: fp32 [experts, hidden]."""
 
-    network: FeedForward
-    weights: ExpertWeights
+    experts: Experts
+    router: Tensor
     norm: NormWeights | None
 
 
@@ -105,7 +104,7 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
         mixer,
         *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
     ]
-    inner, *down = _network(block, weights, alone)
+    inner, *down = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
     steps: list[LayerStep] = [mix[0], inner, *mix[1:], *down] if block.side_by_side else [*mix, inner, *down]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
 
@@ -114,11 +113,16 @@ def _network(block: Block, weights: LayerWeights, alone: bool) -> list[LayerStep
     """The steps of the feed-forward network: what reads x, and what adds to it."""
     network = block.feed_forward
     norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
-    if network.experts is not None:
-        return [Mix(network, weights.experts(network), norm), Add(weights.after_feed_forward, block.scale)]
     ending: Ending = "gate" if network.gated else "activate"
     inner = Product("x", weights.gate_up, "inner", norm, ending, activation=network.activation)
     return [inner, *_added("inner", weights.down, weights.after_feed_forward, block.scale, alone)]
+
+
+def _experts(block: Block, experts: Experts, weights: LayerWeights) -> list[LayerStep]:
+    """The same of a mixture of experts."""
+    assert weights.router is not None
+    norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
+    return [Mix(experts, weights.router, norm), Add(weights.after_feed_forward, block.scale)]
 
 
 def _added(read: Operand, linear: Linear, norm: NormWeights | None, factor: float, alone: bool) -> list[LayerStep]:

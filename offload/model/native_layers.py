@@ -9,6 +9,7 @@ from torch import Tensor
 
 from offload.config.block import Activation, Attention, Block, Mixer
 from offload.config.model import ModelConfig
+from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
@@ -29,8 +30,16 @@ class NativeLayers:
     buffers.
     """
 
-    def __init__(self, kernels: Library, config: ModelConfig, dtype: torch.dtype, sums: Sums) -> None:
-        self._kernels, self._config, self._dtype, self._sums = kernels, config, dtype, sums
+    def __init__(
+        self,
+        kernels: Library,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        sums: Sums,
+        experts: Sequence[ExpertHomes | None],
+    ) -> None:
+        """experts: of each layer."""
+        self._kernels, self._config, self._dtype, self._sums, self._experts = kernels, config, dtype, sums, experts
         self._alone = isinstance(sums, OneRank)
         self._most = 0
         self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by identity of weights and block
@@ -57,7 +66,9 @@ class NativeLayers:
                 case Recur():
                     mixed = caches.recur(layer, room.qkv[:num_rows], step.weights)
                 case Mix():
-                    made = run_experts(step.network, step.weights, step.norm, x, kernels=self._kernels)
+                    homes = self._experts[layer]
+                    assert homes is not None
+                    made = run_experts(step.experts, step.router, homes, step.norm, x, kernels=self._kernels)
                     self._operands["part"][:num_rows] = made
                 case Add():
                     total = self._sums.total(self._operands["part"][:num_rows])

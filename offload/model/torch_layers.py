@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated
-from offload.kernels.experts import RunExperts, run_experts
+from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import normed_over_ranks, norms_over_ranks
 from offload.model.layer import Add, Attend, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
@@ -24,8 +24,17 @@ class TorchLayers:
     """Executor of layers' steps by torch's operators and the device's kernels of gates and experts. The list of steps
     is made once for each set of weights, whose addresses do not change: streamed weights use a few staging buffers."""
 
-    def __init__(self, config: ModelConfig, sums: Sums, gated: Gated, experts: RunExperts | None) -> None:
-        self._config, self._sums, self._gated, self._experts = config, sums, gated, experts
+    def __init__(
+        self,
+        config: ModelConfig,
+        sums: Sums,
+        gated: Gated,
+        experts: Sequence[ExpertHomes | None],
+        run_experts: RunExperts | None,
+    ) -> None:
+        """experts: of each layer. run_experts: None for torch's operators."""
+        self._config, self._sums, self._gated = config, sums, gated
+        self._experts, self._run_experts = experts, run_experts
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
     def run(
@@ -43,7 +52,7 @@ class TorchLayers:
                 case Recur():
                     operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
                 case Mix():
-                    operands["part"] = self._mixed(step, x, blocks)
+                    operands["part"] = self._mixed(layer, step, x, blocks)
                 case Add():
                     add_normed(x, self._sums.total(operands["part"]), step.norm, step.factor)
                 case _:
@@ -74,12 +83,12 @@ class TorchLayers:
             return self._gated(made, step.activation)
         return activated(made, step.activation) if step.ending == "activate" else made
 
-    def _mixed(self, step: Mix, x: Tensor, blocks: Sequence[int] | None) -> Tensor:
+    def _mixed(self, layer: int, step: Mix, x: Tensor, blocks: Sequence[int] | None) -> Tensor:
         """The output of a mixture of experts for x [T, hidden]."""
-        given = step.network, step.weights, step.norm, x
-        if self._experts is not None:
-            return self._experts(*given)
-        return run_experts(*given, multiply=partial(product, bias=None), blocks=blocks)
+        homes = self._experts[layer]
+        assert homes is not None
+        run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
+        return run(step.experts, step.router, homes, step.norm, x)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""

@@ -6,20 +6,21 @@
 #pragma once
 #include "products.h"
 
-// gate_up, down: the products of expert 0, x of the one being `rows` rows, and out of the one and x of the other scratch
-// [places, inner], out of the other [places, outputs]; with scratch for as many rows. gate_step, up_step, down_step: bytes
-// from the matrix of an expert to that of the next one. router: [count, inputs] fp32. Scratch: normed [rows, inputs],
-// scores [rows, count], place_of [rows, used], row_of [places], starts [2, count]. chosen, weights: [rows, used], of each
-// row the largest score first. out: [rows, outputs]. inputs and outputs are multiples of 16.
+// gate_up, down: the products of the expert at the beginning of a bank, x of the one being `rows` rows, and out of the
+// one and x of the other scratch [lines, inner], out of the other [lines, outputs]; with scratch for as many rows. step:
+// bytes from an expert of the bank to the next one. bank_place: [count], of each expert, or -1 if it is not there.
+// router: [count, inputs] fp32. Scratch: normed [rows, inputs], scores [rows, count], line_of [rows, used], row_of and
+// expert_of [lines], starts [2, count]. chosen, weights: [rows, used], of each row the largest score first. out: [rows,
+// outputs]. inputs and outputs are multiples of 16.
 struct Experts {
     Product gate_up, down;
-    int64_t gate_step, up_step, down_step;
+    const int32_t* bank_place;
     const float* router;
     float *normed, *scores;
-    int32_t *place_of, *row_of, *starts, *chosen;
+    int32_t *line_of, *row_of, *expert_of, *starts, *chosen;
     float* weights;
     void* out;
-    int64_t count, used, places, renormalised;
+    int64_t step, count, used, lines, renormalised;
 };
 
 namespace experts {
@@ -67,6 +68,25 @@ inline void choose(const Experts& e, int64_t row) {
     for (int64_t i = 0; i < e.used; i++) weights[i] /= total;
 }
 
+// Gives each row of each expert a line of scratch, an expert's in the order of the rows. -1: a line without a row.
+inline void arrange(const Experts& e, int64_t rows) {
+    int32_t *starts = e.starts, *counts = e.starts + e.count, next = 0;
+    __builtin_memset(counts, 0, e.count * sizeof *counts);
+    __builtin_memset(e.row_of, -1, e.lines * sizeof *e.row_of);
+    for (int64_t i = 0; i < rows * e.used; i++) counts[e.chosen[i]]++;
+    for (int64_t expert = 0; expert < e.count; expert++) {
+        starts[expert] = next;
+        next += (counts[expert] + SIDE - 1) / SIDE * SIDE;
+    }
+    for (int64_t i = 0; i < rows * e.used; i++) {
+        const int32_t at = starts[e.chosen[i]]++;
+        e.line_of[i] = at;
+        e.row_of[at] = int32_t(i / e.used);
+        e.expert_of[at] = e.chosen[i];
+    }
+    for (int64_t expert = 0; expert < e.count; expert++) starts[expert] -= counts[expert];
+}
+
 template <class E>
 void route(const Experts& e, int64_t rows, int64_t how_many) {
     const int64_t blocks = (e.count + SCORES - 1) / SCORES, counts[] = {rows, rows * blocks, rows};
@@ -76,50 +96,37 @@ void route(const Experts& e, int64_t rows, int64_t how_many) {
         else if (phase == 1) score(e, item / blocks, item % blocks * SCORES);
         else choose(e, item);
     });
+    arrange(e, rows);
 }
 
-// Gives each row of each expert a place, an expert's in the order of the rows. -1: a place without a row.
-inline void place(const Experts& e, int64_t rows) {
-    int32_t *starts = e.starts, *counts = e.starts + e.count, next = 0;
-    __builtin_memset(counts, 0, e.count * sizeof *counts);
-    __builtin_memset(e.row_of, -1, e.places * sizeof *e.row_of);
-    for (int64_t i = 0; i < rows * e.used; i++) counts[e.chosen[i]]++;
-    for (int64_t expert = 0; expert < e.count; expert++) {
-        starts[expert] = next;
-        next += (counts[expert] + SIDE - 1) / SIDE * SIDE;
-    }
-    for (int64_t i = 0; i < rows * e.used; i++) {
-        const int32_t at = starts[e.chosen[i]]++;
-        e.place_of[i] = at;
-        e.row_of[at] = int32_t(i / e.used);
-    }
-    for (int64_t expert = 0; expert < e.count; expert++) starts[expert] -= counts[expert];
-}
-
-inline void move(stored::Matrix& matrix, int64_t bytes) {
-    if (matrix.rows) matrix.rows = static_cast<const char*>(matrix.rows) + bytes;
+// Moves a product from the first expert of the bank to one `bytes` further on.
+inline void move(Product& p, int64_t bytes) {
+    const auto on = [&](const void*& at) {
+        if (at) at = static_cast<const char*>(at) + bytes;
+    };
+    on(p.weight.rows);
+    on(p.up.rows);
+    on(p.bias);
 }
 
 // A tile of the outputs of an expert's rows.
 template <class E>
-void work_out(const Experts& e, const Product& of_first, int64_t step, int64_t up_step, int64_t expert, int64_t tile) {
+void work_out(const Experts& e, const Product& of_first, int64_t expert, int64_t tile) {
     const int64_t rows = e.starts[e.count + expert];
-    if (!rows) return;
+    if (!rows || e.bank_place[expert] < 0) return;
     Product p = of_first;
-    move(p.weight, step * expert);
-    move(p.up, up_step * expert);
+    move(p, e.step * e.bank_place[expert]);
     products::work_out<E>(p, e.starts[expert], rows, tile);
 }
 
-// A row's place, as it is multiplied with a matrix of its expert.
+// Line `line` of scratch, which begins as row `row` of x, as it is multiplied with a matrix of its expert.
 template <class E>
-void prepare(const Product& p, const int32_t* row_of, int64_t place) {
-    const int64_t row = row_of ? row_of[place] : place;
+void prepare(const Product& p, int64_t row, int64_t line) {
     Product from = p;
     using element = typename E::element;
-    from.x = static_cast<const element*>(p.x) + (row - place) * p.x_stride;
-    products::prepare_row<E>(from, p.weight, p.widened, place);
-    if (p.widened_up != p.widened) products::prepare_row<E>(from, p.up, p.widened_up, place);
+    from.x = static_cast<const element*>(p.x) + (row - line) * p.x_stride;
+    products::prepare_row<E>(from, p.weight, p.widened, line);
+    if (p.widened_up != p.widened) products::prepare_row<E>(from, p.up, p.widened_up, line);
 }
 
 template <class E>
@@ -130,25 +137,31 @@ void sum_row(const Experts& e, int64_t row) {
     for (int64_t at = 0; at < e.down.outputs; at += W) {
         f32 total = {};
         for (int64_t i = row * e.used; i < (row + 1) * e.used; i++)
-            total = fma(all(e.weights[i]), E::read(parts + e.place_of[i] * e.down.out_stride + at), total);
+            total = fma(all(e.weights[i]), E::read(parts + e.line_of[i] * e.down.out_stride + at), total);
         E::write(to + at, E::rounded(total));
     }
 }
 
-// The rows' output, once they are routed.
+// What the experts of the bank make of their rows, once these are routed.
 template <class E>
-void run(const Experts& e, int64_t rows, int64_t how_many) {
-    place(e, rows);
+void run(const Experts& e, int64_t how_many) {
     const auto tiles_of = [](const Product& p) { return (p.outputs + products::OUTPUTS - 1) / products::OUTPUTS; };
+    const auto is_here = [&](int64_t line) { return e.row_of[line] >= 0 && e.bank_place[e.expert_of[line]] >= 0; };
     const int64_t inner = tiles_of(e.gate_up), outer = tiles_of(e.down);
-    const int64_t counts[] = {e.places, e.count * inner, e.places, e.count * outer, rows};
-    threads::in_phases<tiles::Use>(how_many, counts, 5, [&](int phase, int64_t item, tiles::Use&, int) {
-        if (phase == 0 && e.row_of[item] >= 0) prepare<E>(e.gate_up, e.row_of, item);
-        if (phase == 1) work_out<E>(e, e.gate_up, e.gate_step, e.up_step, item / inner, item % inner);
-        if (phase == 2 && e.row_of[item] >= 0) prepare<E>(e.down, nullptr, item);
-        if (phase == 3) work_out<E>(e, e.down, e.down_step, 0, item / outer, item % outer);
-        if (phase == 4) sum_row<E>(e, item);
+    const int64_t counts[] = {e.lines, e.count * inner, e.lines, e.count * outer};
+    threads::in_phases<tiles::Use>(how_many, counts, 4, [&](int phase, int64_t item, tiles::Use&, int) {
+        if (phase == 0 && is_here(item)) prepare<E>(e.gate_up, e.row_of[item], item);
+        if (phase == 1) work_out<E>(e, e.gate_up, item / inner, item % inner);
+        if (phase == 2 && is_here(item)) prepare<E>(e.down, item, item);
+        if (phase == 3) work_out<E>(e, e.down, item / outer, item % outer);
     });
+}
+
+// The rows' output, once all of their experts have run.
+template <class E>
+void sum(const Experts& e, int64_t rows, int64_t how_many) {
+    struct None {};
+    threads::in_phases<None>(how_many, &rows, 1, [&](int, int64_t row, None&, int) { sum_row<E>(e, row); });
 }
 
 }  // namespace experts

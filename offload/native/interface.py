@@ -117,9 +117,9 @@ class Experts(ctypes.Structure):
     _fields_ = [
         ("gate_up", Product),
         ("down", Product),
-        *_integers("gate_step", "up_step", "down_step"),
-        *_pointers("router", "normed", "scores", "place_of", "row_of", "starts", "chosen", "weights", "out"),
-        *_integers("count", "used", "places", "renormalised"),
+        *_pointers("bank_place", "router", "normed", "scores", "line_of", "row_of", "expert_of", "starts", "chosen"),
+        *_pointers("weights", "out"),
+        *_integers("step", "count", "used", "lines", "renormalised"),
     ]
 
 
@@ -161,7 +161,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "delta_room": (c_int64, [POINTER(Delta)]),
     "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),
     "route": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
-    "run_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
+    "run_experts": (None, [c_int64, POINTER(Experts), c_int64]),
+    "sum_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
 }
 
 

@@ -151,6 +151,10 @@ KERNEL void route(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many)
     with(dtype, [&]<class E>() { experts::route<E>(*e, rows, how_many); });
 }
 
-KERNEL void run_experts(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
-    with(dtype, [&]<class E>() { experts::run<E>(*e, rows, how_many); });
+KERNEL void run_experts(Dtype dtype, const Experts* e, int64_t how_many) {
+    with(dtype, [&]<class E>() { experts::run<E>(*e, how_many); });
+}
+
+KERNEL void sum_experts(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { experts::sum<E>(*e, rows, how_many); });
 }

@@ -158,7 +158,8 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     """The key of a model's record: shapes, encodings of the matrices, dtype (bf16, fp16 or fp32), the bits of its
     weights if fewer, and whether kernels are requested."""
     attention, inner = config.block.attention, config.block.feed_forward
-    experts = {} if inner.experts is None else {"experts": inner.experts.count, "used": inner.experts.used}
+    own = config.block.experts
+    experts = {} if own is None else {"experts": own.count, "used": own.used, "of": own.network.size}
     shapes = {name: getattr(config, name) for name in _SHAPES} | {
         "qkv_bias": int(attention.bias),
         "o_bias": int(attention.out_bias),
@@ -169,8 +170,7 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
     named = " ".join(f"{name}={value}" for name, value in shapes.items())
     form = "" if config.is_llama_shaped else f" {config.family}"
     form += " values=keys" if attention.values_are_keys else ""
-    of_layer = config.block.encodings
-    stored = *of_layer.qkv, of_layer.o, *of_layer.gate_up, of_layer.down, config.head_encoding
+    stored = *config.block.encodings.every, config.head_encoding
     form += f" stored={','.join(stored)}" if any(stored) else ""
     bits = f" weights={weight_bits}" if weight_bits < 16 else ""
     return f"{named}{form} {dtype}{bits} kernels={os.environ.get(KERNELS) or 'on'}"

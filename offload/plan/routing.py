@@ -21,11 +21,8 @@ def distinct_experts(experts: Experts, rows: int) -> float:
 
 def read_bytes(layer: ModelConfig, dtype_bytes: int, rows: int) -> float:
     """Bytes of the weights of `layer.block` that `rows` rows read between them."""
-    experts, num_bytes = layer.block.feed_forward.experts, layer.layer_weight_bytes(dtype_bytes)
-    if experts is None:
-        return num_bytes
-    unread = 1.0 - distinct_experts(experts, rows) / experts.count
-    return num_bytes - unread * layer.experts_bytes(dtype_bytes)
+    experts, num_bytes = layer.block.experts, layer.layer_weight_bytes(dtype_bytes)
+    return num_bytes + (distinct_experts(experts, rows) * layer.expert_bytes(dtype_bytes) if experts else 0)
 
 
 def layers_read_bytes(model: ModelConfig, dtype_bytes: int, rows: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, DeltaRule, Mixer
+from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.layout import encoding
@@ -16,8 +17,8 @@ SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 @dataclass(frozen=True)
 class Shard:
     """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, consecutive value heads of a
-    delta rule with their key heads, and consecutive rows of the feed-forward network (Shoeybi et al. 2019, arXiv
-    1909.08053, section 3).
+    delta rule with their key heads, and consecutive rows of the feed-forward network and of each expert (Shoeybi et al.
+    2019, arXiv 1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
     ranks. If there are fewer KV heads than ranks, neighbouring ranks hold the same one. Norms and embeddings are whole.
@@ -48,6 +49,10 @@ class Shard:
         """The rank's rows of the feed-forward network."""
         return self._part(whole.intermediate_size)
 
+    def inner_of_experts(self, whole: ModelConfig) -> range:
+        """The rank's rows of each expert."""
+        return self._part(whole.block.experts.network.size if whole.block.experts else 0)
+
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The config of the model that this rank runs: `whole` without the heads and rows of other ranks."""
         if self.size == 1:
@@ -58,7 +63,10 @@ class Shard:
     def _block(self, whole: ModelConfig) -> Block:
         """The rank's part of one layer, which is all of `whole`."""
         inner = replace(whole.block.feed_forward, size=len(self.inner(whole)))
-        return replace(whole.block, mixer=self._mixer(whole), feed_forward=inner)
+        experts = whole.block.experts
+        if experts is not None:
+            experts = replace(experts, network=replace(experts.network, size=len(self.inner_of_experts(whole))))
+        return replace(whole.block, mixer=self._mixer(whole), feed_forward=inner, experts=experts)
 
     def _mixer(self, whole: ModelConfig) -> Mixer:
         mixer = whole.block.mixer
@@ -85,7 +93,7 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
         states = f", {_delta_heads(config.delta)} heads with a state" if config.delta is not None else ""
         raise UsageError(
             f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads{states} and "
-            f"{config.intermediate_size} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
+            f"{_rows(config)} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
             f"--gpus may be {', '.join(map(str, usable))}"
         )
 
@@ -97,15 +105,27 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
         shared = mixer.num_heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     else:
         shared = _delta_heads(mixer) % num_ranks == 0
-    if not shared or config.intermediate_size % num_ranks:
+    experts = config.block.experts
+    if not shared or any(
+        size % num_ranks for size in (config.intermediate_size, experts.network.size if experts else 0)
+    ):
         return False
-    split = (part for operator in SPLIT_BY_INPUTS for part in config.layer_matrices()[operator] if part.encoding)
+    split = [part for operator in SPLIT_BY_INPUTS for part in config.layer_matrices()[operator]]
+    split += [expert_matrices(config.block, config.hidden_size)["down"]] if experts else []
+    split = [part for part in split if part.encoding]
     return all(part.inputs // num_ranks % encoding(part.encoding).numbers == 0 for part in split)
 
 
 def _delta_heads(delta: DeltaRule) -> int:
     """The number of heads, with those that they share, that ranks can divide."""
     return delta.num_key_heads if delta.tiled is None else delta.num_heads
+
+
+def _rows(config: ModelConfig) -> str:
+    """The numbers of rows of all feed-forward networks, for a message: "128 and 768"."""
+    blocks = [kind.block for kind, _ in config.kinds]
+    sizes = [each.feed_forward.size for each in blocks] + [each.experts.network.size for each in blocks if each.experts]
+    return " and ".join(map(str, dict.fromkeys(filter(None, sizes))))
 
 
 def _in_blocks(config: ModelConfig) -> str:

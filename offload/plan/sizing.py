@@ -419,14 +419,16 @@ class Sizing:
 
     def _network_bytes(self, layer: ModelConfig) -> int:
         """Bytes of a prefill block's rows in the feed-forward network of `layer.block`."""
-        network, hidden, item = layer.block.feed_forward, layer.hidden_size, self.itemsize
-        inner = PREFILL_BLOCK * 3 * network.size * item
-        if network.experts is None:
-            return inner
+        experts, hidden, item = layer.block.experts, layer.hidden_size, self.itemsize
+        dense = PREFILL_BLOCK * 3 * layer.block.feed_forward.size * item
+        if experts is None:
+            return dense
+        size, pairs = experts.network.size, PREFILL_BLOCK * experts.used
         if self.hardware.packs and self.hardware.is_cpu:
-            places = PREFILL_BLOCK * network.used + min(PREFILL_BLOCK * network.used, network.count) * 15
-            return places * ((network.size + hidden) * item + 5 * (network.size + 2 * hidden))  # rows, and widened
-        return inner + PREFILL_BLOCK * network.used * hidden * (item + 8)  # of each expert, and in fp32 by its weight
+            lines = pairs + min(pairs, experts.count) * 15
+            return max(dense, lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
+        inner = PREFILL_BLOCK * 3 * size * item
+        return max(dense, inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a

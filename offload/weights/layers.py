@@ -11,9 +11,9 @@ from torch import Tensor
 
 from offload.config.matrices import OPERATORS, Matrix
 from offload.config.model import ModelConfig
-from offload.errors import ModelError
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
+from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
@@ -21,12 +21,12 @@ from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
+from offload.weights.experts import ExpertSlots, StreamedExperts, load_experts
+from offload.weights.fp16 import check_range
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
 from offload.weights.layout import LayerLayout, LayerWeights
-from offload.weights.linear import Linear, numbers
+from offload.weights.linear import Linear
 from offload.weights.tensors import head_order, sources
-
-_CHECKED_NUMBERS = 1 << 22  # of a stored matrix that are checked at once
 
 
 def load_layer(
@@ -66,23 +66,6 @@ def _order_heads(rows: Tensor, order: Tensor) -> None:
     place."""
     heads = rows.view(-1, len(order), *rows.shape[1:])
     heads.copy_(heads[:, order])
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite. It makes no temporaries; those of `isfinite` take three times a tensor's
-    bytes."""
-    return all(bool(end.isfinite()) for end in tensor.aminmax())
-
-
-def _in_fp16(weights: Tensor | StoredMatrix) -> Iterator[Tensor]:
-    """The numbers of `weights` that are in fp16, and of a stored matrix the decoded numbers, some rows at a time."""
-    if isinstance(weights, StoredMatrix):
-        outputs, inputs = weights.shape
-        step = max(1, _CHECKED_NUMBERS // inputs)
-        for first in range(0, outputs, step):
-            yield numbers(weights[first : first + step], torch.float16)
-    elif weights.dtype == torch.float16:
-        yield weights
 
 
 class Layers(Protocol):
@@ -197,13 +180,20 @@ class StreamedLayers:
 class Weights:
     """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
     embedding's table itself if tied, None on a rank that computes no logits. rotated: for each layer the factors of its
-    queries and keys after the rotation, [D] each on the device; () if there are none."""
+    queries and keys after the rotation, [D] each on the device; () if there are none. experts: of each layer; () if no
+    layer has any."""
 
     embedding: Embedding
     layers: Layers
     final_norm: NormWeights
     head: Linear | None
     rotated: tuple[tuple[Tensor, Tensor], ...] = ()
+    experts: tuple[ExpertHomes | None, ...] = ()
+
+    @property
+    def slots(self) -> ExpertSlots | None:
+        """The slots for experts, if these are on the host."""
+        return next((each.slots for each in self.experts if isinstance(each, StreamedExperts)), None)
 
 
 def load_weights(
@@ -217,29 +207,25 @@ def load_weights(
     num_resident: int = 0,
     num_staging: int = NUM_STAGING,
     link_bits: int = 16,
+    expert_slots: int = 0,
     embeds_on_host: bool = False,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
     """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
-    The embedding's table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the
-    head.
+    Experts are on the device, or on the host with `expert_slots` slots on the device, if that is not 0. The embedding's
+    table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the head.
 
     `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
     a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout
     on the host. Raises ModelError, DoesNotFit; UsageError if kernels are missing.
     """
 
-    def check_range(weights: Tensor | StoredMatrix, owner: str) -> None:
-        """Raise ModelError for weights beyond fp16's range: a bf16 weight, or a scale times its code, may exceed it."""
-        if dtype == torch.float16 and not all(map(all_finite, _in_fp16(weights))):
-            raise ModelError(f"{owner} has weights beyond fp16's range of 65504; try --dtype bf16 or fp32")
-
     def place(tensor: str, shape: tuple[int, ...], tier: Tier = "device", kind: torch.dtype = dtype) -> Tensor:
         block = memory.allocate(shape, kind, tier=tier, purpose=f"{name} embeddings")
         checkpoint.read_into(tensor, block)
-        check_range(block, tensor)
+        check_range(block, tensor, dtype)
         on_bytes(block.nbytes)
         return block
 
@@ -250,7 +236,7 @@ def load_weights(
         rows = allocate(tier, f"{name} embeddings", table.nbytes(0))
         rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
         checkpoint.read_stored(tensor, rows)
-        check_range(StoredMatrix(rows, kind), tensor)
+        check_range(StoredMatrix(rows, kind), tensor, dtype)
         on_bytes(rows.nbytes)
         return StoredMatrix(rows, kind)
 
@@ -259,7 +245,7 @@ def load_weights(
         load_layer(checkpoint, config, layout, index, buffer, shard)
         for view_name, view in layout.views.items():
             kind, held = layout.stored.get(view_name), view.of(buffer)
-            check_range(StoredMatrix(held, encoding(kind)) if kind else held, f"layer {index}")
+            check_range(StoredMatrix(held, encoding(kind)) if kind else held, f"layer {index}", dtype)
         if (block := config.blocks[index]).attends and block.attention.weighs_rotated:
             q, k = (layout.views[name].of(buffer) for name in ("q_norm", "k_norm"))
             rotated.append((sent(q.clone(), memory.device), sent(k.clone(), memory.device)))
@@ -299,6 +285,17 @@ def load_weights(
         largest = max((len(home.content) for home in homes), default=whole)
         staging = [allocate("device", "weight staging", largest) for _ in range(num_staging)]
         layers = StreamedLayers(resident, homes, layouts, staging, link, opened=opened, coded=coded)
+    experts = load_experts(
+        checkpoint,
+        config,
+        memory,
+        dtype=dtype,
+        name=name,
+        link=link,
+        slots=expert_slots,
+        on_bytes=on_bytes,
+        shard=shard,
+    )
     names, row = config.names, (config.hidden_size,)
     embedding = place_table(names.embeddings, config.table, "host" if embeds_on_host else "device")
     head = None
@@ -310,5 +307,10 @@ def load_weights(
         final += 1
     bias = place(f"{names.norm}.bias", row, kind=kind) if config.norm.bias else None
     return Weights(
-        Embedding(embedding, memory.device, dtype), layers, NormWeights(config.norm, final, bias), head, tuple(rotated)
+        Embedding(embedding, memory.device, dtype),
+        layers,
+        NormWeights(config.norm, final, bias),
+        head,
+        tuple(rotated),
+        experts,
     )

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from offload.config.block import BLOCK_NORMS, FeedForward, Norm
+from offload.config.block import BLOCK_NORMS, Norm
 from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.model import ModelConfig, layer_norms, layer_vectors
 from offload.formats.layout import encoding
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.delta import DeltaWeights
-from offload.kernels.experts import ExpertWeights
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.weights.linear import Linear, Parts, Weight
 
@@ -30,8 +29,8 @@ _FACTOR = "factor"
 @dataclass(frozen=True)
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
-    output. gate_up: only up in a network without a gate; of experts all gates and then all ups. factor: on the layer's
-    output rows, [1]. delta: of a layer with a state. router: of a layer with experts, [experts, hidden] fp32."""
+    output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. delta: of a layer
+    with a state. router: of a layer with experts, fp32 [experts, hidden]."""
 
     qkv: Linear
     o: Linear
@@ -47,19 +46,6 @@ class LayerWeights:
     factor: Tensor | None = None
     delta: DeltaWeights | None = None
     router: Tensor | None = None
-
-    def experts(self, network: FeedForward) -> ExpertWeights:
-        """The weights of a layer with experts. network: their description."""
-        both, down = self.gate_up.weight, self.down.weight
-        assert self.router is not None
-        assert not isinstance(both, Codes)
-        assert isinstance(down, Tensor | StoredMatrix)
-        if not network.gated:
-            assert isinstance(both, Tensor | StoredMatrix)
-            return ExpertWeights(self.router, None, both, down)
-        outputs = both.shape[0] // 2
-        gate, up = both.parts if isinstance(both, Parts) else (both[:outputs], both[outputs:])
-        return ExpertWeights(self.router, gate, up, down)
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from offload.config import next_token
 from offload.config.block import BLOCK_NORMS, Attention
+from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
@@ -34,18 +35,20 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     summed over the ranks has sources only on the first rank, so that it is added once."""
     operator, _, kind = view.partition(".")
     names, hidden = whole.names, range(whole.hidden_size)
+    if operator in ("gate_up", "down") and not whole.block.feed_forward.size:
+        return []
     if operator in ("qkv", "gate_up"):
         columns = hidden if kind == "weight" else None
         parts = _qkv(whole, shard) if operator == "qkv" else _gate_up(whole, shard)
         return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in parts]
     if operator in ("o", "down"):
-        tensors, inputs = _by_inputs(whole, shard)[operator]
-        columns = inputs if kind == "weight" else None
-        found = [Source(f"{name}.{kind}", rows, columns) for name, rows in _placed(tensors, hidden)]
-        return found if kind == "weight" or shard.rank == 0 else []
+        name, inputs = _by_inputs(whole, shard)[operator]
+        if kind == "bias":
+            return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
+        return [Source(f"{name}.weight", hidden, inputs)]
     if operator == ROUTER:
-        experts = whole.block.feed_forward.count
-        return [Source(f"{names.router}.weight", range(experts), hidden)]
+        assert whole.block.experts is not None
+        return [Source(f"{names.experts.router}.weight", range(whole.block.experts.count), hidden)]
     if operator == "factor":
         return [Source("layer_scalar", range(1))]
     if operator in VECTORS:
@@ -62,6 +65,26 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
         return [Source(name, heads, range(whole.head_dim), rotates=True)]
     return [Source(name, _normed(whole, shard, operator), rotates=operator != "v_norm")]
+
+
+def expert_sources(whole: ModelConfig, shard: Shard, number: int, view: str) -> list[Source]:
+    """The sources of a view of a shard's expert `number` in the layer `whole.block`, top to bottom, see
+    `weights.experts.layout_of`. Those of a tensor of all experts are of its matrices one below the other."""
+    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
+    assert experts is not None
+    inner, (operator, kind) = shard.inner_of_experts(whole), view.split(".")
+    if operator == "down":
+        rows = hidden if "{}" in names.down else _after(number * len(hidden), hidden)
+        found = [Source(f"{names.down.format(number)}.{kind}", rows, inner if kind == "weight" else None)]
+        return found if kind == "weight" or shard.rank == 0 else []
+    size, columns, fused = experts.network.size, hidden if kind == "weight" else None, names.gate == names.up
+    found = []
+    for part in ("gate", "up") if operator == "gate_up" else (operator,):
+        name = getattr(names, part)
+        before = 0 if "{}" in name else number * size * (1 + fused)
+        before += size * (fused and part == "up")
+        found.append(Source(f"{name.format(number)}.{kind}", _after(before, inner), columns))
+    return found
 
 
 def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
@@ -97,29 +120,18 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
-    """The shard's rows of all gates, then of all ups. Where one tensor has both, the ups come after the gates."""
-    inner, network, before = shard.inner(whole), whole.block.feed_forward, Counter[str]()
-    for shares in whole.names.of_network(network)[:-1]:
-        for name in shares:
-            yield Source(name, _after(before[name], inner))
-            before[name] += network.size
+    fused, inner = whole.names.fused_gate_up, shard.inner(whole)
+    if whole.block.feed_forward.gated:
+        yield Source(fused or "mlp.gate_proj", inner)
+    yield Source(fused, _after(whole.intermediate_size, inner)) if fused else Source(whole.names.up, inner)
 
 
-def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[tuple[str, ...], range]]:
+def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
     if whole.block.attends:
         mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
     else:
         mixer = whole.names.delta.out, _times(shard.value_heads(whole), whole.block.delta.value_dim)
-    downs = whole.names.of_network(whole.block.feed_forward)[-1]
-    return {"o": ((mixer[0],), mixer[1]), "down": (downs, shard.inner(whole))}
-
-
-def _placed(names: Sequence[str], rows: range) -> Iterator[tuple[str, range]]:
-    """Each name with `rows`, or those that follow if a tensor has occurred before."""
-    before = Counter[str]()
-    for name in names:
-        yield name, _after(before[name] * len(rows), rows)
-        before[name] += 1
+    return {"o": mixer, "down": (whole.names.down, shard.inner(whole))}
 
 
 def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
@@ -176,11 +188,20 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of `config.block`'s tensors, by name within a layer."""
     found: dict[str, tuple[int, ...]] = {}
-    for view in LayerLayout.of(config.plain, torch.float32).views:
-        for source in sources(config, ALONE, view):
-            shape = (source.rows.stop, *([] if source.columns is None else [source.columns.stop]))
-            found[source.name] = max(found.get(source.name, shape), shape)
+    own = (sources(config, ALONE, view) for view in LayerLayout.of(config.plain, torch.float32).views)
+    for source in chain(chain.from_iterable(own), _of_experts(config)):
+        shape = (source.rows.stop, *([] if source.columns is None else [source.columns.stop]))
+        found[source.name] = max(found.get(source.name, shape), shape)
     return found
+
+
+def _of_experts(config: ModelConfig) -> Iterator[Source]:
+    """The sources of all experts of `config.block`."""
+    block, hidden = config.block, config.hidden_size
+    views = [*(f"{name}.weight" for name in expert_matrices(block, hidden)), *expert_vectors(block, hidden)]
+    for number in range(block.experts.count if block.experts else 0):
+        for view in views:
+            yield from expert_sources(config, ALONE, number, view)
 
 
 def head_order(attention: Attention) -> torch.Tensor | None:

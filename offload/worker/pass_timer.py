@@ -48,6 +48,7 @@ from offload.plan.sizing import BLOCK_ROWS
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
+from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.linear import Linear
@@ -138,9 +139,9 @@ class _Trial:
         item, config = dtype.itemsize, replace(config, blocks=(config.block,) * config.num_layers)
         self._config, self._kernels, self._coded = config, _kernels(config), weight_bits < 16
         self._block = 1 if self._kernels.usable else BLOCK_ROWS
-        self._limit = LIMIT_SECONDS + config.layer_weight_bytes(item) / LIMIT_RATE
+        self._limit = LIMIT_SECONDS + _layer_bytes(config, item) / LIMIT_RATE
         room = LAYER_BYTES * 4 if self._coded else LAYER_BYTES  # bytes of the exact layers
-        self._num_layers = _between(1, room // config.layer_weight_bytes(item), config.num_layers)
+        self._num_layers = _between(1, room // _layer_bytes(config, item), config.num_layers)
         self._vocab_size = _between(1, LAYER_BYTES // (config.hidden_size * item), config.vocab_size)
         per_token = config.layer_kv_bytes(item)
         most = min(config.context_limit - 2 * ROWS[-1], MAX_TOKENS)
@@ -310,6 +311,14 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
             layer.router.normal_(generator=random).sub_(layer.router.mean(1, keepdim=True))
         return layer
 
+    def experts(count: int) -> ResidentExperts:
+        layout = layout_of(config, dtype)
+        content = torch.empty(count, layout.num_bytes, dtype=torch.uint8)
+        for buffer in content:
+            for view in layout.views.values():
+                view.of(buffer).fill_(_VALUE)
+        return ResidentExperts(bank_of(layout, content))
+
     def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
         if not encoded:
             return torch.full((outputs, config.hidden_size), _VALUE, dtype=dtype)
@@ -323,7 +332,13 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     embedding = Embedding(table, torch.device("cpu"), dtype)
     layers = [layer() for _ in range(num_layers)]
-    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None))
+    own = (experts(config.experts.count) for _ in layers) if config.experts is not None else ()
+    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None), experts=tuple(own))
+
+
+def _layer_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of a layer with its experts."""
+    return config.layer_weight_bytes(dtype_bytes) + config.experts_bytes(dtype_bytes)
 
 
 def _tokens(rows: int) -> list[int]:

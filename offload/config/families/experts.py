@@ -14,15 +14,14 @@ READS = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok", "m
 
 
 def with_experts(source: Fields, config: ModelConfig, dense: Container[int] = ()) -> ModelConfig:
-    """`config` with experts in all layers but the `dense` ones, by number."""
+    """`config` with experts in place of the feed-forward networks of all layers but the `dense` ones, by number."""
     key = "num_local_experts" if source.data.get("num_experts") is None else "num_experts"
-    count = source.integer(key, MOST_EXPERTS)
-    experts = Experts(count, source.integer("num_experts_per_tok", count), source.flag("norm_topk_prob", False))
-    size = source.integer("moe_intermediate_size", 1 << 22)
+    count, size = source.integer(key, MOST_EXPERTS), source.integer("moe_intermediate_size", 1 << 22)
+    used, renormalised = source.integer("num_experts_per_tok", count), source.flag("norm_topk_prob", False)
 
     def change(block: Block) -> Block:
-        network: FeedForward = replace(block.feed_forward, size=size, experts=experts)
-        return replace(block, feed_forward=network)
+        experts = Experts(replace(block.feed_forward, size=size), count, used, renormalised)
+        return replace(block, feed_forward=FeedForward(0), experts=experts)
 
     made = {block: change(block) for block in set(config.blocks)}
     blocks = tuple(block if at in dense else made[block] for at, block in enumerate(config.blocks))

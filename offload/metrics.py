@@ -85,25 +85,6 @@ class LevelStats:
         return asdict(self) | derived
 
 
-@dataclass
-class LinkStats:
-    """Traffic over the link. busy_seconds: time with at least one copy from host to device in flight."""
-
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-    busy_seconds: float = 0.0
-    bytes_per_second: float | None = None  # the set bandwidth; None without a link or if the link is not paced
-
-    def __sub__(self, earlier: LinkStats) -> LinkStats:
-        """The traffic since `earlier`."""
-        return LinkStats(
-            self.bytes_to_device - earlier.bytes_to_device,
-            self.bytes_to_host - earlier.bytes_to_host,
-            self.busy_seconds - earlier.busy_seconds,
-            self.bytes_per_second,
-        )
-
-
 @dataclass(frozen=True)
 class ExpertStats:
     """Counters of experts on the host that layers wanted: those that were on the device already, and those that crossed
@@ -116,10 +97,36 @@ class ExpertStats:
     def __add__(self, other: ExpertStats) -> ExpertStats:
         return ExpertStats(self.hits + other.hits, self.misses + other.misses, self.fetched_bytes + other.fetched_bytes)
 
+    @property
+    def hit_rate(self) -> float | None:
+        """hits / wanted experts; None if none was wanted."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
     def __sub__(self, earlier: ExpertStats) -> ExpertStats:
         """The counts since `earlier`."""
         return ExpertStats(
             self.hits - earlier.hits, self.misses - earlier.misses, self.fetched_bytes - earlier.fetched_bytes
+        )
+
+
+@dataclass
+class LinkStats:
+    """Traffic over the link. busy_seconds: time with at least one copy from host to device in flight."""
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    busy_seconds: float = 0.0
+    bytes_per_second: float | None = None  # the set bandwidth; None without a link or if the link is not paced
+    experts: ExpertStats = field(default_factory=ExpertStats)
+
+    def __sub__(self, earlier: LinkStats) -> LinkStats:
+        """The traffic since `earlier`."""
+        return LinkStats(
+            self.bytes_to_device - earlier.bytes_to_device,
+            self.bytes_to_host - earlier.bytes_to_host,
+            self.busy_seconds - earlier.busy_seconds,
+            self.bytes_per_second,
+            self.experts - earlier.experts,
         )
 
 

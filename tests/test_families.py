@@ -37,7 +37,7 @@ from offload.config.reading import read_config
 from offload.config.rope import Rope
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.errors import ModelError
+from offload.errors import ModelError, UsageError
 from offload.kernels import choice, cpu
 from offload.plan.planner import Options, make_plan
 from offload.session.fingerprints import identity_of, model_digest
@@ -476,6 +476,10 @@ def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair]
     pair, (sizes, offload) = pairs(name), MODES[mode]
     if not read_config(pair[0]).growing:  # then there is nothing to choose from, to quantise or to stream
         sizes, offload = replace(sizes, budget=0, kv_bits=16, weight_bits=6), offload - {"kv"}
+    if read_config(pair[0]).experts and sizes.weight_bits < 16:
+        with pytest.raises(UsageError, match="layers have experts"):
+            engine_of(pair, sizes, prompt_tokens=400, offload=offload)
+        return
     with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
         assert say(engine) == alone(pair)
         assert level_stats(engine, "target").accepted > 0

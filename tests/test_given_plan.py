@@ -42,7 +42,13 @@ def keys(data: dict[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 DOCUMENT = through_json(plan(Options(offload=KV, link_gbps=1.0)))
 KEYS = list(keys(DOCUMENT))
-LATER = {("placement", "checkpoints"): 0, ("predicted", "draft_acceptance"): 0.5}  # plans of before do not have them
+LATER = {  # plans of before do not have them
+    ("placement", "checkpoints"): 0,
+    ("placement", "expert_slots"): 0,
+    ("predicted", "draft_acceptance"): 0.5,
+    ("predicted", "missed_bytes"): 0,
+    ("predicted", "hit_rate"): 1.0,
+}
 
 
 def changed(place: tuple[str, ...], value: object) -> dict[str, Any]:

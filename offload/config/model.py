@@ -343,12 +343,11 @@ class ModelConfig:
         """Bytes of all weights at `dtype_bytes` per element."""
         vectors = self.hidden_size * (1 + self.norm.bias)
         tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
-        layers = self.layers_weight_bytes(dtype_bytes) + self.all_layers(lambda each: each.experts_bytes(dtype_bytes))
-        return layers + tables + vectors * self.norm.itemsize(dtype_bytes)
+        return self.layers_weight_bytes(dtype_bytes) + tables + vectors * self.norm.itemsize(dtype_bytes)
 
     def layers_weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights of all layers, without experts."""
-        return self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes))
+        """Bytes of the weights of all layers, with their experts."""
+        return self.all_layers(lambda layer: layer.layer_weight_bytes(dtype_bytes) + layer.experts_bytes(dtype_bytes))
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights of `block` at `dtype_bytes` per element, or in their encodings, without experts."""

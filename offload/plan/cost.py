@@ -15,6 +15,7 @@ from offload.fields import LATER
 from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
+from offload.plan.routing import layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
 
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
@@ -109,8 +110,8 @@ class Cost(Passes):
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longer of computation with its sums, block by block, and the
-        link."""
-        return max(self.full_computed(rows, masses=masses), self.full_link_seconds)
+        link; and the wait for experts."""
+        return max(self.full_computed(rows, masses=masses), self.full_link_seconds) + self.fetching(rows)
 
     def full_computed(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache without waits for the link."""
@@ -152,7 +153,8 @@ class Cost(Passes):
         """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of the transfers in each
         direction: weights once, rows of the cache back once, hidden rows between two layers."""
         hidden = self._crossing_rows(num_tokens)
-        there = self.streamed_weights + hidden
+        wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, num_tokens)
+        there = self.streamed_weights + hidden + (wanted if self.placement.expert_slots else 0)
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
         computed = self.device.prefill(num_tokens) + self.device.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
@@ -187,7 +189,8 @@ class Prediction:
     which a full pass takes the seconds of another block; 0 if it waits for the link. mass_share: the share of a full
     pass's seconds that recording masses for the retrieval level adds. retrieval: the level at which the target proposes
     to itself, over retrieved tokens or all. retrieval_token_seconds: per token proposed there. sum_seconds: of a pass,
-    in sums over the ranks. full_link_bytes: over each device's link in a full pass.
+    in sums over the ranks. full_link_bytes: over each device's link in a full pass; missed_bytes: those of experts
+    among them, with a share of hit_rate of the experts on the device (plan/routing.py).
     """
 
     prefill_seconds: float
@@ -210,6 +213,8 @@ class Prediction:
     seconds_per_token: float
     plain_seconds_per_token: float
     draft_acceptance: float = field(default=DRAFT_ACCEPTANCE, metadata={LATER: True})  # of its token, one level up
+    missed_bytes: int = field(default=0, metadata={LATER: True})
+    hit_rate: float = field(default=1.0, metadata={LATER: True})
 
 
 def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
@@ -223,7 +228,7 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         first_token_seconds=prefill + cost.full_pass(cost.sizing.rows),
         full_pass_seconds=cost.full_pass(1),
         full_sum_seconds=cost.device.full_sums(1),
-        full_link_bytes=round(cost.full_link_bytes),
+        full_link_bytes=round(cost.full_link_bytes + cost.missed_bytes(1)),
         full_row_seconds=(cost.full_pass(1 + far) - cost.full_pass(1)) / far,
         full_block_rows=0 if cost.placement.offload else cost.sizing.most_rows,
         mass_share=cost.full_pass(1, masses=cost.composition.mass_chunk is not None) / cost.full_pass(1) - 1.0,
@@ -239,4 +244,6 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         seconds_per_token=min(best.per_token, best.per_looked_up_token),
         plain_seconds_per_token=plain.per_token,
         draft_acceptance=cost.draft_acceptance,
+        missed_bytes=round(cost.missed_bytes(1)),
+        hit_rate=cost.hit_rate,
     )

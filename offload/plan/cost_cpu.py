@@ -27,7 +27,7 @@ class CpuPasses(DevicePasses):
         layers, sequences = passes.sizing.timed_layers, passes.num_sequences
         seen, beside = passes.sizing.seen_tokens(num_tokens, passes.capacity)
         seconds = times.seconds(layers, seen, rows, coded=coded, sequences=sequences, beside=beside)
-        return self.beside_weights(seconds * self._share + self._states + self.sums(sequences * rows))
+        return self.beside_weights(seconds * self._share + self._states + self.sums(sequences * rows), rows)
 
     def draft(self) -> float:
         passes, sizing = self.passes, self.passes.sizing

@@ -54,7 +54,7 @@ class GpuPasses(DevicePasses):
         read += number * self.sums(rows)
         if composition.inner in passes.graphs:
             return number * self._graph_calls(passes.sizing.target.num_layers) + read
-        return max(self._calls, self.beside_weights(read))
+        return max(self._calls, self.beside_weights(read, rows))
 
     def draft(self) -> float:
         draft, sizing = self.passes.sizing.draft, self.passes.sizing

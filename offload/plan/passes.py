@@ -13,6 +13,7 @@ from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement
+from offload.plan.routing import hit_rate, layers_wanted_bytes
 from offload.plan.sizing import Sizing
 
 
@@ -141,13 +142,30 @@ class Passes:
 
     @cached_property
     def full_link_bytes(self) -> float:
-        """Bytes over each device's link in a pass over the full cache."""
+        """Bytes over each device's link in a pass over the full cache, without those of experts."""
         return self.streamed_weights + self.streamed_cache_bytes * self.link_share
 
     @cached_property
     def full_link_seconds(self) -> float:
-        """Seconds of the transfers over each device's link in a pass over the full cache."""
+        """Seconds of the transfers of `full_link_bytes`."""
         return self.full_link_bytes / self.link_rate
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the experts that a pass wants which are on the device."""
+        slots = self.placement.expert_slots
+        return hit_rate(slots / self.sizing.num_experts) if slots else 1.0
+
+    def missed_bytes(self, rows: int) -> float:
+        """Bytes of experts over each device's link in a pass of `rows` rows of each sequence."""
+        if not self.placement.expert_slots:
+            return 0.0
+        wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows)
+        return (1.0 - self.hit_rate) * wanted
+
+    def fetching(self, rows: int) -> float:
+        """Seconds of fetching experts in a pass: which ones a layer's router says, so layers wait for them."""
+        return self.missed_bytes(rows) / self.link_rate
 
 
 @dataclass(frozen=True)
@@ -216,8 +234,10 @@ class DevicePasses(ABC):
         """Seconds of the sums over the ranks in a full pass."""
         return self.sums(self.padded(self.passes.num_sequences * rows))
 
-    def beside_weights(self, seconds: float) -> float:
-        """Seconds of a proposing pass that takes `seconds` to compute, while its weights cross the link."""
+    def beside_weights(self, seconds: float, rows: int) -> float:
+        """Seconds of a proposing pass of `rows` rows that takes `seconds` to compute, while its weights cross the
+        link."""
         if self.passes.proposes_quantised:
             return seconds
-        return max(seconds + self.restoring, self.passes.streamed_weights / self.passes.link_rate)
+        streamed = self.passes.streamed_weights / self.passes.link_rate
+        return max(seconds + self.restoring, streamed) + self.passes.fetching(rows)

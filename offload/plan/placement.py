@@ -12,7 +12,10 @@ from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
 from offload.plan.options import PAGE_TOKENS
+from offload.plan.routing import hit_rate, layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
+
+_SPLITS = 32  # splits of a device's memory between experts and cache that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,8 @@ class Placement:
     """The placement of weights and caches, and the pieces in which they are moved and computed.
 
     offload: the parts, "weights" or "kv", that may be on the host. resident_layers, resident_tiles: the number of
-    layers with weights on the device, and of tiles of all layers together. The rest crosses the link. Bytes are by
+    layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: for
+    experts on the device; 0 if all are there. The rest crosses the link. Bytes are by
     purpose: of the first device, of each other device if there are several, and of all ranks on the hosts. They are for
     all sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
@@ -44,6 +48,7 @@ class Placement:
     staging_tiles: int = NUM_STAGING  # staging slots of each sequence, through which tiles stream
     window_pages: int = 0  # per layer with a window, sequence and device
     checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
+    expert_slots: int = field(default=0, metadata={LATER: True})  # of all layers together, on each device
     embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -67,6 +72,8 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
     if sizing.options.offload is not None:
         return _fill(sizing, capacity, composition, sizing.options.offload)
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
+    if sizing.num_experts:  # of which a token reads a few, while it reads all of its cache
+        choices[1] = frozenset({"weights"})
     if not sizing.num_growing:  # no tiles to offload
         choices = [frozenset[str](), frozenset({"weights"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
@@ -81,7 +88,7 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
 
 def _least_device_bytes(sizing: Sizing, capacity: int, offload: frozenset[str]) -> int:
     """The least device bytes if only the parts in `offload` may be on the host."""
-    layers = 0 if "weights" in offload else sizing.all_layers_bytes
+    layers = 0 if "weights" in offload else sizing.all_layers_bytes + sizing.experts_bytes
     tiles = 0 if "kv" in offload else sizing.num_growing * sizing.num_tiles(capacity) * sizing.num_sequences
     return layers + tiles * sizing.tile_bytes(capacity)
 
@@ -131,8 +138,11 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         arena = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
         return sizing.of_all({"arena": arena, "kv cache": tiles * tile})
 
-    def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed) -> dict[str, int]:
-        sizes = {**fixed, "target layers": sizing.layers_bytes(layers)}
+    least_slots = sizing.target.experts.used if "weights" in offload and sizing.target.experts else 0
+
+    def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots) -> dict[str, int]:
+        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots * sizing.expert_bytes}
+        sizes["target experts"] = 0 if slots else sizing.experts_bytes
         sizes["target embeddings"] -= table
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
@@ -150,15 +160,27 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     if "weights" in offload:
         least_tiles = 0 if "kv" in offload else tiles
         layers = most(layers, sum(device(0, least_tiles).values()), sizing.layers_bytes)
+    slots = least_slots
+    if slots:
+        least_tiles = 0 if "kv" in offload else tiles
+        others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes
+        slots = max(slots, most(sizing.num_experts, others, lambda number: number * sizing.expert_bytes))
     if "kv" in offload:
-        others = sum(device(layers, 0).values()) - sum(of_tiles(0).values())
-        tiles = most(tiles, others, lambda number: sum(of_tiles(number).values()))
+        beside = sum(device(layers, 0, slots=slots).values()) - slots * sizing.expert_bytes
+
+        def most_tiles(slots: int) -> int:
+            others = beside - sum(of_tiles(0).values()) + slots * sizing.expert_bytes
+            return most(growing * count, others, lambda number: sum(of_tiles(number).values()))
+
+        slots = _best_slots(sizing, least_slots, slots, lambda slots: (growing * count - most_tiles(slots)) * tile)
+        tiles = most_tiles(slots)
     devices = sizing.num_devices
     of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
     cache = sizing.host_cache_bytes(capacity, tiles, bits)
     host = {
         "state checkpoints": sizing.checkpoint_bytes * devices,
         "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
+        "target experts": sizing.experts_bytes * devices if slots else 0,
         "target embeddings": table * devices,
         "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
@@ -169,8 +191,8 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         offload=tuple(sorted(offload)),
         resident_layers=layers,
         resident_tiles=tiles,
-        device_bytes=device(layers, tiles),
-        other_device_bytes=device(layers, tiles, of_others) if devices > 1 else {},
+        device_bytes=device(layers, tiles, slots=slots),
+        other_device_bytes=device(layers, tiles, of_others, slots) if devices > 1 else {},
         host_bytes=host,
         page_tokens=PAGE_TOKENS,
         window_pages=sizing.window_pages(capacity),
@@ -184,8 +206,21 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         raw_pages=sizing.raw_pages(capacity, tiles) if bits < 16 else 0,
         weight_link_bits=weight_bits,
         staging_tiles=NUM_STAGING,
+        expert_slots=slots,
         embeds_on_host=table > 0,
     )
+
+
+def _best_slots(sizing: Sizing, least: int, most: int, streamed: Callable[[int], float]) -> int:
+    """The number of expert slots with which the fewest bytes cross the link for a token. streamed: bytes of the cache
+    beside so many slots."""
+    wanted = layers_wanted_bytes(sizing.shard, sizing.itemsize, 1)
+
+    def crossing(slots: int) -> float:
+        return wanted * (1.0 - hit_rate(slots / max(sizing.num_experts, 1))) + streamed(slots)
+
+    tried = [least + (most - least) * step // _SPLITS for step in range(_SPLITS + 1)]
+    return min(reversed(tried), key=crossing)
 
 
 def _link_rate(sizing: Sizing) -> float | None:

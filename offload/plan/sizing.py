@@ -238,6 +238,21 @@ class Sizing:
         sizes = {kind.block: kind.layer_weight_bytes(self.itemsize) for kind, _ in self.shard.kinds}
         return [*accumulate((sizes[block] for block in self.shard.blocks), initial=0)]
 
+    @cached_property
+    def experts_bytes(self) -> int:
+        """Bytes of the experts of all layers, on each device or for it on the host."""
+        return self.shard.all_layers(lambda layer: layer.experts_bytes(self.itemsize))
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert, on each device; 0 if no layer has any."""
+        return max(kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of all layers."""
+        return self.shard.all_layers(lambda layer: layer.block.experts.count if layer.block.experts else 0)
+
     def homes_bytes(self, first: int, bits: int) -> int:
         """Bytes of the weights of all layers from the `first` on, on the host with `bits` bits per weight."""
         if bits not in self._homes_after:

@@ -146,8 +146,8 @@ def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | 
 
 
 def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
-    """The sizes in bytes of the plan's allocations on the host, in their order: each layer, the hidden rows, then each
-    block of the full cache."""
+    """The sizes in bytes of the plan's allocations on the host, in their order: each layer, the experts of each, the
+    hidden rows, then each block of the full cache."""
     placement, blocks = plan.placement, list[int]()
     itemsize = DTYPES[plan.request.dtype].itemsize
     if "weights" in placement.offload:
@@ -155,6 +155,9 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
         for index in range(placement.resident_layers, config.num_layers):
             elements = config.layer(index).layer_matrix_elements()
             blocks.append(home_bytes(layouts[index].num_bytes, elements, placement.weight_link_bits))
+    if placement.expert_slots:
+        each = (kind.experts_bytes(itemsize) for kind in map(config.layer, range(config.num_layers)))
+        blocks += filter(None, each)
     if placement.embeds_on_host:
         blocks.append(config.vocab_size * config.hidden_size * itemsize)
     if "kv" in placement.offload:

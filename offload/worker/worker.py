@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,10 @@ class Worker:
     @property
     def link_stats(self) -> LinkStats:
         """The link's totals since the worker was loaded; zeros without a link."""
-        return self.link.stats if self.link is not None else LinkStats()
+        if self.link is None:
+            return LinkStats()
+        slots = self.target.weights.slots
+        return self.link.stats if slots is None else replace(self.link.stats, experts=slots.stats)
 
     def rank_stats(self) -> list[RankStats]:
         """The totals of each rank since the worker was loaded; empty with one rank."""

@@ -168,11 +168,14 @@ def _residency(planned: Planned) -> dict[str, str]:
     plan, target = planned.plan, planned.request.target
     tiles = len(target.growing) * -(-plan.request.capacity // plan.placement.tile_tokens)
     here, window = min(plan.placement.resident_tiles, tiles), min(target.window, plan.request.capacity)
+    num_experts = sum(block.experts.count for block in target.blocks if block.experts)
     arena = "prefill, then retrieved chunks" if plan.composition.budget else "prefill"
     return {
         "arena": arena,
         "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
+        "expert slots": f"for {plan.placement.expert_slots:,} of {num_experts:,} experts, those used last",
+        "target experts": f"{num_experts:,} experts",
         "window cache": f"{len(target.windowed)} layers' last {window:,} tokens and more",
         "states": f"of {len(target.stateful)} layers, and what came after them",
         "state checkpoints": f"{plan.placement.checkpoints} places to come back to",
@@ -208,6 +211,7 @@ def _speed(planned: Planned, width: int) -> RenderableType:
         _labelled("drafts", lengths_of(plan.composition)),
         _labelled("streams", _streams(plan)),
         *(_labelled("link", found) for found in _packed(plan)),
+        *(_labelled("experts", found) for found in _hits(plan)),
         *(_labelled("graphs", found) for found in _graphs(planned)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
@@ -250,14 +254,22 @@ def _predictions(plan: Plan, in_16_bits: Prediction | None) -> Iterator[tuple[st
 def _streams(plan: Plan) -> str:
     placement = plan.placement
     on_host = {name: placement.host_bytes.get(name, 0) for name in ("target layers", "kv cache")}
-    layers, crossing = on_host["target layers"], plan.predicted.full_link_bytes * plan.request.num_devices
-    streamed = {"target layers": layers, "kv cache": crossing - layers if on_host["kv cache"] else 0}
+    number, predicted = plan.request.num_devices, plan.predicted
+    layers, experts = on_host["target layers"], predicted.missed_bytes * number
+    cache = predicted.full_link_bytes * number - layers - experts if on_host["kv cache"] else 0
+    streamed = {"target layers": layers, "experts": experts, "kv cache": cache}
     moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
         return "nothing: nothing is offloaded"
     parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
     each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
     return f"{parts} a full pass{each}"
+
+
+def _hits(plan: Plan) -> Iterator[str]:
+    """Yield the assumed share of experts that are on the device when a token wants them, if not all are."""
+    if plan.placement.expert_slots:
+        yield f"{plan.predicted.hit_rate:.0%} are on the device when wanted, as texts mostly do; --stats counts them"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

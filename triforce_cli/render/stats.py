@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from offload.metrics import LevelStats, LinkStats, Stats
+from offload.metrics import ExpertStats, LevelStats, LinkStats, Stats
 from offload.units import size
 from triforce_cli.render.text import duration, lengths_of, levels_of, percent, significant
 
@@ -101,7 +101,18 @@ def _links(stats: Stats) -> list[str]:
         f"            utilisation of full passes {significant(stats.link_utilisation)}, "
         f"idle for {significant(stats.link_idle)} of decode",
         *_wider(stats),
+        *_experts(stats.decode_link.experts),
     ]
+
+
+def _experts(experts: ExpertStats) -> Iterator[str]:
+    """Yield the experts on the host that decoding wanted."""
+    if experts.hit_rate is not None:
+        wanted = experts.hits + experts.misses
+        yield (
+            f"experts     {wanted:,} wanted in decode, {percent(experts.hits, wanted)} % on the device already, "
+            f"{size(experts.fetched_bytes)} fetched"
+        )
 
 
 def _wider(stats: Stats) -> Iterator[str]:

@@ -1,0 +1,205 @@
+"""Slots for experts on the host: with any number of them a mixture's output has the bits of the resident experts.
+
+The link is slow at random, so that an expert which is used before it has arrived, or from a slot that has been given
+away, shows.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.config.block import Experts, FeedForward
+from offload.kernels.experts import ExpertHomes
+from offload.metrics import ExpertStats
+from offload.transfer.link import PacedLink
+from offload.weights import experts as module
+from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from processor import on_this_machine
+from test_experts import Run, Scene, config_of, of, scene
+
+NUM_LAYERS = 3
+EXPERTS = Experts(FeedForward(32), 8, 3)
+BEST = ["torch", *on_this_machine()[:1]]
+SLOTS = [1, 2, 3, 5, 8, 13, 24]
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Three layers of one layout: their experts on the host."""
+
+    scenes: list[Scene]
+    contents: list[Tensor]
+    of_host: list[Tensor]
+
+    @classmethod
+    def made(cls, dtype: torch.dtype = torch.bfloat16, *encodings: str) -> Homes:
+        scenes = [scene(EXPERTS, dtype, 40, *encodings, seed=layer) for layer in range(NUM_LAYERS)]
+        layout = layout_of(config_of(EXPERTS, *encodings), dtype)
+        contents = [_content(each, layout.num_bytes) for each in scenes]
+        return cls(scenes, contents, [each.clone() for each in contents])
+
+
+def _content(given: Scene, num_bytes: int) -> Tensor:
+    """All bytes of a scene's experts, uint8 [experts, bytes]."""
+    first = given.homes.bank.places[0].gate
+    assert isinstance(first, Tensor)
+    flat = first.view(torch.uint8).as_strided((EXPERTS.count, num_bytes), (num_bytes, 1), 0)
+    return flat.clone()
+
+
+@contextmanager
+def streamed(homes: Homes, slots: int, source: ModuleType = module) -> Iterator[list[ExpertHomes]]:
+    """The layers' experts over a link that is late by up to a millisecond."""
+    late = random.Random(7)
+    link = PacedLink(None, delay=lambda: late.choice((0.0, 0.0, 0.0002, 0.001)))
+    layout = layout_of(config_of(EXPERTS), torch.bfloat16)
+    shared = source.ExpertSlots(torch.zeros(slots, layout.num_bytes, dtype=torch.uint8), layout, link)
+    try:
+        yield [source.StreamedExperts(layer, home, shared) for layer, home in enumerate(homes.of_host)]
+    finally:
+        link.close()
+
+
+def wrong(homes: Homes, given: Sequence[ExpertHomes], run: Run) -> int:
+    """The number of passes over a layer whose bits are not those of resident experts."""
+    rows = random.Random(3)
+    found = 0
+    for count in (1, 1, 2, 7, 1, 40, 1):
+        for layer in (0, 0, 1, 2, 1):  # a prefill's blocks are at a layer one after the other
+            own, first = homes.scenes[layer], rows.randrange(41 - count)
+            some = own.rows[first : first + count].contiguous()
+            made = run(own.experts, own.router, given[layer], own.norm, some)  # first: scratch has other rows
+            found += not torch.equal(made, run(own.experts, own.router, own.homes, own.norm, some))
+    return found
+
+
+@pytest.fixture(scope="module")
+def homes() -> Homes:
+    return Homes.made()
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("executor", BEST)
+def test_any_number_of_slots_gives_the_bits_of_resident_experts(homes: Homes, executor: str, slots: int) -> None:
+    with streamed(homes, slots) as given:
+        assert wrong(homes, given, of(executor)) == 0
+
+
+def test_the_least_recently_used_expert_makes_room(homes: Homes) -> None:
+    with streamed(homes, 3) as given:
+        first = given[0]
+        for wanted in ([0], [1], [2], [0], [3], [0, 2], [1]):
+            assert list(first.batches(torch.tensor(wanted)))
+        stats = first.slots.stats  # type: ignore[attr-defined]
+    num_bytes = homes.of_host[0].shape[1]
+    assert stats == ExpertStats(3, 5, 5 * num_bytes)  # hits: 0, then 0 and 2; 3 took the place of 1
+    assert stats.hit_rate == 3 / 8
+
+
+def test_experts_that_are_there_are_used_while_others_arrive(homes: Homes) -> None:
+    with streamed(homes, 8) as given:
+        list(given[1].batches(torch.tensor([2, 5])))
+        batches = [(each >= 0).nonzero()[:, 0].tolist() for each in given[1].batches(torch.tensor([5, 1, 2, 7]))]
+    assert batches == [[2, 5], [1, 7]]
+
+
+def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None:
+    link = PacedLink(None, delay=lambda: 0.05)
+    layout = layout_of(config_of(EXPERTS), torch.bfloat16)
+    content = torch.zeros(4, layout.num_bytes, dtype=torch.uint8)
+    shared = module.ExpertSlots(content, layout, link)
+    own = module.StreamedExperts(0, homes.of_host[0], shared)
+    interrupted = own.batches(torch.tensor([6]))
+    time.sleep(0)
+    shared._fetch(0, homes.of_host[0], [6])  # begun, and not waited for
+    interrupted.close()
+    (places,) = own.batches(torch.tensor([6]))
+    assert torch.equal(content[int(places[6])], homes.of_host[0][6])
+    link.close()
+
+
+def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:
+    class Failing(PacedLink):
+        broken = False
+
+        def to_device(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            if self.broken:
+                raise RuntimeError("the link is broken")
+            return super().to_device(*args, **options)  # type: ignore[arg-type]
+
+    link, layout = Failing(None), layout_of(config_of(EXPERTS), torch.bfloat16)
+    shared = module.ExpertSlots(torch.zeros(2, layout.num_bytes, dtype=torch.uint8), layout, link)
+    given: list[ExpertHomes] = [module.StreamedExperts(at, home, shared) for at, home in enumerate(homes.of_host)]
+    link.broken = True
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="the link is broken"):
+            list(given[0].batches(torch.tensor([1, 2])))
+    link.broken = False
+    assert wrong(homes, given, of("torch")) == 0
+    link.close()
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `old` becomes `new` in the source of weights/experts.py."""
+
+    description: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant("a miss is used before it has arrived", "                event.wait()\n", "                pass\n"),
+    Mutant("another expert's slot", "found[expert] = self._free.pop()", "found[expert] = self._free.pop() - 1"),
+    Mutant("a slot that was given away is still its first expert's", "self._held.popitem(last=False)[1]",
+           "next(iter(self._held.values()))"),
+    Mutant("experts of another layer", "if (layer, expert) in self._held}", "if (0, expert) in self._held}"),
+    Mutant("the last used expert makes room", "popitem(last=False)", "popitem(last=True)"),
+    Mutant("an expert that is there is fetched again into a second slot", "if expert not in there]", "]"),
+    Mutant("experts that are there may be given away", "missing[: len(self._content) - len(there)]",
+           "missing[: len(self._content)]"),
+    Mutant("only the first experts arrive", "missing = missing[len(coming) :]", "missing = []"),
+    Mutant("an expert that is used counts as unused", "            self._held.move_to_end((layer, expert))\n",
+           "            pass\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
+def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
+    """By other bits, by an error, or by other counts than those of the least recently used."""
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(mutant.old) == 1
+    edited = ModuleType(module.__name__)
+    sys.modules["edited_experts"] = edited
+    edited.__dict__["__name__"] = "edited_experts"
+    exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), edited.__dict__)
+
+    def fails(slots: int) -> bool:
+        with streamed(homes, slots, edited) as given, streamed(homes, slots) as right:
+            try:
+                if wrong(homes, given, of(BEST[-1])):
+                    return True
+            except (AssertionError, RuntimeError, ValueError, KeyError, IndexError):
+                return True
+            assert wrong(homes, right, of(BEST[-1])) == 0
+            return given[0].slots.stats != right[0].slots.stats  # type: ignore[attr-defined]
+
+    assert any(map(fails, SLOTS))
+
+
+def test_a_resident_experts_place_is_its_number() -> None:
+    layout = layout_of(config_of(EXPERTS), torch.bfloat16)
+    resident = ResidentExperts(bank_of(layout, torch.zeros(8, layout.num_bytes, dtype=torch.uint8)))
+    (places,) = resident.batches(torch.tensor([[3, 1]]))
+    assert places.tolist() == [*range(8)]

@@ -26,7 +26,7 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "gemma3_text": "gemma3", "olmo2": "olmo2", "olmo3": "olmo2", "cohere": "command-r", "cohere2": "cohere2",
     "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
     "exaone4": "exaone4", "starcoder2": "starcoder2", "nemotron": "nemotron", "ministral3": "mistral3",
-    "qwen3_5_text": "qwen35",
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
@@ -71,7 +71,7 @@ def write_gguf(
     tensors = {
         name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
     }
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(stacked(tensors).items()):
         if without in name or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue
         renamed = of_head(name, config) or names.get_name(block_name(name, config), (".weight", ".bias"))
@@ -85,6 +85,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With one tensor for each matrix of a layer's experts."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            before, _, rest = name.partition(".experts.")
+            number, _, part = rest.partition(".")
+            parts.setdefault(f"{before}.experts.{part}", {})[int(number)] = tensor
+    return found | {name: torch.stack([own[at] for at in range(len(own))]) for name, own in parts.items()}
 
 
 def num_blocks(config: dict[str, Any]) -> int:
@@ -138,14 +150,18 @@ def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.ndarray:
     numbers = np.ascontiguousarray(tensor.numpy())
-    in_fp32 = numbers.ndim == 1 or "_norm" in name or "conv1d" in name
-    if in_fp32 or numbers.shape[1] % 32:
+    in_fp32 = numbers.ndim == 1 or "_norm" in name or "conv1d" in name or "ffn_gate_inp" in name
+    if in_fp32 or numbers.shape[-1] % 32:
         kind = "F32" if kind not in NUMBERS or in_fp32 else kind
     if kind in NUMBERS:
         stored = numbers.astype(NUMBERS[kind])
         writer.add_tensor(name, stored)
         return stored.astype(np.float32)
-    data = random_blocks(numbers.shape, kind) if kind in BLOCKS else quantize(numbers, Type[kind])
+    if kind in BLOCKS:
+        flat = random_blocks((math.prod(numbers.shape[:-1]), numbers.shape[-1]), kind)
+        data = flat.reshape(*numbers.shape[:-1], -1)
+    else:
+        data = quantize(numbers, Type[kind])
     writer.add_tensor(name, data, raw_dtype=Type[kind])
     return gguf.quants.dequantize(data, Type[kind])
 
@@ -183,6 +199,10 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if local := (config.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if arch == "qwen35":
         _states(writer, config, rope)
     if arch in (*PERMUTED, "phi3", "glm4", "nemotron", "cohere2", "qwen35"):

@@ -15,7 +15,7 @@ import torch
 from families import TINY, save_tiny
 from gguf_models import ARCHITECTURES, write_gguf
 from models import TOKENIZER_SIZE, Sizes, load, perturbed, random_model, random_tokens, save, target_cache, tiny_plan
-from offload.config.block import Block, DeltaNames, Encodings, Mixer, Norm
+from offload.config.block import Block, DeltaNames, Encodings, ExpertNames, Mixer, Norm
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
@@ -35,7 +35,7 @@ SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
 UNSAID = (
     "mistral, a window", "qwen2, windows", "qwen3, windows named", "smollm3, windows", "smollm3, listed",
     "cohere2, other windows", "gemma2, without caps", "starcoder2, a window", "ministral3, a window",
-    "gemma, biased and untied", "hunyuan, stretched", "cohere, biased and untied",
+    "gemma, biased and untied", "hunyuan, stretched", "cohere, biased and untied", "qwen3_moe, some dense",
 )  # fmt: skip
 SCALED = {name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")}  # as llama.cpp's, by the heads' size
 NAMES = [
@@ -62,7 +62,7 @@ def plain(config: ModelConfig) -> ModelConfig:
     config = with_rope(config, neighbours=False).mapped(block)
     return replace(
         config,
-        names=replace(config.names, delta=DeltaNames()),
+        names=replace(config.names, delta=DeltaNames(), experts=ExpertNames()),
         norm=norm(config.norm) or config.norm,
         dtype="",
         table_encoding="",

@@ -98,7 +98,8 @@ def store(folder: Path, form: str) -> Path:
     encode, stored = FORMS[form]
     tensors = dict[str, Tensor]()
     for name, tensor in load_file(folder / "model.safetensors").items():
-        left = "norm" in name or "layers" not in name or tensor.dim() < 2 or (form == "fp8" and "v_proj" in name)
+        left = any(part in name for part in ("norm", "mlp.gate.", *(["v_proj"] if form == "fp8" else [])))
+        left = left or "layers" not in name or tensor.dim() < 2
         module = name.removesuffix("weight")
         tensors |= {name: tensor} if left else {module + part: each for part, each in encode(tensor).items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

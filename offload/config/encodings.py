@@ -18,14 +18,11 @@ def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConf
     names = config.names
 
     def of_layer(index: int, block: Block) -> Block:
-        layer = f"{names.body}layers.{index}."
-        return replace(block, encodings=_of_layer(block, names, lambda name: encoding_of(layer + name)))
+        return replace(block, encodings=_of_layer(block, names, f"{names.body}layers.{index}.", encoding_of))
 
     blocks = tuple(of_layer(index, block) for index, block in enumerate(config.blocks))
-    head_layer = f"{heads.BODY}layers.0."
     next_token = config.next_token and replace(
-        config.next_token,
-        encodings=_of_layer(config.next_token, names, lambda name: encoding_of(head_layer + name)),
+        config.next_token, encodings=_of_layer(config.next_token, names, f"{heads.BODY}layers.0.", encoding_of)
     )
     table = encoding_of(names.embeddings)
     head = table if config.tie_embeddings else encoding_of(names.head)
@@ -91,15 +88,19 @@ def _attention(attention: Attention, names: TensorNames) -> list[str]:
     return [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters] + [names.gate] * attention.gate
 
 
-def _of_layer(block: Block, names: TensorNames, encoding_of: Callable[[str], str]) -> Encodings:
-    """The encodings of one layer. encoding_of: takes names within the layer. Raises ModelError if experts differ."""
+def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callable[[str], str]) -> Encodings:
+    """The encodings of one layer, whose tensors' names begin with `layer`. Raises ModelError if experts differ."""
+
+    def of(name: str) -> str:
+        return encoding_of(layer + name)
+
     stored, has_network = _MatrixNames.of(block, names), block.feed_forward.size > 0
     found = Encodings(
-        tuple(map(encoding_of, stored.qkv)),
-        encoding_of(stored.o),
-        tuple(map(encoding_of, stored.gate_up)) if has_network else (),
-        encoding_of(stored.down) if has_network else "",
-        tuple(_alike(encoding_of, own) for own in stored.experts),
+        tuple(map(of, stored.qkv)),
+        of(stored.o),
+        tuple(map(of, stored.gate_up)) if has_network else (),
+        of(stored.down) if has_network else "",
+        tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
     )
     return found if any(found.every) else Encodings()
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, Norm
+from offload.config.block import Attention, Block, ExpertNames, Norm
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
@@ -32,7 +32,7 @@ def gguf_config(header: Header) -> ModelConfig:
     """The config of the model in a GGUF file. Raises ModelError."""
     architecture = architecture_of(header)
     config = config_of(_fields(header, architecture), name=str(header.path))
-    config = with_factors(Metadata(header), config)
+    config = _stacked(with_factors(Metadata(header), config))
     if architecture.neighbours:
         config = with_rope(config, neighbours=True)
     if architecture.has_one:
@@ -122,6 +122,13 @@ def _dtype(header: Header) -> str:
         if len(tensor.shape) > 1:
             sizes[_DTYPES.get(tensor.kind, "bfloat16")] += math.prod(tensor.shape)
     return max(sizes, key=lambda name: sizes[name])
+
+
+def _stacked(config: ModelConfig) -> ModelConfig:
+    """`config` with one tensor for each matrix of all experts."""
+    router = config.names.experts.router
+    names = ExpertNames(router, "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+    return replace(config, names=replace(config.names, experts=names))
 
 
 def _with_one(config: ModelConfig) -> ModelConfig:

@@ -18,6 +18,7 @@ _SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "lo
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 _WINDOWS = frozenset((_WINDOW, _PATTERN))
 _RECURRENT = "attention.recurrent_layers"
+_EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
 _OF_HEAD = ("eh_proj", "shared_head_norm", "embed_tokens", "shared_head_head")
 _STATES = frozenset((
     "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", _RECURRENT,
@@ -172,6 +173,21 @@ def _qwen35(values: Metadata, common: Mapping[str, object]) -> Fields:
     }
 
 
+def _qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen3's mixtures of experts. Weights are those of the softmax over the experts in use: llama.cpp
+    hardcodes that, and the file does not say it."""
+    return {**_attention_bias(values, common), **_experts(values), "norm_topk_prob": True}
+
+
+def _experts(values: Metadata) -> Fields:
+    """Fields of a mixture of experts."""
+    return {
+        "num_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "moe_intermediate_size": values.integer("expert_feed_forward_length"),
+    }
+
+
 def _next_token(values: Metadata) -> Fields:
     """Fields of a next-token head whose weights are in the file."""
     layers = values.head_layers()
@@ -231,6 +247,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture("mistral", _mistral3, neighbours=True, reads=frozenset(("attention.temperature_scale",))),
     "qwen2": Architecture("qwen2", _none),
     "qwen3": Architecture("qwen3", _attention_bias),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, reads=_EXPERTS),
     "granite": Architecture("granite", _granite, neighbours=True, reads=_SCALES),
     "smollm3": Architecture("smollm3", _biases, neighbours=True),
     "arcee": Architecture("arcee", _arcee, neighbours=True),

@@ -70,4 +70,8 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": names.fused_gate_up or names.up,
         "ffn_down": names.down,
+        "ffn_gate_inp": names.experts.router,
+        "ffn_gate_exps": names.experts.gate,
+        "ffn_up_exps": names.experts.up,
+        "ffn_down_exps": names.experts.down,
     }

@@ -85,9 +85,10 @@ class Checkpoint:
         return tuple(sorted({entry.path for entry in self._entries.values()}))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`; [channels, taps] of a convolution. ModelError if there is none of that name."""
+        """The shape of tensor `name`, of three dimensions as one of rows: [channels, taps] of a convolution, the rows
+        of all experts. ModelError if there is none of that name."""
         shape = self._entry(name).shape
-        return (shape[0], shape[2]) if _is_convolution(shape) else shape
+        return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in; of a matrix in blocks, that of its decoded numbers. ModelError unless it
@@ -164,12 +165,12 @@ class Checkpoint:
             self._copied(name)
 
     def _unpack_into(self, name: str, dst: Tensor, rows: range | None, columns: range | None) -> None:
-        entry, source = self._entry(name), self._mapped(name)
-        rows, columns = rows or range(entry.shape[0]), columns or range(entry.shape[1])
+        entry, source, shape = self._entry(name), self._mapped(name), self.shape(name)
+        rows, columns = rows or range(shape[0]), columns or range(shape[1])
         if (len(rows), len(columns)) != tuple(dst.shape):
-            raise ModelError(f"{self.folder}: {name} has shape {list(entry.shape)}, {list(dst.shape)} is needed")
+            raise ModelError(f"{self.folder}: {name} has shape {list(shape)}, {list(dst.shape)} is needed")
         assert entry.unpack is not None
-        step = max(1, _UNPACKED_NUMBERS // entry.shape[1])
+        step = max(1, _UNPACKED_NUMBERS // shape[1])
         for first in range(0, len(rows), step):
             piece = source[rows.start + first : min(rows.start + first + step, rows.stop)]
             dst[first : first + step].copy_(entry.unpack(piece)[:, columns.start : columns.stop])
@@ -259,12 +260,7 @@ class Checkpoint:
             tensor: Tensor = entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
-        return tensor[:, 0] if _is_convolution(tensor.shape) else tensor
-
-
-def _is_convolution(shape: Sequence[int]) -> bool:
-    """Whether a tensor has the taps of a convolution by channel, [channels, 1, taps]."""
-    return len(shape) == 3 and shape[1] == 1
+        return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
 
 
 def _in_pieces(source: Tensor, dst: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

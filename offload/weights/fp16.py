@@ -34,5 +34,5 @@ def _in_fp16(weights: Tensor | StoredMatrix) -> Iterator[Tensor]:
         step = max(1, _CHECKED_NUMBERS // inputs)
         for first in range(0, outputs, step):
             yield numbers(weights[first : first + step], torch.float16)
-    elif weights.dtype == torch.float16:
+    elif weights.dtype == torch.float16 and weights.numel():
         yield weights

@@ -20,7 +20,7 @@ from stored import NAMES, made_up
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once
-FEW = ["Q4_K", "Q6_K", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
+FEW = ["Q4_K", "Q6_K", "MXFP4", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
 
 without_idle_work()
 
@@ -81,6 +81,18 @@ def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> 
     assert torch.equal(out.isnan(), wanted.isnan())
     assert bool(wanted.isnan().any()) == (name != "Q4_K")
     assert torch.equal(bits(out.nan_to_num(7.0)), bits(wanted.nan_to_num(7.0)))
+
+
+def test_every_scale_and_number_of_mxfp4_is_torchs() -> None:
+    """Bit for bit: what is subnormal, infinite and -0, too, at every place of a block within a word."""
+    stored = made_up("MXFP4", 256, 5 * 32, seed=12)
+    blocks = stored.rows.view(256, 5, 17)
+    blocks[..., 0] = torch.arange(256)[:, None]
+    blocks[..., 1:] = torch.randint(256, (256, 5, 16), generator=torch.Generator().manual_seed(13))
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.zeros(stored.shape, dtype=dtype)
+        decode(stored, out)
+        assert torch.equal(bits(out), bits(stored.matrix(dtype)))
 
 
 @pytest.mark.few(len(FEW))

@@ -40,7 +40,7 @@ def tiling_of(encoding: Encoding) -> Tiling:
     """The tiling for an encoding, chosen so that no register spills."""
     if encoding.kind == "Q6_K":
         return Tiling(words=16, stages=2)  # three were slower on an H200
-    if encoding.kind.startswith("Q5"):
+    if encoding.kind.startswith(("Q5", "MXFP4")):
         return Tiling(warps=8)
     return Tiling(outputs=128, warps=8) if encoding.kind.startswith(("INT8", "FP8")) else Tiling()
 
@@ -115,8 +115,8 @@ def multiply_stored(
     column, split = tl.program_id(1), tl.program_id(2)
     SIZE: tl.constexpr = BLOCKS * WORDS
     word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
-    # Where blocks are not whole words, every other row may begin inside a word: a program has rows of one kind.
-    TURNED: tl.constexpr = (BLOCK % 4 != 0) and (KIND != "Q5_0")
+    # Where blocks are whole halves of words, every other row may begin inside a word: a program has rows of one kind.
+    TURNED: tl.constexpr = (BLOCK % 4 == 2) and (KIND != "Q5_0")
     turns = 1 + num_blocks % 2 if TURNED else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
     output = first_output + turns * tl.arange(0, OUTPUTS)

@@ -83,6 +83,7 @@ def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> 
     assert torch.equal(bits(out.nan_to_num(7.0)), bits(wanted.nan_to_num(7.0)))
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of numpy's, which multiplies here
 def test_every_scale_and_number_of_mxfp4_is_torchs() -> None:
     """Bit for bit: what is subnormal, infinite and -0, too, at every place of a block within a word."""
     stored = made_up("MXFP4", 256, 5 * 32, seed=12)
@@ -142,6 +143,15 @@ def test_a_rows_bits_are_those_of_the_row_alone(name: str, pytestconfig: pytest.
 def test_rows_may_lie_apart() -> None:
     stored, x = made_up("Q8_0", 32, 96, seed=8), normal(5, 256, seed=9).half()
     assert torch.equal(product(x[::2, 64:160], stored, None), product(x[::2, 64:160].contiguous(), stored, None))
+
+
+def test_a_matrix_that_begins_inside_a_word_is_copied() -> None:
+    whole = made_up("MXFP4", 9, 96, seed=14)
+    for first in range(4):
+        part = whole[first:]
+        assert (part.aligned() is part) == (first == 0)
+        assert torch.equal(part.aligned().rows, part.rows)
+        assert part.aligned().rows.data_ptr() % 4 == 0
 
 
 def test_many_rows_and_other_dtypes_meet_the_numbers() -> None:

@@ -73,11 +73,11 @@ def constants(encoding: Encoding) -> dict[str, object]:
 
 
 def decode(stored: StoredMatrix, out: Tensor) -> None:
-    """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, in one launch; all tensors are on the GPU. Rows begin
-    at a multiple of 4 bytes; up to 3 bytes after them are read."""
+    """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, in one launch; all tensors are on the GPU. Up to 3
+    bytes after the rows are read."""
     assert out.is_contiguous()
     assert tuple(out.shape) == stored.shape
-    assert stored.rows.is_contiguous()
+    stored = stored.aligned()
     num_blocks, blocks = stored.rows.numel() // stored.encoding.nbytes, blocks_at_once(stored.encoding)
     if num_blocks:
         launch(
@@ -94,8 +94,7 @@ def half_of(word, at):
 
 @triton.jit
 def tiny(bits):
-    """Reinterpret bits as a number; of those below 2**23: int32 -> fp32 times 2**-22, so bit AT has the value 2**(AT - 22).
-    Exact."""
+    """Reinterpret bits as fp32 times 2**127: int32 -> fp32. Below 2**23, bit AT has the value 2**(AT - 22). Exact."""
     return bits.to(tl.float32, bitcast=True) * 2.0**127
 
 
@@ -119,9 +118,10 @@ def spread(x, SIZE: tl.constexpr):
 
 @triton.jit
 def words_at(home, odd, at, held, BLOCK: tl.constexpr, TURNED: tl.constexpr):
-    """Load words: int32 [M, N] from the byte offsets `at` [M, 1], even ones unless blocks have an odd number of bytes.
-    home: pointers [1, N] to whole words. odd: the bytes, below 4, from `home` to the first block. held: other words are 0. TURNED: the halves of an aligned word are
-    swapped, and those of an unaligned word are in order."""
+    """Load words: int32 [M, N] from the byte offsets `at` [M, 1]. home: pointers [1, N] to whole words. odd: the bytes,
+    below 4, from `home` to the first block. Offsets and `odd` are even if blocks have an even number of bytes. held:
+    other words are 0. TURNED: the halves of an aligned word are swapped, and those of an unaligned word are in
+    order."""
     if BLOCK % 4 == 0:
         words = tl.load(home + at // 4, mask=held, other=0)
     elif BLOCK % 2:

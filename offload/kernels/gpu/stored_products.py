@@ -48,13 +48,11 @@ def tiling_of(encoding: Encoding) -> Tiling:
 def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
     """The product of x [T, inputs] of 16 bits with the transposed matrix, rounded to x's dtype, plus bias [outputs] ->
     [T, outputs]. Sums are fp32; their order depends on the matrix's shape and encoding alone, so a row's bits do not
-    depend on the rows beside it. The matrix must begin at a multiple of 4 bytes, and x at a multiple of 8. Scratch
-    memory: fp32 [splits, T, outputs]."""
+    depend on the rows beside it. x must begin at a multiple of 8 bytes. Scratch memory: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows, encoding = stored.shape, len(x), stored.encoding
     if x.dtype.itemsize != 2:
         raise ValueError(f"rows are {x.dtype}; a GPU multiplies stored matrices with bf16 and fp16")
-    assert stored.rows.is_contiguous()
-    tiling = tiling or tiling_of(encoding)
+    stored, tiling = stored.aligned(), tiling or tiling_of(encoding)
     x, num_blocks = x.contiguous(), inputs // encoding.numbers
     blocks_each = split_blocks(outputs, inputs, encoding, tiling)
     num_splits = -(-num_blocks // blocks_each)

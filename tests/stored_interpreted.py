@@ -16,6 +16,7 @@ from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import decode
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
+from processor import before_a_guard
 from stored import NAMES, made_up
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -94,6 +95,17 @@ def test_every_scale_and_number_of_mxfp4_is_torchs() -> None:
         out = torch.zeros(stored.shape, dtype=dtype)
         decode(stored, out)
         assert torch.equal(bits(out), bits(stored.matrix(dtype)))
+
+
+def test_no_word_behind_the_blocks_is_read() -> None:
+    """Of blocks whose words lie across those of the memory: a number has its bits in two of these."""
+    stored, x = made_up("MXFP4", 12, 3 * 32, seed=15), normal(3, 3 * 32, seed=16).half()
+    with before_a_guard(stored.rows) as rows:
+        guarded, out = StoredMatrix(rows, stored.encoding), torch.empty(stored.shape)
+        assert guarded.aligned() is guarded
+        decode(guarded, out)
+        assert torch.equal(out, stored.matrix(torch.float32))
+        assert torch.equal(product(x, guarded, None), product(x, stored, None))
 
 
 @pytest.mark.few(len(FEW))

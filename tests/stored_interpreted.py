@@ -16,11 +16,12 @@ from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import decode
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
+from processor import before_a_guard
 from stored import NAMES, made_up
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once
-FEW = ["Q4_K", "Q6_K", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
+FEW = ["Q4_K", "Q6_K", "MXFP4", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
 
 without_idle_work()
 
@@ -83,6 +84,30 @@ def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> 
     assert torch.equal(bits(out.nan_to_num(7.0)), bits(wanted.nan_to_num(7.0)))
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of numpy's, which multiplies here
+def test_every_scale_and_number_of_mxfp4_is_torchs() -> None:
+    """Bit for bit: what is subnormal, infinite and -0, too, at every place of a block within a word."""
+    stored = made_up("MXFP4", 256, 5 * 32, seed=12)
+    blocks = stored.rows.view(256, 5, 17)
+    blocks[..., 0] = torch.arange(256)[:, None]
+    blocks[..., 1:] = torch.randint(256, (256, 5, 16), generator=torch.Generator().manual_seed(13))
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.zeros(stored.shape, dtype=dtype)
+        decode(stored, out)
+        assert torch.equal(bits(out), bits(stored.matrix(dtype)))
+
+
+def test_no_word_behind_the_blocks_is_read() -> None:
+    """Of blocks whose words lie across those of the memory: a number has its bits in two of these."""
+    stored, x = made_up("MXFP4", 12, 3 * 32, seed=15), normal(3, 3 * 32, seed=16).half()
+    with before_a_guard(stored.rows) as rows:
+        guarded, out = StoredMatrix(rows, stored.encoding), torch.empty(stored.shape)
+        assert guarded.aligned() is guarded
+        decode(guarded, out)
+        assert torch.equal(out, stored.matrix(torch.float32))
+        assert torch.equal(product(x, guarded, None), product(x, stored, None))
+
+
 @pytest.mark.few(len(FEW))
 @pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
 def test_rows_of_one_number_find_every_weight(name: str) -> None:
@@ -130,6 +155,15 @@ def test_a_rows_bits_are_those_of_the_row_alone(name: str, pytestconfig: pytest.
 def test_rows_may_lie_apart() -> None:
     stored, x = made_up("Q8_0", 32, 96, seed=8), normal(5, 256, seed=9).half()
     assert torch.equal(product(x[::2, 64:160], stored, None), product(x[::2, 64:160].contiguous(), stored, None))
+
+
+def test_a_matrix_that_begins_inside_a_word_is_copied() -> None:
+    whole = made_up("MXFP4", 9, 96, seed=14)
+    for first in range(4):
+        part = whole[first:]
+        assert (part.aligned() is part) == (first == 0)
+        assert torch.equal(part.aligned().rows, part.rows)
+        assert part.aligned().rows.data_ptr() % 4 == 0
 
 
 def test_many_rows_and_other_dtypes_meet_the_numbers() -> None:

@@ -82,7 +82,7 @@ def test_sessions_compares_loading_with_dd(run: Run) -> None:
 
 @pytest.mark.skipif(not kernels().usable, reason=kernels().reason)
 def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
-    few = ("--tokens", "600", "--rows", "1,3", "--layers", "1", "--megabytes", "1", "--stored", "Q4_K,INT4_F16/128")
+    few = ("--tokens", "600", "--rows", "1,3", "--layers", "1", "--megabytes", "1", "--stored", "MXFP4,INT4_F16/128")
     written, table = run("kernels.py", *few)
     shared, runs = read(written)
     assert shared["instruction_set"] == kernels().instruction_set

@@ -25,7 +25,7 @@ from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.gguf_file import MappedFile
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 40}
-BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K")
 NUMBERS = ("F32", "F16")
 OTHERS = ("Q2_K", "IQ4_XS")
 NUM_FILES = 3000

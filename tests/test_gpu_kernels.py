@@ -473,7 +473,7 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
     assert all(".v4.b32" in op for op in stored)
 
 
-STORED = ["Q8_0", "Q4_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "INT4_F16/128", "INT4_BF16/32"]
+STORED = ["Q8_0", "Q4_K", "Q6_K", "MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "INT4_F16/128", "INT4_BF16/32"]
 STORED += ["INT8_F16/128", "INT8_BF16/32", "FP8_F32/128", "FP8_F16/32", "FP8_BF16/128"]
 
 

@@ -650,7 +650,8 @@ def test_blocks_are_as_long_as_groups_and_inputs_allow(size: int, inputs: int, k
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 'quant_method is "bitsandbytes"'),
     ({"bits": 4}, "quant_method is missing"),
-    ({"quant_method": "mxfp4"}, 'quant_method is "mxfp4"'),
+    ({"quant_method": "hqq"}, 'quant_method is "hqq"'),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, 'modules_to_not_convert is "lm_head"'),
     (AWQ | {"bits": 8}, "bits is 8; it must be 4"),
     (AWQ | {"bits": True}, "bits is true"),
     (AWQ | {"version": "gemv"}, 'version is "gemv"; it must be gemm'),

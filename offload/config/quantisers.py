@@ -102,6 +102,12 @@ def _modelopt(source: Fields, dtype: str) -> Quantisation:
     return Quantisation((*_rules(source, key, "glob"), Rule("class", "Linear", scheme)), remarks)
 
 
+def _mxfp4(source: Fields, dtype: str) -> Quantisation:
+    """The reader of gpt-oss's MXFP4. As in transformers, experts alone are in it."""
+    left = _rules(source, "modules_to_not_convert", "names")
+    return Quantisation((*left, Rule("holds", ".experts.", Scheme("mxfp4", 4, 32))))
+
+
 def _in_fp8(source: Fields, scheme: Scheme) -> Quantisation:
     key = "ignored_layers" if source.data.get("modules_to_not_convert") is None else "modules_to_not_convert"
     left = _rules(source, key, "names") if source.data.get(key) is not None else [Rule("is", "lm_head")]
@@ -231,6 +237,6 @@ def _target(text: str, scheme: Scheme | None, way: Way) -> Rule:
 
 _METHODS: Mapping[str, Callable[[Fields, str], Quantisation]] = {
     "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8,
-    "modelopt": _modelopt,
+    "modelopt": _modelopt, "mxfp4": _mxfp4,
 }  # fmt: skip
 _JUDGED = ("sparsity_config",)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from offload.formats.layout import GROUP_KINDS, GROUPS
 
-Packing = Literal["awq", "gptq", "packed", "bytes"]
+Packing = Literal["awq", "gptq", "packed", "bytes", "mxfp4"]
 Way = Literal["is", "matches", "names", "holds", "ends", "glob", "class"]
 
 MAX_PATTERN = 200  # characters
@@ -39,6 +39,8 @@ class Scheme:
 
     def encoding(self, inputs: int) -> str:
         """The name of the encoding of a matrix with `inputs` inputs; "" if no encoding of this program holds it."""
+        if self.packing == "mxfp4":
+            return "MXFP4"
         kind = f"FP8_{self.scales}" if self.is_float else f"INT{self.bits}_{self.scales}"
         shared = self.inputs or inputs
         fitting = [size for size in GROUPS if shared % size == inputs % size == 0]

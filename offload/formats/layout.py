@@ -171,7 +171,7 @@ class Encoding:
 
 GGUF_BLOCKS = {  # (numbers, bytes) of a block, by llama.cpp's name
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
-    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "MXFP4": (32, 17), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
 GROUPS = (32, 64, 128)  # numbers per scale in this program's blocks, for safetensors checkpoints
 GROUP_KINDS = {  # bits per number in them, by kind (number format and scale's dtype)

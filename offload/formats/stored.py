@@ -1,10 +1,11 @@
 """Stored matrices of quantised checkpoints, and their decoding to numbers.
 
-GGUF's blocks have the layout of its files (ggml's block_q4_K and so on). This program's own blocks, to which
-safetensors checkpoints are converted, begin with GROUP_HEAD bytes. INT4 and INT8: a 16-bit scale and a zero, int16;
-then the numbers q, unsigned; with 4 bits, the low halves of the bytes hold the first half of the block. A number is (q
-- zero) * scale, rounded to the scale's dtype. FP8: a scale of 16 bits and 2 bytes of padding, or of 32 bits; then
-numbers in e4m3, each multiplied by the scale in the scale's dtype.
+GGUF's blocks have the layout of its files (ggml's block_q4_K and so on), also those of MXFP4, to which safetensors
+checkpoints in MXFP4 are converted. This program's own blocks, to which other safetensors checkpoints are converted,
+begin with GROUP_HEAD bytes. INT4 and INT8: a 16-bit scale and a zero, int16; then the numbers q, unsigned; with 4 bits,
+the low halves of the bytes hold the first half of the block. A number is (q - zero) * scale, rounded to the scale's
+dtype. FP8: a scale of 16 bits and 2 bytes of padding, or of 32 bits; then numbers in e4m3, each multiplied by the scale
+in the scale's dtype.
 
 A number is computed in fp32, step by step as the format's own library does (gguf 0.19: gguf.quants). Where a matrix is
 decoded, it is rounded to the compute dtype; the CPU's kernels multiply few rows without (native/stored_products.h).
@@ -21,6 +22,7 @@ from torch import Tensor
 from offload.formats.layout import GROUP_HEAD, GROUP_KINDS, KINDS, Encoding
 from offload.native.interface import DTYPES, Library, Matrix
 
+_TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)  # by code
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -39,6 +41,12 @@ class StoredMatrix:
 
     def __getitem__(self, rows: slice) -> StoredMatrix:
         return StoredMatrix(self.rows[rows], self.encoding)
+
+    def aligned(self) -> StoredMatrix:
+        """The matrix, or a copy if it is a part of another one that begins inside a word of 4 bytes, which a GPU's
+        kernels read."""
+        assert self.rows.is_contiguous()
+        return self if self.rows.data_ptr() % 4 == 0 else StoredMatrix(self.rows.clone(), self.encoding)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The decoded numbers, [outputs, inputs] of `dtype`, by torch's operators on any device. Temporary memory:
@@ -116,6 +124,14 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """Floats of 4 bits, e2m1, times a power of two, e8m0 (OCP Microscaling Formats 1.0). As in ggml, the floats are
+    doubled and the scales halved, so that the ones are integers and the others finite; -0 is 0."""
+    exponent = blocks[:, :1].int()
+    half_scale = torch.where(exponent > 1, (exponent - 1) << 23, (exponent + 1) << 21).view(torch.float32)
+    return half_scale * torch.tensor(_TWICE_E2M1, device=blocks.device)[_low_high(blocks[:, 1:]).int()]
+
+
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The steps and offsets (to subtract) of a block's 8 groups of 32 numbers, fp32 [n, 8, 1] both: 6 bits each, times
     the block's own."""
@@ -154,5 +170,5 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 _GGUF = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "MXFP4": _mxfp4, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip

@@ -7,7 +7,8 @@ runs: the numbers of a run are the first parts of all its bytes, then the second
 Codes are converted to numbers without a conversion or a shift. The masked bits, reinterpreted in place as fp32, are a
 subnormal number; times 2**127 it is the code times a power of two, which is compensated in the step. If a number is a
 product plus a sum, the product is exact in fp32, as steps and codes have 24 bits together at most: so it does not
-matter whether the compiler fuses both operations.
+matter whether the compiler fuses both operations. The bits of e2m1, put where fp32 has its last two of the exponent and
+its first of the mantissa, are a float 2**-126 times as large.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -41,8 +42,8 @@ class Form:
 
 _FORMS = {
     "Q4_0": Form(4, 4, 2, 1, 2), "Q4_1": Form(4, 4, 2, 1, 4), "Q5_0": Form(4, 4, 2, 1, 6), "Q5_1": Form(4, 4, 2, 1, 8),
-    "Q8_0": Form(8, 8, 1, 1, 2), "Q4_K": Form(32, 8, 2, 4, 16), "Q5_K": Form(32, 8, 2, 4, 48),
-    "Q6_K": Form(16, 8, 4, 4, 0),
+    "Q8_0": Form(8, 8, 1, 1, 2), "MXFP4": Form(4, 4, 2, 1, 1), "Q4_K": Form(32, 8, 2, 4, 16),
+    "Q5_K": Form(32, 8, 2, 4, 48), "Q6_K": Form(16, 8, 4, 4, 0),
 }  # fmt: skip
 
 
@@ -72,11 +73,11 @@ def constants(encoding: Encoding) -> dict[str, object]:
 
 
 def decode(stored: StoredMatrix, out: Tensor) -> None:
-    """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, in one launch; all tensors are on the GPU. Rows begin
-    at a multiple of 4 bytes; up to 2 bytes after them are read."""
+    """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, in one launch; all tensors are on the GPU. Up to 3
+    bytes after the rows are read."""
     assert out.is_contiguous()
     assert tuple(out.shape) == stored.shape
-    assert stored.rows.is_contiguous()
+    stored = stored.aligned()
     num_blocks, blocks = stored.rows.numel() // stored.encoding.nbytes, blocks_at_once(stored.encoding)
     if num_blocks:
         launch(
@@ -93,8 +94,7 @@ def half_of(word, at):
 
 @triton.jit
 def tiny(bits):
-    """Reinterpret bits below 2**23 as a number: int32 -> fp32 times 2**-22, so bit AT has the value 2**(AT - 22).
-    Exact."""
+    """Reinterpret bits as fp32 times 2**127: int32 -> fp32. Below 2**23, bit AT has the value 2**(AT - 22). Exact."""
     return bits.to(tl.float32, bitcast=True) * 2.0**127
 
 
@@ -118,11 +118,18 @@ def spread(x, SIZE: tl.constexpr):
 
 @triton.jit
 def words_at(home, odd, at, held, BLOCK: tl.constexpr, TURNED: tl.constexpr):
-    """Load words: int32 [M, N] from the even byte offsets `at` [M, 1]. home: pointers [1, N] to whole words. odd: the
-    bytes, 0 or 2, from `home` to the first block. held: other words are 0. TURNED: the halves of an aligned word are
-    swapped, and those of an unaligned word are in order."""
+    """Load words: int32 [M, N] from the byte offsets `at` [M, 1]. home: pointers [1, N] to whole words. odd: the bytes,
+    below 4, from `home` to the first block. Offsets and `odd` are even if blocks have an even number of bytes. held:
+    other words are 0. TURNED: the halves of an aligned word are swapped, and those of an unaligned word are in
+    order."""
     if BLOCK % 4 == 0:
         words = tl.load(home + at // 4, mask=held, other=0)
+    elif BLOCK % 2:
+        source, shift = home + (at + odd) // 4, ((at + odd) & 3) * 8
+        low = tl.load(source, mask=held, other=0)
+        high = tl.load(source + 1, mask=held & (shift != 0), other=0)
+        # A funnel shift: this is how LLVM knows it, and how nothing is shifted by 32.
+        words = (low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32) | high << 1 << (31 - shift)
     else:
         apart, source = in_two(odd, at), home + (at + odd) // 4
         low = tl.load(source, mask=held, other=0)
@@ -143,9 +150,10 @@ def in_two(odd, at):
 
 @triton.jit
 def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
-    """Load words of which only the lower halves are valid, as `words_at`."""
+    """Load words of which only the lower halves are valid, or bytes if blocks have an odd number of them, as
+    `words_at`."""
     if BLOCK % 4:
-        words = tl.load(home + (at + odd) // 4, mask=held, other=0) >> (((at + odd) & 2) * 8)
+        words = tl.load(home + (at + odd) // 4, mask=held, other=0) >> (((at + odd) & (3 if BLOCK % 2 else 2)) * 8)
     else:
         words = tl.load(home + at // 4, mask=held, other=0)
     return words
@@ -227,7 +235,10 @@ def scales_of(
         step = half_of(first, 0) * (second >> within % 2 * 8).to(tl.int8).to(tl.float32)
         added = step
     else:
-        if SCALE == "F32":
+        if KIND == "MXFP4":
+            exponent = first & 255
+            step = tl.where(exponent > 1, (exponent - 1) << 23, (exponent + 1) << 21).to(tl.float32, bitcast=True)
+        elif SCALE == "F32":
             step = first.to(tl.float32, bitcast=True)
         elif SCALE == "BF16":
             step = (first << 16).to(tl.float32, bitcast=True)
@@ -265,6 +276,9 @@ def numbers_of(
         number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
         number += number * 7.333671700882288e35 * 0.0  # 480 is NaN: this becomes infinite there
         number = rounded(number * step, SCALE)
+    elif KIND == "MXFP4":
+        bits = (codes << (28 - 8 * BYTE - 4 * PART)) >> 6 & (0x81C00000 - 2**32)
+        number = tiny(bits) * step + 0.0  # -0 becomes 0
     else:
         if KIND == "INT8":
             bits = (codes >> UP) & (255 << AT)

@@ -13,7 +13,7 @@
 namespace stored {
 
 enum class Kind : int64_t {
-    none, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k,
+    none, q4_0, q4_1, q5_0, q5_1, q8_0, mxfp4, q4_k, q5_k, q6_k,
     int4_f16, int4_bf16, int8_f16, int8_bf16, fp8_f32, fp8_f16, fp8_bf16,
 };
 
@@ -40,6 +40,22 @@ INLINE float half(const uint8_t* at) {
 #else
     return Fp16::widen_one(bits);
 #endif
+}
+
+// Scales of e8m0, 2^(e - 127), halved: e in the lowest byte of each word, and anything above.
+template <class Words>
+INLINE Words half_e8m0(Words words) {
+    const Words e = words & 255;
+    return e > 1 ? (e - 1) << 23 : (e + 1) << 21;  // the bits of floats, of which the least two are subnormal
+}
+
+// Floats of 4 bits, e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12, and the same less than zero, of codes from 0 to 15 in lanes of
+// integers or floats. They lie on three lines: the slope doubles at 4 and at 6. -0 becomes 0.
+template <class Lanes>
+INLINE Lanes twice_e2m1(Lanes code) {
+    const Lanes size = code < 8 ? code : code - 8, zero = {};
+    const Lanes number = size + (size > 4 ? size - 4 : zero) + (size > 6 ? (size - 6) * 2 : zero);
+    return code < 8 ? number : zero - number;
 }
 
 // W integers of 8 bits from `at` on, with a sign or, as uint8_t, without.
@@ -161,19 +177,29 @@ INLINE group fifth(const uint8_t* at) {
     return (group)((spread & bit) != 0) & 16;
 }
 
+// Bytes of a block of 32 before its codes, but for fifth bits.
+constexpr int head_of_32(Kind kind) {
+    using enum Kind;
+    return kind == mxfp4 ? 1 : kind == q4_1 || kind == q5_1 ? 4 : 2;
+}
+
 // The codes of a block of 32 in 4 or 5 bits.
 template <Kind KIND>
 INLINE group codes_of_32(const uint8_t* block) {
     using enum Kind;
-    constexpr int head = KIND == q4_0 || KIND == q5_0 ? 2 : 4;
-    if constexpr (KIND == q4_0 || KIND == q4_1) return nibbles(block + head);
-    return nibbles(block + head + 4) | fifth(block + head);
+    constexpr int head = head_of_32(KIND);
+    if constexpr (KIND == q5_0 || KIND == q5_1) return nibbles(block + head + 4) | fifth(block + head);
+    return nibbles(block + head);
 }
 
-// Blocks of 32: llama.cpp's older ones.
+// Blocks of 32: llama.cpp's older ones, and MXFP4.
 template <class E, Kind KIND>
 INLINE void decode_32(const uint8_t* block, typename E::element* out) {
     using enum Kind;
+    if constexpr (KIND == mxfp4) {
+        const float d = __builtin_bit_cast(float, half_e8m0(uint32_t(*block)));
+        return look_up<E, 16, false>(codes_of_32<KIND>(block), out, [&](f32 code) { return twice_e2m1(code) * d; });
+    }
     const float d = half(block);
     if constexpr (KIND == q8_0)
         return put<E, true>(out, [&](int i) { return integers(reinterpret_cast<const int8_t*>(block + 2 + i)) * d; });
@@ -317,6 +343,7 @@ void with_kind(Kind kind, F&& f) {
         case q5_0: return f.template operator()<q5_0>();
         case q5_1: return f.template operator()<q5_1>();
         case q8_0: return f.template operator()<q8_0>();
+        case mxfp4: return f.template operator()<mxfp4>();
         case q4_k: return f.template operator()<q4_k>();
         case q5_k: return f.template operator()<q5_k>();
         case q6_k: return f.template operator()<q6_k>();

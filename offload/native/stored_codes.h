@@ -1,5 +1,6 @@
 // GGUF's numbers as step * code + least: the steps and least values of groups of 32, and codes as they are multiplied.
-// A code, less a centre, is an integer of at most 8 bits, so fp32 and bf16 have it exactly.
+// A code, less a centre, is an integer of at most 8 bits, so fp32 and bf16 have it exactly; MXFP4's are numbers doubled,
+// from -12 to 12, and steps are the scales halved.
 #pragma once
 #include "stored_rows.h"
 
@@ -10,7 +11,7 @@ using eight = float __attribute__((vector_size(4 * GROUPS)));
 constexpr bool of_256(Kind kind) { return kind >= Kind::q4_k; }
 constexpr int bytes_of_32(Kind kind) {
     using enum Kind;
-    return kind == q4_0 ? 18 : kind == q4_1 ? 20 : kind == q5_0 ? 22 : kind == q5_1 ? 24 : 34;
+    return kind == q4_0 ? 18 : kind == q4_1 ? 20 : kind == q5_0 ? 22 : kind == q5_1 ? 24 : kind == mxfp4 ? 17 : 34;
 }
 constexpr int bytes_of_256(Kind kind) {
     using enum Kind;
@@ -20,10 +21,23 @@ constexpr int bits(Kind kind) {
     using enum Kind;
     return kind == q8_0 ? 8 : kind == q6_k ? 6 : kind == q5_0 || kind == q5_1 || kind == q5_k ? 5 : 4;
 }
-constexpr int centre(Kind kind) { return kind == Kind::q8_0 ? 0 : 1 << (bits(kind) - 1); }  // taken from codes
+constexpr int centre(Kind kind) {  // taken from codes
+    return kind == Kind::q8_0 || kind == Kind::mxfp4 ? 0 : 1 << (bits(kind) - 1);
+}
 constexpr bool has_least(Kind kind) {
     using enum Kind;
     return kind == q4_1 || kind == q5_1 || kind == q4_k || kind == q5_k;
+}
+
+// Of codes of MXFP4, integers with a sign.
+INLINE group numbers_of_e2m1(group codes) {
+#if defined(__AVX2__)
+    constexpr int8_t table __attribute__((vector_size(GROUP / 2))) = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return (group)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)codes);
+#else
+    using integers = int8_t __attribute__((vector_size(GROUP)));
+    return (group)twice_e2m1((integers)codes);
+#endif
 }
 
 // What the codes of COUNT groups are multiplied by, in a block of 256 or in blocks of 32, and what is added.
@@ -48,7 +62,7 @@ struct Steps {
                 __builtin_memcpy(&head, at + g * bytes_of_32(KIND), 4);
                 heads[g] = head;
             }
-            const eight own = floats(heads);
+            const eight own = KIND == Kind::mxfp4 ? (eight)half_e8m0(heads) : floats(heads);
             store(steps, own);
             if constexpr (has_least(KIND)) least = own * float(centre(KIND)) + floats(heads >> 16);
         }
@@ -97,6 +111,7 @@ struct Codes {
         if constexpr (KIND == q6_k) return codes_of_q6_k(at, g);
         if constexpr (KIND == q8_0) return load<group>(at + g * bytes_of_32(KIND) + 2);
         if constexpr (KIND == q5_k) return codes_of_q5_k(at, g) - uint8_t(centre(KIND));
+        if constexpr (KIND == mxfp4) return numbers_of_e2m1(codes_of_32<KIND>(at + g * bytes_of_32(KIND)));
         if constexpr (!of_256(KIND)) return codes_of_32<KIND>(at + g * bytes_of_32(KIND)) - uint8_t(centre(KIND));
         const group both = load<group>(at + 16 + g / 2 * GROUP);
         return (g % 2 ? both >> 4 : both & 15) - uint8_t(centre(KIND));
@@ -138,7 +153,7 @@ struct Pairs {
     // Of codes in words, by their lowest bits alone.
     INLINE static __m512bh value(__m512i code) {
         const auto table = [](int from) {
-            const f32 first = counted(from) - float(centre(KIND));
+            const f32 code = counted(from), first = KIND == Kind::mxfp4 ? twice_e2m1(code) : code - float(centre(KIND));
             return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
         };
         if constexpr (KIND == Kind::q6_k) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));
@@ -160,7 +175,7 @@ struct Pairs {
             const __m512i bit = by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair);
             return with_fifth(four, _mm512_test_epi8_mask(twice(at + 16), bit));
         } else {
-            constexpr int size = bytes_of_32(KIND), from = (has_least(KIND) ? 4 : 2) + (bits(KIND) == 5 ? 4 : 0);
+            constexpr int size = bytes_of_32(KIND), from = head_of_32(KIND) + (bits(KIND) == 5 ? 4 : 0);
             const uint8_t *first = at + 2 * pair * size + from, *second = first + (both ? size : 0);
             if constexpr (KIND == q8_0) return joined(load<__m256i>(first), load<__m256i>(second));
             const auto halves = [](const uint8_t* of) { return _mm256_broadcastsi128_si256(load<__m128i>(of)); };

@@ -125,9 +125,7 @@ class Checkpoint:
             entry.file.forget(entry.stored_name)
 
     def _blocks(self, name: str, rows: range | None, columns: range | None) -> Tensor:
-        kind, source = encoding(self.encoding(name)), self._mapped(name)
-        if rows is not None:
-            source = source[rows.start : rows.stop]
+        kind, source = encoding(self.encoding(name)), self._mapped(name, rows)
         if columns is not None:
             if columns.start % kind.numbers or columns.stop % kind.numbers:
                 raise ModelError(
@@ -152,9 +150,7 @@ class Checkpoint:
             source, kind = self._blocks(name, rows, columns), encoding(stored)
             shape = [len(source), source.shape[1] // kind.nbytes * kind.numbers]
         else:
-            source = torch.atleast_1d(self._mapped(name))
-            if rows is not None:
-                source = source[rows.start : rows.stop]
+            source = torch.atleast_1d(self._mapped(name, rows))
             if columns is not None:
                 source = source[:, columns.start : columns.stop]
             shape = list(source.shape)
@@ -172,7 +168,7 @@ class Checkpoint:
         assert entry.unpack is not None
         step = max(1, _UNPACKED_NUMBERS // shape[1])
         for first in range(0, len(rows), step):
-            piece = source[rows.start + first : min(rows.start + first + step, rows.stop)]
+            piece = source[_slice(rows[first : first + step])]
             dst[first : first + step].copy_(entry.unpack(piece)[:, columns.start : columns.stop])
             self._copied(name)
 
@@ -252,15 +248,22 @@ class Checkpoint:
             raise ModelError(f"{self.folder} holds no tensor {name}; {self._description} may be another model's")
         return self._entries[name]
 
-    def _mapped(self, name: str) -> Tensor:
-        """A view of the mapped file; it must not be kept, since it holds the mapping open."""
+    def _mapped(self, name: str, rows: range | None = None) -> Tensor:
+        """A view of the mapped file, or of some rows; it must not be kept, since it holds the mapping open."""
         entry = self._entry(name)
         self.dtype(name)
         try:
+            if rows is not None and entry.rows is not None:
+                return entry.rows(rows)
             tensor: Tensor = entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
-        return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+        tensor = tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+        return tensor if rows is None else tensor[_slice(rows)]
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop, rows.step)
 
 
 def _in_pieces(source: Tensor, dst: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -316,7 +319,7 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str], in_gguf: bool) ->
         return "download it again, or fetch the model in another file"
     if missing == [HEAD]:
         return "set tie_word_embeddings to true if the model's embeddings are its head, or fetch the one with a head"
-    if any(name.endswith((".qweight", ".weight_packed", ".weight_scale")) for name in unexpected):
+    if any(name.endswith((".qweight", ".weight_packed", ".weight_scale", "_blocks")) for name in unexpected):
         return (
             "the weights are quantised, and config.json has no quantization_config that says how; fetch it again, or "
             "copy what quantize_config.json says into it, with its quant_method"

@@ -22,7 +22,8 @@ class TensorFile(Protocol):
 class Entry:
     """One tensor of a file. dtype: safetensors' dtype code, such as BF16, or the name of the encoding of a matrix in
     blocks (`formats.layout.encoding`). shape: of its numbers. unpack: for a matrix in any other format, the function
-    from the file's rows, uint8 [n, bytes], to fp32 [n, inputs]."""
+    from the file's rows, uint8 [n, bytes], to fp32 [n, inputs]. rows: of a file that makes a matrix' blocks as it reads
+    them, the function that makes those of some rows, uint8 [n, bytes], and no others."""
 
     file: TensorFile
     path: Path
@@ -30,3 +31,4 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     unpack: Callable[[Tensor], Tensor] | None = None
+    rows: Callable[[range], Tensor] | None = None

@@ -7,6 +7,7 @@ gptq    X.qweight I32 [inputs * bits / 32, outputs], X.qzeros I32 [G, outputs * 
 packed  X.weight_packed I32 [outputs, inputs * bits / 32], X.weight_scale [outputs, G], X.weight_shape I64 [2],
         X.weight_zero_point I32 [outputs * bits / 32, G] or I8 [outputs, G], X.weight_g_idx I32 [inputs]
 bytes   X.weight I8 or F8_E4M3 [outputs, inputs], X.weight_scale or X.weight_scale_inv, X.weight_zero_point I8
+mxfp4   X_blocks and X_scales, see weights/mxfp4.py
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from offload.config.model import ModelConfig
 from offload.config.quantisation import scheme_of
 from offload.config.schemes import Scheme
 from offload.errors import ModelError
+from offload.weights import mxfp4
 from offload.weights.entry import Entry
 from offload.weights.tensors import expected_tensors
 from offload.weights.unpacking import Packed
@@ -38,7 +40,7 @@ _PARTS = {
     "bytes": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
 }
 _OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
-_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # tensors of a quantised module
+_MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", *mxfp4.PARTS)  # of a quantised module
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _NARROWER = ("F16", "BF16", "F8_E8M0", "U8")  # allowed in place of fp32 scales; U8 are exponents, as in E8M0
 # Tensors of quantised activations and KV caches, which this program does not support.
@@ -59,13 +61,17 @@ def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) ->
     for name, matrix in matrices(config).items():
         module, scheme = name.removesuffix(".weight"), scheme_of(name, config.quantisation, config)
         if scheme is None:
-            if found := [mark for mark in _MARKS if f"{module}.{mark}" in rest]:
+            if found := [mark for mark in _MARKS if f"{module}{mark}" in rest]:
                 raise ModelError(
                     f"{folder}: quantization_config leaves {module} as plain numbers, but there is "
-                    f"{module}.{found[0]}; the weights or config.json are another model's"
+                    f"{module}{found[0]}; the weights or config.json are another model's"
                 )
             continue
-        if name in rest and isinstance(rest[name].file, _Reader):
+        if name in rest and isinstance(rest[name].file, _Reader | mxfp4.Mxfp4File):
+            continue
+        if scheme.packing == "mxfp4":
+            halves = {part: rest.pop(f"{module}{part}") for part in mxfp4.PARTS if f"{module}{part}" in rest}
+            rest[name] = mxfp4.entry_of(module, matrix, halves, folder)
             continue
         parts = {part: rest.pop(f"{module}.{part}") for part in _PARTS[scheme.packing] if f"{module}.{part}" in rest}
         rest[name] = _Reader.entry(module, scheme, matrix, parts, folder)

@@ -21,8 +21,9 @@ _QUERIES = "self_attn.q_proj"
 
 @dataclass(frozen=True)
 class Source:
-    """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. columns:
-    None for a vector. rotates: these are whole heads whose elements `head_order` orders."""
+    """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. rows: a
+    step above 1 leaves out rows between them. columns: without a step; None for a vector. rotates: these are whole
+    heads whose elements `head_order` orders."""
 
     name: str
     rows: range
@@ -164,7 +165,7 @@ def _times(heads: range, dim: int) -> range:
 
 
 def _after(first: int, rows: range) -> range:
-    return range(first + rows.start, first + rows.stop)
+    return range(first + rows.start, first + rows.stop, rows.step)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -40,7 +40,7 @@ def tiling_of(encoding: Encoding) -> Tiling:
     """The tiling for an encoding, chosen so that no register spills."""
     if encoding.kind == "Q6_K":
         return Tiling(words=16, stages=2)  # three were slower on an H200
-    if encoding.kind.startswith("Q5"):
+    if encoding.kind.startswith(("Q5", "MXFP4")):
         return Tiling(warps=8)
     return Tiling(outputs=128, warps=8) if encoding.kind.startswith(("INT8", "FP8")) else Tiling()
 
@@ -48,13 +48,11 @@ def tiling_of(encoding: Encoding) -> Tiling:
 def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
     """The product of x [T, inputs] of 16 bits with the transposed matrix, rounded to x's dtype, plus bias [outputs] ->
     [T, outputs]. Sums are fp32; their order depends on the matrix's shape and encoding alone, so a row's bits do not
-    depend on the rows beside it. The matrix must begin at a multiple of 4 bytes, and x at a multiple of 8. Scratch
-    memory: fp32 [splits, T, outputs]."""
+    depend on the rows beside it. x must begin at a multiple of 8 bytes. Scratch memory: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows, encoding = stored.shape, len(x), stored.encoding
     if x.dtype.itemsize != 2:
         raise ValueError(f"rows are {x.dtype}; a GPU multiplies stored matrices with bf16 and fp16")
-    assert stored.rows.is_contiguous()
-    tiling = tiling or tiling_of(encoding)
+    stored, tiling = stored.aligned(), tiling or tiling_of(encoding)
     x, num_blocks = x.contiguous(), inputs // encoding.numbers
     blocks_each = split_blocks(outputs, inputs, encoding, tiling)
     num_splits = -(-num_blocks // blocks_each)
@@ -115,8 +113,8 @@ def multiply_stored(
     column, split = tl.program_id(1), tl.program_id(2)
     SIZE: tl.constexpr = BLOCKS * WORDS
     word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
-    # Where blocks are not whole words, every other row may begin inside a word: a program has rows of one kind.
-    TURNED: tl.constexpr = (BLOCK % 4 != 0) and (KIND != "Q5_0")
+    # Where blocks are whole halves of words, every other row may begin inside a word: a program has rows of one kind.
+    TURNED: tl.constexpr = (BLOCK % 4 == 2) and (KIND != "Q5_0")
     turns = 1 + num_blocks % 2 if TURNED else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
     output = first_output + turns * tl.arange(0, OUTPUTS)

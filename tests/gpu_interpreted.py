@@ -440,7 +440,7 @@ def test_rows_in_a_ring_see_their_window_and_are_written_where_their_pages_come_
     assert_near(moved[0][0], wanted, torch.float32)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu_squared"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu_squared", "clamped_silu"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_gates_are_activated_and_multiplied(
     activation: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -449,8 +449,11 @@ def test_gates_are_activated_and_multiplied(
     rounds_to_bf16(monkeypatch)
     x = (normal(3, 2 * 1100, seed=5) * torch.tensor([0.1, 3, 12])[:, None]).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    active = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu_squared": lambda g: relu(g) ** 2}
-    wanted = active[activation](gate) * up
+    active = {
+        "silu": silu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu_squared": lambda g: relu(g) ** 2,
+        "clamped_silu": lambda g: g.clamp(max=7) * (1.702 * g.clamp(max=7)).sigmoid(),
+    }  # fmt: skip
+    wanted = active[activation](gate) * (up.clamp(-7, 7) + 1 if activation == "clamped_silu" else up)
     for found in (gated(x, activation), activation_by_torch.gated(x, activation)):
         assert found.dtype == dtype
         assert_close(found.double(), wanted, rtol=3 * torch.finfo(dtype).eps, atol=1e-5)

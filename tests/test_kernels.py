@@ -81,9 +81,10 @@ def make_step(
     """ending: one of ENDINGS, norm: one of NORMS."""
     ending, _, activation = ending.partition(", ")
     width = 2 * outputs if ending == "gate" else outputs
+    scale = (6 if activation == "clamped_silu" else 1) / inputs**0.5  # some are clamped
     return Step(
         x=followed_by_nan(normal(num_rows, inputs, dtype=dtype, seed=seed)),
-        weight=followed_by_nan((normal(width, inputs, dtype=torch.float32, seed=seed + 1) / inputs**0.5).to(dtype)),
+        weight=followed_by_nan((normal(width, inputs, dtype=torch.float32, seed=seed + 1) * scale).to(dtype)),
         bias=followed_by_nan(normal(width, dtype=dtype, seed=seed + 2)) if bias else None,
         out=normal(num_rows, outputs, dtype=dtype, seed=seed + 3),
         norm=make_norm(dtype, inputs, norm, seed=seed) if norm else None,
@@ -93,12 +94,16 @@ def make_step(
     )
 
 
-ENDINGS = ("write", "add", "gate, silu", "gate, gelu_tanh", "activate, gelu_tanh", "activate, relu_squared")
+ENDINGS = (
+    *("write", "add", "gate, silu", "gate, gelu_tanh", "gate, clamped_silu", "activate, gelu_tanh"),
+    "activate, relu_squared",
+)
 NORMS = ("", "rms", "rms, fp32", "layer", "layer, biased", "layer, fp32, biased")
 ACTIVATIONS = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu_squared": lambda x: x.relu().square(),
+    "clamped_silu": lambda x: x.clamp(max=7) / (1 + (-1.702 * x.clamp(max=7)).exp()),
 }
 
 
@@ -125,7 +130,7 @@ def in_fp64(step: Step) -> Tensor:
         y += step.bias.double()
     if step.ending == "gate":
         gate, up = y.chunk(2, -1)
-        return ACTIVATIONS[step.activation](gate) * up
+        return ACTIVATIONS[step.activation](gate) * (up.clamp(-7, 7) + 1 if step.activation == "clamped_silu" else up)
     if step.ending == "activate":
         return ACTIVATIONS[step.activation](y)
     return step.factor * y + step.out.double() if step.ending == "add" else y

@@ -9,7 +9,8 @@ from offload.config.rope import Rope
 
 FACTOR_BYTES = 64  # of memory for the factor on a layer's rows
 BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
-Activation = Literal["silu", "gelu_tanh", "relu_squared"]  # gelu_tanh: GELU by its approximation with tanh
+# gelu_tanh: GELU by its approximation with tanh. clamped_silu: gpt-oss's, of a gate alone (kernels/activation.py).
+Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
 
 
 @dataclass(frozen=True)

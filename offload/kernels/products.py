@@ -18,7 +18,7 @@ from offload.native.interface import DTYPES, Library, Product
 
 Ending = Literal["write", "add", "gate", "activate"]
 _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "activate")
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared", "clamped_silu")
 Matrix = Tensor | Codes | StoredMatrix
 MOST = 16  # steps of one call
 _ALIGNMENT = 64  # inputs: at least a vector of every instruction set, and a pair of groups in blocks

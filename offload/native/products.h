@@ -10,7 +10,7 @@
 #include "vectors.h"
 
 enum class Ending : int64_t { write, add, gate, activate };
-enum class Activation : int64_t { silu, gelu_tanh, relu_squared };
+enum class Activation : int64_t { silu, gelu_tanh, relu_squared, clamped_silu };
 
 // out = ending(norm(x) · weight^T + bias), for x [rows, inputs] and weight [outputs, inputs], of the dtype, in codes
 // (codes.h) or stored in blocks (stored.h), rounded to the dtype after the norm, after the product and after each
@@ -255,7 +255,7 @@ INLINE f32 opened(f32 x, f32 power) {
 }
 
 // silu: x / (1 + e^-x). gelu_tanh: x / 2 (1 + tanh u) with u = sqrt(2 / pi) (x + .044715 x^3), which is
-// x / (1 + e^-2u). relu_squared: max(x, 0)^2.
+// x / (1 + e^-2u). relu_squared: max(x, 0)^2. clamped_silu: g / (1 + e^-1.702g) of g = min(x, 7).
 template <class E>
 INLINE f32 activated(Activation activation, f32 x) {
     if (activation == Activation::relu_squared) {
@@ -263,7 +263,20 @@ INLINE f32 activated(Activation activation, f32 x) {
         return E::rounded(x * x);
     }
     if (activation == Activation::silu) return opened<E>(x, x * -1.44269504f);
+    if (activation == Activation::clamped_silu) {
+        x = x > 7.0f ? all(7.0f) : x;
+        return opened<E>(x, x * (-1.702f * 1.44269504f));
+    }
     return opened<E>(x, x * (1.0f + .044715f * x * x) * -2.30220818f);  // -2 sqrt(2 / pi) log2(e)
+}
+
+// What a gate opens: with clamped_silu between -7 and 7, plus 1.
+template <class E>
+INLINE f32 opening(const Product& p, const float* ups) {
+    const f32 up = E::rounded(load<f32>(ups));
+    if (p.activation != Activation::clamped_silu) return up;
+    const f32 most = up > 7.0f ? all(7.0f) : up;
+    return E::rounded((most < -7.0f ? all(-7.0f) : most) + 1.0f);
 }
 
 // One row's results, and where there is a gate what they open, to `count` elements of out.
@@ -277,7 +290,7 @@ INLINE void finish(const Product& p, const float* results, const float* ups, typ
             if (p.factor != 1) y = E::rounded(y * float(p.factor));
             y = E::rounded(y + E::read(row + i));
         }
-        if (p.ending == Ending::gate) y = E::rounded(activated<E>(p.activation, y) * E::rounded(load<f32>(ups + i)));
+        if (p.ending == Ending::gate) y = E::rounded(activated<E>(p.activation, y) * opening<E>(p, ups + i));
         if (p.ending == Ending::activate) y = activated<E>(p.activation, y);
         E::write(row + i, y);
     }

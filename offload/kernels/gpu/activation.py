@@ -10,7 +10,7 @@ from offload.config.block import Activation
 from offload.native.launch import launch
 
 _COLUMNS = 1024  # of a program
-_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu_squared": 2}
+_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu_squared": 2, "clamped_silu": 3}
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
@@ -34,7 +34,7 @@ def activate_gate(
     out,  # [T, size], contiguous
     stride,
     size,
-    ACTIVATION: tl.constexpr,  # 0: SiLU, 1: GELU by its approximation with tanh, 2: squared ReLU
+    ACTIVATION: tl.constexpr,  # 0: SiLU, 1: GELU by its approximation with tanh, 2: squared ReLU, 3: clamped SiLU
     COLUMNS: tl.constexpr,
 ):
     """Program (t, c): block c of row t."""
@@ -46,9 +46,13 @@ def activate_gate(
         active = gate / (1 + tl.exp(-gate))
     elif ACTIVATION == 1:  # 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
         active = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
+    elif ACTIVATION == 2:
         positive = tl.maximum(gate, 0.0)
         active = positive * positive
+    else:
+        gate = tl.minimum(gate, 7.0)
+        active = gate / (1 + tl.exp(-1.702 * gate))
+        up = (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1).to(out.dtype.element_ty).to(tl.float32)
     kind = out.dtype.element_ty
     active = active.to(kind).to(tl.float32)
     tl.store(out + row * size + column, (active * up).to(kind), mask=inside)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from harmony import ANSWER, NEXT, SPECIAL, TEMPLATE, THOUGHTS, harmony
 from models import byte_tokenizer
+from offload.decode.constraint import Constraint
 from offload.decode.distribution import distribution_of
 from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams, ThoughtBudget
@@ -22,6 +23,7 @@ from offload.engine.engine import Step
 from offload.fields import record, versioned
 from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.begun import VERSION, Begun
+from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import Channels, Splitter, marks_of, switched_off
 from triforce_cli.chat.conversation import Conversation
@@ -172,8 +174,10 @@ def test_off_begins_with_the_answer_or_with_empty_thoughts_where_a_call_may_come
     tooled = ChatFormat(harmony(), variables={"tools": [TOOL]}, thinks=False)
     assert of(tooled.prompt(asked).tokens, tooled).endswith(f"Hi{NEXT}{THOUGHTS}{NEXT}")
     assert told(tooled.prompt(asked).splitter(), f"{ANSWER}Yes.") == ("", "Yes.")
-    bound = ChatFormat(harmony(), variables={"tools": [TOOL]}, thinks=False, may_call=False)
-    assert of(bound.prompt(asked).tokens, bound).endswith(f"Hi{NEXT}{ANSWER}")
+    bound = replace(WANTED, sampling=SamplingParams(constraint=Constraint("regex", "a+")))
+    for wanted, end in ((replace(WANTED, thinks=False), f"{THOUGHTS}{NEXT}"), (bound, ANSWER), (WANTED, "")):
+        layout = Layout("auto", {"tools": [TOOL]}).format(harmony(), wanted)
+        assert of(layout.prompt(asked).tokens, layout).endswith(f"Hi{NEXT}{end}")
 
 
 def test_what_a_reply_begins_with_is_of_the_answer_unless_it_has_a_header() -> None:
@@ -224,6 +228,15 @@ def test_earlier_turns_have_the_answer_alone_and_its_own_tokens() -> None:
     said = [("user", "Hi"), ("assistant", text), ("user", "And?")]
     messages = [{"role": role, "content": content} for role, content in said]
     assert of(following, chat_format) == chat_format.tokenizer.render_chat(messages, TEMPLATE)
+
+
+def test_a_reply_between_other_marks_is_kept_with_its_thoughts() -> None:
+    """What a template does with them is its affair."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]{# <think> </think> #}"
+    chat_format = ChatFormat(harmony(template))
+    reply = chat_format.tokenizer.encode_piece("<think>hm</think>Yes.")
+    answer = answered(chat_format, chat_format.prompt(Conversation().asked("Hi")), reply)
+    assert (answer.text, chat_format.remembered(answer)) == ("Yes.", ("<think>hm</think>Yes.", reply))
 
 
 def test_a_reply_without_thoughts_is_read_once() -> None:

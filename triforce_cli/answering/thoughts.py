@@ -43,8 +43,8 @@ class Marks:
     def is_in(self, template: str) -> bool:
         return self.close in template
 
-    def begin_a_header(self, text: str) -> bool:
-        """True if the text has a part of a header."""
+    def is_cut_header(self, text: str) -> bool:
+        """True if the text at the end of a reply is the beginning of a header."""
         return False
 
     def follows(self, state: State, text: str) -> tuple[State, str]:
@@ -107,7 +107,7 @@ class Channels(Marks):
     def is_in(self, template: str) -> bool:
         return _CHANNEL in template and _MESSAGE in template
 
-    def begin_a_header(self, text: str) -> bool:
+    def is_cut_header(self, text: str) -> bool:
         return any(mark in text for mark in self.tokens)
 
     def follows(self, state: State, text: str) -> tuple[State, str]:
@@ -209,7 +209,7 @@ class Splitter:
     def flush(self) -> list[Piece]:
         """The text held back, at the end of the reply. A header that was cut is none; a reply without any is the
         answer."""
-        if self.state == "header" and self._marks is not None and self._marks.begin_a_header(self._held):
+        if self.state == "header" and self._marks is not None and self._marks.is_cut_header(self._held):
             return []
         self.state = {"start": self._before, "header": "said"}.get(self.state, self.state)
         return self._show(len(self._held))

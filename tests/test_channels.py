@@ -25,7 +25,7 @@ from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.begun import VERSION, Begun
 from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.thoughts import Channels, Splitter, marks_of, switched_off
+from triforce_cli.answering.thoughts import Channels, Splitter, marks_of, switched_off, without_thoughts
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.chat.messages import read
@@ -228,6 +228,11 @@ def test_earlier_turns_have_the_answer_alone_and_its_own_tokens() -> None:
     said = [("user", "Hi"), ("assistant", text), ("user", "And?")]
     messages = [{"role": role, "content": content} for role, content in said]
     assert of(following, chat_format) == chat_format.tokenizer.render_chat(messages, TEMPLATE)
+
+
+def test_what_a_conversation_keeps_is_copied_as_it_is() -> None:
+    reply = f"It ends in {NEXT}, and <|message|> begins."
+    assert without_thoughts(reply, MARKS, begun=False) == reply
 
 
 def test_a_reply_between_other_marks_is_kept_with_its_thoughts() -> None:

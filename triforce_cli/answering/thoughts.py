@@ -229,9 +229,8 @@ class Splitter:
     def _close(self, marks: Marks, at: int, mark: str) -> list[Piece]:
         """End the text in this state at `at`, where `mark` is, which is a part of a header that follows."""
         text, is_thought = self._taken(at), self.state == "thought"
-        parts = (
-            [] if self.state == "header" else self._out(text.rstrip() if is_thought else text, is_thought=is_thought)
-        )
+        shown = "" if self.state == "header" else text.rstrip() if is_thought else text
+        parts = self._out(shown, is_thought=is_thought)
         self.state, lead = marks.follows(self.state, text)
         self._taken(0 if self.state == "header" else len(mark))
         self._trims = self._is_new = True

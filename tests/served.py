@@ -32,7 +32,7 @@ from offload.progress import OnProgress, Progress
 from test_cli_fake import Step
 from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.thoughts import Marks
+from triforce_cli.answering.thoughts import Marks, marks_of
 from triforce_cli.answering.together import Answers
 from triforce_cli.batch.records import Record
 from triforce_cli.serve.access import Access
@@ -142,8 +142,8 @@ class Prompts:
         return Prompt(
             array("i", list(text.encode())),
             is_chat=record.messages is not None,
-            marks=Marks("<think>", "</think>") if record.messages is not None else None,
-            calls=Calls(tools, "<tool_call>") if tools else None,
+            marks=(marks_of(text) or Marks("<think>", "</think>")) if record.messages is not None else None,
+            calls=Calls(tools, "<|channel|>commentary" if marks_of(text) else "<tool_call>") if tools else None,
         )
 
 

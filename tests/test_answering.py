@@ -111,7 +111,11 @@ def test_an_answers_own_words_rank_its_citations() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "budget"),
-    [(REPLY, ThoughtBudget(5, MARKS.end, MARKS.open)), (Prompt([1], is_chat=True), None), (Prompt([1]), None)],
+    [
+        (REPLY, ThoughtBudget(5, MARKS.closes(may_call=False), MARKS.open)),
+        (Prompt([1], is_chat=True), None),
+        (Prompt([1]), None),
+    ],
 )
 def test_a_request_has_what_is_wanted_and_what_the_template_says(prompt: Prompt, budget: ThoughtBudget | None) -> None:
     wanted = Wanted(max_tokens=9, sampling=SamplingParams(top_k=4), stops=("a",), cites=True, thought_tokens=5)

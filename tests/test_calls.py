@@ -201,6 +201,18 @@ def test_the_marks_of_a_template_say_which_forms_there_are(template: str, reads:
     assert Calls(TOOLS, template).read(leaves) == ([], "")
 
 
+def test_a_message_to_a_tool_is_a_call_where_the_template_has_channels() -> None:
+    """Its name stands at the beginning of a line; the same text elsewhere, or of another model, is none."""
+    call = 'to=functions.get_weather {"city": "Paris"}'
+    assert Calls(TOOLS, "<|channel|>commentary").read(f"I look.\n\n{call}\n\nto=functions.get_time {{}}") == (
+        [PARIS, TIME], "",
+    )  # fmt: skip
+    assert read(f"Write {call} then.", "<|channel|>commentary") == read(call) == read(call, "<tool_call>") == []
+    for broken in ("to=functions.get_weather Paris", "to=functions.get_money {}", call[:-1]):
+        assert read(broken, "<|channel|>commentary") == []
+        assert "begins a tool call" in notice(broken, "<|channel|>commentary")
+
+
 @pytest.mark.parametrize("template", ["", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"])
 def test_a_reply_that_is_nothing_but_json_is_a_call_if_it_names_an_offered_tool(template: str) -> None:
     """Small models forget the marks."""

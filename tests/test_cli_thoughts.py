@@ -14,10 +14,14 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
+from harmony import TEMPLATE as CHANNELS
 from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
+from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Step
+from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE
 from triforce_cli.answering.answer import Answer, Part
+from triforce_cli.chat.formats import ChatFormat
 
 Triforce = Callable[..., tuple[int, str, str]]
 THINK, TALK = "[THINK]", "[/THINK]"
@@ -35,7 +39,7 @@ def model_that_says(reply: Sequence[str], folder: Path, *, special: bool, templa
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = template
     for each in reply:
-        is_mark = re.fullmatch(r"\[[/A-Z_]+\]", each) is not None
+        is_mark = re.fullmatch(r"\[[/A-Z_]+\]|<\|\w+\|>", each) is not None
         tokenizer.add_tokens([AddedToken(each, special=special and is_mark, normalized=False)])
     ids = tokenizer.convert_tokens_to_ids(list(reply))
     size = -(-(TOKENIZER_SIZE + len(reply)) // 64) * 64
@@ -200,6 +204,64 @@ def test_a_chat_shows_them_apart(
     )
     assert (code, out.split("\n")[:2]) == (0, ["It is 4.", "It is 4."]), (out, err)
     assert err.count("I ponder.") == 2
+
+
+# Each of the model's tokens has one follower, so headers are tokens by themselves.
+HARMONY = [
+    *("<|channel|>analysis<|message|>", "I ponder.", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"),
+    *("It is 4.", "<|return|>", "More.", "</s>"),
+]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "text"])
+def channels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("channels")
+    return model_that_says(HARMONY, folder, special=request.param, template=CHANNELS)
+
+
+def test_channels_are_thoughts_and_the_answer_in_every_command(
+    channels: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A reply ended behind its thoughts, and no mark is shown."""
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
+    common = ("--model", str(channels), *COMMON[:-1], "--max-tokens", "12")
+    code, out, err = triforce("ask", "2+2?", *common)
+    assert (code, out) == (0, "It is 4.\n"), err
+    assert "I ponder." in err
+    assert not {"<|", "|>"} & {out[i : i + 2] for i in range(len(out))} | {*re.findall(r"<\||\|>", err)}
+    assert "I ponder." not in triforce("ask", "2+2?", *common, "--thinking", "hide")[2]
+    code, out, err = triforce("ask", "2+2?", *common, "--json")
+    assert (told(json.loads(out)), json.loads(out)["finish_reason"]) == (("It is 4.", "I ponder."), "stop"), err
+    results = batch_of([{"messages": [{"role": "user", "content": "2+2?"}]}], channels, triforce, tmp_path)
+    assert told(results[0]) == ("It is 4.", "I ponder.")
+
+
+def test_an_answer_of_channels_in_json_begins_behind_its_header(
+    channels: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: True)
+    common = ("--model", str(channels), *COMMON, "--max-tokens", "12", "--json")
+    free, bound = (
+        json.loads(triforce("ask", "2+2?", *common, *more)[1]) for more in ((), ("--json-schema", json.dumps(SCHEMA)))
+    )
+    assert bound["text"].startswith("[")
+    assert "thoughts" not in bound
+    header = ChatFormat(Tokenizer.from_folder(channels)).tokenizer.encode_piece("<|channel|>final<|message|>")
+    assert bound["stats"]["prompt_tokens"] - free["stats"]["prompt_tokens"] == len(header)
+
+
+def test_a_chat_keeps_the_answers_of_channels_in_its_session(
+    channels: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With its headers a reply was refused by the template at the next message."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    args = ("chat", "--model", str(channels), *COMMON, "--max-tokens", "12", "--session", "channels")
+    for messages in (b"2+2?\nagain\n", b"and again\n"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(messages)))
+        code, out, err = triforce(*args)
+        assert (code, out) == (0, "It is 4.\n" * messages.count(b"\n")), err
+    turns = catalogue.inspect(tmp_path / "channels").extra["conversation"]["turns"]
+    assert [turn["reply"] for turn in turns] == ["It is 4."] * 3
 
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}

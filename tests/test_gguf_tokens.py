@@ -63,6 +63,31 @@ def test_a_row_of_the_table_without_a_token_is_none(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(path).eos_token_id is None
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (("<|end|>", "<|return|>", "<|call|>"), (257, 5, 7)),
+        (("<|end|>", "<|return|>"), (257, 3, 5)),
+        (("<|end|>",), (257, 3)),
+    ],
+)
+def test_the_end_of_a_message_is_none_of_a_reply_in_gpt_oss(
+    tmp_path: Path, texts: tuple[str, ...], ends: tuple[int, ...]
+) -> None:
+    """Bug: a reply ended behind its thoughts, as replies of Phi do. Also where the file names <|end|> for a turn's."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        for at, text in zip((3, 5, 7), texts, strict=False):
+            tokens[at] = text
+
+    write_gguf(save(random_model(vocab_size=258), tmp_path), path := tmp_path / "model.gguf", change=change)
+    assert read_config(path).eos_token_ids == ends
+    named = tmp_path / "named.gguf"
+    write_gguf(tmp_path, named, change=lambda writer: (change(writer), writer.add_eot_token_id(3)))
+    assert set(read_config(named).eos_token_ids) == set(ends)
+
+
 def test_tokens_end_a_reply_by_their_texts(tmp_path: Path) -> None:
     """Bug: a file that names the end of a text alone ran on past the end of a turn, which llama.cpp knows by its
     text. What ends a file of code does so where the file names no other token for it."""

@@ -102,9 +102,9 @@ def _said_by(path: str, whole: Any) -> tuple[str, str]:
     if path == TEXT:
         return whole["choices"][0]["text"], ""
     if path == RESPONSES:
-        texts = {item["type"]: item["content"][0]["text"] for item in whole["output"]}
+        texts = {item["type"]: item["content"][0]["text"] for item in whole["output"] if "content" in item}
         return texts["message"], texts.get("reasoning", "")
-    texts = {block["type"]: block[block["type"]] for block in whole["content"]}
+    texts = {block["type"]: block[block["type"]] for block in whole["content"] if block["type"] in block}
     return texts["text"], texts.get("thinking", "")
 
 
@@ -137,6 +137,34 @@ def test_tool_calls_are_taken_out_of_the_text(client: Client) -> None:
     assert [each["type"] for each in one.body["content"]] == ["tool_use"]
     assert one.body["stop_reason"] == "tool_use"
     assert client.chat(f"I ask. {CALL}").said == f"I ask. {CALL}"  # no tools were offered
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_channels_are_thoughts_text_and_calls_in_every_api(client: Client, stream: bool) -> None:
+    thoughts = "<|channel|>analysis<|message|>hm so<|end|><|start|>assistant"
+    answer = f"{thoughts}<|channel|>final<|message|>It rains"
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    preamble = "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant"
+    function = {"name": "f", "input_schema": {"type": "object"}}
+    for text, said, calls in ((answer, "It rains", []), (f"{thoughts}{preamble}{call}", "I ask.\n\n", ["f"])):
+        bodies: dict[str, dict[str, Any]] = {
+            CHAT: request(text, tools=[TOOL]),
+            RESPONSES: {"input": text, "tools": [{"type": "function", "name": "f"}]},
+            MESSAGES: request(text, max_tokens=99, tools=[function]),
+        }
+        for path, body in bodies.items():
+            reply = client.ask(path, body | {"stream": stream})
+            whole = CLIENTS[path](reply.events) if stream else reply.body
+            assert (_said_by(path, whole), _called_by(path, whole)) == ((said, "hm so"), calls)
+            assert "<|" not in reply.text
+
+
+def _called_by(path: str, whole: Any) -> list[str]:
+    """The names of tools that are called."""
+    if path == CHAT:
+        return [call["function"]["name"] for call in whole["choices"][0]["message"].get("tool_calls", [])]
+    parts = whole["output"] if path == RESPONSES else whole["content"]
+    return [part["name"] for part in parts if part["type"] in ("function_call", "tool_use")]
 
 
 @pytest.mark.parametrize("stream", [False, True])

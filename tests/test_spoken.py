@@ -38,6 +38,7 @@ MARKED = [
     ("<|python_tag|>", f"<|python_tag|>{JSON}"),
     ("<|python_start|> <|python_end|>", '<|python_start|>[get_weather(city="Paris")]<|python_end|>'),
     ("<function_calls>", '<function_calls>\nget_weather(city="Paris")\n</function_calls>'),
+    ("<|channel|>commentary", 'to=functions.get_weather {"city": "Paris"}'),
 ]
 BARE = [
     ("<|python_tag|>", JSON),

@@ -18,6 +18,8 @@ _ENDS = frozenset((
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 ))  # fmt: skip
+# gpt-oss ends a reply with one of the latter; the former ends a message, after which another may follow.
+_OF_MESSAGE, _OF_REPLIES = "<|end|>", frozenset(("<|return|>", "<|call|>"))
 # End-of-file tokens of code-infilling models: the metadata key that names each, and its texts if no key does.
 _CODE_ENDS: Mapping[str, frozenset[str]] = {
     "fim_pad": frozenset(("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
@@ -43,9 +45,10 @@ def end_texts(named: Mapping[str, object], count: int) -> frozenset[str]:
 def end_ids(named: Mapping[str, object], tokens: Iterable[object], count: int) -> list[int]:
     """The ids of all tokens that end a reply, with the end of a text first. tokens: texts by id."""
     texts = end_texts(named, count)
+    known = {i: text for i, text in enumerate(tokens) if text in texts and i < count}
     found = [token_id(named, name, count) for name in (*_NAMED_ENDS, *_CODE_ENDS)]
-    found += [i for i, text in enumerate(tokens) if text in texts and i < count]
-    return list(dict.fromkeys(i for i in found if i is not None))
+    of_message = _OF_MESSAGE if _OF_REPLIES.issubset(known.values()) else None
+    return list(dict.fromkeys(i for i in (*found, *known) if i is not None and known.get(i, "") != of_message))
 
 
 def notes(named: Mapping[str, object], count: int) -> list[str]:

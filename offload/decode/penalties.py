@@ -155,27 +155,33 @@ class MinTokens:
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark that opens or closes thoughts: one token, or a text of several. decode: from tokens to text."""
+    """The mark that opens or closes thoughts. tokens: its tokens, if special or added ones are among them, which count
+    alone; without them it is its text in any tokens. decode: from tokens to text."""
 
     text: str
-    token: int | None
+    tokens: tuple[int, ...]
     decode: Callable[[Sequence[int]], str]
 
     def is_in(self, tokens: Sequence[int]) -> bool:
-        return self.text in self.decode(tokens) if self.token is None else self.token in tokens
+        if not self.tokens:
+            return self.text in self.decode(tokens)
+        return any(self._is_at(place, tokens) for place, token in enumerate(tokens) if token == self.tokens[0])
 
     def end_at_start(self, tokens: Sequence[int]) -> int | None:
         """The number of leading tokens through the end of the mark, if `tokens` begin with it after optional white
         space; otherwise None."""
-        shown = (i for i, token in enumerate(tokens) if token == self.token or self.decode([token]).strip())
+        shown = (i for i, token in enumerate(tokens) if token in self.tokens[:1] or self.decode([token]).strip())
         blank = next(shown, len(tokens))
-        if self.token is not None:
-            return blank + 1 if self.token in tokens[blank : blank + 1] else None
+        if self.tokens:
+            return blank + len(self.tokens) if self._is_at(blank, tokens) else None
         for end in range(blank + 1, len(tokens) + 1):
             begin = self.decode(tokens[blank:end]).lstrip()
             if len(begin) >= len(self.text) or not self.text.startswith(begin):
                 return end if begin.startswith(self.text) else None
         return None
+
+    def _is_at(self, place: int, tokens: Sequence[int]) -> bool:
+        return tuple(tokens[place : place + len(self.tokens)]) == self.tokens
 
 
 @dataclass(frozen=True)
@@ -226,14 +232,16 @@ def penalties_of(sampling: SamplingParams, tokenizer: Tokenizer, end_tokens: Col
 
 
 def _closed(thoughts: ThoughtBudget, tokenizer: Tokenizer) -> ClosedThoughts:
-    added = tokenizer.added_tokens(special=False)
+    added = {token: name for name, token in tokenizer.added_tokens(special=False).items() if not name.isspace()}
 
     def mark(text: str) -> Mark:
-        return Mark(text, added.get(text), tokenizer.decode)
+        tokens = tuple(tokenizer.encode_piece(text))
+        return Mark(text, tokens if added.keys() & set(tokens) else (), tokenizer.decode)
 
     close = tuple(tokenizer.encode_piece(thoughts.close))
+    closing = next((added[token] for token in close if token in added), thoughts.close.strip())
     opening = mark(thoughts.open) if thoughts.open else None
-    return ClosedThoughts(thoughts.tokens, close, mark(thoughts.close.strip()), opening)
+    return ClosedThoughts(thoughts.tokens, close, mark(closing), opening)
 
 
 def _without(logits: Tensor, banned: Tensor) -> Tensor:

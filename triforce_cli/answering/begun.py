@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from offload.errors import UsageError
 from offload.fields import Kind, record, versioned, whole
 from triforce_cli.answering.request import Earlier, Prompt
-from triforce_cli.answering.thoughts import Marks
+from triforce_cli.answering.thoughts import Marks, known
 from triforce_cli.render.text import path_text
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Begun:
             tokens,
             is_chat=self.is_chat,
             begin=self.begin,
-            marks=self.marks,
+            marks=None if self.marks is None else known(self.marks.open, self.marks.close),
             begun=self.begun,
             named={token: name for name, token in self.named.items()},
             end_tokens=frozenset(self.end_tokens),

@@ -97,7 +97,7 @@ class Calls:
 
     @property
     def _forms(self) -> tuple[Form, ...]:
-        asked = tuple(form for form in FORMS if form.is_asked_for(self.template))
+        asked = tuple(form for form in (*FORMS, OF_CHANNELS) if form.is_asked_for(self.template))
         return (*(asked or FORMS), _WITHOUT_MARKS)
 
 
@@ -337,6 +337,8 @@ FORMS = (
         ("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>"), bare=True
     ),
 )  # fmt: skip
+# gpt-oss: messages to tools, in the text that `Channels` makes of them for templates with these marks, and no others.
+OF_CHANNELS = Form(("to=functions.", "<|channel|>commentary"), _named(r"(?m)^to=functions\.([\w.-]+)"))
 # Small models forget the marks (Qwen2.5-Coder 1.5B): a reply that is nothing but JSON with an offered tool's name is a
 # call.
 _WITHOUT_MARKS = Form((), _plain, bare=True)

@@ -168,7 +168,13 @@ class Layout:
         """The chat format for replies with these wishes."""
         from triforce_cli.chat.formats import ChatFormat
 
-        return ChatFormat(tokenizer, self.template, variables=self.variables, thinks=wanted.may_think)
+        return ChatFormat(
+            tokenizer,
+            self.template,
+            variables=self.variables,
+            thinks=wanted.may_think,
+            may_call=wanted.sampling.constraint is None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

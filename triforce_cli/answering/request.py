@@ -89,7 +89,9 @@ class Prompt:
         if tokens is None or self.marks is None or splitter.state == "said":
             return None
         is_open = self.begun or splitter.state == "thought"
-        return ThoughtBudget(tokens, self.marks.end, "" if is_open else self.marks.open)
+        return ThoughtBudget(
+            tokens, self.marks.closes(may_call=self.calls is not None), "" if is_open else self.marks.open
+        )
 
     def request(self, wanted: Wanted, *, max_tokens: int, reuse: bool = False) -> GenerationRequest:
         """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see

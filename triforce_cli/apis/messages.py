@@ -81,7 +81,8 @@ def _check_edits(body: Mapping[str, Any]) -> None:
 
 
 def _format(body: Mapping[str, Any]) -> Fields:
-    """The constraint of `output_config.format`. Its effort is a hint that no template of an open model knows."""
+    """The constraint of `output_config.format`. Its effort is a hint: clients say it to models whose templates know
+    none."""
     wanted = object_of(body, "output_config", "format", "effort").get("format")
     return format_constraint(wanted, PLACE)
 

@@ -28,7 +28,7 @@ class Prompts:
 
     def __init__(self, prepared: Prepared, layout: Layout) -> None:
         self._prepared, self._layout = prepared, layout
-        self._formats: dict[bool, ChatFormat] = {}  # with thoughts, and without
+        self._formats: dict[tuple[bool, bool], ChatFormat] = {}  # with thoughts or without, and with a constraint
         self._check = lru_cache(_MOST_CHECKED)(self._check_sampling)
 
     def notice(self, wanted: Wanted) -> str:
@@ -62,7 +62,7 @@ class Prompts:
         check_sampling(sampling, self._prepared.request.target, self._prepared.tokenizer)
 
     def _format(self, wanted: Wanted) -> ChatFormat:
-        thinks = wanted.may_think
-        if thinks not in self._formats:
-            self._formats[thinks] = self._layout.format(self._prepared.prompt_tokenizer, wanted)
-        return self._formats[thinks]
+        kind = wanted.may_think, wanted.sampling.constraint is None
+        if kind not in self._formats:
+            self._formats[kind] = self._layout.format(self._prepared.prompt_tokenizer, wanted)
+        return self._formats[kind]

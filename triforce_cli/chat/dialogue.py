@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
+from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer, Part
 from triforce_cli.answering.citations import Citation
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.recorder import Recorder
@@ -288,12 +288,12 @@ class Dialogue:
                     raise
                 stopped = error
             self._num_replies += 1
-            spoken = self.format.spoken(answer.tokens, answer.written)
-            self.conversation = asked.answered(answer.written.strip(), spoken, complete=answer.finish == "stop")
+            rest = answer.break_off()
+            self.conversation = asked.answered(*self.format.remembered(answer), complete=answer.finish == "stop")
             finish = answer.finish or (TIMEOUT if stopped is None else INTERRUPTED)
             try:
                 with stoppable(by_ctrl_c=self.interactive):
-                    self._show_end(answer, prompt, finish)
+                    self._show_end(answer, rest, prompt, finish)
             except Stopped as error:
                 stopped = error
             self._record(answer, asked.question or "", finish, time.monotonic() - began)
@@ -314,9 +314,9 @@ class Dialogue:
                 if step.finish is None and deadline.has_passed:
                     return
 
-    def _show_end(self, answer: Answer, prompt: Prompt, finish: str) -> None:
-        """Text that was held back, how the reply ended, and its citations."""
-        if (rest := answer.break_off()) is not None:
+    def _show_end(self, answer: Answer, rest: Part | None, prompt: Prompt, finish: str) -> None:
+        """Show `rest`, the text that was held back, how the reply ended, and its citations."""
+        if rest is not None:
             self._form.add(rest, [])
         if answer.finish is None:
             self.output.end_line()

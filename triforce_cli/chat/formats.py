@@ -21,17 +21,18 @@ from triforce_cli.answering.thoughts import State, marks_of, switched_off
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.messages import Messages
-from triforce_cli.chat.script import Piece, Script, block, write, write_messages
+from triforce_cli.chat.refusals import REMEDY, no_template, refusal, refusal_of_messages
+from triforce_cli.chat.script import Piece, Render, Script, block, write, write_messages
 from triforce_cli.chat.steps import TooManySteps, limited_steps
 from triforce_cli.chat.templates import OWN
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
+    from triforce_cli.answering.answer import Answer
 
 AUTO = "auto"
 NAMES = (AUTO, *OWN)
 _CACHED_PIECES = 512
-_MOST_SAID = 400  # characters of a template's error message
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,16 @@ class ChatFormat:
         *,
         variables: Mapping[str, Any] | None = None,
         thinks: bool = True,
+        may_call: bool = True,
     ) -> None:
         """name: one of NAMES; "auto" is the tokenizer's own template, or the plain format if it has none. variables: of
-        the template. thinks: False turns off a model's thoughts."""
+        the template. thinks: False turns off a model's thoughts. may_call: False for replies that are no tool calls,
+        since they have to follow a constraint."""
         if name not in NAMES:
             raise UsageError(f"there is no chat template {name!r}; choose one of {', '.join(NAMES)}")
         own = tokenizer.chat_template if name == AUTO else None
         self.name = AUTO if own is not None else name if name != AUTO else "plain"
-        self.notice = _no_template(tokenizer.named_templates) if name == AUTO and own is None else ""
+        self.notice = no_template(tokenizer.named_templates) if name == AUTO and own is None else ""
         self.tokenizer = tokenizer
         self.template = own if own is not None else OWN[self.name]
         self.marks = marks_of(self.template)
@@ -82,7 +85,7 @@ class ChatFormat:
         self._marking = self._tokens_of_marks()
         off = {} if thinks or self.marks is None else switched_off(self._written)
         self._variables = off | self._variables
-        self._thinks, self._writes_none = thinks, not thinks and not off
+        self._thinks, self._writes_none, self._may_call = thinks, not thinks and not off, may_call
         self._encode = lru_cache(_CACHED_PIECES)(self._encode_piece)
         self.end_tokens, self.stops = self._ends()
 
@@ -104,13 +107,18 @@ class ChatFormat:
         this prompt alone."""
         given = variables or {}
         all_variables = self._variables | self._guarded(given)
-        render = partial(self._rendered, variables=all_variables, refusal=_refusal_of_messages)
-        found = None
-        with suppress(UsageError):
-            found = write_messages(messages, render, self._guards)
-        text, written = found or write_messages(messages.with_older_roles(), render, self._guards)
+        render = partial(self._rendered, variables=all_variables, refusal=refusal_of_messages)
+        text, written = self._written_messages(messages, render)
         tools, tokens = given.get("tools", self._tools), self._tokens([Piece(0, text)])
         return replace(self._prompt(tokens, written, messages.begin, tools), documents=messages.documents)
+
+    def _written_messages(self, messages: Messages, render: Render) -> tuple[str, str]:
+        """`write_messages` of the messages, or of others that say the same, if the template refuses these."""
+        older = messages.with_older_roles()
+        for each in (messages, older):
+            with suppress(UsageError):
+                return write_messages(each, render, self._guards)
+        return write_messages(older.with_thoughts_joined(), render, self._guards)
 
     def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The template's variables, guarded like text that a person wrote."""
@@ -120,35 +128,51 @@ class ChatFormat:
         """The prompt with the reply's beginning. written: the template's text after the last message. tools: those
         offered."""
         calls = None if tools is None else Calls(tools, self.template)
-        state, closed = self._state(written, begin)
+        state, closed = self._state(written, begin, may_call=self._may_call and calls is not None)
+        headed = self.marks if self.marks is not None and self.marks.has_headers else None
         return Prompt(
             [*tokens, *(self.tokenizer.encode_piece(closed + begin) if closed + begin else [])],
             is_chat=True,
-            begin=begin,
-            marks=None if state == "said" else self.marks,
-            begun=state == "thought",
+            begin=begin if headed is None else headed.header_in(written) + closed + begin,
+            marks=headed if state == "said" else self.marks,
+            begun=state == "thought" and headed is None,
             named=self._marking if calls is None else self._marking | self._named(calls.marks),
             calls=calls,
             end_tokens=self.end_tokens,
             stops=self.stops,
         )
 
-    def _state(self, written: str, begin: str) -> tuple[State, str]:
-        """(state of the reply's thoughts, text before `begin` that closes them or says that there are none)."""
-        if self.marks is None:
+    def _state(self, written: str, begin: str, *, may_call: bool) -> tuple[State, str]:
+        """(state of the reply's thoughts, text before `begin` that closes them or says that there are none). may_call:
+        the reply may be a call."""
+        marks = self.marks
+        if marks is None:
             return "said", ""
-        state = self.marks.state(written)
-        if self.marks.are_in(begin) and self._thinks:
+        state = marks.state(written)
+        if marks.are_in(begin) and self._thinks:
             return "start" if state == "said" else state, ""
+        closed = ""
         if state == "thought" and (begin or not self._thinks):
-            return "said", self.marks.end
-        return ("said", self.marks.none) if state == "start" and self._writes_none else (state, "")
+            closed = marks.closes(may_call=may_call and not begin)
+        elif state == "start" and (self._writes_none or (marks.has_headers and begin)):
+            closed = marks.none(may_call=may_call and not begin)
+        return "said" if closed else state, closed
 
     def closing_tokens(self, conversation: Conversation) -> list[int]:
         """The tokens up to the next question. Its `prompt` begins with them, whatever the question, unless that begins
         with white space."""
         script = self._script(replace(conversation, question=None))
         return self._tokens(list(script.pieces(self._special))[:-1])
+
+    def remembered(self, answer: Answer) -> tuple[str, list[int]]:
+        """(text, tokens) of a reply in a conversation: with its thoughts, unless its answer has a header of its own,
+        which the template writes."""
+        if self.marks is None or not self.marks.has_headers:
+            return answer.written.strip(), self.spoken(answer.tokens, answer.written)
+        text = answer.text.strip()
+        message = self.tokenizer.added_tokens(special=False).get(self.marks.closings["header"][0])
+        tokens = self.spoken(_behind(answer.tokens, message), text)
+        return text, tokens if self._spell(tokens, text) else []
 
     def spoken(self, tokens: Sequence[int], reply: str) -> list[int]:
         """The tokens of a reply as shown, without those of a stop string or of held-back text.
@@ -208,7 +232,7 @@ class ChatFormat:
     def _script(self, conversation: Conversation, variables: Mapping[str, object] | None = None) -> Script:
         date = {"date_string": conversation.date} if conversation.date else {}
         given = date | self._variables | dict(variables or {})
-        render = partial(self._rendered, variables=given, refusal=partial(_refusal, conversation))
+        render = partial(self._rendered, variables=given, refusal=partial(refusal, conversation))
         return write(conversation, render, self._guards)
 
     def _rendered(
@@ -223,7 +247,7 @@ class ChatFormat:
             with limited_steps():
                 return self.tokenizer.render_chat(messages, self.template, **variables)
         except (TooManySteps, ModelError) as error:
-            raise ModelError(f"the model's chat template {error}; {_REMEDY}") from error
+            raise ModelError(f"the model's chat template {error}; {REMEDY}") from error
         except Exception as error:  # a template may raise any error
             raise UsageError(refusal(error)) from error
 
@@ -256,7 +280,7 @@ class ChatFormat:
 
     def _tokens_of_marks(self) -> dict[int, str]:
         """The marks of thoughts that are a single token, by id."""
-        return self._named(() if self.marks is None else (self.marks.open, self.marks.close))
+        return self._named(() if self.marks is None else self.marks.tokens)
 
     def _named(self, marks: Collection[str]) -> dict[int, str]:
         """The marks that are a single token, special or not, by id."""
@@ -274,6 +298,9 @@ class ChatFormat:
 
     def _ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
         """The end of a reply in the template: special tokens, or else the text that follows it."""
+        if self.marks is not None and self.marks.ends:
+            ends = self._named(self.marks.ends)
+            return frozenset(ends), tuple(mark for mark in self.marks.ends if mark not in ends.values())
         script = self._script(Conversation(turns=(Turn("A", (), "A", (0,), True),)))
         after = script.literals[2] if len(script.said) == 3 else ""
         text = after.lstrip()
@@ -284,30 +311,6 @@ class ChatFormat:
         return frozenset(), (line_break + text.splitlines()[0].rstrip(),) if text else ()
 
 
-_REMEDY = f"choose another template (--template {'|'.join(OWN)})"
-
-
-def _no_template(named: Sequence[str]) -> str:
-    found = f"no default chat template, only others ({', '.join(named)})" if named else "no chat template"
-    return (
-        f"the model has {found}: messages are written as a plain dialogue (User: ... Assistant: ...); "
-        f"--template {'|'.join(OWN)} chooses another format"
-    )
-
-
-def _refusal_of_messages(error: Exception) -> str:
-    return f"the model's chat template refuses these messages ({_said(error)})"
-
-
-def _refusal(conversation: Conversation, error: Exception) -> str:
-    again = conversation.turns and conversation.question is not None
-    remedy = f"begin a new conversation (/clear), or {_REMEDY}" if again else _REMEDY
-    if conversation.system:
-        remedy = f"it may have no place for a system message: clear it (/system), or {remedy}"
-    return f"the model's chat template refuses this conversation ({_said(error)}); {remedy}"
-
-
-def _said(error: Exception) -> str:
-    """The template's error message, cut to the length of a line; the error's type if it has no message."""
-    said = str(error) or type(error).__name__
-    return said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."
+def _behind(tokens: Sequence[int], mark: int | None) -> Sequence[int]:
+    """The tokens behind the last `mark`; all if it is not there."""
+    return tokens[max((i + 1 for i, token in enumerate(tokens) if token == mark), default=0) :]

@@ -13,6 +13,7 @@ from triforce_cli.answering.calls import MAX_DEPTH
 from triforce_cli.documents import Document
 
 _REFUSED = ("audio", "function_call")  # fields that no template reads: their content would be lost
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of thoughts, as transformers reads them
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Messages:
         """The messages with the role "developer" replaced by the older "system", for templates that do not know it."""
         said = ({**each, "role": "system"} if each["role"] == "developer" else each for each in self.said)
         return replace(self, said=tuple(said))
+
+    def with_thoughts_joined(self) -> Messages:
+        """The messages with the content of one that has tool calls and thoughts at the end of these, for templates that
+        take one of both."""
+        return replace(self, said=tuple(map(_joined, self.said)))
 
 
 def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
@@ -67,6 +73,14 @@ def _message(given: Mapping[str, Any], number: int) -> dict[str, Any]:
         message["tool_calls"] = _calls(message["tool_calls"], number)
     content = None if message.get("content") is None and "tool_calls" in message else _content(message, number)
     return message | {"content": content}
+
+
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    thoughts = next((message[name] for name in _THOUGHTS if isinstance(message.get(name), str)), "")
+    if not (thoughts and message["content"] and "tool_calls" in message):
+        return message
+    others = {name: value for name, value in message.items() if name not in _THOUGHTS}
+    return others | {"content": None, _THOUGHTS[0]: f"{thoughts}\n\n{message['content']}"}
 
 
 def _content(message: Mapping[str, Any], number: int) -> str:

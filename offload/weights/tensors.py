@@ -13,7 +13,7 @@ from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
-from offload.weights.layout import ROUTER, VECTORS, LayerLayout
+from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 
 _QUERIES = "self_attn.q_proj"
 
@@ -46,6 +46,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if operator == ROUTER:
         experts = whole.block.feed_forward.count
         return [Source(f"{names.router}.weight", range(experts), hidden)]
+    if operator == SINK_LOGITS:
+        return [Source(names.sink_logits, shard.heads(whole))]
     if operator == "factor":
         return [Source("layer_scalar", range(1))]
     if operator in VECTORS:

@@ -48,7 +48,7 @@ from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
-from offload.weights.layout import LayerLayout
+from offload.weights.layout import LayerLayout, scoring_weights
 from offload.weights.linear import Linear
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
@@ -281,13 +281,13 @@ class _Trial:
         return Decoder(self._config, replace(self._weights, layers=layers), kernels=self._kernels)
 
     def _full_cache(self, dtype: torch.dtype) -> FullCache:
-        config, room = self._config, self._num_tokens + 512 + ROWS[-1]
+        config, room = self._config.changed(num_layers=self._num_layers), self._num_tokens + 512 + ROWS[-1]
         shape = TileShape(config.num_kv_heads, config.head_dim, PAGE_TOKENS, -(-room // PAGE_TOKENS), dtype)
         cache = FullCache(
             Memory(torch.device("cpu")),
             shape,
             num_layers=self._num_layers,
-            scorings=scorings(config, room, room, "cpu", dtype)[: self._num_layers],
+            scorings=scorings(config, room, room, "cpu", dtype, weights=self._weights.scoring),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
         )
@@ -300,12 +300,13 @@ class _Trial:
 def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_size: int) -> Weights:
     layout = LayerLayout.of(config, dtype)
 
-    layers = []
+    layers, scoring = [], []
     for _ in range(num_layers):
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
         for view in layout.views.values():
             view.of(buffer).fill_(_VALUE)
         layers.append(layout.bind(buffer))
+        scoring.append(scoring_weights(config.block.attention, layout, buffer, buffer.device))
 
     def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
         if not encoded:
@@ -317,7 +318,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
     ones = torch.ones(config.hidden_size, dtype=dtype_of(config.norm, dtype))
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     embedding = Embedding(table, torch.device("cpu"), dtype)
-    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None))
+    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None), tuple(scoring))
 
 
 def _kernels_name(config: ModelConfig) -> str:

@@ -20,7 +20,6 @@ from offload.kernels.delta import DeltaWeights
 from offload.kernels.experts import ExpertWeights
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import ScoringWeights
-from offload.transfer.memory import sent
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
@@ -196,7 +195,7 @@ def scoring_weights(attention: Attention, layout: LayerLayout, buffer: Tensor, d
     layer is."""
 
     def copied(name: str) -> Tensor:
-        return sent(layout.views[name].of(buffer).clone(), device)
+        return layout.views[name].of(buffer).clone().to(device)
 
     query, key = ROTATED
     return ScoringWeights(

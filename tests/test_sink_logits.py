@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -17,17 +18,18 @@ from torch.testing import assert_close
 
 from fake_flash import flash_attn_with_kvcache
 from forked import Forked, forked_ranks
+from gguf_models import write_gguf
 from models import (
     TOKENIZER_SIZE,
     LateLink,
     byte_tokenizer,
     load,
+    random_model,
     random_tokens,
     resident_rows,
+    save,
     target_cache,
 )
-from offload.config.block import TensorNames
-from offload.config.gguf_names import renamed
 from offload.config.reading import read_config
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles
@@ -336,7 +338,15 @@ def test_a_scoring_is_not_made_without_them(folders: Callable[[str], Path]) -> N
     assert all(each.sink_logits is own.sink_logits for each, own in zip(made, given, strict=True))
 
 
-def test_llama_cpps_name_of_them_is_known() -> None:
-    assert renamed(["blk.3.attn_sinks.weight"], TensorNames()) == {
-        "blk.3.attn_sinks.weight": "model.layers.3.self_attn.sinks"
-    }
+def test_they_are_read_from_a_gguf_file(tmp_path: Path) -> None:
+    model, path = random_sunk("llama"), tmp_path / "model.gguf"
+    sinks = [layer.self_attn.sinks.detach() for layer in model.model.layers]
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for layer, logits in enumerate(sinks):
+            writer.add_tensor(f"blk.{layer}.attn_sinks.weight", logits.numpy())
+
+    write_gguf(save(random_model(), tmp_path), path, change=change)
+    for own, logits in zip(load(path).weights.scoring, sinks, strict=True):
+        assert own.sink_logits is not None
+        assert torch.equal(own.sink_logits, logits)

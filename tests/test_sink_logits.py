@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fake_flash import flash_attn_with_kvcache
+from families import save_tiny
 from forked import Forked, forked_ranks
 from gguf_models import write_gguf
 from models import (
@@ -34,12 +35,17 @@ from offload.config.reading import read_config
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
-from offload.kernels.rope import Scoring, scorings
+from offload.kernels.rope import Scoring, ScoringWeights, scorings
 from offload.kernels.runs import Run, RunAttention
 from offload.session.fingerprints import model_digest
+from offload.transfer.memory import Memory
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.layers import load_weights
 from offload.weights.layout import LayerLayout
 from offload.weights.tensors import expected_tensors
-from processor import OPERATORS, built, of, on_this_machine
+from offload.worker.pass_timer import _Trial
+from paper import on_paper
+from processor import OPERATORS, best, built, of, on_this_machine
 from quantised import engine_of, level_stats
 from sunk import NAMES, in_rank, random_sunk, read_as_sunk, save_sunk
 from test_families import DRAFTED, LENGTH, MODES, NUM_NEW, PLAIN, PROMPT, SHAPES, SIZES, Pair, say
@@ -177,12 +183,11 @@ TILES: dict[str, Callable[[], PrefillAttention]] = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(
+    ("tiles", "window"), [*((tiles, None) for tiles in TILES), ("torch's fused kernel", 40), ("torch's products", 40)]
+)
 def test_a_prefill_over_tiles_equals_a_softmax_with_a_further_column(tiles: str, window: int | None) -> None:
     """Rows that begin in the second tile and end in the third, so that some see two tiles and some three."""
-    if tiles == "flash-attn" and window is not None:
-        pytest.skip("it is not asked for windows")
     dtype = torch.float16 if tiles == "flash-attn" else torch.float32
     page, first, count = PAGE_STEP, 2 * PAGE_STEP - 30, 60
     pages = normal(2, 3, KV_HEADS, page, DIM, seed=8, dtype=dtype)
@@ -314,6 +319,49 @@ def test_they_are_read_in_fp32_whatever_the_model_is_computed_in(
     for own, layer in zip(decoder.weights.scoring, model.model.layers, strict=True):
         assert own.sink_logits is not None
         assert torch.equal(own.sink_logits, layer.self_attn.sinks)
+
+
+@pytest.mark.parametrize("link_bits", [16, 12])
+def test_they_stay_where_attention_is_wherever_their_layers_are(pairs: Callable[[str], Pair], link_bits: int) -> None:
+    """Each layer its own, where all of them are packed by way of one buffer, too."""
+    best()
+    (folder, _), model = pairs("llama"), random_sunk("llama", **fields_of("llama"))
+    with Checkpoint.open(folder) as checkpoint:
+        weights = load_weights(
+            checkpoint, read_config(folder), Memory(torch.device("cpu")), dtype=torch.bfloat16,
+            link=LateLink(late_in=True, late_out=True), link_bits=link_bits,
+        )  # fmt: skip
+    for own, layer in zip(weights.scoring, model.model.layers, strict=True):
+        assert own.sink_logits is not None
+        assert torch.equal(own.sink_logits, layer.self_attn.sinks)
+
+
+@pytest.mark.parametrize("name", ["llama", "hunyuan"])
+def test_what_scores_take_of_layers_on_a_gpu_is_copied_there(
+    folders: Callable[[str], Path], name: str, tmp_path: Path
+) -> None:
+    """Bug: it was pinned first, as if it were on the host, so no Hunyuan model could be loaded."""
+    folder = folders(name) if name in NAMES else save_tiny(name, tmp_path)
+    with on_paper() as gpu, Checkpoint.open(folder) as checkpoint:
+        config = read_config(folder)
+        weights = load_weights(checkpoint, config, Memory(torch.device("cuda:0")), dtype=torch.float32)
+        theirs = load(folder).weights.scoring
+        for own, plain in zip(weights.scoring, theirs, strict=True):
+            for ours, wanted in zip(_tensors(own), _tensors(plain), strict=True):
+                assert ours.is_cuda
+                assert torch.equal(ours.cpu(), wanted)
+        assert gpu.problems == []
+
+
+def _tensors(own: ScoringWeights) -> list[Tensor]:
+    found = [*(own.factors or ()), *([] if own.sink_logits is None else [own.sink_logits])]
+    assert found
+    return found
+
+
+def test_times_of_passes_are_measured_with_them(folders: Callable[[str], Path]) -> None:
+    trial = _Trial(read_config(folders("qwen2, windows")), torch.float32, 16)
+    assert [each.sink_logits is not None for each in trial._cache.scorings] == [True] * trial._num_layers
 
 
 def test_a_description_counts_them(folders: Callable[[str], Path]) -> None:

@@ -286,6 +286,8 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
             noise = torch.randn(weight.shape, generator=generator)
             if part.endswith("A_log"):
                 weight.copy_(noise - 1.0)  # decays of .9 to .2
+            elif part.endswith("sinks"):
+                weight.copy_(1.0 + 2.0 * noise)  # from next to no weight to most of a row's
             elif "norm" in part:
                 own = tiny.family in PLUS_ONE and "linear_attn" not in part
                 middle = 0.0 if own or part.endswith("bias") else 1.0

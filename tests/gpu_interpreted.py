@@ -4,6 +4,7 @@ process of its own, since Triton decides on import.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -109,10 +110,13 @@ def attended(
     chunk: int | None = None,
     window: int = 0,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     mass_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows q [T, H, D] at `index` and on over `held`, one launch each."""
-    return attending(held, q, index, span=span, chunk=chunk, window=window, cap=cap, mass_dtype=mass_dtype).merge()
+    return attending(
+        held, q, index, span=span, chunk=chunk, window=window, cap=cap, sinks=sinks, mass_dtype=mass_dtype
+    ).merge()
 
 
 def attending(
@@ -124,11 +128,12 @@ def attending(
     chunk: int | None = None,
     window: int = 0,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     mass_dtype: torch.dtype = torch.float32,
 ) -> GpuAttention:
     """As `attended`, before the last run is folded."""
     attention = Unwritten(dtype=q.dtype, span=span, chunk=chunk, mass_dtype=mass_dtype)
-    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
+    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap, sink_logits=sinks)
     new = torch.zeros(len(q), KV_HEADS, q.shape[2], dtype=q.dtype)
     counts = [each.tokens for each in held]
     attention.begin(Rows(q, new, new, scoring, 0, index, window), counts, masses=chunk is not None)
@@ -138,9 +143,15 @@ def attending(
 
 
 def in_fp64(
-    held: Sequence[Held], q: Tensor, index: int, window: int = 0, cap: float | None = None
+    held: Sequence[Held],
+    q: Tensor,
+    index: int,
+    window: int = 0,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H * D], weights [T, H_kv, tokens], summed over the query group)."""
+    """(out [T, H * D], weights [T, H_kv, tokens], summed over the query group). sinks: a further column of the scores,
+    which has a weight and no value."""
     keys, values = torch.cat([each.flat() for each in held], 2)
     at = torch.cat([each.first + torch.arange(each.tokens) for each in held])
     windowed = torch.cat([torch.full((each.tokens,), each.windowed) for each in held])
@@ -148,7 +159,10 @@ def in_fp64(
     seen = (at <= row) & (~windowed | (at > row - window))
     scores = torch.einsum("thgd,hnd->thgn", q.double().unflatten(1, (KV_HEADS, -1)), keys) / q.shape[2] ** 0.5
     scores = scores if cap is None else cap * (scores / cap).tanh()
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    logits = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks
+    column = logits.double().view(1, KV_HEADS, -1, 1).expand(len(q), -1, -1, 1)
+    scores = torch.cat([scores.masked_fill(~seen[:, None, None], -torch.inf), column], 3)
+    weights = scores.softmax(-1)[..., :-1]
     return torch.einsum("thgn,hnd->thgd", weights, values).flatten(1), weights.sum(2)
 
 
@@ -201,6 +215,46 @@ def test_scores_are_capped(cap: float) -> None:
         q = size * normal(5, 6, 32, seed=4)
         out = attended(held, q, 95, span=64, cap=cap)[0]
         assert_close(out.double(), in_fp64(held, q, 95, cap=cap)[0], atol=5e-5, rtol=5e-5)
+
+
+def sink_logits(num_heads: int) -> Tensor:
+    """From next to no weight to most of a row's."""
+    return torch.linspace(-3.0, 7.0, num_heads)[torch.randperm(num_heads, generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("counts", [(5,), (2, 1, 2), (1,) * 5])
+def test_sink_logits_are_a_further_column_of_the_scores(dtype: torch.dtype, counts: tuple[int, ...]) -> None:
+    """Once, of however many runs the keys are; in masses and lse, too. A row has the same bits beside any rows."""
+    held = cut(hold(page=160, pages=1, tokens=150, dim=32, dtype=dtype), 32, *counts)
+    q, sinks = normal(11, KV_HEADS * 3, 32, seed=8, dtype=dtype), sink_logits(KV_HEADS * 3)
+    out, mass = attended(held, q, 139, span=32, chunk=16, sinks=sinks)
+
+    def check(given: Tensor | None) -> None:
+        wanted, weights = in_fp64(held, q, 139, sinks=given)
+        assert_near(out, wanted, dtype)
+        assert mass is not None
+        assert_close(mass.double(), by_chunk(weights, 16, mass.shape[-1]), atol=2e-6, rtol=2e-5)
+
+    check(sinks)
+    for wrong in (None, sinks + math.log(2), sinks.roll(1), sinks.view(KV_HEADS, 3).T.flatten()):
+        with pytest.raises(AssertionError, match="not close"):
+            check(wrong)
+    plain = attending(held, q, 139, span=32).part()
+    part = attending(held, q, 139, span=32, sinks=sinks).part()
+    assert_close(part.lse, torch.logaddexp(plain.lse, sinks.expand_as(plain.lse)), atol=1e-5, rtol=1e-5)
+    for first, count in ((0, 1), (4, 3)):
+        some = attended(held, q[first : first + count], 139 + first, span=32, sinks=sinks)[0]
+        assert torch.equal(some, out[first : first + count])
+
+
+def test_a_sink_that_weighs_nothing_changes_no_bit() -> None:
+    held = [hold(page=64, pages=2, tokens=100, dim=32, dtype=torch.float32)]
+    q = 3 * normal(5, 6, 32, seed=4)
+    plain = attended(held, q, 95, span=64)[0]
+    assert torch.equal(attended(held, q, 95, span=64, sinks=torch.full((6,), -1e5))[0], plain)
+    assert not attended(held, q, 95, span=64, sinks=torch.full((6,), 1e5))[0].any()
 
 
 def test_tiles_in_any_place_and_a_page_of_any_length() -> None:

@@ -30,12 +30,14 @@ from paper import PaperGpu, on_paper
 from paper.graphs import Graph
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
+from sunk import read_as_sunk, save_sunk
 from test_paper_bugs import Bug, plant
 
 PROMPT = random_tokens(100, seed=7)
 TOKENS = random_tokens(400, seed=3)
 PLAIN = Sizes(page=16, pages=2, capacity=256, rows=8, prefill_block=64)
 CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
+SUNK = ", sunk"
 FEW_STATES = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8}
 
 without_idle_work()
@@ -57,6 +59,8 @@ CASES = {
     "cache in 4 bits": Case("self", CODED),
     "windows": Case("target", model="qwen2, windows"),
     "windows, drafted rows": Case("self", CODED, "qwen2, windows"),
+    "sink logits": Case("target", model="qwen2, windows, sunk"),
+    "sink logits, drafted rows": Case("self", CODED, "qwen2, windows, sunk"),
     "states": Case("target", model="qwen3_5"),
     "states, drafted rows": Case("self", CODED, "qwen3_5"),
 }
@@ -72,6 +76,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name != "qwen2":
             fields = {"vocab_size": 264, "max_position_embeddings": 512, "hidden_size": 64, "head_dim": 16}
             states = FEW_STATES if name == "qwen3_5" else {}
+            if name.endswith(SUNK):
+                return save_sunk(name.removesuffix(SUNK), root, tokenizer=True, **fields)
             return save_tiny(name, root, tokenizer=True, **fields, **states)
         model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
         return save(model, root, tokenizer=True)
@@ -88,8 +94,10 @@ def in_pairs(number: int, most: int) -> int:
 def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[Engine, PaperGpu]]:
     """bug: planted into the source."""
     number = case.num_sequences
-    plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, num_sequences=number)
-    with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as families, on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
+        if case.model.endswith(SUNK):
+            read_as_sunk(families)
+        plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, num_sequences=number)
         for module in ("kv.full", "kv.quantised_attention"):
             patch.setattr(f"offload.{module}.rounded_up", in_pairs)  # else only longer texts round
         programs_by_interpreter(gpu, patch)

@@ -57,7 +57,7 @@ def exact_rows(codes: KVCodes, num_tokens: int, dtype: torch.dtype, layer: int =
 
 def attended(
     codes: KVCodes, num_tokens: int, q: Tensor, *, exact: Tensor | None = None, span: int = SPAN, layer: int = 0,
-    cap: float | None = None,
+    cap: float | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [T, H, D], lse [T, H]) of rows q [T, H, D] over codes, and before that over tokens `exact` [2, H_kv, n, D],
     more than a span, the last of which are the rows'."""
@@ -67,7 +67,7 @@ def attended(
     runs = [Run(codes.blocks[layer], num_tokens)]
     if exact is not None:  # in two runs: the launch over codes folds the second of them
         runs[:0] = [Run(exact[:, :, :span], span), Run(exact[:, :, span:], num_exact - span, span)]
-    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap)
+    scoring = Scoring(unmoving(q.shape[2], q.dtype), cap=cap, sink_logits=sinks)
     attention.begin(Rows(q, new, new, scoring, 0, num_exact - len(q)), [run.tokens for run in runs])
     for run in runs:
         attention.attend(run)
@@ -92,6 +92,16 @@ def assert_rounded(actual: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor],
     scale, most = wanted[0].square().mean().sqrt(), 2 * TOLERANCE[dtype]
     assert_close(actual[0] / scale, wanted[0] / scale, rtol=most, atol=most, check_dtype=False)
     assert_close(actual[1].double(), wanted[1], rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+def test_sink_logits_are_beside_codes_and_exact_rows_once() -> None:
+    codes, exact = kept(5 * GROUP, 64, torch.float32), normal(2, KV_HEADS, 70, 64, seed=8)
+    q, sinks = normal(5, 3 * KV_HEADS, 64, seed=9), torch.tensor([9.0, -4.0, 6.0, 5.0, 8.0, 3.0])
+    out, lse = attended(codes, 5 * GROUP, q, exact=exact, span=64)
+    sunk, sunk_lse = attended(codes, 5 * GROUP, q, exact=exact, span=64, sinks=sinks)
+    assert_close(sunk, out * (lse - sinks).sigmoid()[..., None], atol=2e-6, rtol=1e-5)
+    assert_close(sunk_lse, torch.logaddexp(lse, sinks.expand_as(lse)), atol=1e-5, rtol=1e-5)
+    assert (sunk - out).abs().max() > 0.1
 
 
 def test_scores_of_codes_are_capped() -> None:

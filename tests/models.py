@@ -275,8 +275,8 @@ class Sizes:
 
 def scorings_of(decoder: Decoder, capacity: int, slack: int = 64) -> Sequence[Scoring]:
     """Enough positions for padding and drafts beyond the capacity, in the weights' dtype."""
-    dtype, rotated = decoder.weights.embedding.dtype, decoder.weights.rotated
-    return scorings(decoder.config, capacity + slack, capacity, "cpu", dtype, weights=rotated)
+    dtype, own = decoder.weights.embedding.dtype, decoder.weights.scoring
+    return scorings(decoder.config, capacity + slack, capacity, "cpu", dtype, weights=own)
 
 
 def full_cache(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,18 +48,32 @@ def tiles_of(number: int, pages: int, *, tokens: int, dim: int, dtype: torch.dty
 
 
 def attended(
-    tiles: list[Tensor], rows: Tensor, first: int, *, window: int | None = None, cap: float | None = None
+    tiles: list[Tensor],
+    rows: Tensor,
+    first: int,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Rows [T, H, D] at `first` and on, over tiles from position 0 on."""
-    block = Unwritten(rows, first, Scoring(turning(rows.shape[2], rows.dtype), cap=cap), window or 0)
+    scoring = Scoring(turning(rows.shape[2], rows.dtype), cap=cap, sink_logits=sinks)
+    block = Unwritten(rows, first, scoring, window or 0)
     for index, tile in enumerate(tiles):
         block.attend(tile, index * tile.shape[1] * PAGE)
     return block.attended()
 
 
 def in_fp64(
-    tiles: list[Tensor], rows: Tensor, first: int, *, window: int | None = None, cap: float | None = None
+    tiles: list[Tensor],
+    rows: Tensor,
+    first: int,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    """sinks: a further column of the scores, which has a weight and no value."""
     tokens = first + len(rows)
     held = torch.cat([tile.transpose(1, 2).flatten(2, 3) for tile in tiles], 2)[:, :, :tokens].double()
     keys, values = held.repeat_interleave(rows.shape[1] // KV_HEADS, 1)
@@ -65,7 +81,9 @@ def in_fp64(
     scores = scores if cap is None else cap * (scores / cap).tanh()
     row, at = torch.arange(first, tokens)[:, None], torch.arange(tokens)
     seen = (at <= row) & (at > row - (window or tokens))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    logits = torch.full((rows.shape[1],), -torch.inf) if sinks is None else sinks
+    column = logits.double()[:, None, None].expand(-1, len(rows), 1)
+    weights = torch.cat([scores.masked_fill(~seen, -torch.inf), column], 2).softmax(-1)[..., :-1]
     return torch.einsum("htn,hnd->thd", weights, values).flatten(1)
 
 
@@ -95,6 +113,24 @@ def test_rows_see_what_they_should_over_tiles(
     assert_close(
         out.double(), in_fp64(tiles, rows, first, window=window, cap=cap), atol=tolerance, rtol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize(("first", "count", "window"), [(0, 60, None), (150, 130, None), (150, 130, 100), (255, 1, 1)])
+def test_sink_logits_are_a_further_column_of_the_scores(first: int, count: int, window: int | None) -> None:
+    """Once, over one tile or over several, the first of which some rows do not see."""
+    tiles = tiles_of(3, 2, tokens=first + count, dim=32, dtype=torch.float32)
+    rows, heads = 2 * normal(count, KV_HEADS * 3, 32, seed=2), KV_HEADS * 3
+    sinks = torch.linspace(-3.0, 7.0, heads)[torch.randperm(heads, generator=torch.Generator().manual_seed(1))]
+    out = attended(tiles, rows, first, window=window, sinks=sinks)
+
+    def check(given: Tensor | None) -> None:
+        wanted = in_fp64(tiles, rows, first, window=window, sinks=given)
+        assert_close(out.double(), wanted, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
+
+    check(sinks)
+    for wrong in (None, sinks + math.log(2), sinks.roll(1), sinks * math.log(2)):
+        with pytest.raises(AssertionError, match="not close"):
+            check(wrong)
 
 
 def test_wide_heads_are_cut_otherwise() -> None:

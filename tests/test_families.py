@@ -308,6 +308,7 @@ FLAGS: dict[str, Change] = {
     "logits_cap": lambda config: replace(config, logits_cap=None if config.logits_cap else 0.5),
     "window": _attention(window=lambda own: None if own.window else 5),
     "gate": _attention(gate=lambda own: not own.gate),
+    "sink_logits": _attention(sink_logits=lambda own: not own.sink_logits),
     "multiplied": _block(multiplied=lambda block: not block.multiplied),
     "with v_norm": _attention(v_norm=lambda own: None if own.v_norm else Norm(weightless=True)),
     "values_are_keys": _attention(values_are_keys=lambda own: not own.values_are_keys),

@@ -170,7 +170,7 @@ def test_a_tensor_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
     write_gguf(save(random_model(), tmp_path), path, change=change)
     with (
         Checkpoint.open(path) as checkpoint,
-        pytest.raises(ModelError, match=r"1 unexpected \(model.layers.1.attn_sin"),
+        pytest.raises(ModelError, match=r"1 unexpected \(model.layers.1.self_attn.sinks\)"),
     ):
         check_model(checkpoint, read_config(path))
     write_gguf(save(random_model(), tmp_path), path, without="1.mlp.up_proj")
@@ -184,7 +184,7 @@ def test_a_tensor_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "without", "said"),
     [
-        ("blk.1.attn_sinks.weight", "nothing", "attn_sinks.weight); the model has parts that this program does not"),
+        ("blk.1.attn_other.weight", "nothing", "attn_other.weight); the model has parts that this program does not"),
         ("", "1.self_attn.o_proj", "1 missing (model.layers.1.self_attn.o_proj.weight); download it again"),
     ],
 )

@@ -222,26 +222,28 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("dtype", "dim", "group", "window", "cap"),
+    ("dtype", "dim", "group", "window", "cap", "sinks"),
     [
-        ("bf16", 128, 4, 0, 0.0),
-        ("fp16", 128, 1, 0, 0.0),
-        ("bf16", 64, 1, 0, 0.0),
-        ("bf16", 256, 2, 0, 0.0),
-        ("bf16", 256, 2, 4096, 50.0),
-        ("bf16", 128, 4, 4096, 0.0),
-        ("fp16", 80, 1, 0, 30.0),
-        ("fp16", 96, 1, 0, 0.0),
+        ("bf16", 128, 4, 0, 0.0, False),
+        ("fp16", 128, 1, 0, 0.0, False),
+        ("bf16", 64, 1, 0, 0.0, False),
+        ("bf16", 256, 2, 0, 0.0, False),
+        ("bf16", 256, 2, 4096, 50.0, False),
+        ("bf16", 128, 4, 4096, 0.0, False),
+        ("fp16", 80, 1, 0, 30.0, False),
+        ("fp16", 96, 1, 0, 0.0, False),
+        ("bf16", 64, 8, 0, 0.0, True),
+        ("bf16", 64, 8, 128, 0.0, True),
     ],
 )
 def test_attention_of_a_prefill_compiles_to_wide_loads_and_spills_nothing(
-    capability: int, dtype: str, dim: int, group: int, window: int, cap: float
+    capability: int, dtype: str, dim: int, group: int, window: int, cap: float, sinks: bool
 ) -> None:
     tiling = PrefillTiling(dim)
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": tiling.rows, "STEP": tiling.step, "GROUP": group}
     pointers = dict.fromkeys(("queries", "keys", "values", "mean"), f"*{dtype}")
-    pointers |= dict.fromkeys(("running", "tops", "totals"), "*fp32")
-    rest = {"WINDOW": window, "CAP": cap, "PAGE": 512, "WIDEN": False}
+    pointers |= dict.fromkeys(("running", "tops", "totals", "sink_logits"), "*fp32")
+    rest = {"WINDOW": window, "CAP": cap, "SINKS": sinks, "PAGE": 512, "WIDEN": False}
     found = compiled(
         prefill_programs.attend_tile, capability, pointers, shape | rest, warps=tiling.warps, stages=tiling.stages
     )
@@ -377,14 +379,16 @@ def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype:
     assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
 
 
-MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs"), "*fp32") | {"out": "*bf16"}
-MERGED_AS = {"GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "ROWS": ROWS}
+MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs", "sink_logits"), "*fp32")
+MERGED |= {"out": "*bf16"}
+MERGED_AS = {"SINKS": False, "GROUP": 1, "DIM": 128, "DIM_PADDED": 128, "ROWS": ROWS}
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int) -> None:
-    merged = compiled(programs.merge_spans, capability, MERGED, MERGED_AS)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sink logits"])
+def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int, sinks: bool) -> None:
+    merged = compiled(programs.merge_spans, capability, MERGED, MERGED_AS | {"SINKS": sinks})
     pointers = {"masses": "*fp32", "logs": "*fp32", "joined": "*bf16"}
     joined = compiled(programs.join_masses, capability, pointers, {"GROUP": 4, "COLUMNS": 256})
     assert merged.spilled_bytes == joined.spilled_bytes == 0

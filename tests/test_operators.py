@@ -56,10 +56,11 @@ def attending(
     *,
     cap: float | None = None,
     masses: bool = False,
+    sinks: Tensor | None = None,
 ) -> RunAttention:
     """Rows q [T, H, D] at `index` and on, with a window of 20."""
     k = torch.zeros(len(q), KV_HEADS, DIM, dtype=q.dtype)
-    rows = Rows(q, k, k, Scoring(still(q.dtype), cap=cap), index, index, 20)
+    rows = Rows(q, k, k, Scoring(still(q.dtype), cap=cap, sink_logits=sinks), index, index, 20)
     attention.begin(rows, [run.tokens for run in runs], masses=masses)
     for run in runs:
         attention.attend(run)
@@ -67,9 +68,15 @@ def attending(
 
 
 def in_fp64(
-    runs: Sequence[Run], held: Sequence[Tensor], q: Tensor, index: int, cap: float | None = None
+    runs: Sequence[Run],
+    held: Sequence[Tensor],
+    q: Tensor,
+    index: int,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H * D], weights [T, H_kv, tokens] summed over the query group, lse [T, H])."""
+    """(out [T, H * D], weights [T, H_kv, tokens] summed over the query group, lse [T, H]). sinks: a further column of
+    the scores, which has a weight and no value."""
     keys, values = torch.cat([each.double() for each in held], 2)
     row, seen = (index + torch.arange(len(q)))[:, None], list[Tensor]()
     for run in runs:
@@ -79,7 +86,10 @@ def in_fp64(
     scores = torch.einsum("thgd,hnd->thgn", q.double().unflatten(1, (KV_HEADS, -1)), keys) / DIM**0.5
     scores = scores if cap is None else cap * (scores / cap).tanh()
     scores = scores.masked_fill(~torch.cat(seen, 1)[:, None, None], -torch.inf)
-    weights = scores.softmax(-1)
+    if sinks is not None:
+        column = sinks.double().view(1, KV_HEADS, -1, 1).expand(len(q), -1, -1, 1)
+        scores = torch.cat([scores, column], 3)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
     out = torch.einsum("thgn,hnd->thgd", weights, values).flatten(1)
     return out, weights.sum(2), scores.logsumexp(-1).flatten(1)
 

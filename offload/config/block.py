@@ -41,7 +41,8 @@ class Attention:
     of their own. rope: None if queries and keys have no positions. scale: of the scores; None: head_dim^-0.5. window:
     tokens that a row sees, itself and the last ones before it; None: all. A layer without a window is called growing.
     cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the sigmoid of
-    another projection of the rows.
+    another projection of the rows. sink_logits: each head has a logit of its own in its rows' softmax, beside the
+    scores and without a value (the attention sinks of gpt-oss).
     """
 
     num_heads: int
@@ -60,6 +61,7 @@ class Attention:
     window: int | None = None
     cap: float | None = None
     gate: bool = False
+    sink_logits: bool = False
 
     @property
     def q_size(self) -> int:
@@ -278,6 +280,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "self_attn.gate_proj"
+    sink_logits: str = "self_attn.sinks"
     delta: DeltaNames = DeltaNames()
     experts: ExpertNames = ExpertNames()
 

@@ -33,7 +33,7 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
         if layer := _LAYER.fullmatch(name):
             number, (part, dot, kind) = int(layer[1]), layer[2].rpartition(".")
             inner = f"{parts.get(part) or part}{dot}{kind}"
-            inner = {"ssm_a": names.delta.decay, "ssm_dt.bias": names.delta.time_bias}.get(layer[2], inner)
+            inner = _whole_names(names).get(layer[2], inner)
             if number not in head:
                 found[name] = f"{names.body}layers.{number}.{inner}"
             elif number == head.start and part in _OF_HEAD:
@@ -45,6 +45,15 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
         elif name not in IN_CONFIG:
             found[name] = whole.get(name, name)
     return found
+
+
+def _whole_names(names: TensorNames) -> dict[str, str]:
+    """The map of names within a layer whose ends differ, too."""
+    return {
+        "ssm_a": names.delta.decay,
+        "ssm_dt.bias": names.delta.time_bias,
+        "attn_sinks.weight": names.sink_logits,
+    }
 
 
 def _parts(names: TensorNames) -> dict[str, str]:

@@ -191,6 +191,7 @@ class ModelConfig:
                 window=None,
                 cap=None,
                 gate=False,
+                sink_logits=False,
             ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
@@ -427,12 +428,14 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
 
 
 def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's fp32 tensors besides norms, by name: of a delta rule the taps of its convolution, the
-    decay of each head (-exp(A_log)) and the bias of its time; of a mixture of experts its router."""
+    """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
+    has some; of a delta rule the taps of its convolution, the decay of each head (-exp(A_log)) and the bias of its
+    time; of a mixture of experts its router."""
     experts = block.experts
     router: dict[str, tuple[int, ...]] = {} if experts is None else {"router": (experts.count, hidden_size)}
     if block.attends:
-        return router
+        attention = block.attention
+        return ({"sink_logits": (attention.num_heads,)} if attention.sink_logits else {}) | router
     delta = block.delta
     return {
         "taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,), **router,

@@ -137,6 +137,17 @@ def attend_joined(
     return part
 
 
+def sink_part(sink_logits: Tensor | None, query: Tensor) -> Part | None:
+    """The sink logits [H] fp32 as the attention of folded rows query [H_kv, G * T, D] over a key without a value: to be
+    merged with their parts once. None: there are none."""
+    if sink_logits is None:
+        return None
+    num_kv_heads, rows, _ = query.shape
+    of_groups = sink_logits.view(num_kv_heads, -1, 1)
+    lse = of_groups.expand(-1, -1, rows // of_groups.shape[1]).reshape(num_kv_heads, rows)
+    return Part(lse.new_zeros(()).expand(query.shape), lse)
+
+
 def merge(first: Part, second: Part) -> Part:
     """Attention over both parts' keys, without `mass`. A part that a row sees no key of changes none of its bits."""
     # Not logaddexp: torch rounds it differently in the last elements of a tensor, so bits would depend on its size.

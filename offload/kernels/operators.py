@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.formats.quantised_kv import GROUP, KVCodes
-from offload.kernels.attention import Part, attend, fold, merge, unfold
+from offload.kernels.attention import Part, attend, fold, merge, sink_part, unfold
 from offload.kernels.places import append_rows
 from offload.kernels.rows import AttentionShape, attention_alike
 from offload.kernels.runs import MASS_DTYPE, Rows, Run
@@ -28,8 +28,8 @@ CODED_PAGE = 512  # tokens
 
 @dataclass
 class _Block:
-    """n rows and what they have gathered. queries: [H_kv, G * n, D] each; own: int64 [G * n], each folded row's place
-    among the runs' positions; group: G."""
+    """n rows and what they have gathered, first of all their sink logits. queries: [H_kv, G * n, D] each; own: int64
+    [G * n], each folded row's place among the runs' positions; group: G."""
 
     queries: Sequence[Tensor]
     own: Tensor
@@ -85,10 +85,10 @@ class OperatorAttention:
         ends = [None if last >= stop else last for last in lasts or (stop,)]
         queries, self._keys = self._places.rotated(rows.q, rows.k, rows.scoring, ends)
         filled = zip(*(pad(query, (0, 0, 0, 0, 0, missing)).split(size) for query in queries), strict=True)
-        self._blocks = [
-            _Block([fold(query, num_kv_heads) for query in some], own, group)
-            for some, own in zip(filled, self._places.in_blocks(size, group), strict=True)
-        ]
+        self._blocks = []
+        for some, own in zip(filled, self._places.in_blocks(size, group), strict=True):
+            folded = [fold(query, num_kv_heads) for query in some]
+            self._blocks.append(_Block(folded, own, group, sink_part(rows.scoring.sink_logits, folded[0])))
 
     def append_rows(self, run: Run) -> None:
         """See `RunAttention`."""

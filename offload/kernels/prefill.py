@@ -10,7 +10,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from offload.kernels.attention import Part, attend, attend_joined, attend_whole_pages, count_up, fold, merge, unfold
+from offload.kernels.attention import (
+    Part,
+    attend,
+    attend_joined,
+    attend_whole_pages,
+    count_up,
+    fold,
+    merge,
+    sink_part,
+    unfold,
+)
 from offload.kernels.rope import Scoring
 from offload.plan.sizing import PREFILL_PAGES
 
@@ -42,8 +52,9 @@ class OperatorBlock:
     """A `PrefillBlock` of `count` rows at positions `first` and on: query [H_kv, G * count, D], rotated.
 
     A tile is [2, P, H_kv, S, D]; `base` is the position of its first token. scale: on products of queries and keys,
-    None: D^-0.5. window: tokens that a row sees, itself and those before it; None: all. cap: of scores, see `attend`.
-    fused: `attend` uses torch's fused kernel where that serves.
+    None: D^-0.5. part: of the sink logits, if there are any, and the tiles so far. window: tokens that a row sees,
+    itself and those before it; None: all. cap: of scores, see `attend`. fused: `attend` uses torch's fused kernel where
+    that serves.
     """
 
     query: Tensor
@@ -61,7 +72,9 @@ class OperatorBlock:
         fused: bool = False,
     ) -> OperatorBlock:  # fmt: skip
         """Rows q [T, H, D], rotated, at positions `start` and on."""
-        return cls(fold(q, num_kv_heads), start, len(q), scoring.scale, window=window, cap=scoring.cap, fused=fused)
+        query = fold(q, num_kv_heads)
+        part = sink_part(scoring.sink_logits, query)
+        return cls(query, start, len(q), scoring.scale, part, window=window, cap=scoring.cap, fused=fused)
 
     def attend(self, tile: Tensor, base: int) -> None:
         """See `PrefillBlock`: the pages that some row sees, a few at a time where torch's fused kernel does not serve.

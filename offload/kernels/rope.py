@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,15 +55,26 @@ class RopeTable:
 
 
 @dataclass(frozen=True)
+class ScoringWeights:
+    """The weights that a layer's attention scores take, on the device. factors: of its rotated queries and keys, [D]
+    each. sink_logits: of its heads, [H] fp32."""
+
+    factors: tuple[Tensor, Tensor] | None = None
+    sink_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Scoring:
     """The attention scores of a layer. Queries and keys are rotated by `rope`, then multiplied by `weights`, [D] each
     for queries and for keys. Their products are multiplied by `scale`, None for D^-0.5, and capped by `cap`, see
-    `Attention` of a model."""
+    `Attention` of a model. sink_logits: [H] fp32; each row's softmax in head h has exp(sink_logits[h]) in its
+    denominator, once beside those of all scores. It is neither scaled nor capped (transformers, modeling_gpt_oss)."""
 
     rope: RopeTable
     scale: float | None = None
     cap: float | None = None
     weights: tuple[Tensor, Tensor] | None = None
+    sink_logits: Tensor | None = None
 
     def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """q and k [T, H, D] at positions `start` and on -> both rotated and weighted."""
@@ -102,11 +113,11 @@ def scorings(
     device: torch.device | str,
     dtype: torch.dtype,
     *,
-    weights: Sequence[tuple[Tensor, Tensor]] = (),
+    weights: Sequence[ScoringWeights] = (),
 ) -> tuple[Scoring, ...]:
     """The `Scoring` of each layer that attends, for positions 0 to `num_positions` - 1. Layers with equal rotations
-    share a table of 2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: factors of
-    each layer's rotated queries and keys, if it has some."""
+    share a table of 2 * num_positions * D numbers of `dtype`. capacity: see `inverse_frequencies`. weights: of each
+    layer; () if none has any."""
     tables: dict[tuple[Rope | None, int], RopeTable] = {}
     for kind, _ in config.kinds:
         if not kind.block.attends:
@@ -115,9 +126,12 @@ def scorings(
         if (key := (rope, kind.head_dim)) not in tables:
             tables[key] = rope_table(kind, num_positions, capacity, device, rope).to(dtype)
     attentions = [block.attention for block in config.blocks if block.attends]
-    found = tuple(Scoring(tables[each.rope, each.head_dim], each.scale, each.cap) for each in attentions)
-    pairs = zip(found, weights, strict=True) if weights else ()
-    return tuple(replace(each, weights=own) for each, own in pairs) or found
+    given = weights or [ScoringWeights()] * len(attentions)
+    assert [each.sink_logits for each in attentions] == [own.sink_logits is not None for own in given]
+    return tuple(
+        Scoring(tables[each.rope, each.head_dim], each.scale, each.cap, own.factors, own.sink_logits)
+        for each, own in zip(attentions, given, strict=True)
+    )
 
 
 def rope_table(

@@ -2,7 +2,8 @@
 
 Three classes compute it: `kernels.spans` by the CPU's kernels, `kernels.gpu.attention` by Triton's, and
 `kernels.operators` by torch's operators where neither runs. A row's bits depend on the keys that it sees and on the
-order of the runs, and neither on the rows beside it nor on their number.
+order of the runs, and neither on the rows beside it nor on their number. A layer's sink logits (`Scoring`) are in all
+results once, however many runs there are: in out, lse and masses.
 Letters: T rows, H query heads, H_kv KV heads, D head dimension, P pages of S tokens, C chunks.
 """
 
@@ -100,7 +101,7 @@ class RunAttention(Protocol):
 
     def part(self) -> Part:
         """In place of `merge`, the same before it is rounded and summed: out [T, H, D], lse [T, H], mass [T, H, C] or
-        None, all fp32. A row that sees no key has an lse of -inf and an out of 0."""
+        None, all fp32. A row that sees no key has an out of 0, and an lse of -inf or its sink logit."""
         ...
 
 

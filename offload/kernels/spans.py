@@ -49,6 +49,7 @@ class SpanAttention:
             self._resize(*sizes)
             self._sizes = sizes
         a.position, a.window, a.scale, a.cap = rows.index, rows.window, scoring.scale or 0.0, scoring.cap or 0.0
+        a.sink_logits = None if scoring.sink_logits is None else scoring.sink_logits.data_ptr()
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
         r.cos, r.sin = rope.cos.data_ptr(), rope.sin.data_ptr()
         r.growth = None if rope.growth is None else rope.growth.data_ptr()

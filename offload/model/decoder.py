@@ -70,7 +70,7 @@ class Decoder:
     def without_layers(self) -> Decoder:
         """A decoder with the final norm and the head alone, for `logits`. On rank 0, which has the head."""
         nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
-        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), rotated=(), experts=())
+        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), scoring=(), experts=())
         return Decoder(self.config, weights, None, self._kernels)
 
     @property

@@ -53,6 +53,7 @@ struct Attention {
     void* out;    // [T, G * H * D]
     float* sums;  // null, or [T, G * H, 2]: largest score in powers of 2, and sum. Then `out` is fp32, and `mass` is
                   // [T, G * H, slots * chunks], of each query head
+    const float* sink_logits;  // null, or [G * H]: each query head's, in its rows' softmax beside their scores
 
     float score_scale() const { return scale ? float(scale) : 1 / __builtin_sqrtf(float(head_dim)); }
 
@@ -329,7 +330,7 @@ void attend_codes(const Attention& a, const Run& run, int64_t number, int64_t he
     });
 }
 
-// One row of one KV head: its spans, first to last.
+// One row of one KV head: the sink logits of its query heads, then its spans, first to last.
 template <class E>
 void merge_one(const Attention& a, int64_t t, int64_t head) {
     const int dim = int(a.head_dim), room = padded<E>(dim);
@@ -339,8 +340,10 @@ void merge_one(const Attention& a, int64_t t, int64_t head) {
         const int64_t row = head * folded + t * a.group + g;
         const int64_t query_head = head * a.group + g, at = t * a.kv_heads * a.group + query_head;
         const float* partial = a.partials + row * size;
-        float top = NONE, total = 0;
+        const float sink = a.sink_logits ? a.sink_logits[query_head] * LOG2_E : NONE;
+        float top = sink;
         for (int64_t i = 0; i < a.slots; i++) top = partial[i * step] > top ? partial[i * step] : top;
+        float total = sink == NONE ? 0 : exp2(all(sink - top))[0];
         float out[1024] = {};
         for (int64_t i = 0; i < a.slots; i++) {
             const float* p = partial + i * step;

@@ -97,7 +97,7 @@ class Attention(ctypes.Structure):
         *_integers("chunk", "chunks", "out_stride", "slots"),
         ("scale", c_double),
         ("cap", c_double),
-        *_pointers("mass", "out", "sums"),
+        *_pointers("mass", "out", "sums", "sink_logits"),
     ]
 
 

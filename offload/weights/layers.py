@@ -15,16 +15,17 @@ from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.kernels.rope import ScoringWeights
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.link import Event, Link
-from offload.transfer.memory import Memory, Tier, sent
+from offload.transfer.memory import Memory, Tier
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
 from offload.weights.experts import ExpertSlots, StreamedExperts, load_experts
 from offload.weights.fp16 import check_range
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
-from offload.weights.layout import LayerLayout, LayerWeights
+from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
 from offload.weights.tensors import head_order, sources
 
@@ -179,15 +180,14 @@ class StreamedLayers:
 @dataclass(frozen=True)
 class Weights:
     """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
-    embedding's table itself if tied, None on a rank that computes no logits. rotated: for each layer the factors of its
-    queries and keys after the rotation, [D] each on the device; () if there are none. experts: of each layer; () if no
-    layer has any."""
+    embedding's table itself if tied, None on a rank that computes no logits. scoring: of each layer that attends; ()
+    if none has any. experts: of each layer; () if no layer has any."""
 
     embedding: Embedding
     layers: Layers
     final_norm: NormWeights
     head: Linear | None
-    rotated: tuple[tuple[Tensor, Tensor], ...] = ()
+    scoring: tuple[ScoringWeights, ...] = ()
     experts: tuple[ExpertHomes | None, ...] = ()
 
     @property
@@ -246,18 +246,17 @@ def load_weights(
         for view_name, view in layout.views.items():
             kind, held = layout.stored.get(view_name), view.of(buffer)
             check_range(StoredMatrix(held, encoding(kind)) if kind else held, f"layer {index}", dtype)
-        if (block := config.blocks[index]).attends and block.attention.weighs_rotated:
-            q, k = (layout.views[name].of(buffer) for name in ("q_norm", "k_norm"))
-            rotated.append((sent(q.clone(), memory.device), sent(k.clone(), memory.device)))
-            for norm in (q, k):
-                norm.fill_(1)
+        if (block := config.blocks[index]).attends:
+            scoring.append(scoring_weights(block.attention, layout, buffer, memory.device))
+            for norm in ROTATED if block.attention.weighs_rotated else ():
+                layout.views[norm].of(buffer).fill_(1)
         on_bytes(buffer.nbytes)
         return buffer
 
     def allocate(tier: Tier, purpose: str, num_bytes: int) -> Tensor:
         return memory.allocate((num_bytes,), torch.uint8, tier=tier, purpose=purpose)
 
-    own, rotated = shard.config(config), list[tuple[Tensor, Tensor]]()
+    own, scoring = shard.config(config), list[ScoringWeights]()
     layouts = LayerLayout.of_layers(own, dtype)
     num_resident = config.num_layers if link is None else num_resident
 
@@ -311,6 +310,6 @@ def load_weights(
         layers,
         NormWeights(config.norm, final, bias),
         head,
-        tuple(rotated),
+        tuple(scoring),
         experts,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from offload.config.block import BLOCK_NORMS, Norm
+from offload.config.block import BLOCK_NORMS, Attention, Norm
 from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.model import ModelConfig, layer_norms, layer_vectors
 from offload.formats.layout import encoding
@@ -18,11 +18,14 @@ from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
 VECTORS = ("taps", "decay", "time_bias")  # of a layer with a state
 ROUTER = "router"
+SINK_LOGITS = "sink_logits"
+ROTATED = ("q_norm", "k_norm")  # norms that multiply rotated queries and keys where `weighs_rotated`
 _FACTOR = "factor"
 
 
@@ -171,6 +174,20 @@ class LayerLayout:
             if name.startswith(f"{operator}.") and not name.endswith("bias")
         ]
         return parts[0] if len(parts) == 1 else Parts(tuple(parts))
+
+
+def scoring_weights(attention: Attention, layout: LayerLayout, buffer: Tensor, device: torch.device) -> ScoringWeights:
+    """What a layer's attention scores take of its weights in `buffer`, copied to `device`, where it stays wherever the
+    layer is."""
+
+    def copied(name: str) -> Tensor:
+        return layout.views[name].of(buffer).clone().to(device)
+
+    query, key = ROTATED
+    return ScoringWeights(
+        (copied(query), copied(key)) if attention.weighs_rotated else None,
+        copied(SINK_LOGITS) if attention.sink_logits else None,
+    )
 
 
 def in_codes(name: str, shape: tuple[int, ...], bits: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

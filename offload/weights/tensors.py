@@ -14,7 +14,7 @@ from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
-from offload.weights.layout import ROUTER, VECTORS, LayerLayout
+from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 
 _QUERIES = "self_attn.q_proj"
 
@@ -50,6 +50,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if operator == ROUTER:
         assert whole.block.experts is not None
         return [Source(f"{names.experts.router}.weight", range(whole.block.experts.count), hidden)]
+    if operator == SINK_LOGITS:
+        return [Source(names.sink_logits, shard.heads(whole))]
     if operator == "factor":
         return [Source("layer_scalar", range(1))]
     if operator in VECTORS:

@@ -12,7 +12,7 @@ from offload.kernels import choice
 from offload.kernels.cpu import CpuKernels, fitting, of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
-from offload.kernels.rope import Scoring, scorings
+from offload.kernels.rope import Scoring, ScoringWeights, scorings
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
 from offload.kv.last_hidden import LastHidden
@@ -34,21 +34,21 @@ from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.worker.models import tile_shape, window_shape
 
-Rotated = Sequence[tuple[torch.Tensor, torch.Tensor]]
+OfLayers = Sequence[ScoringWeights]
 MAX_REACH = 32  # tokens: the limit of a selection's dilation, about the usual length of a block
 
 
 def full_cache(
     plan: Plan, config: ModelConfig, memory: Memory, link: Link | None, arena: Arena | None = None, *,
-    rotated: Rotated = (),
+    scoring: OfLayers = (),
 ) -> FullCache:  # fmt: skip
-    """The full cache of the plan's target, or of a shard of it. rotated: see `Weights`."""
+    """The full cache of the plan's target, or of a shard of it. scoring: see `Weights`."""
     composition, placement = plan.composition, plan.placement
     return FullCache(
         memory,
         tile_shape(plan, config),
         num_layers=len(config.growing),
-        scorings=_of_layers(config, config.growing, scorings_of(plan, config, rotated)),
+        scorings=_of_layers(config, config.growing, scorings_of(plan, config, scoring)),
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
         run_tokens=placement.tile_tokens,
@@ -58,7 +58,7 @@ def full_cache(
     )
 
 
-def window_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotated) -> WindowCache | None:
+def window_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: OfLayers) -> WindowCache | None:
     """The window cache of the target's layers that have a window, or of a shard's; None without such layers."""
     if not config.windowed:
         return None
@@ -67,7 +67,7 @@ def window_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotat
         window_shape(plan, config),
         num_pages=plan.placement.window_pages,
         windows=config.windows,
-        scorings=_of_layers(config, config.windowed, scorings_of(plan, config, rotated)),
+        scorings=_of_layers(config, config.windowed, scorings_of(plan, config, scoring)),
         prefill=_prefill_attention(plan, config, windows=True),
         kernels=_attention_kernels(plan, config, windows=True),
     )
@@ -174,13 +174,13 @@ def quantised_cache(plan: Plan, config: ModelConfig, full: FullCache, memory: Me
     )
 
 
-def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, rotated: Rotated) -> StreamingCache:
+def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: OfLayers) -> StreamingCache:
     composition = plan.composition
     return StreamingCache(
         memory,
         shapes=config.kv_shapes,
         dtype=DTYPES[plan.request.dtype],
-        scorings=scorings_of(plan, config, rotated),
+        scorings=scorings_of(plan, config, scoring),
         sinks=composition.sinks,
         window=composition.window,
         slack=_slack(plan),
@@ -221,8 +221,8 @@ def _kv_shape(config: ModelConfig, *, windows: bool) -> tuple[int, int]:
     return config.kv_shapes[config.windowed[0]] if windows else (config.num_kv_heads, config.head_dim)
 
 
-def scorings_of(plan: Plan, config: ModelConfig, rotated: Rotated = ()) -> tuple[Scoring, ...]:
-    """The `Scoring` of each layer that attends, for all positions that a pass may reach. rotated: see `Weights`."""
+def scorings_of(plan: Plan, config: ModelConfig, scoring: OfLayers = ()) -> tuple[Scoring, ...]:
+    """The `Scoring` of each layer that attends, for all positions that a pass may reach. scoring: see `Weights`."""
     request, dtype = plan.request, DTYPES[plan.request.dtype]
     most = request.capacity + MAX_ROWS
-    return scorings(config, most, request.capacity, request.device, dtype, weights=rotated)
+    return scorings(config, most, request.capacity, request.device, dtype, weights=scoring)

@@ -29,7 +29,7 @@ from offload.interrupts import poll
 from offload.kernels.cpu import of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights, dtype_of
-from offload.kernels.rope import scorings
+from offload.kernels.rope import ScoringWeights, scorings
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
 from offload.model.decoder import Decoder
@@ -50,7 +50,7 @@ from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from offload.weights.layers import ResidentLayers, Weights
-from offload.weights.layout import LayerLayout, LayerWeights
+from offload.weights.layout import LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
@@ -283,13 +283,13 @@ class _Trial:
         return Decoder(self._config, replace(self._weights, layers=layers), kernels=self._kernels)
 
     def _full_cache(self, dtype: torch.dtype) -> FullCache:
-        config, room = self._config, self._num_tokens + 512 + ROWS[-1]
+        config, room = self._config.changed(num_layers=self._num_layers), self._num_tokens + 512 + ROWS[-1]
         shape = TileShape(config.num_kv_heads, config.head_dim, PAGE_TOKENS, -(-room // PAGE_TOKENS), dtype)
         cache = FullCache(
             Memory(torch.device("cpu")),
             shape,
             num_layers=self._num_layers,
-            scorings=scorings(config, room, room, "cpu", dtype)[: self._num_layers],
+            scorings=scorings(config, room, room, "cpu", dtype, weights=self._weights.scoring),
             mass_chunk=MASS_CHUNK,
             kernels=self._kernels,
         )
@@ -302,14 +302,15 @@ class _Trial:
 def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_size: int) -> Weights:
     layout, random = LayerLayout.of(config, dtype), torch.Generator().manual_seed(0)
 
-    def layer() -> LayerWeights:
+    layers, scoring = list[LayerWeights](), list[ScoringWeights]()
+    for _ in range(num_layers):
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
         for view in layout.views.values():
             view.of(buffer).fill_(_VALUE)
-        layer = layout.bind(buffer)
-        if layer.router is not None:  # what layers add is the same in all numbers of a row, and counts for no expert
-            layer.router.normal_(generator=random).sub_(layer.router.mean(1, keepdim=True))
-        return layer
+        layers.append(layout.bind(buffer))
+        scoring.append(scoring_weights(config.block.attention, layout, buffer, buffer.device))
+        if (router := layers[-1].router) is not None:
+            router.normal_(generator=random).sub_(router.mean(1, keepdim=True))  # layers add the same to all numbers
 
     def experts(count: int) -> ResidentExperts:
         layout = layout_of(config, dtype)
@@ -331,9 +332,8 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
     ones = torch.ones(config.hidden_size, dtype=dtype_of(config.norm, dtype))
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     embedding = Embedding(table, torch.device("cpu"), dtype)
-    layers = [layer() for _ in range(num_layers)]
     own = (experts(config.experts.count) for _ in layers) if config.experts is not None else ()
-    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None), experts=tuple(own))
+    return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None), tuple(scoring), tuple(own))
 
 
 def _layer_bytes(config: ModelConfig, dtype_bytes: int) -> int:

@@ -210,7 +210,7 @@ class Worker:
         """Copy the rows of the target's cache of `other`, of the same model, or the first `num_tokens` of them. Returns
         False and copies no row where positions are rotated differently (RoPE scaling "dynamic" or "longrope" with
         another context size), or where `other` cannot be truncated to so many tokens."""
-        scorings = (scorings_of(each.plan, each.target.config) for each in (self, other))
+        scorings = (scorings_of(each.plan, each.target.config, each.target.weights.scoring) for each in (self, other))
         if not all(ours.rope.starts_like(theirs.rope) for ours, theirs in zip(*scorings, strict=True)):
             return False
         count = other.full.length if num_tokens is None else num_tokens
@@ -261,10 +261,10 @@ class Worker:
         size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
         resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
         self._hidden_rows: HiddenRows = self.models.rows or resident
-        rotated = self.target.weights.rotated
-        self.full = full_cache(plan, self.target.config, self.memory, self.link, arena, rotated=rotated)
+        scoring = self.target.weights.scoring
+        self.full = full_cache(plan, self.target.config, self.memory, self.link, arena, scoring=scoring)
         self._caches.append(self.full)
-        self.windows = window_cache(plan, self.target.config, self.memory, rotated)
+        self.windows = window_cache(plan, self.target.config, self.memory, scoring)
         if self.windows is not None:
             self._caches.append(self.windows)
         self.states = state_cache(plan, self.target.config, self.memory)
@@ -290,7 +290,7 @@ class Worker:
             self.levels["self"] = self._level("self", own, self._mixed(AheadCache(self.full)), self.block)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
-            streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.rotated)
+            streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.scoring)
             self._caches.append(streaming)
             self.levels["draft"] = self._draft_level(draft, streaming)
 

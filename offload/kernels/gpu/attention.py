@@ -190,14 +190,15 @@ class GpuAttention:
         assert self._rows is not None
         out = torch.empty(self._rows.q.shape, dtype=dtype, device=self._places.slots.device)
         logs, last = self._totals.new_empty(self._num_kv_heads, self._folded), self._partials
+        sinks = self._rows.scoring.sink_logits
         launch(
             programs.merge_spans,
             (self._num_kv_heads, -(-self._folded // ROWS)),
             (
                 last.out, last.sums, self._running, self._tops, self._totals, out, logs,
-                self._num_left, self._folded, int(self._num_runs > 1),
+                logs if sinks is None else sinks, self._num_left, self._folded, int(self._num_runs > 1),
             ),
-            GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded, ROWS=ROWS,
+            SINKS=sinks is not None, GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded, ROWS=ROWS,
         )  # fmt: skip
         self._rows = None
         del self._partials, self._running, self._tops, self._totals, self._masses, self._queries

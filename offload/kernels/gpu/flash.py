@@ -108,6 +108,7 @@ class FlashBlock:
     def __init__(self, tiles: FlashTiles, rows: Tensor, first: int, scoring: Scoring) -> None:
         self._tiles, self._rows, self._first = tiles, rows, first
         self._scale, self._cap = scoring.scale or rows.shape[-1] ** -0.5, scoring.cap or 0.0
+        self._sinks = scoring.sink_logits
         self._outs: list[Tensor] = []  # [T, H, D] of each tile
         self._sums: list[Tensor] = []  # [H, T] fp32: log-sum-exp of each
 
@@ -129,8 +130,10 @@ class FlashBlock:
 
     def attended(self) -> Tensor:
         """The attention's output [T, H * D] fp32, over all tiles."""
-        sums = torch.stack(self._sums)
-        shares = (sums - sums.logsumexp(0)).exp().transpose(1, 2)[..., None]  # [tiles, T, H, 1]
+        sums = every = torch.stack(self._sums)
+        if self._sinks is not None:
+            every = torch.cat([sums, self._sinks[None, :, None].expand_as(sums[:1])])
+        shares = (sums - every.logsumexp(0)).exp().transpose(1, 2)[..., None]  # [tiles, T, H, 1]
         total = self._outs[0] * shares[0]
         for out, share in zip(self._outs[1:], shares[1:], strict=True):
             total.addcmul_(out, share)

@@ -53,6 +53,7 @@ class TritonBlock:
         assert rows.stride(2) == 1
         self._rows, self._first, self._window = rows, first, window
         self._scale, self._cap = scoring.scale or rows.shape[-1] ** -0.5, scoring.cap or 0.0
+        self._sinks = scoring.sink_logits
         self._mean = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         self._state: tuple[Tensor, ...] = ()  # running [T, H, D], tops and totals [T, H], fp32
         self._is_done = False
@@ -80,16 +81,16 @@ class TritonBlock:
         (num_rows, heads, dim), (_, pages, kv_heads, page, _) = self._rows.shape, tile.shape
         assert tile.stride(4) == 1
         assert page % PAGE_STEP == 0
-        tiling = PrefillTiling(dim)
+        tiling, sinks = PrefillTiling(dim), self._sinks
         launch(
             attend_tile,
             (-(-num_rows // tiling.rows), heads),
             (
-                self._rows, tile[0], tile[1], *self._state, self._mean,
+                self._rows, tile[0], tile[1], *self._state, self._mean, self._mean if sinks is None else sinks,
                 self._rows.stride(0), self._rows.stride(1), tile.stride(1), tile.stride(2), tile.stride(3),
                 num_rows, own_first, pages * page, begun, int(self._is_done), self._scale,
             ),
-            CAP=self._cap, WINDOW=self._window, PAGE=page, GROUP=heads // kv_heads, DIM=dim, DIM_PADDED=tiling.padded,
-            ROWS=tiling.rows, STEP=tiling.step, WIDEN=not tile.is_cuda,
+            CAP=self._cap, WINDOW=self._window, SINKS=sinks is not None, PAGE=page, GROUP=heads // kv_heads, DIM=dim,
+            DIM_PADDED=tiling.padded, ROWS=tiling.rows, STEP=tiling.step, WIDEN=not tile.is_cuda,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip

@@ -82,6 +82,7 @@ def attend_tile(
     tops,  # [T, H]: the largest scores
     totals,  # [T, H]: sums of weights
     mean,  # [T, H, D]: attention over all tiles
+    sink_logits,  # [H]; not read if not SINKS
     query_stride,  # from row to row
     query_head_stride,
     page_stride,
@@ -95,6 +96,7 @@ def attend_tile(
     scale,
     CAP: tl.constexpr,  # scores are c tanh(score / c); 0: no cap
     WINDOW: tl.constexpr,  # tokens that a row attends to, up to its own; 0: all
+    SINKS: tl.constexpr,  # each head has a sink logit
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -117,6 +119,9 @@ def attend_tile(
     there = real & (begun != 0)
     top = tl.load(tops + state, mask=there, other=float("-inf"))
     total = tl.load(totals + state, mask=there, other=0.0)
+    if SINKS:  # the first tile's rows begin with it
+        sink = tl.load(sink_logits + head) * 1.4426950408889634
+        top, total = tl.where(there, top, sink), tl.where(there, total, 1.0)
     place = state[:, None] * DIM + dims[None, :]
     out = tl.load(running + place, mask=whole & (begun != 0), other=0.0)
 

@@ -222,16 +222,19 @@ def merge_spans(
     tops,  # [H_kv, R]
     totals,  # [H_kv, R]
     out,  # [T, H_kv * G, D], contiguous
-    logs,  # [H_kv, R]: log-sum-exp over all spans
+    logs,  # [H_kv, R]: log-sum-exp over all spans and the sink logit
+    sink_logits,  # [H_kv * G]; not read if not SINKS
     num_spans,
     num_folded,  # R
     begun,  # 0: there is no earlier run
+    SINKS: tl.constexpr,  # each head has a sink logit
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (h, b): fold the last run of block b of the folded rows in KV head h, and divide."""
+    """Program (h, b): fold the last run of block b of the folded rows in KV head h, then the sink logits of its query
+    heads, and divide."""
     head, block = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     folded = block * ROWS + tl.arange(0, ROWS)
@@ -242,6 +245,13 @@ def merge_spans(
     merged, top, total = with_run(
         running, tops, totals, partials, sums, num_spans, num_heads * num_folded, state, real, dims, begun, DIM, 4
     )
+    if SINKS:
+        sink = tl.load(sink_logits + head * GROUP + folded % GROUP, mask=real, other=0.0)
+        higher = tl.maximum(top, sink)
+        share = tl.exp(top - higher)
+        total = tl.fma(total, share, tl.exp(sink - higher))
+        merged = merged * share[:, None]
+        top = higher
     divisor = tl.where(total > 0.0, total, 1.0)
     target = ((folded // GROUP) * num_heads + head) * GROUP + folded % GROUP
     mean = (merged / divisor[:, None]).to(out.dtype.element_ty)

@@ -172,7 +172,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
             others = beside - sum(of_tiles(0).values()) + slots * sizing.expert_bytes
             return most(growing * count, others, lambda number: sum(of_tiles(number).values()))
 
-        slots = _best_slots(sizing, least_slots, slots, lambda slots: (growing * count - most_tiles(slots)) * tile)
+        def streamed(slots: int) -> int:
+            return (growing * count - most_tiles(slots)) * tile
+
+        slots = _best_slots(sizing, composition, least_slots, slots, streamed)
         tiles = most_tiles(slots)
     devices = sizing.num_devices
     of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
@@ -211,10 +214,12 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     )
 
 
-def _best_slots(sizing: Sizing, least: int, most: int, streamed: Callable[[int], float]) -> int:
-    """The number of expert slots with which the fewest bytes cross the link for a token. streamed: bytes of the cache
-    beside so many slots."""
-    wanted = layers_wanted_bytes(sizing.shard, sizing.itemsize, 1)
+def _best_slots(sizing: Sizing, composition: Composition, least: int, most: int, streamed: Callable[[int], int]) -> int:
+    """The number of expert slots with which the fewest bytes cross the link in a round: experts in every pass with the
+    target's weights, the cache once. streamed: bytes of the cache beside so many slots."""
+    drafted = composition.gamma if composition.inner is not None else 0
+    of_row, of_rows = (layers_wanted_bytes(sizing.shard, sizing.itemsize, rows) for rows in (1, drafted + 1))
+    wanted = drafted * of_row + of_rows
 
     def crossing(slots: int) -> float:
         return wanted * (1.0 - hit_rate(slots / max(sizing.num_experts, 1))) + streamed(slots)

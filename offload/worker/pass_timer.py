@@ -308,7 +308,8 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
             view.of(buffer).fill_(_VALUE)
         layer = layout.bind(buffer)
         if layer.router is not None:  # what layers add is the same in all numbers of a row, and counts for no expert
-            layer.router.normal_(generator=random).sub_(layer.router.mean(1, keepdim=True))
+            matrix = layer.router.matrix
+            matrix.normal_(generator=random).sub_(matrix.mean(1, keepdim=True))
         return layer
 
     def experts(count: int) -> ResidentExperts:

@@ -30,7 +30,7 @@ GROWING: dict[str, object] = {
     "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
-PLUS_ONE = ("nemotron", "gemma", "gemma2", "gemma3_text", "qwen3_5_text")  # whose norms multiply by 1 + their weight
+PLUS_ONE = ("nemotron", "gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # norms times 1 + w
 VISION = {
     "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "patch_size": 2,
     "pos_emb_height": 4, "pos_emb_width": 4,
@@ -88,6 +88,7 @@ STATES: dict[str, object] = {
     },
 }  # fmt: skip
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+GLM_EXPERTS: dict[str, object] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
 TINY: dict[str, Tiny] = {
     "granite": _with("granite", **MULTIPLIED),
@@ -209,6 +210,20 @@ TINY: dict[str, Tiny] = {
         attention_k_eq_v=True, num_hidden_layers=5,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     ),
+    "gemma4, sparse": _with(
+        "gemma4_text", num_hidden_layers=4, **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3,
+        moe_intermediate_size=16, layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "gemma4, sparse and wrapped": Tiny(
+        "gemma4_text",
+        {
+            **GEMMA4, "num_hidden_layers": 3, "num_key_value_heads": 1, "attention_bias": True, "num_experts": 5,
+            "enable_moe_block": True, "top_k_experts": 1, "moe_intermediate_size": 32, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        "gemma4",
+    ),
     "gemma4_unified": _with(
         "gemma4_unified_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
         **{**GEMMA4, "hidden_size_per_layer_input": ..., "global_head_dim": 8}, attention_k_eq_v=True,
@@ -230,6 +245,23 @@ TINY: dict[str, Tiny] = {
         num_key_value_heads=1, attention_bias=True,
     ),
     "qwen3_5, wrapped": Tiny("qwen3_5_text", {**STATES, "num_hidden_layers": 8, "num_key_value_heads": 4}, "qwen3_5"),
+    "qwen3_5_moe": _with("qwen3_5_moe_text", **STATES, **EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3_5_moe, one of five": _with(
+        "qwen3_5_moe_text", **{**STATES, "num_hidden_layers": 3}, num_experts=5, num_experts_per_tok=1,
+        moe_intermediate_size=32, shared_expert_intermediate_size=16, attention_bias=True, num_key_value_heads=1,
+        layer_types=["full_attention", "linear_attention", "full_attention"], tie_word_embeddings=True, head_dim=16,
+    ),
+    "qwen3_5_moe, wrapped": Tiny(
+        "qwen3_5_moe_text",
+        {**STATES, **EXPERTS, "shared_expert_intermediate_size": 32, "num_key_value_heads": 4},
+        "qwen3_5_moe",
+    ),
+    "glm4_moe": _with("glm4_moe", **GLM_EXPERTS, num_hidden_layers=3, rope_parameters=PARTIAL, use_qk_norm=True),
+    "glm4_moe, odd": _with(
+        "glm4_moe", n_routed_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=2,
+        routed_scaling_factor=2.5, norm_topk_prob=False, first_k_dense_replace=2, num_hidden_layers=4,
+        attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=PARTIAL,
+    ),
     "olmo_hybrid": _with("olmo_hybrid", num_hidden_layers=4, linear_key_head_dim=8, rope_parameters=None),
     "olmo_hybrid, positions": _with(
         "olmo_hybrid", num_hidden_layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
@@ -292,6 +324,8 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
                 own = tiny.family in PLUS_ONE and "linear_attn" not in part
                 middle = 0.0 if own or part.endswith("bias") else 1.0
                 weight.copy_(middle + 0.2 * noise)
+            elif part.endswith("scale"):
+                weight.copy_(1.0 + 0.3 * noise)
             elif part.endswith("bias") or "embed" in part:
                 weight.copy_(0.3 * noise if part.endswith("bias") else noise)
             else:
@@ -300,6 +334,8 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
         for part, factor in model.named_buffers():
             if part.endswith("layer_scalar"):
                 factor.copy_(1.0 + 0.3 * torch.randn(1, generator=generator))
+            elif part.endswith("correction_bias"):
+                factor.copy_(0.3 * torch.randn(factor.shape, generator=generator))
     return model
 
 

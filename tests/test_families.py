@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,7 +30,7 @@ from models import (
     resident_rows,
     target_cache,
 )
-from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, FeedForward, Mixer, Norm
+from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, Experts, FeedForward, Mixer, Norm
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
@@ -140,6 +141,15 @@ def text(**fields: object) -> dict[str, object]:
             "short_factor is [1.0]",
         ),
         (TINY["glm"].config() | {"head_dim": None}, "head_dim is null"),
+        (TINY["glm4_moe"].config() | {"n_group": 2}, "n_group is 2; it must be 1: experts in groups"),
+        (TINY["glm4_moe"].config() | {"topk_group": 4}, "topk_group is 4; it must be 1"),
+        (TINY["glm4_moe"].config() | {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        (TINY["glm4_moe"].config() | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        (
+            TINY["qwen3_5_moe"].config() | {"shared_expert_intermediate_size": None},
+            "shared_expert_intermediate_size is",
+        ),
+        (TINY["gemma4_unified"].config() | {"enable_moe_block": True}, "enable_moe_block is true"),
         (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
         (
             TINY["glm4"].config()
@@ -201,6 +211,46 @@ def test_a_wrapped_models_tensors_are_found_under_any_of_their_names(tmp_path: P
     tokens, decoder = random_tokens(LENGTH), load(folder)
     ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
     assert_same_logits(ours, reference("ministral3, wrapped", tokens))
+
+
+def _with_tensors(folder: Path, **tensors: Tensor) -> Path:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "further"), [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_5_moe", "mtp.fc.weight")]
+)
+def test_a_next_token_head_with_experts_is_left_alone(tmp_path: Path, name: str, further: str) -> None:
+    folder = _with_tensors(save_tiny(name, tmp_path / "with"), **{further: torch.ones(2, 2)})
+    assert read_config(folder).next_token is None
+    tokens, decoder = random_tokens(9), load(folder)
+    ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    assert_same_logits(ours, reference(name, tokens))
+    other = _with_tensors(save_tiny(name, tmp_path / "other"), **{"model.layers.4.eh_proj.weight": torch.ones(2, 2)})
+    with pytest.raises(ModelError, match=r"1 unexpected \(model.layers.4.eh_proj.weight\)"):
+        load(other)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "glm4_moe"])
+def test_experts_may_be_in_one_tensor_of_a_layer_in_one_file_or_several(tmp_path: Path, name: str) -> None:
+    folder = save_tiny(name, tmp_path)
+    alone = {part for part in load_file(folder / "model.safetensors") if ".experts." in part}
+    stacked = {part: each.clone() for part, each in random_tiny(name).state_dict().items() if ".experts." in part}
+    rest = {part: each for part, each in load_file(folder / "model.safetensors").items() if part not in alone}
+    assert alone
+    assert len(stacked) == 2 * len([part for part in stacked if part.endswith("down_proj")])
+    tokens = random_tokens(9)
+    for files in ({"model.safetensors": rest | stacked}, {"a.safetensors": rest, "b.safetensors": stacked}):
+        (folder / "model.safetensors").unlink()
+        for file, tensors in files.items():
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        if len(files) > 1:
+            index = {part: file for file, tensors in files.items() for part in tensors}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        decoder = load(folder)
+        assert_same_logits(in_decoding(decoder, target_cache(decoder, SIZES), tokens, 3), reference(name, tokens))
 
 
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:
@@ -273,9 +323,17 @@ def _rope(**changes: Callable[[Rope], object]) -> Change:
 def _inner(**changes: Callable[[FeedForward], object]) -> Change:
     def changed(block: Block) -> FeedForward:
         own = block.feed_forward
-        return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+        return own if not own.size else replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
 
     return _block(feed_forward=changed)
+
+
+def _experts(**changes: Callable[[Experts], object]) -> Change:
+    def changed(block: Block) -> Experts | None:
+        own = block.experts
+        return own and replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+
+    return _block(experts=changed)
 
 
 def _norms(change: Callable[[Norm], Norm]) -> dict[str, Change]:
@@ -347,6 +405,18 @@ FLAGS: dict[str, Change] = {
         if name != "norm"
     },
     **{f"eps {name}": change for name, change in _norms(lambda norm: replace(norm, eps=30.0)).items()},
+    "experts.used": _experts(used=lambda own: own.used + 1),
+    "renormalised": _experts(renormalised=lambda own: not own.renormalised),
+    "scoring": _experts(scoring=lambda own: "softmax" if own.scoring == "sigmoid" else "sigmoid"),
+    "score_scale": _experts(score_scale=lambda own: 3 * own.score_scale),
+    "experts.factor": _experts(factor=lambda own: 2 * own.factor),
+    "scaled": _experts(scaled=lambda own: not own.scaled),
+    "corrected": _experts(corrected=lambda own: not own.corrected),
+    "gates_network": _experts(gates_network=lambda own: not own.gates_network),
+    "without the network beside experts": _block(
+        feed_forward=lambda block: replace(block.feed_forward, size=0) if block.experts else block.feed_forward
+    ),
+    "activation of experts": _experts(network=lambda own: replace(own.network, activation="relu_squared")),
     "activation": _inner(activation=lambda own: "gelu_tanh" if own.activation == "relu_squared" else "relu_squared"),
     "gated": _inner(gated=lambda own: not own.gated),
     "inner bias": _inner(bias=lambda own: not own.bias),
@@ -377,6 +447,11 @@ def test_every_flag_of_a_description_counts(
 def _would_count(flag: str, config: ModelConfig) -> bool:
     if flag == "eps before_attention" and config.block.attention.v_norm:
         return False  # it only scales what is normed again
+    if flag in ("experts.factor", "renormalised") and config.block.after_experts:
+        return False  # as this does
+    one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
+    if flag in ("scoring", "score_scale", "eps before_router") and one_of_all:
+        return False  # its weight is 1, and the order of scores is the same
     return FLAGS[flag](config) != config
 
 
@@ -403,7 +478,7 @@ PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
-    *("gemma4", "gemma4, one layout", "gemma4_unified"),
+    *("gemma4", "gemma4, one layout", "gemma4, sparse", "gemma4_unified"),
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
 )
 
@@ -513,7 +588,8 @@ def test_kernels_have_to_know_the_heads_of_all_layers() -> None:
         ({"num_global_key_value_heads": 3}, "num_global_key_value_heads is 3; it must be KV heads that divide"),
         ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
-        ({"enable_moe_block": True}, "enable_moe_block is true"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
+        ({"enable_moe_block": True, "num_experts": 4}, "moe_intermediate_size is missing"),
         ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all"'),
         ({"rope_parameters": {"full_attention": {}}}, "full_attention and sliding_attention"),
     ],

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from offload.config.rope import Rope
 
 FACTOR_BYTES = 64  # of memory for the factor on a layer's rows
-BLOCK_NORMS = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
+BLOCK_NORMS = (
+    *("before_attention", "after_attention", "before_feed_forward", "after_feed_forward"),
+    *("before_router", "before_experts", "after_experts", "after_network"),
+)
 # gelu_tanh: GELU by its approximation with tanh. clamped_silu: gpt-oss's, of a gate alone (kernels/activation.py).
 Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,8 @@ Mixer = Attention | DeltaRule
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward network. size: of its inner rows; 0 where there is none, in a layer with
-    experts alone. gated: down(activation(gate) *
-    up), else down(activation(up))."""
+    """A feed-forward network. size: of its inner rows; 0 where there is none, in a layer with experts alone. gated:
+    down(activation(gate) * up), else down(activation(up))."""
 
     size: int
     activation: Activation = "silu"
@@ -168,13 +171,30 @@ class FeedForward:
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts: `count` feed-forward networks like `network`, of which each row runs through the `used`
-    ones with the largest scores, the first ones of equal scores. Its output is the sum of theirs, each times its
-    weight: the softmax of its score, over all experts or, if `renormalised`, over those in use."""
+    ones that its router ranks first, and of equal ones through the first. Its output is the sum of theirs, each times
+    its weight.
+
+    A row's scores are products with the router's rows, times `score_scale`; scoring: of the softmax over all scores, or
+    of each one's sigmoid, weights are made. They are divided by the sum of those in use if `renormalised`, multiplied
+    by `factor`, and by the expert's own factor if `scaled`. corrected: each expert has a bias that is added to its
+    score, or to the sigmoid of it, for the ranks alone. gates_network: a further score, whose sigmoid multiplies the
+    output of the network beside the experts."""
 
     network: FeedForward
     count: int
     used: int
     renormalised: bool = True
+    scoring: Scoring = "softmax"
+    score_scale: float = 1.0
+    factor: float = 1.0
+    scaled: bool = False
+    corrected: bool = False
+    gates_network: bool = False
+
+    @property
+    def num_scores(self) -> int:
+        """Rows of the router's matrix: the experts' and the gate's."""
+        return self.count + self.gates_network
 
 
 @dataclass(frozen=True)
@@ -197,10 +217,14 @@ class Encodings:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network or the mixture of
-    experts. A norm of None is left out. side_by_side: both parts read the same norm of the same x, `before_attention`.
-    multiplied: x is multiplied by a factor from the checkpoint at the end. encodings: of its matrices. digested_as: the
-    name in digests of sessions, which older programs wrote."""
+    """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network, the mixture of
+    experts, or the sum of both. A norm of None is left out. side_by_side: both parts read the same norm of the same x,
+    `before_attention`. multiplied: x is multiplied by a factor from the checkpoint at the end. encodings: of its
+    matrices. digested_as: the name in digests of sessions, which older programs wrote.
+
+    Experts and their router read the rows that the network reads, unless they have norms of their own, before_experts
+    and before_router. after_experts, after_network: norms of both outputs before their sum, in a layer that has both.
+    """
 
     mixer: Mixer = field(metadata={"digested_as": "attention"})
     feed_forward: FeedForward
@@ -213,6 +237,10 @@ class Block:
     multiplied: bool = False
     encodings: Encodings = Encodings()
     experts: Experts | None = None
+    before_router: Norm | None = None
+    before_experts: Norm | None = None
+    after_experts: Norm | None = None
+    after_network: Norm | None = None
 
     @property
     def attention(self) -> Attention:
@@ -229,6 +257,11 @@ class Block:
     @property
     def attends(self) -> bool:
         return isinstance(self.mixer, Attention)
+
+    @property
+    def joins_normed(self) -> bool:
+        """Whether the outputs of network and experts are normed before their sum."""
+        return self.after_network is not None or self.after_experts is not None
 
 
 @dataclass(frozen=True)
@@ -253,19 +286,34 @@ class DeltaNames:
 class ExpertNames:
     """The tensor names of a mixture of experts within a layer: of the router, and of the experts' gates, ups and downs,
     "{}" for the number of an expert. Without that one tensor holds those of all experts. If gates and ups are in the
-    same tensor, an expert's gate precedes its up."""
+    same tensor, an expert's gate precedes its up. bias, scale, norm: of the router, whole names. network: in place of
+    "mlp." in the names of the network beside experts. network_gate: of its gate."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    scale: str = "router.per_expert_scale"
+    norm: str = "router.scale"
+    network: str = "mlp."
+    network_gate: str = "mlp.shared_expert_gate"
+
+    @property
+    def stacked(self) -> ExpertNames:
+        """The names where one tensor holds the gates and ups of all experts, and another one their downs."""
+        if "{}" not in self.gate:
+            return self
+        joined, down = (name.replace("{}.", "") for name in (self.gate.replace("gate_", "gate_up_"), self.down))
+        return replace(self, gate=joined, up=joined, down=down)
 
 
 @dataclass(frozen=True)
 class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
-    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate."""
+    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. unused:
+    patterns of names within the body whose tensors are left alone."""
 
     body: str = "model."
     head: str = "lm_head.weight"
@@ -277,12 +325,23 @@ class TensorNames:
     after_attention: str = ""
     before_feed_forward: str = "post_attention_layernorm"
     after_feed_forward: str = ""
+    before_experts: str = ""
+    after_experts: str = ""
+    after_network: str = ""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     gate: str = "self_attn.gate_proj"
     sink_logits: str = "self_attn.sinks"
     delta: DeltaNames = DeltaNames()
     experts: ExpertNames = ExpertNames()
+    unused: tuple[str, ...] = ()
+
+    def network(self, block: Block) -> tuple[str, str, str]:
+        """The names of the feed-forward network's gate, up and down in a layer."""
+        prefix = self.experts.network if block.experts is not None else "mlp."
+        names = (self.fused_gate_up or "mlp.gate_proj", self.fused_gate_up or self.up, self.down)
+        gate, up, down = (name.replace("mlp.", prefix, 1) for name in names)
+        return gate, up, down
 
     @property
     def embeddings(self) -> str:

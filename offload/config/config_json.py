@@ -50,15 +50,19 @@ _SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
 _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
 
 
-def config_of(data: Mapping[str, object], *, name: str = "", scales: str = "") -> ModelConfig:
+def config_of(
+    data: Mapping[str, object], *, name: str = "", scales: str = "", stacks_experts: bool = False
+) -> ModelConfig:
     """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
     Fields are read as transformers reads them, with its defaults for the family; fields that it does not read are
     ignored. Absent token ids stay unknown. Sizes are required. scales: the dtype of the scales of quantised matrices,
-    as far as it is known.
+    as far as it is known. stacks_experts: the checkpoint has one tensor for all experts of a layer.
     """
     plain, stored = parted(data, name or "config")
     config = _described(Fields(plain, name or "config"))
+    if stacks_experts:
+        config = replace(config, names=replace(config.names, experts=config.names.experts.stacked))
     return config if stored is None else quantised(config, stored, scales)
 
 

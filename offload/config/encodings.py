@@ -70,8 +70,9 @@ class _MatrixNames:
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
         inner, out = block.feed_forward, "self_attn.o_proj" if block.attends else names.delta.out
         qkv = _attention(block.attention, names) if block.attends else [*names.delta.parts]
-        gate_up = [names.fused_gate_up or name for name in (["mlp.gate_proj"] if inner.gated else []) + [names.up]]
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [names.down])]
+        gate, up, down = names.network(block)
+        gate_up = [gate, up] if inner.gated else [up]
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down])]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
         return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts)
 

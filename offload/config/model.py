@@ -25,7 +25,7 @@ from offload.config.block import (
     Norm,
     TensorNames,
 )
-from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices
+from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices, router_vectors
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
 
@@ -300,7 +300,7 @@ class ModelConfig:
         if experts is None:
             return self.layer_matrix_elements()
         each = expert_parameters(self.block, self.hidden_size)
-        return self.layer_matrix_elements() + experts.used * each + experts.count * self.hidden_size
+        return self.layer_matrix_elements() + experts.used * each + experts.num_scores * self.hidden_size
 
     def expert_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one expert of `block`; 0 if it has none."""
@@ -430,9 +430,8 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
 def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
     has some; of a delta rule the taps of its convolution, the decay of each head (-exp(A_log)) and the bias of its
-    time; of a mixture of experts its router."""
-    experts = block.experts
-    router: dict[str, tuple[int, ...]] = {} if experts is None else {"router": (experts.count, hidden_size)}
+    time; of a mixture of experts its router's."""
+    router = router_vectors(block, hidden_size)
     if block.attends:
         attention = block.attention
         return ({"sink_logits": (attention.num_heads,)} if attention.sink_logits else {}) | router

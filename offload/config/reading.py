@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +32,9 @@ def read_config(path: str | Path) -> ModelConfig:
             f"{folder} holds {ADAPTER_FILE}, and adapters are not applied; merge it into its model (peft: "
             "merge_and_unload, then save_pretrained) and give the new folder, or remove it"
         )
-    config = config_of(
-        read_json(folder / "config.json"), name=str(folder / "config.json"), scales=stored_scales(folder)
-    )
+    path = folder / "config.json"
+    scales, stacks = stored_scales(folder), _stacks_experts(folder)
+    config = config_of(read_json(path), name=str(path), scales=scales, stacks_experts=stacks)
     if config.next_token is not None and not _has_head(folder):
         config = replace(config, next_token=None)
     generation = folder / "generation_config.json"
@@ -62,6 +63,7 @@ def draft_config(draft: Path, target: Path) -> ModelConfig:
 _SINGLE_FILE = "model.safetensors"
 _MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
 _NAME = re.compile(r"\.(scales|weight_scale)$")
+_STACKED = re.compile(rb'"(?!mtp\.)[^"]*experts\.gate_up_proj"')
 _ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16|BF16|F32)"')
 
 
@@ -90,6 +92,16 @@ def _has_head(folder: Path) -> bool:
         return not shards or next_token.JOIN in shards
     except (OSError, ModelError, ValueError):
         return False
+
+
+def _stacks_experts(folder: Path) -> bool:
+    """Whether the folder has one tensor for the gates and ups of all of a layer's experts, in plain numbers."""
+    path = folder / _SINGLE_FILE
+    try:
+        names = _header(path) if path.is_file() else json.dumps([*_shards(folder)]).encode()
+    except (OSError, ModelError, ValueError):
+        return False
+    return _STACKED.search(names) is not None
 
 
 def _shards(folder: Path) -> dict[str, str]:

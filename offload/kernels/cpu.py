@@ -33,7 +33,7 @@ from offload.plan.machine import KERNELS, cpu_features
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 28  # what kernels.cpp says too
+ABI = 29  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 _NEWER = {"amx": "amx_bf16", "avx512_bf16": "avx512_bf16"}  # instruction sets beyond AVX-512, by a CPU's feature

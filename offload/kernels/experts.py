@@ -17,6 +17,7 @@ from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
 Multiply = Callable[[Tensor, Matrix, Tensor | None], Tensor]
+NO_SUM = 1e-20  # that a sum of sigmoids is kept above
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class ExpertWeights:
     down: Matrix
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Router:
+    """The weights of a router. matrix: fp32 [scores, hidden], the experts' rows, then that of the gate of the network
+    beside them. bias, scale: of each expert, fp32 [experts]. norm: of the rows that are scored; None: the experts'."""
+
+    matrix: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    norm: NormWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -53,30 +65,56 @@ class ExpertHomes(Protocol):
 
 
 class RunExperts(Protocol):
-    """A mixture of experts over rows [T, hidden], after `norm`: their output [T, hidden]. router: fp32 [experts,
-    hidden]. A row's experts are chosen in fp32, what each makes of it is rounded to the dtype, and their weighted sum
-    is rounded once, in the order in which they were chosen."""
+    """A mixture of experts over rows [T, hidden], after `norm`: their output [T, hidden]. A row's experts are chosen in
+    fp32, what each makes of it is rounded to the dtype, and their weighted sum is rounded once, in the order in which
+    they were chosen. beside: the output of the network beside them, [T, hidden], of which the rows are multiplied by
+    the sigmoid of their gate, if there is one, and added; each step is rounded."""
 
     def __call__(
-        self, experts: Experts, router: Tensor, homes: ExpertHomes, norm: NormWeights | None, rows: Tensor
+        self,
+        experts: Experts,
+        router: Router,
+        homes: ExpertHomes,
+        norm: NormWeights | None,
+        rows: Tensor,
+        beside: Tensor | None = None,
     ) -> Tensor: ...
 
 
-def chosen(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of rows with scores [T, experts] fp32, int64 [T, used], the largest score first and the first expert
-    of equal ones; and their weights, fp32 [T, used]."""
-    found = scores.sort(dim=1, descending=True, stable=True)[1][:, : experts.used]
-    powers = (scores - scores.amax(1, keepdim=True)).exp()
-    weights = powers.gather(1, found)
-    return found, weights / (weights if experts.renormalised else powers).sum(1, keepdim=True)
+def chosen(
+    experts: Experts, scores: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts of rows with scores [T, experts] fp32, int64 [T, used], the first rank first and the first expert of
+    equal ones; and their weights, fp32 [T, used]. bias, scale: see `Router`.
+
+    transformers' topk breaks ties in an order of its own.
+    """
+    marks = sigmoid(scores) if experts.scoring == "sigmoid" else scores
+    ranks = marks if bias is None else marks + bias
+    found = ranks.sort(dim=1, descending=True, stable=True)[1][:, : experts.used]
+    if experts.scoring == "sigmoid":
+        weights = marks.gather(1, found)
+        weights = weights / (weights.sum(1, keepdim=True) + NO_SUM) if experts.renormalised else weights
+    else:
+        powers = (scores - scores.amax(1, keepdim=True)).exp()
+        weights = powers.gather(1, found)
+        weights = weights / (weights if experts.renormalised else powers).sum(1, keepdim=True)
+    weights = weights * experts.factor
+    return found, weights if scale is None else weights * scale[found]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid of x, fp32. torch's own gives the last numbers of a tensor other bits than the same ones before."""
+    return 1 / (1 + (-x).exp())
 
 
 def run_experts(
     experts: Experts,
-    router: Tensor,
+    router: Router,
     homes: ExpertHomes,
     norm: NormWeights | None,
     rows: Tensor,
+    beside: Tensor | None = None,
     *,
     multiply: Multiply,
     blocks: Sequence[int] | None = None,
@@ -84,22 +122,28 @@ def run_experts(
     """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. blocks: rows of the successive
     blocks, equal ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an
     expert at once."""
-    rows = rows if norm is None else norm(rows)
-    parts = [rows] if blocks is None else rows.split(list(blocks))
-    scores = torch.cat([part.float() @ router.T for part in parts])
-    found, shares = chosen(experts, scores)
+    normed = rows if norm is None else norm(rows)
+    scored = normed if router.norm is None else router.norm(rows)
+    parts = [scored] if blocks is None else scored.split(list(blocks))
+    scores = torch.cat([part.float() @ router.matrix.T for part in parts]) * experts.score_scale
+    found, shares = chosen(experts, scores[:, : experts.count], router.bias, router.scale)
     made = rows.new_empty(*found.shape, rows.shape[1])
     for batch in homes.batches(found):
         for expert in (batch >= 0).nonzero()[:, 0].tolist():
             row, place = (found == expert).nonzero(as_tuple=True)
             if not len(row):
                 continue
-            weights, own = homes.bank.places[int(batch[expert])], rows[row]
+            weights, own = homes.bank.places[int(batch[expert])], normed[row]
             block = len(own) if blocks is None else blocks[0]
             filled = pad(own, (0, 0, 0, -len(own) % block))
             through = [_through(experts.network, weights, multiply, part) for part in filled.split(block)]
             made[row, place] = torch.cat(through)[: len(own)]
-    return (made.float() * shares.unsqueeze(2)).sum(1).to(rows.dtype)
+    total = (made.float() * shares.unsqueeze(2)).sum(1).to(rows.dtype)
+    if beside is None:
+        return total
+    if experts.gates_network:
+        beside = beside * sigmoid(scores[:, experts.count :].to(rows.dtype).float()).to(rows.dtype)
+    return total + beside
 
 
 def _through(network: FeedForward, weights: ExpertWeights, multiply: Multiply, rows: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from offload.config.block import Experts
-from offload.kernels.experts import ExpertHomes
+from offload.kernels.experts import NO_SUM, ExpertHomes, Router
 from offload.kernels.norms import NormWeights
-from offload.kernels.products import Step, structure_of, widened_floats
+from offload.kernels.products import Step, address, structure_of, widened_floats
 from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
 
@@ -25,18 +26,26 @@ _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out
 
 
 def run_experts(
-    experts: Experts, router: Tensor, homes: ExpertHomes, norm: NormWeights | None, rows: Tensor, *, kernels: Library
+    experts: Experts,
+    router: Router,
+    homes: ExpertHomes,
+    norm: NormWeights | None,
+    rows: Tensor,
+    beside: Tensor | None = None,
+    *,
+    kernels: Library,
 ) -> Tensor:
-    """See `kernels.experts.RunExperts`. rows and matrices are contiguous. Temporary memory: `scratch_bytes` of at most
-    MOST_ROWS rows."""
+    """See `kernels.experts.RunExperts`. rows, matrices and `beside` are contiguous. Temporary memory: `scratch_bytes`
+    of at most MOST_ROWS rows."""
     out = torch.empty_like(rows)
-    for some, to in zip(rows.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
+    besides = repeat(None) if beside is None else beside.split(MOST_ROWS)
+    for some, other, to in zip(rows.split(MOST_ROWS), besides, out.split(MOST_ROWS), strict=False):
         parts = _parts(experts, len(some), rows.shape[1], rows.dtype)
         need = scratch_bytes(experts, len(some), rows.shape[1], rows.dtype)
         scratch = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < need:
             scratch = torch.empty(need, dtype=torch.uint8)
-        _run(experts, router, homes, norm, some, to, list(_views(scratch, parts)), kernels)
+        _run(experts, router, homes, norm, some, other, to, list(_views(scratch, parts)), kernels)
         _spare[:] = [scratch]
     return out
 
@@ -57,8 +66,9 @@ def _parts(
     return [
         ((lines, size), dtype), ((lines, hidden), dtype),
         *(((widened_floats(lines, inputs),), floats) for inputs in (hidden, hidden, size)),
-        ((num_rows, hidden), floats), ((num_rows, experts.count), floats), ((pairs,), integers), ((lines,), integers),
-        ((lines,), integers), ((2, experts.count), integers), ((pairs,), integers), ((pairs,), floats),
+        ((num_rows, hidden), floats), ((num_rows, experts.num_scores), floats), ((pairs,), integers),
+        ((lines,), integers), ((lines,), integers), ((2, experts.count), integers), ((pairs,), integers),
+        ((pairs,), floats),
     ]  # fmt: skip
 
 
@@ -76,10 +86,11 @@ def _padded(num_bytes: int) -> int:
 
 def _run(
     experts: Experts,
-    router: Tensor,
+    router: Router,
     homes: ExpertHomes,
     norm: NormWeights | None,
     rows: Tensor,
+    beside: Tensor | None,
     out: Tensor,
     scratch: list[Tensor],
     kernels: Library,
@@ -87,25 +98,33 @@ def _run(
     network, first = experts.network, homes.bank.places[0]
     assert rows.shape[1] % ALIGNMENT == 0
     assert rows.is_contiguous()
-    assert router.is_contiguous()
-    assert router.dtype == torch.float32
+    assert router.matrix.is_contiguous()
+    assert router.matrix.dtype == torch.float32
+    assert beside is None or beside.is_contiguous()
     inner, made, first_widened, second_widened, inner_widened, *others = scratch
     gate = Step(rows, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation)
     if first.gate is not None:
         gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
     down = Step(inner, first.down, first.down_bias, made)
     structure = native.Experts(
+        structure_of(replace(gate, norm=router.norm or norm), (first_widened, second_widened)),
         structure_of(gate, (first_widened, second_widened)),
         structure_of(down, (inner_widened, inner_widened)),
         None,
-        router.data_ptr(),
+        *(address(each) for each in (router.matrix, router.bias, router.scale)),
         *(each.data_ptr() for each in others),
+        address(beside),
         out.data_ptr(),
         homes.bank.step,
         experts.count,
+        experts.num_scores,
         experts.used,
         len(made),
         experts.renormalised,
+        experts.scoring == "sigmoid",
+        experts.score_scale,
+        experts.factor,
+        NO_SUM,
     )
     dtype, at, threads = DTYPES[rows.dtype], ctypes.byref(structure), torch.get_num_threads()
     kernels.library.route(dtype, at, len(rows), threads)

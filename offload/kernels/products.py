@@ -84,10 +84,10 @@ def structure_of(step: Step, widened: Sequence[Tensor] | Tensor) -> Product:
     return Product(
         step.x.data_ptr(),
         norm and norm.weight.data_ptr(),
-        norm and _address(norm.bias),
+        norm and address(norm.bias),
         _matrix(weight),
         _matrix(up),
-        _address(step.bias),
+        address(step.bias),
         step.out.data_ptr(),
         own.data_ptr(),
         widened_up.data_ptr(),
@@ -123,7 +123,7 @@ def _kind(weight: Matrix | None) -> str:
 def _matrix(weight: Matrix | None) -> native.Matrix:
     if isinstance(weight, StoredMatrix):
         return described(weight)
-    return native.Matrix(_address(weight.blocks if isinstance(weight, Codes) else weight))
+    return native.Matrix(address(weight.blocks if isinstance(weight, Codes) else weight))
 
 
 def room_to_widen(num_rows: int, num_inputs: int) -> Tensor:
@@ -147,5 +147,6 @@ def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:
     kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, size // dim, dim, x.stride(0), norm.norm.eps)
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """The address of a tensor for the CPU's kernels, null without one."""
     return None if tensor is None else tensor.data_ptr()

@@ -183,7 +183,7 @@ class Decoder:
         products = (*config.all_products, (config.vocab_size, config.hidden_size, False))
         if config.experts is not None:
             dtypes.add(torch.float32)  # in which rows are scored
-            products = (*products, (config.experts.count, config.hidden_size, False))
+            products = (*products, (config.experts.num_scores, config.hidden_size, False))
         return all(products_alike(products, block, dtype, torch.get_num_threads()) for dtype in dtypes)
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
@@ -210,8 +210,14 @@ class Decoder:
         the attention where heads are normed over ranks."""
         rows, hidden = x.shape
         squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
-        parts = [squares if self.config.blocks[layer].attends else [] for layer in layers]
-        return self._sums.due([due for part in parts for due in (*part, Due(rows, hidden), Due(rows, hidden))], x)
+        dues = list[Due]()
+        for block in (self.config.blocks[layer] for layer in layers):
+            dues += [
+                *(squares if block.attends else []),
+                Due(rows, hidden),
+                Due(rows, hidden * (1 + block.joins_normed)),
+            ]
+        return self._sums.due(dues, x)
 
 
 def _mixing(cache: Cache) -> MixRows:

@@ -2,7 +2,7 @@
 kernels (model/native_layers.py) or by torch's operators (model/torch_layers.py).
 
 Every step reads and writes named operands of the rows. A mixer is one step between two products; a mixture of
-experts is one in place of the feed-forward network's two products (docs/design.md).
+experts is one in place of the feed-forward network's two products, or behind them (docs/design.md).
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from offload.config.block import Activation, Attention, Block, DeltaRule, Experts
 from offload.kernels.delta import DeltaWeights
+from offload.kernels.experts import Router
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending
+from offload.model.sums import Sums
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
 
 # x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs].
 # mixed: its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output
-# before its norm or sum over ranks, [T, hidden].
-Operand = Literal["x", "qkv", "mixed", "inner", "part"]
+# before its norm or sum over ranks, [T, hidden]. made: that of experts, beside: of a network beside them, [T, hidden].
+Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside"]
 
 
 class MixRows(Protocol):
@@ -70,19 +73,40 @@ class Recur:
 
 @dataclass(frozen=True)
 class Mix:
-    """A mixture of experts: part = its output for the normed rows of x. router: fp32 [experts, hidden]."""
+    """A mixture of experts: made = its output for the normed rows of x. adds: plus `beside`, times the gate of the
+    router where it has one."""
 
     experts: Experts
-    router: Tensor
+    router: Router
     norm: NormWeights | None
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class Join:
+    """The sum of two normed outputs: made = of_experts(sum of `made` over the ranks) + of_network(sum of `beside` over
+    them)."""
+
+    of_experts: NormWeights | None
+    of_network: NormWeights | None
+
+    def __call__(self, made: Tensor, beside: Tensor, sums: Sums) -> Tensor:
+        """Both outputs [T, hidden] of this rank -> their sum over all ranks, after one exchange."""
+        if sums.size > 1:
+            made, beside = sums.total(torch.cat([made, beside], 1)).chunk(2, 1)
+        made = made if self.of_experts is None else self.of_experts(made)
+        return made + (beside if self.of_network is None else self.of_network(beside))
 
 
 @dataclass(frozen=True)
 class Add:
-    """A sublayer's residual addition: x += factor * norm(sum of `part` over the ranks)."""
+    """A sublayer's residual addition: x += factor * norm(sum of `read` over the ranks). is_whole: it is that sum
+    already."""
 
     norm: NormWeights | None
     factor: float
+    read: Operand = "part"
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ class Scale:
     factor: Tensor
 
 
-LayerStep = Product | Attend | Recur | Mix | Add | Scale
+LayerStep = Product | Attend | Recur | Mix | Join | Add | Scale
 
 
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
@@ -104,25 +128,39 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
         mixer,
         *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
     ]
-    inner, *down = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
-    steps: list[LayerStep] = [mix[0], inner, *mix[1:], *down] if block.side_by_side else [*mix, inner, *down]
+    first, last = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
+    steps: list[LayerStep] = [mix[0], *first, *mix[1:], *last] if block.side_by_side else [*mix, *first, *last]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
 
 
-def _network(block: Block, weights: LayerWeights, alone: bool) -> list[LayerStep]:
-    """The steps of the feed-forward network: what reads x, and what adds to it."""
-    network = block.feed_forward
-    norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
-    ending: Ending = "gate" if network.gated else "activate"
-    inner = Product("x", weights.gate_up, "inner", norm, ending, activation=network.activation)
-    return [inner, *_added("inner", weights.down, weights.after_feed_forward, block.scale, alone)]
+def _network(block: Block, weights: LayerWeights, alone: bool) -> tuple[list[LayerStep], list[LayerStep]]:
+    """The steps of the feed-forward network: those that read x, and those that add to it."""
+    added = _added("inner", weights.down, weights.after_feed_forward, block.scale, alone)
+    return [_inner(block, weights)], added
 
 
-def _experts(block: Block, experts: Experts, weights: LayerWeights) -> list[LayerStep]:
-    """The same of a mixture of experts."""
+def _experts(block: Block, experts: Experts, weights: LayerWeights) -> tuple[list[LayerStep], list[LayerStep]]:
+    """The same of a mixture of experts, and of the feed-forward network beside it, if there is one."""
     assert weights.router is not None
-    norm = weights.before_attention if block.side_by_side else weights.before_feed_forward
-    return [Mix(experts, weights.router, norm), Add(weights.after_feed_forward, block.scale)]
+    beside: list[LayerStep] = [_inner(block, weights), Product("inner", weights.down, "beside")]
+    beside, normed = beside if block.feed_forward.size else [], block.joins_normed
+    assert beside or not (normed or experts.gates_network)
+    norm = weights.before_experts or _read(block, weights)
+    join = [Join(weights.after_experts, weights.after_network)] if normed else []
+    add = Add(weights.after_feed_forward, block.scale, "made", is_whole=normed)
+    return [*beside, Mix(experts, weights.router, norm, bool(beside) and not normed)], [*join, add]
+
+
+def _inner(block: Block, weights: LayerWeights) -> Product:
+    """The first step of the feed-forward network."""
+    network = block.feed_forward
+    ending: Ending = "gate" if network.gated else "activate"
+    return Product("x", weights.gate_up, "inner", _read(block, weights), ending, activation=network.activation)
+
+
+def _read(block: Block, weights: LayerWeights) -> NormWeights | None:
+    """The norm of the rows that the feed-forward network reads."""
+    return weights.before_attention if block.side_by_side else weights.before_feed_forward
 
 
 def _added(read: Operand, linear: Linear, norm: NormWeights | None, factor: float, alone: bool) -> list[LayerStep]:

@@ -14,13 +14,13 @@ from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.heads import normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
+from offload.model.layer import Add, Attend, Join, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, Parts
 
-_Prepared = Sequence[Steps | Attend | Recur | Mix | Add | Scale]
+_Prepared = Sequence[Steps | Attend | Recur | Mix | Join | Add | Scale]
 
 
 class NativeLayers:
@@ -68,11 +68,15 @@ class NativeLayers:
                 case Mix():
                     homes = self._experts[layer]
                     assert homes is not None
-                    made = run_experts(step.experts, step.router, homes, step.norm, x, kernels=self._kernels)
-                    self._operands["part"][:num_rows] = made
+                    beside = self._operands["beside"][:num_rows] if step.adds else None
+                    made = run_experts(step.experts, step.router, homes, step.norm, x, beside, kernels=self._kernels)
+                    self._operands["made"][:num_rows] = made
+                case Join():
+                    made, beside = (self._operands[name][:num_rows] for name in ("made", "beside"))
+                    made.copy_(step(made, beside, self._sums))
                 case Add():
-                    total = self._sums.total(self._operands["part"][:num_rows])
-                    add_normed(x, total, step.norm, step.factor)
+                    part = self._operands[step.read][:num_rows]
+                    add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
                 case _:
                     x *= step.factor
 
@@ -87,7 +91,7 @@ class NativeLayers:
     def _allocate(self, most: int) -> None:
         kinds = [kind.block for kind, _ in self._config.kinds]
         self._most, hidden, inner = most, self._config.hidden_size, max(each.feed_forward.size for each in kinds)
-        widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden}
+        widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden, "made": hidden, "beside": hidden}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
         widest = max(hidden, inner, *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds))
         self._widened = room_to_widen(most, widest)
@@ -99,7 +103,7 @@ class NativeLayers:
         block = self._config.blocks[layer]
         key = id(weights), id(block)
         if key not in self._layers:
-            found, products = list[Steps | Attend | Recur | Mix | Add | Scale](), list[Step]()
+            found, products = list[Steps | Attend | Recur | Mix | Join | Add | Scale](), list[Step]()
             for step in steps_of(block, weights, alone=self._alone):
                 if isinstance(step, Product | Add) and (native := self._native(step, block, room)):
                     products += native
@@ -119,9 +123,9 @@ class NativeLayers:
         if isinstance(step, Product):
             described = step.norm, step.ending, step.factor, step.activation
             return _steps_of(own[step.read], step.linear, own[step.out], *described)
-        if not self._alone or step.norm is None:
+        if not (self._alone or step.is_whole) or step.norm is None:
             return []
-        return [Step(own["part"], None, None, own["x"], step.norm, "add", step.factor)]
+        return [Step(own[step.read], None, None, own["x"], step.norm, "add", step.factor)]
 
     def _attended(self, layer: int, step: Attend, room: _Room, num_rows: int, caches: MixRows) -> Tensor:
         """The attention's output [T, H * D]. Heads are normed in place, in the room."""

@@ -14,7 +14,7 @@ from offload.kernels.device import Gated
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
+from offload.model.layer import Add, Attend, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, product
@@ -52,9 +52,12 @@ class TorchLayers:
                 case Recur():
                     operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
                 case Mix():
-                    operands["part"] = self._mixed(layer, step, x, blocks)
+                    operands["made"] = self._mixed(layer, step, x, operands.get("beside"), blocks)
+                case Join():
+                    operands["made"] = step(operands["made"], operands["beside"], self._sums)
                 case Add():
-                    add_normed(x, self._sums.total(operands["part"]), step.norm, step.factor)
+                    part = operands[step.read]
+                    add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
                 case _:
                     x *= step.factor
 
@@ -83,12 +86,12 @@ class TorchLayers:
             return self._gated(made, step.activation)
         return activated(made, step.activation) if step.ending == "activate" else made
 
-    def _mixed(self, layer: int, step: Mix, x: Tensor, blocks: Sequence[int] | None) -> Tensor:
-        """The output of a mixture of experts for x [T, hidden]."""
+    def _mixed(self, layer: int, step: Mix, x: Tensor, beside: Tensor | None, blocks: Sequence[int] | None) -> Tensor:
+        """The output of a mixture of experts for x [T, hidden]. beside: of the network beside it, [T, hidden]."""
         homes = self._experts[layer]
         assert homes is not None
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
-        return run(step.experts, step.router, homes, step.norm, x)
+        return run(step.experts, step.router, homes, step.norm, x, beside if step.adds else None)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""

@@ -6,66 +6,90 @@
 #pragma once
 #include "products.h"
 
-// gate_up, down: the products of the expert at the beginning of a bank, x of the one being `rows` rows, and out of the
-// one and x of the other scratch [lines, inner], out of the other [lines, outputs]; with scratch for as many rows. step:
-// bytes from an expert of the bank to the next one. bank_place: [count], of each expert, or -1 if it is not there.
-// router: [count, inputs] fp32. Scratch: normed [rows, inputs], scores [rows, count], line_of [rows, used], row_of and
-// expert_of [lines], starts [2, count]. chosen, weights: [rows, used], of each row the largest score first. out: [rows,
-// outputs]. inputs and outputs are multiples of 16.
+// scored: whose rows and norm are those that are scored; the rest of it is not used. gate_up, down: the products of the
+// expert at the beginning of a bank, x of the one being `rows` rows, and out of the one and x of the other scratch
+// [lines, inner], out of the other [lines, outputs]; with scratch for as many rows. step: bytes from an expert of the
+// bank to the next one. bank_place: [count], of each expert, or -1 if it is not there. router: [num_scores, inputs]
+// fp32, of the experts and, if there are more scores, of the gate of what is beside. router_bias, router_scale: [count]
+// fp32, or null. Scratch: normed [rows, inputs], scores [rows, num_scores], line_of [rows, used], row_of and expert_of
+// [lines], starts [2, count]. chosen, weights: [rows, used], of each row the first rank first. beside: [rows, outputs],
+// added to the sum, or null. out: [rows, outputs]. inputs and outputs are multiples of 16. no_sum: added to a sum of
+// sigmoids.
 struct Experts {
-    Product gate_up, down;
+    Product scored, gate_up, down;
     const int32_t* bank_place;
-    const float* router;
+    const float *router, *router_bias, *router_scale;
     float *normed, *scores;
     int32_t *line_of, *row_of, *expert_of, *starts, *chosen;
     float* weights;
+    const void* beside;
     void* out;
-    int64_t step, count, used, lines, renormalised;
+    int64_t step, count, num_scores, used, lines, renormalised, sigmoid;
+    double score_scale, factor, no_sum;
 };
 
 namespace experts {
 
 constexpr int SIDE = tiles::SIDE;  // an expert's rows begin at multiples of it
-constexpr int SCORES = 8;          // experts that are scored together
+constexpr int SCORES = 8;          // of a row, that are worked out together
 
 template <class E>
 void norm_row(const Experts& e, int64_t row) {
-    const int64_t inputs = e.gate_up.inputs;
-    products::read_row<E>(e.gate_up, row, [&](auto&& read) {
+    const int64_t inputs = e.scored.inputs;
+    products::read_row<E>(e.scored, row, [&](auto&& read) {
         for (int64_t at = 0; at < inputs; at += W) store(e.normed + row * inputs + at, read(int(at)));
     });
 }
 
 inline void score(const Experts& e, int64_t row, int64_t first) {
-    const int64_t inputs = e.gate_up.inputs;
+    const int64_t inputs = e.scored.inputs;
     const float* x = e.normed + row * inputs;
-    for (int64_t expert = first; expert < first + SCORES && expert < e.count; expert++) {
-        const float* own = e.router + expert * inputs;
+    for (int64_t i = first; i < first + SCORES && i < e.num_scores; i++) {
+        const float* own = e.router + i * inputs;
         f32 total = {};
         for (int64_t at = 0; at < inputs; at += W) total = fma(load<f32>(x + at), load<f32>(own + at), total);
-        e.scores[row * e.count + expert] = sum(total);
+        e.scores[row * e.num_scores + i] = sum(total) * float(e.score_scale);
     }
 }
 
-// The experts of a row, the first ones of equal scores, and their weights: the softmax over them, or over all.
+inline float power(float x) { return exp2(all(x * 1.44269504f))[0]; }  // e^x for x <= 0
+
+inline float sigmoid(float x) {
+    const float small = power(x < 0 ? x : -x);
+    return (x < 0 ? small : 1) / (1 + small);
+}
+
+// The experts of a row, the first ones of equal rank, and their weights: of the softmax over them or over all, or their
+// sigmoids.
 inline void choose(const Experts& e, int64_t row) {
-    const float* scores = e.scores + row * e.count;
+    float* scores = e.scores + row * e.num_scores;
     int32_t* chosen = e.chosen + row * e.used;
     float* weights = e.weights + row * e.used;
+    if (e.sigmoid)
+        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = sigmoid(scores[expert]);
+    const auto rank = [&](int64_t expert) {
+        return e.router_bias ? scores[expert] + e.router_bias[expert] : scores[expert];
+    };
     for (int64_t expert = 0; expert < e.count; expert++) {
         int64_t at = expert < e.used ? expert : e.used;
-        for (; at > 0 && scores[chosen[at - 1]] < scores[expert]; at--)
+        for (; at > 0 && rank(chosen[at - 1]) < rank(expert); at--)
             if (at < e.used) chosen[at] = chosen[at - 1];
         if (at < e.used) chosen[at] = int32_t(expert);
     }
-    const auto power = [&](float score) { return exp2(all((score - scores[chosen[0]]) * 1.44269504f))[0]; };
-    float total = 0;
-    for (int64_t i = 0; i < e.used; i++) total += weights[i] = power(scores[chosen[i]]);
-    if (!e.renormalised) {
+    float most = scores[0], total = 0;
+    for (int64_t expert = 1; expert < e.count; expert++) most = scores[expert] > most ? scores[expert] : most;
+    const auto share = [&](int64_t expert) { return e.sigmoid ? scores[expert] : power(scores[expert] - most); };
+    for (int64_t i = 0; i < e.used; i++) total += weights[i] = share(chosen[i]);
+    if (e.sigmoid) {
+        total = e.renormalised ? total + float(e.no_sum) : 1;
+    } else if (!e.renormalised) {
         total = 0;
-        for (int64_t expert = 0; expert < e.count; expert++) total += power(scores[expert]);
+        for (int64_t expert = 0; expert < e.count; expert++) total += share(expert);
     }
-    for (int64_t i = 0; i < e.used; i++) weights[i] /= total;
+    for (int64_t i = 0; i < e.used; i++) {
+        weights[i] = weights[i] / total * float(e.factor);
+        if (e.router_scale) weights[i] *= e.router_scale[chosen[i]];
+    }
 }
 
 // Gives each row of each expert a line of scratch, an expert's in the order of the rows. -1: a line without a row.
@@ -89,7 +113,7 @@ inline void arrange(const Experts& e, int64_t rows) {
 
 template <class E>
 void route(const Experts& e, int64_t rows, int64_t how_many) {
-    const int64_t blocks = (e.count + SCORES - 1) / SCORES, counts[] = {rows, rows * blocks, rows};
+    const int64_t blocks = (e.num_scores + SCORES - 1) / SCORES, counts[] = {rows, rows * blocks, rows};
     struct None {};
     threads::in_phases<None>(how_many, counts, 3, [&](int phase, int64_t item, None&, int) {
         if (phase == 0) norm_row<E>(e, item);
@@ -134,11 +158,20 @@ void sum_row(const Experts& e, int64_t row) {
     using element = typename E::element;
     auto parts = static_cast<const element*>(e.down.out);
     auto to = static_cast<element*>(e.out) + row * e.down.outputs;
+    auto beside = static_cast<const element*>(e.beside) + (e.beside ? row * e.down.outputs : 0);
+    const bool gated = e.num_scores > e.count;
+    const float gate = gated ? rounded<E>(sigmoid(rounded<E>(e.scores[row * e.num_scores + e.count]))) : 1;
     for (int64_t at = 0; at < e.down.outputs; at += W) {
         f32 total = {};
         for (int64_t i = row * e.used; i < (row + 1) * e.used; i++)
             total = fma(all(e.weights[i]), E::read(parts + e.line_of[i] * e.down.out_stride + at), total);
-        E::write(to + at, E::rounded(total));
+        total = E::rounded(total);
+        if (e.beside) {
+            f32 other = E::read(beside + at);
+            if (gated) other = E::rounded(other * gate);
+            total = E::rounded(total + other);
+        }
+        E::write(to + at, total);
     }
 }
 

@@ -115,11 +115,15 @@ class Experts(ctypes.Structure):
     """A mixture of experts, see experts.h."""
 
     _fields_ = [
+        ("scored", Product),
         ("gate_up", Product),
         ("down", Product),
-        *_pointers("bank_place", "router", "normed", "scores", "line_of", "row_of", "expert_of", "starts", "chosen"),
-        *_pointers("weights", "out"),
-        *_integers("step", "count", "used", "lines", "renormalised"),
+        *_pointers("bank_place", "router", "router_bias", "router_scale", "normed", "scores"),
+        *_pointers("line_of", "row_of", "expert_of", "starts", "chosen", "weights", "beside", "out"),
+        *_integers("step", "count", "num_scores", "used", "lines", "renormalised", "sigmoid"),
+        ("score_scale", c_double),
+        ("factor", c_double),
+        ("no_sum", c_double),
     ]
 
 

@@ -409,7 +409,8 @@ class Sizing:
                 scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
         if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
             parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
-            scores = max(scores, PREFILL_BLOCK * target.hidden_size * parts)
+            width = target.hidden_size * (1 + any(kind.block.joins_normed for kind, _ in target.kinds))
+            scores = max(scores, PREFILL_BLOCK * width * parts)
         tile = self.most_rows * tile_tokens * heads * score
         logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item * self.num_sequences + 36)
         whole, of_head = self._decoded_bytes
@@ -438,12 +439,14 @@ class Sizing:
         dense = PREFILL_BLOCK * 3 * layer.block.feed_forward.size * item
         if experts is None:
             return dense
+        beside = layer.block.feed_forward.size
+        held = PREFILL_BLOCK * (beside + hidden) * item if beside else 0  # while experts run
         size, pairs = experts.network.size, PREFILL_BLOCK * experts.used
         if self.hardware.packs and self.hardware.is_cpu:
             lines = pairs + min(pairs, experts.count) * 15
-            return max(dense, lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
+            return max(dense, held + lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
         inner = PREFILL_BLOCK * 3 * size * item
-        return max(dense, inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
+        return max(dense, held + inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
 
     def _selection_bytes(self, capacity: int, composition: Composition) -> int:
         """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a

@@ -10,7 +10,7 @@ headers and index take at most 32 bytes of memory per byte in the file; their si
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -280,15 +280,18 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     With tied embeddings a head is ignored only if it equals the embeddings: if they differ, transformers 5 unties them
     and version 4 does not, so such a folder is ambiguous. Comparing reads both once.
     """
+    expected = expected_tensors(config)
     checkpoint.rename(_other_names(checkpoint.names(), config))
+    checkpoint.rename(_bare_names(checkpoint.names(), expected))
     if config.quantisation is not None:
         checkpoint.gather(config)
-    expected, names = expected_tensors(config), checkpoint.names()
+    names = checkpoint.names()
     head, embeddings = config.names.head, config.names.embeddings
     is_whole = expected.keys() <= set(names)  # otherwise the unexpected tensors may explain the fault
     beside = {name for name in names if is_whole and not name.startswith((config.names.body, "lm_head."))}
     tied_head = (head,) if config.tie_embeddings else ()
-    checkpoint.check(expected, ignore=(*COMPUTES_NOTHING, *tied_head), beside=beside)
+    unused = (f"{config.names.body}{pattern}" for pattern in config.names.unused)
+    checkpoint.check(expected, ignore=(*COMPUTES_NOTHING, *tied_head, *unused), beside=beside)
     if tied_head and head in names and not checkpoint.equal(head, embeddings):
         raise ModelError(
             f"{checkpoint.folder}: tie_word_embeddings is true, but {head} differs from {embeddings}; "
@@ -310,6 +313,13 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
     if config.tie_embeddings and expected.head in found and expected.embeddings not in found.values():
         found[expected.head] = expected.embeddings
     return {name: meant for name, meant in found.items() if name != meant}
+
+
+def _bare_names(names: Sequence[str], expected: Collection[str]) -> dict[str, str]:
+    """The map from stored to expected names for matrices that are stored without the suffix ".weight", as those of all
+    experts are."""
+    wanted = {name.removesuffix(".weight"): name for name in expected if name.endswith(".weight")}
+    return {name: wanted[name] for name in names if name in wanted}
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str], in_gguf: bool) -> str:

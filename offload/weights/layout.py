@@ -17,13 +17,14 @@ from offload.formats.layout import encoding
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.delta import DeltaWeights
+from offload.kernels.experts import Router
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
 VECTORS = ("taps", "decay", "time_bias")  # of a layer with a state
-ROUTER = "router"
+ROUTER = ("router", "router_bias", "router_scale")
 SINK_LOGITS = "sink_logits"
 ROTATED = ("q_norm", "k_norm")  # norms that multiply rotated queries and keys where `weighs_rotated`
 _FACTOR = "factor"
@@ -33,7 +34,7 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. delta: of a layer
-    with a state. router: of a layer with experts, fp32 [experts, hidden]."""
+    with a state. router: of a layer with experts."""
 
     qkv: Linear
     o: Linear
@@ -46,9 +47,13 @@ class LayerWeights:
     q_norm: NormWeights | None
     k_norm: NormWeights | None
     v_norm: NormWeights | None = None
+    before_router: NormWeights | None = None
+    before_experts: NormWeights | None = None
+    after_experts: NormWeights | None = None
+    after_network: NormWeights | None = None
     factor: Tensor | None = None
     delta: DeltaWeights | None = None
-    router: Tensor | None = None
+    router: Router | None = None
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
@@ -58,7 +63,9 @@ class LayerWeights:
             norms.append(self.delta.norm)
             found += [getattr(self.delta, name) for name in VECTORS]
         found += [each for norm in norms for each in (norm.weight, norm.bias)]
-        return [each for each in (*found, self.factor, self.router) if each is not None]
+        if self.router is not None:
+            found += [self.router.matrix, self.router.bias, self.router.scale]
+        return [each for each in (*found, self.factor) if each is not None]
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,11 @@ class LayerLayout:
         if (own := norms.pop("out_norm", None)) is not None:
             delta = DeltaWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
         named = {name: norms.get(name) for name in NORMS}
-        others = {"factor": tensors.get(_FACTOR), "delta": delta, "router": tensors.get(ROUTER)}
+        router = None
+        if (matrix := tensors.get("router")) is not None:
+            bias, scale = tensors.get("router_bias"), tensors.get("router_scale")
+            router = Router(matrix, bias, scale, named["before_router"])
+        others = {"factor": tensors.get(_FACTOR), "delta": delta, "router": router}
         return LayerWeights(**operators, **named, **others)  # type: ignore[arg-type]
 
     @property

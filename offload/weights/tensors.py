@@ -47,9 +47,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
-    if operator == ROUTER:
-        assert whole.block.experts is not None
-        return [Source(f"{names.experts.router}.weight", range(whole.block.experts.count), hidden)]
+    if operator in ROUTER:
+        return _of_router(whole, operator)
     if operator == SINK_LOGITS:
         return [Source(names.sink_logits, shard.heads(whole))]
     if operator == "factor":
@@ -61,6 +60,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return []
     if operator == "out_norm":
         return [Source(f"{names.delta.norm}.weight", range(whole.block.delta.value_dim))]
+    if operator == "before_router":
+        return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
     if operator in BLOCK_NORMS:
         return [Source(name, hidden)]
@@ -68,6 +69,16 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
         return [Source(name, heads, range(whole.head_dim), rotates=True)]
     return [Source(name, _normed(whole, shard, operator), rotates=operator != "v_norm")]
+
+
+def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
+    """The sources of a router's tensors: of its matrix the experts' rows and the row of the gate."""
+    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
+    assert experts is not None
+    if vector != "router":
+        return [Source(names.bias if vector == "router_bias" else names.scale, range(experts.count))]
+    rows = [Source(f"{names.router}.weight", range(experts.count), hidden)]
+    return rows + [Source(f"{names.network_gate}.weight", range(1), hidden)] * experts.gates_network
 
 
 def expert_sources(whole: ModelConfig, shard: Shard, number: int, view: str) -> list[Source]:
@@ -123,10 +134,10 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
-    fused, inner = whole.names.fused_gate_up, shard.inner(whole)
+    (gate, up, _), inner = whole.names.network(whole.block), shard.inner(whole)
     if whole.block.feed_forward.gated:
-        yield Source(fused or "mlp.gate_proj", inner)
-    yield Source(fused, _after(whole.intermediate_size, inner)) if fused else Source(whole.names.up, inner)
+        yield Source(gate, inner)
+    yield Source(up, _after(whole.intermediate_size, inner) if whole.names.fused_gate_up else inner)
 
 
 def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
@@ -134,7 +145,7 @@ def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]
         mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
     else:
         mixer = whole.names.delta.out, _times(shard.value_heads(whole), whole.block.delta.value_dim)
-    return {"o": mixer, "down": (whole.names.down, shard.inner(whole))}
+    return {"o": mixer, "down": (whole.names.network(whole.block)[2], shard.inner(whole))}
 
 
 def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:

@@ -309,8 +309,8 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
             view.of(buffer).fill_(_VALUE)
         layers.append(layout.bind(buffer))
         scoring.append(scoring_weights(config.block.attention, layout, buffer, buffer.device))
-        if (router := layers[-1].router) is not None:
-            router.normal_(generator=random).sub_(router.mean(1, keepdim=True))  # layers add the same to all numbers
+        if (router := layers[-1].router) is not None:  # what layers add is the same in all numbers of a row
+            router.matrix.normal_(generator=random).sub_(router.matrix.mean(1, keepdim=True))
 
     def experts(count: int) -> ResidentExperts:
         layout = layout_of(config, dtype)

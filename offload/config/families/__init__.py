@@ -13,6 +13,7 @@ from offload.config.families import (
     gemma3,
     gemma4,
     glm,
+    glm4_moe,
     granite,
     hunyuan,
     llama,
@@ -26,6 +27,7 @@ from offload.config.families import (
     phi3,
     qwen,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     seed_oss,
     smollm3,
@@ -36,9 +38,9 @@ from offload.config.families.common import Family as Family
 from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
-    llama, mistral, qwen, qwen3_moe, qwen3_5, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3, glm, olmo2, olmo3,
-    olmo_hybrid, cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4, ministral3, starcoder2,
-    muse_glimmer,
+    llama, mistral, qwen, qwen3_moe, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3, glm,
+    glm4_moe, olmo2, olmo3, olmo_hybrid, cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4,
+    ministral3, starcoder2, muse_glimmer,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

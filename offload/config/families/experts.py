@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
+from typing import Any
 
-from offload.config.block import Block, Experts, FeedForward
+from offload.config.block import Block, Experts
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
@@ -13,16 +14,30 @@ MOST_EXPERTS = 1 << 12
 READS = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"))
 
 
-def with_experts(source: Fields, config: ModelConfig, dense: Container[int] = ()) -> ModelConfig:
-    """`config` with experts in place of the feed-forward networks of all layers but the `dense` ones, by number."""
-    key = "num_local_experts" if source.data.get("num_experts") is None else "num_experts"
+def read_experts(
+    source: Fields,
+    config: ModelConfig,
+    *,
+    counts: Sequence[str] = ("num_experts", "num_local_experts"),
+    used: str = "num_experts_per_tok",
+    **others: Any,
+) -> Experts:
+    """The mixture of experts of all layers that have one, networks like the one of `config`. counts: the names that the
+    field of their number may have. used: the field of those that a row runs through. others: fields of `Experts`."""
+    key = next((key for key in counts if source.data.get(key) is not None), counts[0])
     count, size = source.integer(key, MOST_EXPERTS), source.integer("moe_intermediate_size", 1 << 22)
-    used, renormalised = source.integer("num_experts_per_tok", count), source.flag("norm_topk_prob", False)
+    return Experts(replace(config.block.feed_forward, size=size), count, source.integer(used, count), **others)
 
-    def change(block: Block) -> Block:
-        experts = Experts(replace(block.feed_forward, size=size), count, used, renormalised)
-        return replace(block, feed_forward=FeedForward(0), experts=experts)
 
-    made = {block: change(block) for block in set(config.blocks)}
-    blocks = tuple(block if at in dense else made[block] for at, block in enumerate(config.blocks))
+def with_experts(
+    config: ModelConfig, experts: Experts, *, beside: int = 0, dense: Container[int] = (), **block: Any
+) -> ModelConfig:
+    """`config` with `experts` in all layers but the `dense` ones, by number, in place of the feed-forward network or
+    beside one with `beside` inner rows. block: further fields of these layers."""
+
+    def change(own: Block) -> Block:
+        return replace(own, feed_forward=replace(own.feed_forward, size=beside), experts=experts, **block)
+
+    made = {own: change(own) for own in set(config.blocks)}
+    blocks = tuple(own if at in dense else made[own] for at, own in enumerate(config.blocks))
     return replace(config, blocks=blocks)

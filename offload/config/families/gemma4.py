@@ -1,14 +1,16 @@
-"""Gemma 4 (Google), dense: norms before and after each part and of queries, keys and values, a factor on each layer's
-rows; five layers of six have a window, the others larger heads whose values may be the keys."""
+"""Gemma 4 (Google): norms before and after each part and of queries, keys and values, a factor on each layer's rows;
+five layers of six have a window, the others larger heads whose values may be the keys. Sparse models have experts
+beside the feed-forward network, with norms of their own, and a router with its own norm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, Norm
+from offload.config.block import Attention, Block, ExpertNames, Norm
 from offload.config.families.common import Defaults, Family, epsilon, sizes
-from offload.config.families.gemma2 import sandwiched
+from offload.config.families.experts import read_experts, with_experts
+from offload.config.families.gemma2 import SANDWICH, sandwiched
 from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
 from offload.config.model import ModelConfig
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
@@ -21,12 +23,28 @@ _ROPES = {
 }
 _CAP, _SAME, _HEADS = "final_logit_softcapping", "attention_k_eq_v", "per_layer_config"
 _KEYS = ("head_dim", "num_key_value_heads")  # fields that a layer may override
+_SPARSE, _EXPERTS = "enable_moe_block", ("num_experts", "top_k_experts", "moe_intermediate_size")
+_NAMES = ExpertNames("router.proj", *(f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")))
+_SPARSE_NAMES = replace(
+    SANDWICH, experts=_NAMES, before_experts="pre_feedforward_layernorm_2",
+    after_experts="post_feedforward_layernorm_2", after_network="post_feedforward_layernorm_1",
+)  # fmt: skip
 
 
 def describe(source: Fields) -> ModelConfig:
-    """The model of a config. Features of small and sparse models are refused: per-layer embeddings, shared keys,
-    experts."""
-    return _describe(source, "gemma4_text", window=512, max_positions=131072, layer_embeddings=256)
+    """The model of a config. Features of small models are refused: per-layer embeddings, shared keys."""
+    config = _describe(source, "gemma4_text", window=512, max_positions=131072, layer_embeddings=256)
+    return _with_experts(source, config) if source.flag(_SPARSE, False) else config
+
+
+def _with_experts(source: Fields, config: ModelConfig) -> ModelConfig:
+    """`config` with experts beside the feed-forward network of every layer."""
+    norm, scale = config.norm, config.hidden_size**-0.5
+    experts = read_experts(source, config, counts=_EXPERTS[:1], used=_EXPERTS[1], scaled=True, score_scale=scale)
+    return with_experts(
+        replace(config, names=_SPARSE_NAMES), experts, beside=config.intermediate_size,
+        before_router=replace(norm, fp32=True), before_experts=norm, after_experts=norm, after_network=norm,
+    )  # fmt: skip
 
 
 def describe_unified(source: Fields) -> ModelConfig:
@@ -109,8 +127,9 @@ def _heads_by_layer(source: Fields, config: ModelConfig, layers: set[int]) -> tu
 
 _READS = frozenset((_CAP, _SAME, _HEADS, "global_head_dim", "num_global_key_value_heads", "hidden_act"))
 _SIZES = sizes(262144, 2304, 9216, 30, 8)
-_REFUSES = "E2B, E4B (embeddings of each layer), 26B (experts)"
+_REFUSES = "E2B, E4B (embeddings of each layer)"
+_ABOUT = "Gemma 4 31B, 26B-A4B; text of `gemma4`"
 FAMILIES = (
-    Family("gemma4_text", "Gemma 4 31B; text of `gemma4`", describe, _READS, _REFUSES, _SIZES),
+    Family("gemma4_text", _ABOUT, describe, _READS | {_SPARSE, *_EXPERTS}, _REFUSES, _SIZES),
     Family("gemma4_unified_text", "Gemma 4 12B; text of `gemma4_unified`", describe_unified, _READS, "", _SIZES),
 )

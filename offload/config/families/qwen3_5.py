@@ -22,16 +22,22 @@ _DEFAULTS = Defaults(
 
 
 def describe(source: Fields) -> ModelConfig:
+    config = described(source, "qwen3_5_text")
+    [attends, *_] = (config.blocks[layer] for layer in config.attending)
+    return replace(config, next_token=_next_token(source, attends))
+
+
+def described(source: Fields, family: str) -> ModelConfig:
+    """The model of a config without its next-token head."""
     if not source.flag(_GATE, True):
         source.refuse(_GATE, "absent or true")
     eps = epsilon(source, _DEFAULTS)
     norm = NORM(eps)
     config = decoder(
-        source, "qwen3_5_text", _DEFAULTS, norm=NORM,
+        source, family, _DEFAULTS, norm=NORM,
         attention=biases(source) | {"qk_norm": norm, "gate": True}, names=TensorNames(gate="self_attn.q_proj"),
     )  # fmt: skip
     delta = read_delta_rule(source, key_heads=16, heads=32, key_dim=128, value_dim=128, norm=Norm(eps, fp32=True))
-    config = replace(config, next_token=_next_token(source, config.block))
     return with_states(config, delta, stateful_layers(source, "full_attention_interval", _PERIOD))
 
 
@@ -43,6 +49,6 @@ def _next_token(source: Fields, attends: Block) -> Block | None:
     return attends if layers == 1 and not own_table else None
 
 
-_READS = frozenset(("partial_rotary_factor", _GATE))
+READS = frozenset(("partial_rotary_factor", _GATE))
 _SIZES = sizes(248320, 4096, 12288, 32, 16)
-FAMILIES = (Family("qwen3_5_text", "Qwen 3.5 to 3.8, dense; text of `qwen3_5`", describe, _READS, sizes=_SIZES),)
+FAMILIES = (Family("qwen3_5_text", "Qwen 3.5 to 3.8, dense; text of `qwen3_5`", describe, READS, sizes=_SIZES),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
-from offload.config.families.experts import READS, with_experts
+from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.model import ModelConfig
 from offload.fields import Fields, list_of, whole
 
@@ -15,7 +15,8 @@ def describe(source: Fields) -> ModelConfig:
     defaults = Defaults(max_positions=32768, kv_heads=4)
     norm = Norm(epsilon(source, defaults))
     config = decoder(source, "qwen3_moe", defaults, attention=biases(source) | {"qk_norm": norm})
-    return with_experts(source, config, _dense_layers(source, config.num_layers))
+    experts = read_experts(source, config, renormalised=source.flag("norm_topk_prob", False))
+    return with_experts(config, experts, dense=_dense_layers(source, config.num_layers))
 
 
 def _dense_layers(source: Fields, num_layers: int) -> frozenset[int]:

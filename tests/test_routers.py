@@ -1,0 +1,185 @@
+"""Routers of experts: the twin by torch's operators chooses and weighs as transformers does, and the CPU's kernels of
+every instruction set as the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import Glm4MoeConfig
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
+
+from offload.config.block import Experts, FeedForward, Norm
+from offload.kernels import experts_cpu
+from offload.kernels.experts import Bank, ExpertWeights, Router, chosen, run_experts
+from offload.kernels.norms import NormWeights
+from processor import built, on_this_machine, threads
+
+COUNT, USED, HIDDEN, SIZE, ROWS = 11, 4, 64, 32, 37
+PLAIN = Experts(FeedForward(SIZE), COUNT, USED)
+GLM = replace(PLAIN, scoring="sigmoid", corrected=True)
+KINDS: dict[str, Experts] = {
+    "softmax": PLAIN,
+    "softmax over all": replace(PLAIN, renormalised=False),
+    "softmax with a bias": replace(PLAIN, corrected=True),
+    "sigmoid": replace(PLAIN, scoring="sigmoid"),
+    "sigmoid with a bias": replace(GLM, factor=2.5),
+    "sigmoid, not renormalised": replace(GLM, renormalised=False),
+    "scaled": replace(PLAIN, scaled=True, score_scale=0.3),
+    "one of them": replace(GLM, used=1, factor=0.5),
+    "all of them": replace(PLAIN, used=COUNT, scaled=True),
+    "a gate beside": replace(PLAIN, gates_network=True),
+}
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@dataclass
+class Homes:
+    """Experts that are all in their places. asked: what was chosen, call by call."""
+
+    bank: Bank
+    asked: list[Tensor] = field(default_factory=list)
+
+    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        self.asked.append(chosen.long().clone())
+        yield torch.arange(len(self.bank.places), dtype=torch.int32)
+
+
+def random_of(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def homes_of(dtype: torch.dtype, *, alike: bool = False) -> Homes:
+    """Random experts, or all the same."""
+    parts = [(SIZE, HIDDEN), (SIZE, HIDDEN), (HIDDEN, SIZE)]
+    numbers = [rows * columns for rows, columns in parts]
+    content = random_of(COUNT, sum(numbers)).mul_(HIDDEN**-0.5).to(dtype)
+    content = content[:1].repeat(COUNT, 1) if alike else content
+    places = [
+        ExpertWeights(*(part.view(shape) for part, shape in zip(each.split(numbers), parts, strict=True)))
+        for each in content
+    ]
+    return Homes(Bank(places, content[0].nbytes))
+
+
+def router_of(experts: Experts, *, norm: NormWeights | None = None) -> Router:
+    bias = random_of(COUNT, seed=1) if experts.corrected else None
+    scale = 1 + 0.3 * random_of(COUNT, seed=2) if experts.scaled else None
+    return Router(random_of(experts.num_scores, HIDDEN, seed=3) * HIDDEN**-0.5, bias, scale, norm)
+
+
+def twin(
+    experts: Experts, router: Router, homes: Homes, norm: NormWeights, rows: Tensor, beside: Tensor | None = None
+) -> Tensor:
+    return run_experts(experts, router, homes, norm, rows, beside, multiply=linear)  # type: ignore[arg-type]
+
+
+NORM = NormWeights(Norm(1e-5, fp32=True), 1 + 0.2 * random_of(HIDDEN, seed=4))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", on_this_machine())
+def test_kernels_choose_weigh_and_add_as_the_twin(name: str, kind: str, dtype: torch.dtype) -> None:
+    experts, kernels, homes = KINDS[kind], built(name), homes_of(dtype)
+    own = None if experts.gates_network else NormWeights(Norm(1e-5, fp32=True), 1 + 0.3 * random_of(HIDDEN, seed=5))
+    router, rows = router_of(experts, norm=own), random_of(ROWS, HIDDEN).to(dtype)
+    for beside in (None, random_of(ROWS, HIDDEN, seed=6).to(dtype)):
+        ours = experts_cpu.run_experts(experts, router, homes, NORM, rows, beside, kernels=kernels)
+        theirs = twin(experts, router, homes, NORM, rows, beside)
+        assert torch.equal(*homes.asked[-2:])
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
+    with threads(1):
+        alone = [
+            experts_cpu.run_experts(experts, router, homes, NORM, row, other, kernels=kernels)
+            for row, other in zip(rows.split(1), beside.split(1), strict=True)
+        ]
+    assert torch.equal(torch.cat(alone), ours)  # whatever is beside a row
+
+
+@pytest.mark.parametrize("kind", ["softmax", "softmax with a bias", "sigmoid with a bias", "all of them"])
+@pytest.mark.parametrize("name", [*on_this_machine(), "twin"])
+def test_of_equal_ranks_the_first_expert_is_chosen(name: str, kind: str) -> None:
+    experts, homes, rows = KINDS[kind], homes_of(torch.float32), random_of(ROWS, HIDDEN)
+    matrix = random_of(3, HIDDEN)[torch.tensor([0, 1, 0, 2, 1, 0, 2, 2, 1, 0, 0])]  # alike: 0 2 5 9 10, 1 4 8, 3 6 7
+    router = Router(matrix, torch.zeros(COUNT) if experts.corrected else None, torch.ones(COUNT))
+    if name == "twin":
+        twin(experts, router, homes, NORM, rows)
+    else:
+        experts_cpu.run_experts(experts, router, homes, NORM, rows, kernels=built(name))
+    of_kinds = NORM(rows) @ random_of(3, HIDDEN).T
+    groups = [[0, 2, 5, 9, 10], [1, 4, 8], [3, 6, 7]]
+    for row, found in zip(of_kinds, homes.asked[0].tolist(), strict=True):
+        ordered = [expert for group in row.argsort(descending=True) for expert in groups[group]]
+        assert found == ordered[: experts.used]
+
+
+@pytest.mark.parametrize("name", [*on_this_machine(), "twin"])
+def test_sigmoids_of_any_score_are_numbers(name: str) -> None:
+    """Of scores of -60 the sum is below 1e-20, which keeps weights small; of 100 it is 1, and e^100 is no number."""
+    experts, homes = replace(GLM, corrected=False), homes_of(torch.float32, alike=True)
+    rows = random_of(4, HIDDEN)
+    rows[:, 0] = torch.tensor([-60.0, -100.0, 100.0, 0.0])
+    router = Router(torch.eye(HIDDEN)[:1].repeat(COUNT, 1))
+    plain = NormWeights(Norm(fp32=True), torch.ones(HIDDEN))
+    scale = 1 / plain(rows)[:, :1] * rows[:, :1]  # of scores, so that they are what rows begin with
+    found = []
+    for row, factor in zip(rows.split(1), scale[:, 0].nan_to_num(1.0).tolist(), strict=True):
+        scored = replace(experts, score_scale=factor)
+        if name == "twin":
+            made = twin(scored, router, homes, plain, row)
+        else:
+            made = experts_cpu.run_experts(scored, router, homes, plain, row, kernels=built(name))
+        whole = twin(replace(PLAIN, used=1), router, homes, plain, row)
+        found.append(float((made / whole).mean()))
+    sigmoid = torch.tensor([-60.0], dtype=torch.float64).sigmoid().item()
+    small = USED * sigmoid / (USED * sigmoid + 1e-20)
+    assert found == pytest.approx([small, 0.0, 1.0, 1.0], rel=1e-4)
+
+
+def by_expert(found: Tensor, weights: Tensor) -> Tensor:
+    """The weights of all experts, [T, experts]."""
+    return torch.zeros(len(found), COUNT).scatter(1, found, weights)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("renormalised", [True, False])
+def test_sigmoids_are_those_of_glm(renormalised: bool) -> None:
+    config = Glm4MoeConfig(
+        hidden_size=HIDDEN, n_routed_experts=COUNT, num_experts_per_tok=USED, norm_topk_prob=renormalised,
+        routed_scaling_factor=1.7,
+    )  # fmt: skip
+    theirs, rows = Glm4MoeTopkRouter(config), random_of(ROWS, HIDDEN)
+    router = router_of(GLM)
+    assert router.bias is not None
+    theirs.weight.copy_(router.matrix)
+    theirs.e_score_correction_bias.copy_(router.bias)
+    _, weights, indices = theirs(rows)
+    experts = replace(GLM, renormalised=renormalised, factor=1.7)
+    ours = chosen(experts, rows @ router.matrix.T, router.bias)
+    torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights))
+
+
+@torch.inference_mode()
+def test_softmaxes_are_those_of_qwen_and_gemma() -> None:
+    rows, router = random_of(ROWS, HIDDEN), router_of(replace(PLAIN, scaled=True))
+    qwen = Qwen3_5MoeTopKRouter(Qwen3_5MoeTextConfig(hidden_size=HIDDEN, num_experts=COUNT, num_experts_per_tok=USED))
+    qwen.weight.copy_(router.matrix)
+    _, weights, indices = qwen(rows)
+    torch.testing.assert_close(by_expert(*chosen(PLAIN, rows @ router.matrix.T)), by_expert(indices, weights))
+    gemma = Gemma4TextRouter(Gemma4TextConfig(hidden_size=HIDDEN, num_experts=COUNT, top_k_experts=USED))
+    gemma.proj.weight.copy_(router.matrix)
+    gemma.per_expert_scale.copy_(router.scale)
+    gemma.scale.copy_(NORM.weight)
+    _, weights, indices = gemma(rows)
+    normed = replace(NORM, norm=Norm(gemma.eps, fp32=True))(rows)
+    ours = chosen(PLAIN, normed @ router.matrix.T * HIDDEN**-0.5, None, router.scale)
+    torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights))

@@ -228,6 +228,15 @@ TINY: dict[str, Tiny] = {
         "gemma4_unified_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
         **{**GEMMA4, "hidden_size_per_layer_input": ..., "global_head_dim": 8}, attention_k_eq_v=True,
     ),
+    "gpt_oss": _with(
+        "gpt_oss", num_local_experts=8, num_experts_per_tok=3, intermediate_size=16, num_hidden_layers=3,
+        sliding_window=12, rope_parameters={**YARN, "truncate": False},
+    ),
+    "gpt_oss, top 1": _with(
+        "gpt_oss", num_local_experts=5, num_experts_per_tok=1, intermediate_size=32, num_hidden_layers=2,
+        layer_types=["full_attention", "full_attention"], attention_bias=False, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+    ),
     "qwen3_moe": _with("qwen3_moe", **EXPERTS, num_hidden_layers=3, norm_topk_prob=True),
     "qwen3_moe, some dense": _with(
         "qwen3_moe", num_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, num_hidden_layers=4,
@@ -306,7 +315,8 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     """transformers' model, weights scaled so that attention and logits are peaked."""
     tiny = TINY[name]
     config = AutoConfig.for_model(**tiny.config() | fields)
-    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in tiny.fields else {}  # sdpa caps nothing
+    plain = "attn_logit_softcapping" in tiny.fields or tiny.family == "gpt_oss"  # sdpa neither caps nor has sinks
+    eager = {"attn_implementation": "eager"} if plain else {}
     if tiny.wrapped == "muse_glimmer":  # its text model has no class of its own
         whole = MuseGlimmerConfig(text_config=config.to_dict(), vision_config=VISION, **ADAPTER)
         model: PreTrainedModel = MuseGlimmerForConditionalGeneration(whole).float().eval()

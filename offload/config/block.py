@@ -14,6 +14,7 @@ BLOCK_NORMS = (
 )
 # gelu_tanh: GELU by its approximation with tanh. clamped_silu: gpt-oss's, of a gate alone (kernels/activation.py).
 Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
+CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of clamped_silu
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -176,9 +177,9 @@ class Experts:
 
     A row's scores are products with the router's rows, times `score_scale`; scoring: of the softmax over all scores, or
     of each one's sigmoid, weights are made. They are divided by the sum of those in use if `renormalised`, multiplied
-    by `factor`, and by the expert's own factor if `scaled`. corrected: each expert has a bias that is added to its
-    score, or to the sigmoid of it, for the ranks alone. gates_network: a further score, whose sigmoid multiplies the
-    output of the network beside the experts."""
+    by `factor`, and by the expert's own factor if `scaled`. biased: each expert has a bias that is added to its score;
+    corrected: to its score, or to the sigmoid of it, for the ranks alone. gates_network: a further score, whose sigmoid
+    multiplies the output of the network beside the experts."""
 
     network: FeedForward
     count: int
@@ -188,6 +189,7 @@ class Experts:
     score_scale: float = 1.0
     factor: float = 1.0
     scaled: bool = False
+    biased: bool = False
     corrected: bool = False
     gates_network: bool = False
 
@@ -286,8 +288,9 @@ class DeltaNames:
 class ExpertNames:
     """The tensor names of a mixture of experts within a layer: of the router, and of the experts' gates, ups and downs,
     "{}" for the number of an expert. Without that one tensor holds those of all experts. If gates and ups are in the
-    same tensor, an expert's gate precedes its up. bias, scale, norm: of the router, whole names. network: in place of
-    "mlp." in the names of the network beside experts. network_gate: of its gate."""
+    same tensor, an expert's gate precedes its up, or their rows alternate if `alternate`. by_inputs: in plain numbers
+    the tensors of all experts are [experts, inputs, outputs]. bias, scale, norm: of the router, whole names. network:
+    in place of "mlp." in the names of the network beside experts. network_gate: of its gate."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
@@ -298,6 +301,8 @@ class ExpertNames:
     norm: str = "router.scale"
     network: str = "mlp."
     network_gate: str = "mlp.shared_expert_gate"
+    alternate: bool = False
+    by_inputs: bool = False
 
     @property
     def stacked(self) -> ExpertNames:

@@ -89,6 +89,9 @@ def chosen(
 
     transformers' topk breaks ties in an order of its own.
     """
+    if experts.biased:
+        assert bias is not None
+        scores, bias = scores + bias, None
     marks = sigmoid(scores) if experts.scoring == "sigmoid" else scores
     ranks = marks if bias is None else marks + bias
     found = ranks.sort(dim=1, descending=True, stable=True)[1][:, : experts.used]

@@ -122,6 +122,7 @@ def _run(
         len(made),
         experts.renormalised,
         experts.scoring == "sigmoid",
+        experts.biased,
         experts.score_scale,
         experts.factor,
         NO_SUM,

@@ -24,7 +24,7 @@ struct Experts {
     float* weights;
     const void* beside;
     void* out;
-    int64_t step, count, num_scores, used, lines, renormalised, sigmoid;
+    int64_t step, count, num_scores, used, lines, renormalised, sigmoid, biased;
     double score_scale, factor, no_sum;
 };
 
@@ -65,10 +65,12 @@ inline void choose(const Experts& e, int64_t row) {
     float* scores = e.scores + row * e.num_scores;
     int32_t* chosen = e.chosen + row * e.used;
     float* weights = e.weights + row * e.used;
+    if (e.biased)
+        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] += e.router_bias[expert];
     if (e.sigmoid)
         for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = sigmoid(scores[expert]);
     const auto rank = [&](int64_t expert) {
-        return e.router_bias ? scores[expert] + e.router_bias[expert] : scores[expert];
+        return e.router_bias && !e.biased ? scores[expert] + e.router_bias[expert] : scores[expert];
     };
     for (int64_t expert = 0; expert < e.count; expert++) {
         int64_t at = expert < e.used ? expert : e.used;

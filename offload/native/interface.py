@@ -120,7 +120,7 @@ class Experts(ctypes.Structure):
         ("down", Product),
         *_pointers("bank_place", "router", "router_bias", "router_scale", "normed", "scores"),
         *_pointers("line_of", "row_of", "expert_of", "starts", "chosen", "weights", "beside", "out"),
-        *_integers("step", "count", "num_scores", "used", "lines", "renormalised", "sigmoid"),
+        *_integers("step", "count", "num_scores", "used", "lines", "renormalised", "sigmoid", "biased"),
         ("score_scale", c_double),
         ("factor", c_double),
         ("no_sum", c_double),

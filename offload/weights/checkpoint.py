@@ -33,6 +33,7 @@ from offload.weights.gguf_file import MappedFile, open_model, unpacker
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
 from offload.weights.tensors import expected_tensors
+from offload.weights.transposed import transposed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -85,10 +86,10 @@ class Checkpoint:
         return tuple(sorted({entry.path for entry in self._entries.values()}))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`, of three dimensions as one of rows: [channels, taps] of a convolution, the rows
-        of all experts. ModelError if there is none of that name."""
+        """The shape of tensor `name`, without the dimension of experts, whose rows follow each other; [channels, taps]
+        of a convolution. ModelError if there is none of that name."""
         shape = self._entry(name).shape
-        return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+        return (shape[0] * shape[1], *shape[2:]) if _is_stack(name, len(shape)) else shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in; of a matrix in blocks, that of its decoded numbers. ModelError unless it
@@ -176,6 +177,14 @@ class Checkpoint:
         """Rename tensors: stored name -> the name used from now on."""
         self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
 
+    def by_outputs(self, names: Iterable[str]) -> None:
+        """Read stacks [experts, inputs, outputs] of plain numbers by outputs from now on."""
+        stacks = {name: self._entries[name] for name in names if name in self._entries}
+        plain = {
+            name: entry for name, entry in stacks.items() if len(entry.shape) == 3 and entry.dtype in STORED_DTYPES
+        }
+        self._entries |= {name: transposed(entry) for name, entry in plain.items()}
+
     def gather(self, config: ModelConfig) -> None:
         """Combine the tensors of each quantised matrix into one entry. Names are the ones after `rename`.
         ModelError."""
@@ -258,8 +267,13 @@ class Checkpoint:
             tensor: Tensor = entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
-        tensor = tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+        tensor = tensor.flatten(0, 1) if _is_stack(name, tensor.dim()) else tensor
         return tensor if rows is None else tensor[_slice(rows)]
+
+
+def _is_stack(name: str, num_dims: int) -> bool:
+    """Whether the tensor `name` has a leading dimension, of experts or of one for each channel of a convolution."""
+    return num_dims == (2 if name.endswith(".bias") else 3)
 
 
 def _slice(rows: range) -> slice:
@@ -283,6 +297,8 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     expected = expected_tensors(config)
     checkpoint.rename(_other_names(checkpoint.names(), config))
     checkpoint.rename(_bare_names(checkpoint.names(), expected))
+    if config.names.experts.by_inputs:
+        checkpoint.by_outputs(name for name in expected if name.endswith(".weight") and ".experts." in name)
     if config.quantisation is not None:
         checkpoint.gather(config)
     names = checkpoint.names()
@@ -316,9 +332,10 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
 
 
 def _bare_names(names: Sequence[str], expected: Collection[str]) -> dict[str, str]:
-    """The map from stored to expected names for matrices that are stored without the suffix ".weight", as those of all
-    experts are."""
+    """The map from stored to expected names for matrices that are stored without the suffix ".weight", and biases with
+    the suffix "_bias", as those of all experts are."""
     wanted = {name.removesuffix(".weight"): name for name in expected if name.endswith(".weight")}
+    wanted |= {f"{name.removesuffix('.bias')}_bias": name for name in expected if name.endswith(".bias")}
     return {name: wanted[name] for name in names if name in wanted}
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from offload.config import next_token
-from offload.config.block import BLOCK_NORMS, Attention
+from offload.config.block import BLOCK_NORMS, Attention, ExpertNames
 from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.rope import PROPORTIONAL, Rope
@@ -91,14 +91,19 @@ def expert_sources(whole: ModelConfig, shard: Shard, number: int, view: str) -> 
         rows = hidden if "{}" in names.down else _after(number * len(hidden), hidden)
         found = [Source(f"{names.down.format(number)}.{kind}", rows, inner if kind == "weight" else None)]
         return found if kind == "weight" or shard.rank == 0 else []
-    size, columns, fused = experts.network.size, hidden if kind == "weight" else None, names.gate == names.up
-    found = []
-    for part in ("gate", "up") if operator == "gate_up" else (operator,):
-        name = getattr(names, part)
-        before = 0 if "{}" in name else number * size * (1 + fused)
-        before += size * (fused and part == "up")
-        found.append(Source(f"{name.format(number)}.{kind}", _after(before, inner), columns))
-    return found
+    columns, parts = hidden if kind == "weight" else None, ("gate", "up") if operator == "gate_up" else (operator,)
+    every = [_rows_of_expert(names, part, number, experts.network.size)[inner.start : inner.stop] for part in parts]
+    tensors = [f"{getattr(names, part).format(number)}.{kind}" for part in parts]
+    return [Source(tensor, own, columns) for tensor, own in zip(tensors, every, strict=True)]
+
+
+def _rows_of_expert(names: ExpertNames, part: str, number: int, size: int) -> range:
+    """The rows of an expert's gate or up in their tensor."""
+    fused = names.gate == names.up
+    first = 0 if "{}" in names.up else number * size * (1 + fused)
+    if fused and names.alternate:
+        return range(first + (part == "up"), first + 2 * size, 2)
+    return _after(first + size * (fused and part == "up"), range(size))
 
 
 def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
@@ -204,7 +209,7 @@ def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     own = (sources(config, ALONE, view) for view in LayerLayout.of(config.plain, torch.float32).views)
     for source in chain(chain.from_iterable(own), _of_experts(config)):
-        shape = (source.rows.stop, *([] if source.columns is None else [source.columns.stop]))
+        shape = (source.rows[-1] + 1, *([] if source.columns is None else [source.columns.stop]))
         found[source.name] = max(found.get(source.name, shape), shape)
     return found
 

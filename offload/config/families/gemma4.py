@@ -24,7 +24,7 @@ _ROPES = {
 _CAP, _SAME, _HEADS = "final_logit_softcapping", "attention_k_eq_v", "per_layer_config"
 _KEYS = ("head_dim", "num_key_value_heads")  # fields that a layer may override
 _SPARSE, _EXPERTS = "enable_moe_block", ("num_experts", "top_k_experts", "moe_intermediate_size")
-_NAMES = ExpertNames("router.proj", *(f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")))
+_NAMES = ExpertNames("router.proj", "experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
 _SPARSE_NAMES = replace(
     SANDWICH, experts=_NAMES, before_experts="pre_feedforward_layernorm_2",
     after_experts="post_feedforward_layernorm_2", after_network="post_feedforward_layernorm_1",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,11 @@ from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
+from offload.kernels.experts import ExpertWeights
 from offload.plan.shards import Shard
+from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
-from offload.weights.layers import load_layer
-from offload.weights.layout import LayerLayout
+from offload.weights.experts import load_experts
 from processor import OPERATORS, of
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
@@ -68,10 +68,10 @@ def config_json(**fields: object) -> dict[str, object]:
 
 
 def stacked_config() -> ModelConfig:
-    """Of a model of one layer, whose experts' matrices are in two tensors."""
-    config = config_of(config_json(num_hidden_layers=1))
-    both, down = f"{OWN}.gate_up_proj", f"{OWN}.down_proj"
-    return replace(config, names=replace(config.names, experts=(both, both, down)))
+    """Of gpt-oss's form, of one layer."""
+    fields = {"hidden_size": HIDDEN, "intermediate_size": SIZE, "num_local_experts": EXPERTS, "num_hidden_layers": 1}
+    model = random_tiny("gpt_oss", **fields)
+    return config_of(model.config.to_dict() | {"quantization_config": STORED})
 
 
 def stacked(folder: Path, change: Callable[[Tensors], None] = lambda tensors: None) -> Tensors:
@@ -200,7 +200,7 @@ def test_experts_alone_are_in_mxfp4(tmp_path: Path) -> None:
         assert {matrix.encoding for name, matrix in matrices(config).items() if name in found} == {"MXFP4"}
     left = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.1.mlp"]}
     config = config_of(config_json(quantization_config=left))
-    assert [block.encodings.down for block in config.blocks] == ["MXFP4", ""]
+    assert [block.encodings.experts for block in config.blocks] == [("MXFP4",) * 3, ()]
     with Checkpoint.open(packed(tmp_path)) as checkpoint, pytest.raises(ModelError) as caught:
         check_model(checkpoint, config)
     assert "leaves model.layers.1.mlp.experts.0.gate_proj as plain numbers, but there is" in str(caught.value)
@@ -261,17 +261,54 @@ def test_logits_are_those_of_transformers_with_the_same_numbers(operators: str, 
 
 
 def test_ranks_have_their_rows_and_columns_of_every_expert(tmp_path: Path) -> None:
-    folder, both = packed(tmp_path), dict[int, list[StoredMatrix]]()
-    config = read_config(folder)
+    folder, both = packed(tmp_path), list[list[ExpertWeights]]()
+    config, memory = read_config(folder), Memory(torch.device("cpu"))
     with Checkpoint.open(folder) as checkpoint:
         check_model(checkpoint, config)
         for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
-            layout = LayerLayout.of(shard.config(config).layer(0), torch.float32)
-            buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-            load_layer(checkpoint, config, layout, 0, buffer, shard)
-            weights = layout.bind(buffer)
-            both[len(both)] = [weights.gate_up.weight, weights.down.weight]  # type: ignore[list-item]
-    whole, first, second = ([each.matrix(torch.float32) for each in both[place]] for place in range(3))
-    halves = [each[0].view(2 * EXPERTS, SIZE // 2, HIDDEN) for each in (first, second)]
-    assert torch.equal(torch.cat(halves, 1).flatten(0, 1), whole[0])
-    assert torch.equal(torch.cat([first[1], second[1]], 1), whole[1])
+            homes, *_ = load_experts(
+                checkpoint, config, memory, dtype=torch.float32, name="target", link=None, slots=0,
+                on_bytes=lambda num_bytes: None, shard=shard,
+            )  # fmt: skip
+            assert homes is not None
+            both.append(list(homes.bank.places))
+    for whole, first, second in zip(*both, strict=True):
+        for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
+            parts = [getattr(each, name).matrix(torch.float32) for each in (whole, first, second)]
+            assert torch.equal(parts[0], torch.cat(parts[1:], dim))
+
+
+def gpt_oss(folder: Path) -> AutoModelForCausalLM:
+    """A folder of gpt-oss's form; transformers' model with the same numbers."""
+    fields = {"hidden_size": HIDDEN, "intermediate_size": SIZE, "num_local_experts": EXPERTS}
+    model = random_tiny("gpt_oss", **fields)
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed, (name, tensor) in enumerate(model.state_dict().items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            count, inputs, outputs = tensor.shape
+            codes, scales = random_parts(count, outputs, inputs, seed=seed)
+            scales = 122 + scales % 3
+            del stored[name]
+            stored |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+            with torch.no_grad():
+                tensor.copy_(convert_moe_packed_tensors(codes, scales, dtype=torch.float32))
+    model.save_pretrained(folder)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": STORED}))
+    return model
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+@torch.inference_mode()
+def test_a_folder_of_gpt_osss_form_has_the_logits_of_transformers(operators: str, tmp_path: Path) -> None:
+    """All experts of a layer in two tensors, gates and ups in alternate rows, with biases."""
+    kernels, theirs = of(operators), gpt_oss(tmp_path)
+    config = read_config(tmp_path)
+    assert config.block.encodings.experts == ("MXFP4",) * 3
+    tokens = random_tokens(40, vocabulary=int(str(SMALL["vocab_size"])))
+    wanted = theirs(torch.tensor([tokens])).logits[0]
+    decoder, sizes = load(tmp_path, kernels=kernels), Sizes()
+    caches = [target_cache(decoder, sizes) for _ in range(2)]
+    assert_same_logits(in_prefill(decoder, caches[0], tokens, sizes.prefill_block), wanted)
+    assert_same_logits(in_decoding(decoder, caches[1], tokens, 3), wanted)

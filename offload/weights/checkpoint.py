@@ -315,7 +315,8 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
 def _bare_names(names: Sequence[str], expected: Collection[str]) -> dict[str, str]:
     """The map from stored to expected names for matrices that are stored without the suffix ".weight", as those of all
     experts are."""
-    wanted = {name.removesuffix(".weight"): name for name in expected if name.endswith(".weight")}
+    missing = {name for name in expected if name.endswith(".weight")}.difference(names)
+    wanted = {name.removesuffix(".weight"): name for name in missing}
     return {name: wanted[name] for name in names if name in wanted}
 
 

@@ -19,7 +19,7 @@ from offload.config.block import Encodings, Experts, FeedForward, Norm
 from offload.config.model import ModelConfig, llama_shaped
 from offload.formats.stored import StoredMatrix
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, chosen
+from offload.kernels.experts import Bank, Router, chosen
 from offload.kernels.experts_cpu import MOST_ROWS, scratch_bytes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
@@ -67,7 +67,7 @@ class Scene:
     """A layer's experts, and rows before them."""
 
     experts: Experts
-    router: Tensor
+    router: Router
     homes: ResidentExperts
     norm: NormWeights
     rows: Tensor
@@ -91,7 +91,7 @@ def scene(experts: Experts, dtype: torch.dtype, num_rows: int, *encodings: str, 
             else:
                 view.of(buffer).copy_(torch.randn(view.shape, generator=generator) / view.shape[-1] ** 0.5)
     norm = NormWeights(Norm(1e-5), (1 + torch.randn(HIDDEN, generator=generator) / 4).to(dtype))
-    router = torch.randn(experts.count, HIDDEN, generator=generator)
+    router = Router(torch.randn(experts.count, HIDDEN, generator=generator))
     rows = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
     return Scene(experts, router, ResidentExperts(bank_of(layout, content)), norm, rows)
 
@@ -104,7 +104,7 @@ def by_the_formula(scene: Scene) -> Tensor:
         "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
         "relu_squared": lambda x: x.relu().square(),
     }[experts.network.activation]
-    powers = (rows @ scene.router.double().T).softmax(1)
+    powers = (rows @ scene.router.matrix.double().T).softmax(1)
     weights, found = powers.topk(experts.used)
     if experts.renormalised:
         weights = weights / weights.sum(1, keepdim=True)
@@ -158,7 +158,7 @@ def test_an_experts_output_has_the_bits_of_a_dense_networks(dtype: torch.dtype, 
     """By the same products. With one expert in use its weight is 1."""
     for executor in on_this_machine():
         given, kernels = scene(Experts(FeedForward(64), 5, 1), dtype, 21, *encodings), built(executor)
-        found, _ = chosen(given.experts, given.norm(given.rows).float() @ given.router.T)
+        found, _ = chosen(given.experts, given.norm(given.rows).float() @ given.router.matrix.T)
         out, inner = torch.empty_like(given.rows), torch.empty(21, 64, dtype=dtype)
         for row, (expert,) in enumerate(found.tolist()):
             own = given.homes.bank.places[expert]
@@ -205,7 +205,7 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
 def test_kernels_choose_as_torchs_operators_do_with_equal_scores(run: Run, used: int) -> None:
     """Pairs of experts have one router row and different matrices."""
     given = scene(Experts(FeedForward(32), 9, used), torch.float32, 40)
-    router = given.router[torch.arange(9) // 2]
+    router = Router(given.router.matrix[torch.arange(9) // 2])
     given = replace(given, router=router)
     torch.testing.assert_close(given.by(run), given.by(of("torch")), rtol=1e-5, atol=1e-5)
 

@@ -149,6 +149,8 @@ def text(**fields: object) -> dict[str, object]:
             TINY["qwen3_5_moe"].config() | {"shared_expert_intermediate_size": None},
             "shared_expert_intermediate_size is",
         ),
+        (TINY["qwen3_5_moe"].config() | {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
+        (TINY["qwen3_5_moe"].config() | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         (TINY["gemma4_unified"].config() | {"enable_moe_block": True}, "enable_moe_block is true"),
         (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
         (

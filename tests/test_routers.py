@@ -183,3 +183,14 @@ def test_softmaxes_are_those_of_qwen_and_gemma() -> None:
     normed = replace(NORM, norm=Norm(gemma.eps, fp32=True))(rows)
     ours = chosen(PLAIN, normed @ router.matrix.T * HIDDEN**-0.5, None, router.scale)
     torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", ["softmax", "a gate beside"])
+def test_what_is_beside_is_gated_and_added_with_a_rounding_each(kind: str, dtype: torch.dtype) -> None:
+    experts, homes, rows = KINDS[kind], homes_of(dtype), random_of(ROWS, HIDDEN).to(dtype)
+    router, beside = router_of(experts), random_of(ROWS, HIDDEN, seed=6).to(dtype)
+    made, joined = (twin(experts, router, homes, NORM, rows, each) for each in (None, beside))
+    if experts.gates_network:
+        beside = beside * (NORM(rows).float() @ router.matrix[COUNT:].T).to(dtype).sigmoid()
+    torch.testing.assert_close(joined, made + beside, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)

@@ -334,8 +334,9 @@ def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
 def _bare_names(names: Sequence[str], expected: Collection[str]) -> dict[str, str]:
     """The map from stored to expected names for matrices that are stored without the suffix ".weight", and biases with
     the suffix "_bias", as those of all experts are."""
-    wanted = {name.removesuffix(".weight"): name for name in expected if name.endswith(".weight")}
-    wanted |= {f"{name.removesuffix('.bias')}_bias": name for name in expected if name.endswith(".bias")}
+    missing = set(expected).difference(names)
+    wanted = {name.removesuffix(".weight"): name for name in missing if name.endswith(".weight")}
+    wanted |= {f"{name.removesuffix('.bias')}_bias": name for name in missing if name.endswith(".bias")}
     return {name: wanted[name] for name in names if name in wanted}
 
 

@@ -1,6 +1,6 @@
-"""Qwen3.5 and 3.6 (Alibaba), mixtures of experts: layers of Qwen3.5 with experts in place of the feed-forward network,
-and beside them one that every row runs through, with a gate. The next-token head, whose layer has as many experts as
-any other, is left alone."""
+"""Qwen3.5, 3.6 and 3.8 (Alibaba), mixtures of experts: Qwen3.5's layers with experts in place of the feed-forward
+network, and beside them one that every row runs through, with a gate. The next-token head, whose layer has as many
+experts as any other, is left alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-_SHARED = "shared_expert_intermediate_size"
+_SHARED, _DENSE, _STEP = "shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step"
 
 
 def describe(source: Fields) -> ModelConfig:
+    if source.data.get(_DENSE):
+        source.refuse(_DENSE, "absent or empty: every layer has experts")
+    source.integer(_STEP, 1, default=1)
     beside = source.integer(_SHARED, 1 << 22)
     config = qwen3_5.described(Fields({**source.data, "intermediate_size": beside}, source.where), "qwen3_5_moe_text")
     names = replace(config.names, experts=ExpertNames(network="mlp.shared_expert."))
@@ -30,9 +33,9 @@ _SIZES = sizes(248320, 2048, 512, 40, 16) | {
 FAMILIES = (
     Family(
         "qwen3_5_moe_text",
-        "Qwen 3.5 and 3.6 35B-A3B and larger: mixtures of experts; text of `qwen3_5_moe`",
+        "Qwen 3.5 to 3.8, mixtures of experts (35B-A3B, ...); text of `qwen3_5_moe`",
         describe,
-        qwen3_5.READS | READS | {_SHARED},
+        qwen3_5.READS | READS | {_SHARED, _STEP},
         sizes=_SIZES,
     ),
 )

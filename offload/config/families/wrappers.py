@@ -15,7 +15,7 @@ WRAPPERS = (
     Wrapper("gemma4_unified", "Gemma 4 12B", "gemma4_unified_text", _LLAVA),
     Wrapper("muse_glimmer", "Muse Glimmer 30B", "muse_glimmer_text", _LLAVA),
     Wrapper("qwen3_5", "Qwen 3.5 to 3.8, dense", "qwen3_5_text", _LLAVA),
-    Wrapper("qwen3_5_moe", "Qwen 3.5 and 3.6, mixtures of experts", "qwen3_5_moe_text", _LLAVA),
+    Wrapper("qwen3_5_moe", "Qwen 3.5 to 3.8, mixtures of experts", "qwen3_5_moe_text", _LLAVA),
     Wrapper("idefics3", "Idefics 3", "llama", _IDEFICS, frozenset(("scale_factor",))),
     Wrapper("smolvlm", "SmolVLM", "llama", _IDEFICS, frozenset(("scale_factor",))),
 )

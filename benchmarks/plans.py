@@ -2,7 +2,8 @@
 
 usage: python benchmarks/plans.py [--context 120000]
 
-Prints the tables of docs/memory.md; the second is for models with quantised weights. Nothing is measured: GPUs are RTX
+Prints the tables of docs/memory.md; the second is for models with quantised weights, the third for those with states,
+the last for mixtures of experts. Nothing is measured: GPUs are RTX
 4090s at their typical rates, with 128 GB of host memory, and the models' shapes are from their published config.json
 files.
 """
@@ -15,7 +16,7 @@ from dataclasses import replace
 from report import say
 
 from offload.config.config_json import config_of
-from offload.config.encodings import encoded
+from offload.config.encodings import encoded, matrices
 from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.errors import DoesNotFit, UsageError
@@ -108,6 +109,44 @@ STORED: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.jso
     )
     for form in forms
 }  # fmt: skip
+MIXTURES: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.json
+    "Qwen3 30B-A3B Q4_K_M": ({
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "max_position_embeddings": 262144,
+    }, "Q4_K_M"),
+    **{
+        f"gpt-oss {size}": ({
+            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+            "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "num_local_experts": count, "num_experts_per_tok": 4, "sliding_window": 128,
+            "quantization_config": {"quant_method": "mxfp4"},
+        }, "")
+        for size, layers, count in (("20B", 24, 32), ("120B", 36, 128))
+    },
+    "Gemma 4 26B-A4B Q4_K_M": ({
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112,
+        "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-6, "enable_moe_block": True, "num_experts": 128,
+        "top_k_experts": 8, "moe_intermediate_size": 704, "tie_word_embeddings": True,
+    }, "Q4_K_M"),
+    "Qwen3.6 35B-A3B Q4_K_M": (QWEN | {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "mtp_num_hidden_layers": 0,
+    }, "Q4_K_M"),
+    "GLM-4.5-Air 106B-A12B Q4_K_M": ({
+        "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": True, "attention_bias": True,
+        "routed_scaling_factor": 1.0,
+    }, "Q4_K_M"),
+}  # fmt: skip
+HOSTS = (64, 128)  # GB of memory
+MIXTURES_HEAD = "| | 32,768 tokens | 131,072 |"
 STATES_HEAD = "| | 32,768 tokens | 131,072 | 262,144 |"
 HEAD = (
     "| | weights, cache propose in | of the tokens | on each GPU | on the host | crosses each link | acceptance "
@@ -140,6 +179,39 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     )
 
 
+def of_mixture(name: str, config: ModelConfig) -> list[str]:
+    """A row for each card."""
+    return [
+        f"| {name}, {card} | "
+        + " | ".join(_in_slots(config, memory, number, context) for context in CONTEXTS[:2])
+        + " |"
+        for card, memory, number in CARDS
+    ]
+
+
+def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> str:
+    """The levels that propose, a token's seconds and those without speculation; the share of the experts that have a
+    slot; the bytes of experts that a token fetches, and all that crosses each link a full pass; the host's memory."""
+    for host in HOSTS:
+        hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9, host_free_bytes=host * 10**9)
+        before = context - MAX_TOKENS
+        try:
+            plan = make_plan(config, None, Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS)
+        except (DoesNotFit, UsageError):
+            continue
+        predicted, slots = plan.predicted, plan.placement.expert_slots
+        total = sum(block.experts.count for block in config.blocks if block.experts)
+        here = f"{slots / total:.0%} of experts, {predicted.missed_bytes / 1e9:.2f}" if slots else "all experts, 0"
+        times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
+        levels = ", ".join(plan.composition.levels[:-1]) or "lookups"
+        more = f" (of {host} GB)" if host > HOSTS[0] else ""
+        return (
+            f"{levels}: {times}; {here} of {predicted.full_link_bytes / 1e9:.1f} GB; "
+            f"host {plan.placement.total_host_bytes / 1e9:.0f} GB{more}"
+        )
+    return "does not fit"
+
+
 def of_states(name: str, config: ModelConfig) -> list[str]:
     """A row for each card. The draft is the model's own next-token head."""
     return [
@@ -166,7 +238,7 @@ def _of_context(config: ModelConfig, memory: int, num_gpus: int, context: int) -
 def stored(config: ModelConfig, form: str) -> ModelConfig:
     """The same model in llama.cpp's `form`. In Q4_K_M the matrices of the values and the last matrices of the
     feed-forward networks have 6 bits in half of the layers, and so has the head."""
-    count = config.num_layers
+    count, every = config.num_layers, matrices(config)
 
     def encoding_of(name: str) -> str:
         if form != "Q4_K_M":
@@ -175,7 +247,8 @@ def stored(config: ModelConfig, form: str) -> ModelConfig:
             return "Q6_K"
         layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else 0
         more = layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
-        return "Q6_K" if more and ("v_proj" in name or "down_proj" in name) else "Q4_K"
+        kind = "Q6_K" if more and ("v_proj" in name or "down_proj" in name) else "Q4_K"
+        return "Q8_0" if name in every and every[name].inputs % 256 else kind
 
     return encoded(config, encoding_of) if form else config
 
@@ -201,6 +274,9 @@ def main() -> None:
     for name, fields in STATES.items():
         for form in ("", "Q4_K_M"):
             lines += of_states(f"{name} {form or 'bf16'}", stored(config_of(fields, name=name), form))
+    lines += ["", MIXTURES_HEAD, "|---" * 3 + "|"]
+    for name, (fields, form) in MIXTURES.items():
+        lines += of_mixture(name, stored(config_of(LLAMA | fields, name=name), form))
     print("\n".join(lines))
 
 

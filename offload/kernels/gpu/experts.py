@@ -85,12 +85,12 @@ def _run(experts: Experts, router: Tensor, homes: ExpertHomes, norm: NormWeights
     chosen, weights = choose(experts, router, rows)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first))
-    inner = rows.new_empty(chosen.numel(), experts.network.size)
-    made = rows.new_empty(chosen.numel(), rows.shape[1])
+    sizes = experts.network.size, rows.shape[1]
+    inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
     for places in homes.batches(chosen):
         _inner(experts, first, lines, places, homes.bank, rows, inner)
         _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)
-    out = torch.empty_like(rows)
+    out = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
     grid = len(rows), -(-rows.shape[1] // COLUMNS)
     launch(
         sum_pairs, grid, (made, weights, out, rows.shape[1]), USED=experts.used, COLUMNS=COLUMNS, num_warps=4
@@ -150,7 +150,7 @@ def _inner(
     if gate is None or _encoding(gate) == _encoding(up):
         _multiply(_Products(up, bias, used, gate, activation), lines, places, bank, rows, inner)
         return
-    both = rows.new_empty(len(inner), 2 * inner.shape[1])
+    both = torch.empty(len(inner), 2 * inner.shape[1], dtype=inner.dtype, device=inner.device)
     biases = (None, None) if bias is None else bias.chunk(2)
     for matrix, own, out in zip((gate, up), biases, both.chunk(2, 1), strict=True):
         _multiply(_Products(matrix, own, used), lines, places, bank, rows, out)

@@ -38,7 +38,10 @@ TOKENS = random_tokens(400, seed=3)
 PLAIN = Sizes(page=16, pages=2, capacity=256, rows=8, prefill_block=64)
 CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
 SUNK = ", sunk"
-FEW_STATES = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8}
+FEW = {
+    "qwen3_5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+}
 
 without_idle_work()
 
@@ -51,6 +54,7 @@ class Case:
     sizes: Sizes = PLAIN
     model: str = "qwen2"
     num_sequences: int = 1
+    dtype: str = "fp32"
 
 
 CASES = {
@@ -63,6 +67,7 @@ CASES = {
     "sink logits, drafted rows": Case("self", CODED, "qwen2, windows, sunk"),
     "states": Case("target", model="qwen3_5"),
     "states, drafted rows": Case("self", CODED, "qwen3_5"),
+    "experts": Case("target", model="qwen3_moe", dtype="bf16"),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 Result = tuple[list[Tensor], int]
@@ -75,10 +80,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         root = tmp_path_factory.mktemp("graphs") / name
         if name != "qwen2":
             fields = {"vocab_size": 264, "max_position_embeddings": 512, "hidden_size": 64, "head_dim": 16}
-            states = FEW_STATES if name == "qwen3_5" else {}
             if name.endswith(SUNK):
                 return save_sunk(name.removesuffix(SUNK), root, tokenizer=True, **fields)
-            return save_tiny(name, root, tokenizer=True, **fields, **states)
+            return save_tiny(name, root, tokenizer=True, **fields, **FEW.get(name, {}))
         model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
         return save(model, root, tokenizer=True)
 
@@ -94,10 +98,11 @@ def in_pairs(number: int, most: int) -> int:
 def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[Engine, PaperGpu]]:
     """bug: planted into the source."""
     number = case.num_sequences
+    options: dict[str, Any] = {"num_sequences": number, "dtype": case.dtype}
     with pytest.MonkeyPatch.context() as families, on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         if case.model.endswith(SUNK):
             read_as_sunk(families)
-        plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, num_sequences=number)
+        plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, **options)
         for module in ("kv.full", "kv.quantised_attention"):
             patch.setattr(f"offload.{module}.rounded_up", in_pairs)  # else only longer texts round
         programs_by_interpreter(gpu, patch)
@@ -213,6 +218,17 @@ def test_passes_of_several_sequences_share_one_graph(folders: Callable[[str], Pa
     assert gpu.problems == []
 
 
+def test_a_pass_whose_experts_torchs_operators_run_is_no_graph(folders: Callable[[str], Path]) -> None:
+    """In fp32: the host asks which experts run."""
+    with on_gpu(folders("qwen3_moe"), Case("target", model="qwen3_moe")) as (engine, gpu):
+        engine.precompute(PROMPT[:20])
+        for token in TOKENS[:3]:
+            forward(engine.levels["target"], [token], 1)
+        assert gpu.launches["graph"] == gpu.num_graphs == 0
+        assert gpu.syncs["copy to host"] > 0
+    assert gpu.problems == []
+
+
 STATES = "offload.kv.states"
 LAYER_STATES = "offload.kv.layer_states"
 
@@ -273,6 +289,7 @@ def test_states_are_right_after_a_pass_that_was_broken_off(
 
 FULL, PLACES, LEVEL = "offload.kv.full", "offload.kv.places", "offload.model.level"
 ATTENTION, ROTATION = "offload.kernels.gpu.attention", "offload.kernels.gpu.rotation"
+EXPERTS = "offload.kernels.gpu.experts"
 BUGS = [
     ("target", Bug("a graph serves however far rows reach", FULL,
                    "return self._places.number, self._reach, kept",
@@ -301,6 +318,10 @@ BUGS = [
     ("states", Bug("states stay where a graph found them", STATES, "self.layers.ran(self._start)", "pass")),
     ("states", Bug("a graph reads inputs that were given back", LAYER_STATES,
                    "self._number, self.states.data_ptr(), self.inputs.data_ptr()", "self._number")),
+    ("experts", Bug("the host says which experts run", EXPERTS, "lines = arranged(chosen, ",
+                    "lines = arranged(torch.tensor(chosen.tolist(), dtype=torch.int32, device=rows.device), ")),
+    ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
+                    "tiles = int((lines.expert_of >= 0).sum())")),
     ("windows, drafted rows", Bug("drafted rows take the place of known ones", ROTATION,
                                   "BOUNDED=places.bounds is not None", "BOUNDED=False")),
 ]  # fmt: skip

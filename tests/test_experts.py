@@ -83,11 +83,12 @@ def scene(experts: Experts, dtype: torch.dtype, num_rows: int, *encodings: str, 
     layout = layout_of(config, dtype)
     content = torch.zeros(experts.count, layout.num_bytes, dtype=torch.uint8)
     for number, buffer in enumerate(content):
-        for name, view in layout.views.items():
+        for place, (name, view) in enumerate(layout.views.items()):
             if name in layout.stored:
                 outputs = view.shape[0]
                 inputs = experts.network.size if name.startswith("down") else HIDDEN
-                view.of(buffer).copy_(made_up(layout.stored[name], outputs, inputs, seed + number).rows)
+                own = seed + number + 100 * place
+                view.of(buffer).copy_(made_up(layout.stored[name], outputs, inputs, own).rows)
             else:
                 view.of(buffer).copy_(torch.randn(view.shape, generator=generator) / view.shape[-1] ** 0.5)
     norm = NormWeights(Norm(1e-5), (1 + torch.randn(HIDDEN, generator=generator) / 4).to(dtype))

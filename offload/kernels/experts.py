@@ -45,10 +45,16 @@ class Router:
 
 @dataclass(frozen=True)
 class Bank:
-    """Places for experts on a device, `step` bytes apart, with what is in each of them."""
+    """Places for experts on a device, with what is in each of them. content: all of their bytes, uint8 [places, step],
+    contiguous."""
 
     places: Sequence[ExpertWeights]
-    step: int
+    content: Tensor
+
+    @property
+    def step(self) -> int:
+        """Bytes from a place to the next one."""
+        return self.content.shape[1]
 
 
 class ExpertHomes(Protocol):
@@ -59,8 +65,8 @@ class ExpertHomes(Protocol):
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
         """Bring the experts `chosen`, any integers [...], to the bank, each in one of several batches: of a batch the
-        place of each of the layer's experts, int32 [experts] on the CPU, or -1 for one that is not in it. A batch is in
-        its places until the next one is asked for."""
+        place of each of the layer's experts, int32 [experts] on the bank's device, or -1 for one that is not in it. A
+        batch is in its places until the next one is asked for."""
         ...
 
 
@@ -132,11 +138,13 @@ def run_experts(
     found, shares = chosen(experts, scores[:, : experts.count], router.bias, router.scale)
     made = rows.new_empty(*found.shape, rows.shape[1])
     for batch in homes.batches(found):
-        for expert in (batch >= 0).nonzero()[:, 0].tolist():
+        for expert, at in enumerate(batch.tolist()):
+            if at < 0:
+                continue
             row, place = (found == expert).nonzero(as_tuple=True)
             if not len(row):
                 continue
-            weights, own = homes.bank.places[int(batch[expert])], normed[row]
+            weights, own = homes.bank.places[at], normed[row]
             block = len(own) if blocks is None else blocks[0]
             filled = pad(own, (0, 0, 0, -len(own) % block))
             through = [_through(experts.network, weights, multiply, part) for part in filled.split(block)]

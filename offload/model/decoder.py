@@ -81,7 +81,15 @@ class Decoder:
     def stays_in_place(self) -> bool:
         """Whether all tensors of a pass are on one GPU at fixed addresses, as graphs need."""
         alone = isinstance(self.weights.layers, ResidentLayers) and isinstance(self._sums, OneRank)
-        return self.device.type == "cuda" and alone and not self.weights.embedding.waits
+        waits = self.weights.embedding.waits or self._waits_for_routers
+        return self.device.type == "cuda" and alone and not waits
+
+    @property
+    def _waits_for_routers(self) -> bool:
+        """Whether the host has to know which experts a layer's router chose: those that cross a link, and all that
+        torch's operators run."""
+        by_kernels = self._kernels.experts is not None and self.weights.embedding.dtype.itemsize == 2
+        return any(self.weights.experts) and (self.weights.slots is not None or not by_kernels)
 
     @property
     def streams(self) -> bool:

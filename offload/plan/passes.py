@@ -33,11 +33,13 @@ class SumCosts:
 
 
 def graph_levels(
-    composition: Composition, placement: Placement, hardware: Hardware, target: ModelConfig
+    composition: Composition, placement: Placement, hardware: Hardware, target: ModelConfig, dtype: str
 ) -> tuple[str, ...]:
-    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads. Which
-    experts run is known to the host only after a layer's router."""
-    if hardware.is_cpu or target.experts is not None:
+    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads.
+    Which experts run is known to the host only after a layer's router, where they cross the link and where torch's
+    operators run them, as in fp32. dtype: of the rows."""
+    by_kernels = hardware.has_kernels and dtype != "fp32" and not placement.expert_slots
+    if hardware.is_cpu or (target.experts is not None and not by_kernels):
         return ()
     fits = hardware.has_kernels and all(dim % 16 == 0 and dim <= WIDEST_GPU_HEAD for dim in target.head_dims)
     resident = placement.resident_layers == target.num_layers and hardware.num_devices == 1
@@ -80,7 +82,7 @@ class Passes:
     def graphs(self) -> Collection[str]:
         """The levels whose passes run as CUDA graphs."""
         sizing = self.sizing
-        return graph_levels(self.composition, self.placement, sizing.hardware, sizing.target)
+        return graph_levels(self.composition, self.placement, sizing.hardware, sizing.target, sizing.dtype)
 
     @cached_property
     def num_tiles(self) -> int:

@@ -445,6 +445,10 @@ class Sizing:
         if self.hardware.packs and self.hardware.is_cpu:
             lines = pairs + min(pairs, experts.count) * 15
             return max(dense, held + lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
+        if self.hardware.has_kernels and not self.hardware.is_cpu and item == 2:  # scores, and pairs of row and expert
+            first = set(layer.block.encodings.experts[:-1])
+            inner = size * (3 if len(first) > 1 else 1)  # gate and up in two encodings are multiplied apart
+            return max(dense, held + PREFILL_BLOCK * experts.count * 4 + pairs * (inner + hidden) * item)
         inner = PREFILL_BLOCK * 3 * size * item
         return max(dense, held + inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
 

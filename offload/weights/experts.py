@@ -18,7 +18,7 @@ from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix
 from offload.metrics import ExpertStats
 from offload.plan.shards import ALONE, Shard
 from offload.transfer.link import Event, Link
-from offload.transfer.memory import Memory, Tier
+from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.fp16 import check_range
 from offload.weights.layout import LayerLayout, matrix_name
@@ -45,7 +45,7 @@ def layout_of(config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
 
 def bank_of(layout: LayerLayout, content: Tensor) -> Bank:
     """The places of `content`, uint8 [places, layout.num_bytes]."""
-    return Bank([_bound(layout, each) for each in content], layout.num_bytes)
+    return Bank([_bound(layout, each) for each in content], content)
 
 
 def _bound(layout: LayerLayout, buffer: Tensor) -> ExpertWeights:
@@ -90,7 +90,8 @@ class ResidentExperts:
     """A layer's experts on the device, each in the place of its number."""
 
     def __init__(self, bank: Bank) -> None:
-        self.bank, self._places = bank, torch.arange(len(bank.places), dtype=torch.int32)
+        self.bank = bank
+        self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
         """See `ExpertHomes`: all in one batch."""
@@ -167,10 +168,10 @@ class StreamedExperts:
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
         """See `ExpertHomes`."""
-        for slots in self.slots.batches(self.layer, self.homes, chosen.unique().tolist()):
+        for slots in self.slots.batches(self.layer, self.homes, chosen.cpu().unique().tolist()):
             places = torch.full((len(self.homes),), -1, dtype=torch.int32)
             places[list(slots)] = torch.tensor([*slots.values()], dtype=torch.int32)
-            yield places
+            yield sent(places, self.bank.content.device)
 
 
 def load_experts(

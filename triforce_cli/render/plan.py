@@ -80,7 +80,7 @@ class Planned:
         from offload.plan.passes import graph_levels
 
         plan, request = self.plan, self.request
-        return graph_levels(plan.composition, plan.placement, request.hardware, request.target)
+        return graph_levels(plan.composition, plan.placement, request.hardware, request.target, plan.request.dtype)
 
 
 def report(planned: Planned, *, width: int) -> RenderableType:

@@ -10,7 +10,7 @@ from offload.config.block import Activation
 from offload.native.launch import launch
 
 _COLUMNS = 1024  # of a program
-_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu_squared": 2, "clamped_silu": 3}
+NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu_squared": 2, "clamped_silu": 3}
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
@@ -21,11 +21,38 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
         activate_gate,
         (num_rows, -(-size // _COLUMNS)),
         (x, out, x.stride(0), size),
-        ACTIVATION=_NUMBERS[activation],
+        ACTIVATION=NUMBERS[activation],
         COLUMNS=_COLUMNS,
         num_warps=4,
     )
     return out
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of x, fp32."""
+    if ACTIVATION == 0:
+        active = x / (1 + tl.exp(-x))
+    elif ACTIVATION == 1:  # 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+        active = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == 2:
+        positive = tl.maximum(x, 0.0)
+        active = positive * positive
+    else:
+        clamped = tl.minimum(x, 7.0)
+        active = clamped / (1 + tl.exp(-1.702 * clamped))
+    return active
+
+
+@triton.jit
+def opened(gate, up, ACTIVATION: tl.constexpr):
+    """The activation of gate times up, in their dtype, rounded to it after the activation and after the product. Up is
+    clamped and 1 added, which is rounded, where the activation is the clamped one."""
+    kind = gate.dtype
+    if ACTIVATION == 3:
+        up = (tl.minimum(tl.maximum(up.to(tl.float32), -7.0), 7.0) + 1).to(kind)
+    active = activated(gate.to(tl.float32), ACTIVATION).to(kind)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(kind)
 
 
 @triton.jit
@@ -40,19 +67,6 @@ def activate_gate(
     """Program (t, c): block c of row t."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
-    gate = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        active = gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == 1:  # 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
-        active = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    elif ACTIVATION == 2:
-        positive = tl.maximum(gate, 0.0)
-        active = positive * positive
-    else:
-        gate = tl.minimum(gate, 7.0)
-        active = gate / (1 + tl.exp(-1.702 * gate))
-        up = (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1).to(out.dtype.element_ty).to(tl.float32)
-    kind = out.dtype.element_ty
-    active = active.to(kind).to(tl.float32)
-    tl.store(out + row * size + column, (active * up).to(kind), mask=inside)
+    gate = tl.load(x + row * stride + column, mask=inside, other=0.0)
+    up = tl.load(x + row * stride + size + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, opened(gate, up, ACTIVATION), mask=inside)

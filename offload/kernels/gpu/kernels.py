@@ -6,15 +6,20 @@ from math import gcd
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
+from offload.config.block import Experts
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
+from offload.kernels.experts import ExpertHomes, Matrix, Router, run_experts
 from offload.kernels.gpu import activation, copies, delta, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
+from offload.kernels.gpu.experts import ROWS
+from offload.kernels.gpu.experts import run_experts as run_by_triton
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
+from offload.kernels.norms import NormWeights
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import MASS_DTYPE, RunAttention
 
@@ -40,6 +45,30 @@ def _decode_stored(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def _experts(
+    experts: Experts,
+    router: Router,
+    homes: ExpertHomes,
+    norm: NormWeights | None,
+    rows: Tensor,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """Rows of 32 bits run by torch's operators, in blocks, so that a row's bits do not depend on the rows beside it."""
+    if rows.dtype.itemsize == 2:
+        return run_by_triton(experts, router, homes, norm, rows, beside)
+    block = ROWS[0]
+    padded = [each if each is None else pad(each, (0, 0, 0, -len(rows) % block)) for each in (rows, beside)]
+    filled, other = padded
+    assert filled is not None
+    blocks = [block] * (len(filled) // block)
+    made = run_experts(experts, router, homes, norm, filled, other, multiply=_multiply, blocks=blocks)
+    return made[: len(rows)]
+
+
+def _multiply(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    return linear(x, matrix, bias) if isinstance(matrix, Tensor) else _multiply_stored(x, matrix, bias)
+
+
 COPIES = Copies(
     chunks=copies.chunks,
     packed_chunks=packed_gpu.packed_chunks,
@@ -55,6 +84,7 @@ GPU_KERNELS = DeviceKernels(
     multiply_stored=_multiply_stored,
     gated=activation.gated,
     delta_rule=delta.delta_rule,
+    experts=_experts,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,
     quantise_kv=quantised_kv_gpu.encode,

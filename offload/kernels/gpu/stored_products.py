@@ -107,10 +107,49 @@ def multiply_stored(
     CODES: tl.constexpr,
 ):
     """Program (b, c, s): block b of the rows times column c of `OUTPUTS` outputs, over the blocks of split s in their
-    order. Each product takes the inputs of one part of a byte in all words. Outputs after the last one repeat the
-    column's first and are not stored."""
+    order. Outputs after the last one are not stored."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, split = tl.program_id(1), tl.program_id(2)
+    real = row < num_rows
+    first_block = split * blocks_each
+    last = tl.minimum(first_block + blocks_each, num_blocks)
+    total, output = sum_blocks(
+        rows, row, real, stored, column, num_outputs, num_blocks, first_block, last,
+        ROWS, OUTPUTS, BLOCKS, WIDEN, KIND, SCALE, BIAS, BLOCK, WORDS, RUN, PARTS, UNITS, CODES,
+    )  # fmt: skip
+    there = output < num_outputs
+    target = (split * num_rows + row).to(tl.int64) * num_outputs
+    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
+
+
+@triton.jit
+def sum_blocks(
+    rows,  # [any, inputs] of 16 bits, contiguous, at a multiple of 8 bytes
+    row,  # int32 [ROWS]: of them
+    real,  # bool [ROWS]: other rows are not read
+    stored,  # uint8 [num_outputs, num_blocks, bytes of a block], at a multiple of 4 bytes
+    column,  # of `OUTPUTS` outputs; there must be an even number of columns
+    num_outputs,
+    num_blocks,  # of an output
+    first_block,
+    last,  # the block after the last one
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # at a time
+    WIDEN: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    RUN: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """The products of rows with the outputs of a column over some blocks, in their order, fp32 [ROWS, OUTPUTS]; and
+    these outputs, int32 [OUTPUTS]. Each `dot` takes the inputs of one part of a byte in all words. Outputs after the
+    last one repeat the column's first."""
     SIZE: tl.constexpr = BLOCKS * WORDS
     word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
     # Where blocks are whole halves of words, every other row may begin inside a word: a program has rows of one kind.
@@ -118,7 +157,7 @@ def multiply_stored(
     turns = 1 + num_blocks % 2 if TURNED else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
     output = first_output + turns * tl.arange(0, OUTPUTS)
-    real, there = row < num_rows, output < num_outputs
+    there = output < num_outputs
     at = tl.where(there, output, first_output).to(tl.int64) * num_blocks * BLOCK
     home, before = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     if TURNED:
@@ -128,8 +167,6 @@ def multiply_stored(
     twos = rows.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS * 2))[:, None]
     at_four = word // RUN * (RUN * PARTS) + word % RUN
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    first_block = split * blocks_each
-    last = tl.minimum(first_block + blocks_each, num_blocks)
     last = tl.where(first_output < num_outputs, last, first_block)
     near, near_units = tl.full([SIZE], 1, tl.int1), tl.full([BLOCKS * UNITS], 1, tl.int1)
     for begun in tl.range(first_block, last, BLOCKS):
@@ -162,5 +199,4 @@ def multiply_stored(
                 if WIDEN:
                     x, weight = x.to(tl.float32), weight.to(tl.float32)
                 total = tl.dot(x, weight, total, input_precision="ieee")
-    target = (split * num_rows + row).to(tl.int64) * num_outputs
-    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
+    return total, output

@@ -1,0 +1,228 @@
+"""Mixtures of experts on a GPU, in Triton (see `expert_programs`): the host launches the same programs whatever experts
+the rows choose, and does not wait for their choice, so that a pass may be a graph where all experts are on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from offload.config.block import Activation, Experts
+from offload.formats.layout import Encoding
+from offload.formats.stored import StoredMatrix
+from offload.formats.stored_gpu import constants
+from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Router
+from offload.kernels.gpu.activation import NUMBERS, gated
+from offload.kernels.gpu.expert_programs import (
+    arrange_pairs,
+    choose_experts,
+    multiply_blocks,
+    multiply_plain,
+    score_rows,
+    sum_pairs,
+)
+from offload.kernels.gpu.stored_products import Tiling, tiling_of
+from offload.kernels.norms import NormWeights
+from offload.native.launch import launch
+
+MOST_ROWS = 512  # at a time
+ROWS = (16, 32)  # of a tile: the minimum of tensor cores, and twice that where experts of plain numbers have more rows
+SCORED = {"ROWS": 4, "EXPERTS": 4, "NUMBERS": 512}  # of a program that scores
+PAIRS = 256  # at a time, of a program that arranges them
+COLUMNS = 512  # of a program that sums
+# Few outputs, since each row's experts are programs of their own: eight of 768 rows give enough programs for a GPU.
+PLAIN = {"OUTPUTS": 32, "NUMBERS": 128}
+PLAIN_WARPS, PLAIN_STAGES = 4, 3
+
+
+def stored_tiling(encoding: Encoding) -> Tiling:
+    """The tiling for an encoding, chosen so that no register spills in tiles of 16 rows."""
+    wide = encoding.kind.startswith(("INT8", "FP8"))
+    return replace(tiling_of(encoding), outputs=64 if wide else 32, warps=8 if wide else 4)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Pairs of rows and their experts, by expert, see `expert_programs`. pair_of: int32 [tiles * rows]. expert_of:
+    int32 [tiles]. rows: lines of a tile."""
+
+    pair_of: Tensor
+    expert_of: Tensor
+    rows: int
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of all experts with one of their matrices, or with gate and up. per_row: pairs of each row that is
+    multiplied. bias: of the matrix, or of gate and up."""
+
+    weight: Matrix
+    bias: Tensor | None
+    per_row: int = 1
+    gate: Matrix | None = None
+    activation: Activation | None = None
+
+
+def run_experts(
+    experts: Experts,
+    router: Router,
+    homes: ExpertHomes,
+    norm: NormWeights | None,
+    rows: Tensor,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.experts.RunExperts`. Rows of 16 bits; the router's matrix contiguous. Temporary memory:
+    `scratch_bytes` of at most MOST_ROWS rows."""
+    if rows.dtype.itemsize != 2:
+        raise ValueError(f"rows are {rows.dtype}; a GPU's own experts take bf16 and fp16")
+    others = [None] * -(-len(rows) // MOST_ROWS) if beside is None else beside.split(MOST_ROWS)
+    both = zip(rows.split(MOST_ROWS), others, strict=True)
+    parts = [_run(experts, router, homes, norm, part, other) for part, other in both]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, *, alike: bool = True) -> int:
+    """Bytes of temporary memory for `num_rows` rows, but for few bytes of a pair. alike: whether gate and up are in one
+    encoding."""
+    inner = experts.network.size * (1 if alike or not experts.network.gated else 3)
+    return 4 * num_rows * experts.num_scores + 2 * num_rows * experts.used * (inner + hidden_size)
+
+
+def _run(
+    experts: Experts,
+    router: Router,
+    homes: ExpertHomes,
+    norm: NormWeights | None,
+    rows: Tensor,
+    beside: Tensor | None,
+) -> Tensor:
+    scored = rows if router.norm is None else router.norm(rows).contiguous()
+    rows = (rows if norm is None else norm(rows)).contiguous()
+    scores = score(experts, router, rows if router.norm is None else scored)
+    chosen, weights = choose(experts, router, scores)
+    first = homes.bank.places[0]
+    lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first))
+    sizes = experts.network.size, rows.shape[1]
+    inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
+    for places in homes.batches(chosen):
+        _inner(experts, first, lines, places, homes.bank, rows, inner)
+        _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)
+    out = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
+    grid = len(rows), -(-rows.shape[1] // COLUMNS)
+    other, stride = (out, 0) if beside is None else (beside, beside.stride(0))
+    launch(
+        sum_pairs, grid, (made, weights, other, scores, out, rows.shape[1], stride),
+        EXPERTS=experts.count, SCORES=experts.num_scores, USED=experts.used, ADDS=beside is not None, COLUMNS=COLUMNS,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def score(experts: Experts, router: Router, rows: Tensor) -> Tensor:
+    """The scores of rows [T, hidden], fp32 [T, scores]."""
+    assert router.matrix.is_contiguous()
+    assert router.matrix.dtype == torch.float32
+    (count, hidden), num_rows = router.matrix.shape, len(rows)
+    scores = torch.empty(num_rows, count, device=rows.device)
+    grid = -(-num_rows // SCORED["ROWS"]), -(-count // SCORED["EXPERTS"])
+    given = rows, router.matrix, scores, num_rows, hidden, count, experts.score_scale
+    launch(score_rows, grid, given, **SCORED, num_warps=4)
+    return scores
+
+
+def choose(experts: Experts, router: Router, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of rows by their scores, fp32 [T, scores]: int32 [T, used], the largest rank first and the first
+    expert of equal ones; and their weights, fp32 [T, used]."""
+    count, used, num_rows = experts.count, experts.used, len(scores)
+    chosen = torch.empty(num_rows, used, dtype=torch.int32, device=scores.device)
+    weights = torch.empty(num_rows, used, device=scores.device)
+    vectors = (scores if each is None else each for each in (router.bias, router.scale))
+    launch(
+        choose_experts, (num_rows,), (scores, *vectors, chosen, weights, experts.factor),
+        EXPERTS=count, SCORES=experts.num_scores, USED=used, SIGMOID=experts.scoring == "sigmoid",
+        RENORMALISED=experts.renormalised, BIASED=experts.biased, CORRECTED=experts.corrected, SCALED=experts.scaled,
+        LEAST=NO_SUM, PADDED=_padded(count), USED_PADDED=_padded(used), num_warps=1,
+    )  # fmt: skip
+    return chosen, weights
+
+
+def most_tiles(num_pairs: int, count: int, rows: int) -> int:
+    """The tiles of `rows` lines that so many pairs with `count` experts need at most."""
+    busy = min(num_pairs, count)
+    return busy + (num_pairs - busy) // rows
+
+
+def rows_of_tile(num_pairs: int, count: int, weights: ExpertWeights) -> int:
+    """The lines of a tile for pairs with `count` experts. Either number gives a row the same bits."""
+    stored = any(isinstance(each, StoredMatrix) for each in (weights.gate, weights.up, weights.down))
+    return ROWS[num_pairs > ROWS[0] * count and not stored]
+
+
+def arranged(chosen: Tensor, count: int, rows: int) -> Lines:
+    """Lines for pairs with the experts `chosen`, int32 [T, used], of `count`, in tiles of `rows`."""
+    num_pairs = chosen.numel()
+    tiles = most_tiles(num_pairs, count, rows)
+    pair_of, expert_of = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (tiles * rows, tiles))
+    launch(
+        arrange_pairs, (count,), (chosen, pair_of, expert_of, num_pairs, tiles),
+        EXPERTS=count, PADDED=_padded(count + 1), ROWS=rows, BLOCK=PAIRS, num_warps=4,
+    )  # fmt: skip
+    return Lines(pair_of, expert_of, rows)
+
+
+def _inner(
+    experts: Experts, first: ExpertWeights, lines: Lines, places: Tensor, bank: Bank, rows: Tensor, inner: Tensor
+) -> None:
+    """Fill inner [pairs, size] for the experts in a batch. Gate and up in two encodings are multiplied apart."""
+    gate, up, bias, used = first.gate, first.up, first.gate_up_bias, experts.used
+    activation = experts.network.activation
+    if gate is None or _encoding(gate) == _encoding(up):
+        _multiply(_Products(up, bias, used, gate, activation), lines, places, bank, rows, inner)
+        return
+    both = torch.empty(len(inner), 2 * inner.shape[1], dtype=inner.dtype, device=inner.device)
+    biases = (None, None) if bias is None else bias.chunk(2)
+    for matrix, own, out in zip((gate, up), biases, both.chunk(2, 1), strict=True):
+        _multiply(_Products(matrix, own, used), lines, places, bank, rows, out)
+    inner.copy_(gated(both, activation))  # of other batches' pairs, too, whose rows do not count
+
+
+def _multiply(of: _Products, lines: Lines, places: Tensor, bank: Bank, rows: Tensor, out: Tensor) -> None:
+    """Fill the rows of out, [pairs, outputs] by its stride, of pairs whose experts are in a batch."""
+    (outputs, inputs), weight = of.weight.shape, of.weight
+    bias = of.bias if of.bias is None or of.gate is None else of.bias[outputs:]
+    offsets = [0 if each is None else _offset(each, bank) for each in (of.gate, weight, bias)]
+    ending = {
+        "GATED": of.gate is not None, "ADDED": bias is not None, "ROWS": lines.rows,
+        "ACTIVATION": -1 if of.activation is None else NUMBERS[of.activation], "WIDEN": not rows.is_cuda,
+    }  # fmt: skip
+    given = rows, lines.pair_of, lines.expert_of, places, bank.content, out, of.per_row
+    sizes = outputs, bank.step, *offsets, out.stride(0)
+    tiles = len(lines.expert_of)
+    if isinstance(weight, StoredMatrix):
+        own, tiling = weight.encoding, stored_tiling(weight.encoding)
+        launch(
+            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2), (*given, inputs // own.numbers, *sizes),
+            **ending, OUTPUTS=tiling.outputs, BLOCKS=tiling.blocks(own), **constants(own),
+            num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
+    else:
+        launch(
+            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (*given, inputs, *sizes),
+            **ending, **PLAIN, num_warps=PLAIN_WARPS, num_stages=PLAIN_STAGES,
+        )  # fmt: skip
+
+
+def _encoding(matrix: Matrix) -> Encoding | None:
+    return matrix.encoding if isinstance(matrix, StoredMatrix) else None
+
+
+def _offset(part: Matrix, bank: Bank) -> int:
+    """The offset in bytes of a tensor of the bank's first place."""
+    tensor = part.rows if isinstance(part, StoredMatrix) else part
+    assert tensor.is_contiguous()
+    return int(tensor.storage_offset() * tensor.itemsize - bank.content.storage_offset())
+
+
+def _padded(number: int) -> int:
+    return 1 << (number - 1).bit_length()

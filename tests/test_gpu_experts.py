@@ -1,0 +1,160 @@
+"""A GPU's mixtures of experts without a GPU: compiled for the GPUs that they are for, and in plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: nothing of the GPU's kernels is tested")
+
+from offload.config.block import Encodings, Experts, FeedForward
+from offload.config.model import ModelConfig, llama_shaped
+from offload.formats import stored_gpu
+from offload.formats.layout import encoding
+from offload.kernels.gpu import expert_programs as programs
+from offload.kernels.gpu.experts import (
+    COLUMNS,
+    PAIRS,
+    PLAIN,
+    PLAIN_STAGES,
+    PLAIN_WARPS,
+    ROWS,
+    SCORED,
+    scratch_bytes,
+    stored_tiling,
+)
+from offload.plan.composition import PLAIN as PLAIN_LEVELS
+from offload.plan.options import Options
+from offload.plan.passes import graph_levels
+from offload.plan.sizing import PREFILL_BLOCK, Sizing
+from test_gpu_kernels import CAPABILITIES, SHARED_BYTES, STORED, Compiled, compiled
+from test_planner import GPU, plan
+
+NUMBERS = ("rows", "out")
+PRODUCT = {"pair_of": "*i32", "expert_of": "*i32", "places": "*i32", "content": "*u8"}
+SIZES = ("num_inputs", "num_outputs", "step", "gate_at", "weight_at", "bias_at", "out_stride")
+ENDINGS = {
+    "gate": {"GATED": True, "ADDED": True, "ACTIVATION": 0},
+    "no gate": {"GATED": False, "ADDED": True, "ACTIVATION": 2},
+    "down": {"GATED": False, "ADDED": False, "ACTIVATION": -1},
+}
+
+
+def copied(found: Compiled) -> list[int]:
+    """Bytes of each copy past the registers."""
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    return [int(num_bytes, 0) for num_bytes in copies]
+
+
+def has_a_rows_bits_beside_any(found: Compiled) -> bool:
+    """By the one instruction of a matrix unit that multiplies 16 rows."""
+    return "mma.sync" in found.ptx and "wgmma" not in found.ptx and "tf32" not in found.ptx
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_plain_experts_come_in_copies_of_16_bytes_without_a_spill(
+    capability: int, rows: int, dtype: str, ending: str
+) -> None:
+    found = compiled(
+        programs.multiply_plain, capability, PRODUCT | dict.fromkeys(NUMBERS, f"*{dtype}"),
+        ENDINGS[ending] | {"ROWS": rows, "WIDEN": False} | PLAIN,
+        warps=PLAIN_WARPS, stages=PLAIN_STAGES, divisible=SIZES,
+    )  # fmt: skip
+    assert found.spilled_bytes == 0
+    assert found.registers <= 96
+    assert found.shared_bytes <= 33 * 2**10  # so three programs have room
+    assert set(copied(found)) == {16}
+    assert has_a_rows_bits_beside_any(found)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("name", STORED)
+def test_stored_experts_are_multiplied_without_a_spill(capability: int, dtype: str, ending: str, name: str) -> None:
+    own, tiling = encoding(name), stored_tiling(encoding(name))
+    found = compiled(
+        programs.multiply_blocks, capability, PRODUCT | dict.fromkeys(NUMBERS, f"*{dtype}"),
+        ENDINGS[ending] | {"ROWS": ROWS[0], "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(own), "WIDEN": False}
+        | stored_gpu.constants(own),
+        warps=tiling.warps, stages=tiling.stages, divisible=SIZES[1:],
+    )  # fmt: skip
+    assert found.spilled_bytes == 0
+    assert found.registers <= 255
+    assert found.shared_bytes <= SHARED_BYTES
+    assert copied(found)
+    assert has_a_rows_bits_beside_any(found)
+    assert ".ftz" not in found.ptx
+    assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("count", "used"), [(128, 8), (32, 4), (512, 10), (8, 2)])
+def test_routers_compile_without_a_spill(capability: int, count: int, used: int) -> None:
+    padded, padded_more, padded_used = (1 << (each - 1).bit_length() for each in (count, count + 1, used))
+    shape = {"EXPERTS": count, "USED": used, "RENORMALISED": True, "PADDED": padded, "USED_PADDED": padded_used}
+    scored = compiled(
+        programs.score_rows, capability, {"rows": "*bf16", "router": "*fp32", "scores": "*fp32"}, SCORED,
+        divisible=("num_inputs", "num_experts"),
+    )  # fmt: skip
+    chosen = compiled(
+        programs.choose_experts, capability, {"scores": "*fp32", "weights": "*fp32", "chosen": "*i32"}, shape, warps=1
+    )
+    arranged = compiled(
+        programs.arrange_pairs, capability, dict.fromkeys(("chosen", "pair_of", "expert_of"), "*i32"),
+        {"EXPERTS": count, "PADDED": padded_more, "ROWS": ROWS[0], "BLOCK": PAIRS},
+    )  # fmt: skip
+    summed = compiled(
+        programs.sum_pairs, capability, {"made": "*bf16", "weights": "*fp32", "out": "*bf16"},
+        {"USED": used, "COLUMNS": COLUMNS}, divisible=("num_outputs",),
+    )  # fmt: skip
+    assert [each.spilled_bytes for each in (scored, chosen, arranged, summed)] == [0] * 4
+    assert scored.registers <= 128
+    assert max(chosen.registers, arranged.registers, summed.registers) <= 96
+    assert "ld.global.v4" in scored.ptx
+    assert "fma.rn.f32" in scored.ptx
+
+
+def config_of(*encodings: str, experts: Experts | None = None) -> ModelConfig:
+    own = experts or Experts(FeedForward(768), 128, 8)
+    config = llama_shaped("llama", 32000, 2048, 0, 24, 16, 4, 128, 40960)
+    return config.mapped(lambda block: replace(block, experts=own, encodings=Encodings(experts=encodings)))
+
+
+@pytest.mark.parametrize("encodings", [(), ("Q4_0",) * 3, ("Q4_0", "Q8_0", "Q4_0")], ids=str)
+def test_plans_count_the_scratch_of_a_block(encodings: Sequence[str]) -> None:
+    """As much as is allocated at a time."""
+    config = config_of(*encodings)
+    assert config.experts is not None
+    used = scratch_bytes(config.experts, PREFILL_BLOCK, config.hidden_size, alike=len(set(encodings[:2])) < 2)
+    sizing = Sizing(config, None, Options(), replace(GPU, has_kernels=True), "bf16")
+    with_experts, without = (
+        each.fixed_bytes(200, PLAIN_LEVELS)["workspace"]
+        for each in (sizing, replace(sizing, target=config.mapped(lambda block: replace(block, experts=None))))
+    )
+    assert 0.97 * used <= with_experts - without <= 1.03 * used
+
+
+def test_a_pass_is_a_graph_where_the_host_need_not_know_which_experts_run() -> None:
+    hardware = replace(GPU, has_kernels=True, device_free_bytes=80 * 2**30)
+    config = config_of()
+    made = plan(Options(speculation=False, dtype="bf16"), target=config, draft=None, hardware=hardware, prompt=1000)
+    assert made.placement.expert_slots == 0
+
+    def levels(**changes: object) -> Sequence[str]:
+        given = {"placement": made.placement, "hardware": hardware, "dtype": "bf16"} | changes
+        return graph_levels(made.composition, target=config, **given)  # type: ignore[arg-type]
+
+    assert levels() == levels(dtype="fp16") == ("target",)
+    assert levels(dtype="fp32") == ()
+    assert levels(hardware=replace(hardware, has_kernels=False)) == ()
+    assert levels(placement=replace(made.placement, expert_slots=40)) == ()

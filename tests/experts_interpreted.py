@@ -19,14 +19,15 @@ from torch import Tensor
 
 import test_experts
 from interpreter import products_by_row, rounds_to_bf16, without_idle_work
-from offload.config.block import Experts, FeedForward
+from offload.config.block import Experts, FeedForward, Norm
 from offload.formats.layout import encoding
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, ExpertHomes
+from offload.kernels.experts import Bank, ExpertHomes, Router
 from offload.kernels.gpu import expert_programs
 from offload.kernels.gpu import experts as by_triton
-from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts
+from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
 from offload.kernels.gpu.kernels import GPU_KERNELS, _multiply
+from offload.kernels.norms import NormWeights
 from offload.native.launch import counting, launch
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from processor import before_a_guard
@@ -39,6 +40,14 @@ ERROR = {torch.bfloat16: 2**-6, torch.float16: 2**-9}  # of the largest number: 
 SMALL = Experts(FeedForward(24), 5, 2)
 FEW = ["MXFP4", "INT4_BF16/32"]  # of which there is a small case by default
 WAYS = [("Q4_0", "Q8_0", "INT4_F16/32"), ("", "MXFP4", ""), ("Q8_0", "Q8_0", "")]
+ROUTERS = {
+    "softmax": SMALL,
+    "sigmoids with a correction": Experts(FeedForward(24), 6, 2, scoring="sigmoid", corrected=True, factor=2.5),
+    "sigmoids as they are": Experts(FeedForward(24), 6, 3, renormalised=False, scoring="sigmoid"),
+    "biases, clamped gates": Experts(FeedForward(24, "clamped_silu", bias=True), 5, 2, biased=True),
+    "factors, scaled scores, a norm of its own": Experts(FeedForward(24), 5, 2, score_scale=0.3, scaled=True),
+    "a gate beside": Experts(FeedForward(24), 5, 2, gates_network=True),
+}
 by_torch = partial(twin.run_experts, multiply=_multiply, blocks=None)
 
 without_idle_work()
@@ -151,13 +160,13 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
         router = torch.randint(-2, 3, (count // 2 + 1, 40), generator=generator).float()[torch.arange(count) // 2]
         for renormalised in (True, False):
             own = Experts(FeedForward(16), count, used, renormalised=renormalised)
-            found, weights = choose(own, router, rows)
+            found, weights = chosen_by(own, router, rows)
             wanted, shares = twin.chosen(own, rows.float() @ router.T)
             assert found.tolist() == wanted.tolist()
             assert found[0].tolist() == [*range(used)]
             torch.testing.assert_close(weights, shares)
     rows[3, 5] = torch.nan
-    found, weights = choose(own, router, rows)
+    found, weights = chosen_by(own, router, rows)
     assert weights[3].isnan().all()
     assert not weights[[0, 1, 2, 4]].isnan().any()
     assert ((found >= 0) & (found < 33)).all()
@@ -166,7 +175,7 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
 def test_an_infinite_score_leaves_every_choice_within_the_experts() -> None:
     router = torch.full((5, 16), -torch.inf)
     router[3] = 1.0
-    found, _ = choose(Experts(FeedForward(16), 5, 4), router, torch.ones(1, 16).half())
+    found, _ = chosen_by(Experts(FeedForward(16), 5, 4), router, torch.ones(1, 16).half())
     assert found.tolist() == [[3, 0, 1, 2]]
 
 
@@ -283,11 +292,41 @@ def test_rows_of_fp32_are_run_by_torchs_operators_in_blocks() -> None:
         given.by(run_experts)
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_chooses_and_weighs_as_torchs_operators_do(name: str) -> None:
+    """And a network beside the experts is added, times its gate."""
+    assert is_as_by_torch(ROUTERS[name])
+
+
+def is_as_by_torch(experts: Experts) -> bool:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given = scene(experts, torch.float16, 9)
+    router = Router(
+        normal(experts.num_scores, given.rows.shape[1]),
+        normal(experts.count) if experts.biased or experts.corrected else None,
+        1 + normal(experts.count) / 4 if experts.scaled else None,
+        NormWeights(Norm(1e-5), (1 + normal(given.rows.shape[1]) / 4).half()) if experts.scaled else None,
+    )
+    beside = normal(9, 2 * given.rows.shape[1]).half()[:, : given.rows.shape[1]] if experts.gates_network else None
+    own = replace(given, router=router)
+    return is_near(own.by(run_experts, beside=beside), own.by(by_torch, beside=beside).double())
+
+
+def chosen_by(experts: Experts, matrix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    router = Router(matrix)
+    return choose(experts, router, score(experts, router, rows))
+
+
 def in_order(numbers: list[float]) -> float:
     """What becomes of the outputs of a row's experts with weights of 1, bf16 numbers."""
     made, out = torch.tensor(numbers).bfloat16()[:, None], torch.zeros(1, 1, dtype=torch.bfloat16)
-    arguments = made, torch.ones(1, len(numbers)), out, 1
-    launch(by_triton.sum_pairs, (1, 1), arguments, USED=len(numbers), COLUMNS=16, num_warps=1)
+    ones, used = torch.ones(1, len(numbers)), len(numbers)
+    sizes = {"EXPERTS": 1, "SCORES": 1, "USED": used, "COLUMNS": 16}
+    launch(by_triton.sum_pairs, (1, 1), (made, ones, out, ones, out, 1, 0), ADDS=False, **sizes, num_warps=1)
     return float(out)
 
 
@@ -325,6 +364,14 @@ MUTANTS = {
     "a tile of no expert has an old one": ("arrange_pairs", "tl.where(own == EXPERTS - 1, num_tiles, last)", "last"),
     "the last expert's output is left out": ("sum_pairs", "tl.range(0, USED,", "tl.range(0, USED - 1,"),
     "outputs are added up from the last one": ("sum_pairs", "USED + place", "USED + USED - 1 - place"),
+    "the correction counts for no rank": ("choose_experts", "    if CORRECTED:\n", "    if False:\n"),
+    "a bias counts for the weights alone": ("choose_experts", "    if BIASED:\n", "    if False:\n"),
+    "sigmoids are not renormalised": ("choose_experts", "total + LEAST if RENORMALISED else 1.0", "1.0"),
+    "no factor of an expert": ("choose_experts", "    if SCALED:\n", "    if False:\n"),
+    "no factor of all": ("choose_experts", "share / total * factor", "share / total"),
+    "scores are not scaled": ("score_rows", "tl.sum(total, 2) * factor", "tl.sum(total, 2)"),
+    "the network beside is left out": ("sum_pairs", "    if ADDS:\n", "    if False:\n"),
+    "its gate is left out": ("sum_pairs", "        if SCORES > EXPERTS:\n", "        if False:\n"),
     "weights of the first row": ("sum_pairs", "weights + pair", "weights + place"),
 }  # fmt: skip
 
@@ -368,7 +415,8 @@ def sees_no_fault() -> bool:
     others = (several, ()), (replace(several, renormalised=False, network=FeedForward(96, bias=True)), ["Q8_0"] * 3)
     for experts, encodings in others:
         given = scene(experts, torch.float16, 5, *encodings)
-        alike = replace(given, router=given.router[:1].expand(4, -1).contiguous())  # the first two experts alone
+        same = Router(given.router.matrix[:1].expand(4, -1).contiguous())
+        alike = replace(given, router=same)  # the first two experts alone
         if not is_near(alike.by(run_experts), alike.by(by_torch).double()):
             return False
         for own in (replace(given, rows=given.rows[:1]), replace(given, homes=InBatches(given.homes, 1))):  # type: ignore[arg-type]
@@ -382,4 +430,6 @@ def sees_no_fault() -> bool:
         return False
     router = torch.zeros(5, 1100)
     router[2, 0] = 1.0
-    return choose(SMALL, router, torch.ones(1, 1100).half())[0].tolist() == [[2, 0]]
+    if chosen_by(SMALL, router, torch.ones(1, 1100).half())[0].tolist() != [[2, 0]]:
+        return False
+    return all(map(is_as_by_torch, ROUTERS.values()))

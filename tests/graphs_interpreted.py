@@ -48,13 +48,15 @@ without_idle_work()
 
 @dataclass(frozen=True)
 class Case:
-    """A level's passes over its whole cache. model: a family's tiny model."""
+    """A level's passes over its whole cache. model: a family's tiny model. slots: for experts, which are on the host
+    then; 0: they are on the GPU."""
 
     level: str
     sizes: Sizes = PLAIN
     model: str = "qwen2"
     num_sequences: int = 1
     dtype: str = "fp32"
+    slots: int = 0
 
 
 CASES = {
@@ -99,6 +101,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
     """bug: planted into the source."""
     number = case.num_sequences
     options: dict[str, Any] = {"num_sequences": number, "dtype": case.dtype}
+    options["offload"] = frozenset({"weights"} if case.slots else ())
     with pytest.MonkeyPatch.context() as families, on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         if case.model.endswith(SUNK):
             read_as_sunk(families)
@@ -109,7 +112,8 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
         if bug is not None:
             plant(bug, patch)
         chunks_by_kernel(gpu, patch)
-        with tiny_engine(changed(plan, device="cuda:0", fused_prefill=False), folder) as engine:
+        plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots)
+        with tiny_engine(plan, folder) as engine:
             yield engine, gpu
 
 
@@ -227,6 +231,38 @@ def test_a_pass_whose_experts_torchs_operators_run_is_no_graph(folders: Callable
         assert gpu.launches["graph"] == gpu.num_graphs == 0
         assert gpu.syncs["copy to host"] > 0
     assert gpu.problems == []
+
+
+@pytest.mark.parametrize("slots", [3, 8])
+def test_experts_that_cross_the_link_say_what_resident_ones_say(slots: int, folders: Callable[[str], Path]) -> None:
+    """Their passes are no graphs; copies and computation are ordered."""
+    own = Case("target", model="qwen3_moe", dtype="bf16")
+    found = []
+    for case in (own, replace(own, slots=slots)):
+        said, replayed = texts(folders(case.model), case, [PROMPT[:30]])
+        found.append(said)
+        assert (replayed > 0) == (not case.slots)
+    assert found[0] == found[1]
+
+
+SLOTS = "offload.weights.experts"
+RACES = [
+    Bug("an expert is used before it has arrived", SLOTS, "                event.wait()", "                pass"),
+    Bug("an expert arrives in a slot that is still computed with", SLOTS, "(self._link.record(),)", "()"),
+    Bug("another slot runs", SLOTS, "torch.tensor([*slots.values()],", "torch.tensor([*slots.values()][::-1],"),
+]
+
+
+@pytest.mark.parametrize("bug", [None, *RACES], ids=lambda bug: bug.description if bug else "none")
+def test_a_race_for_an_experts_slot_is_seen(bug: Bug | None, folders: Callable[[str], Path]) -> None:
+    case, found = Case("target", model="qwen3_moe", dtype="bf16"), []
+    for own, planted in ((case, None), (replace(case, slots=3), bug)):
+        with on_gpu(folders(case.model), own, planted) as (engine, gpu):
+            engine.precompute(PROMPT[:9])
+            found.append([forward(engine.levels["target"], [token], 1).cpu() for token in TOKENS[:3]])
+            problems = gpu.problems
+    alike = all(map(torch.equal, *found))
+    assert (alike and problems == []) == (bug is None)
 
 
 STATES = "offload.kv.states"

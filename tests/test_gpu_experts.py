@@ -101,21 +101,29 @@ def test_stored_experts_are_multiplied_without_a_spill(capability: int, dtype: s
 @pytest.mark.parametrize(("count", "used"), [(128, 8), (32, 4), (512, 10), (8, 2)])
 def test_routers_compile_without_a_spill(capability: int, count: int, used: int) -> None:
     padded, padded_more, padded_used = (1 << (each - 1).bit_length() for each in (count, count + 1, used))
-    shape = {"EXPERTS": count, "USED": used, "RENORMALISED": True, "PADDED": padded, "USED_PADDED": padded_used}
+    shape = {
+        "EXPERTS": count, "SCORES": count + 1, "USED": used, "SIGMOID": count > 100, "RENORMALISED": True,
+        "BIASED": count == 32, "CORRECTED": count > 100, "SCALED": count == 8, "LEAST": 1e-20, "PADDED": padded,
+        "USED_PADDED": padded_used,
+    }  # fmt: skip
+    vectors = dict.fromkeys(("scores", "bias", "scale", "weights"), "*fp32")
     scored = compiled(
-        programs.score_rows, capability, {"rows": "*bf16", "router": "*fp32", "scores": "*fp32"}, SCORED,
+        programs.score_rows, capability,
+        {"rows": "*bf16", "router": "*fp32", "scores": "*fp32", "factor": "fp32"}, SCORED,
         divisible=("num_inputs", "num_experts"),
     )  # fmt: skip
     chosen = compiled(
-        programs.choose_experts, capability, {"scores": "*fp32", "weights": "*fp32", "chosen": "*i32"}, shape, warps=1
+        programs.choose_experts, capability, {**vectors, "chosen": "*i32", "factor": "fp32"}, shape, warps=1
     )
     arranged = compiled(
         programs.arrange_pairs, capability, dict.fromkeys(("chosen", "pair_of", "expert_of"), "*i32"),
         {"EXPERTS": count, "PADDED": padded_more, "ROWS": ROWS[0], "BLOCK": PAIRS},
     )  # fmt: skip
     summed = compiled(
-        programs.sum_pairs, capability, {"made": "*bf16", "weights": "*fp32", "out": "*bf16"},
-        {"USED": used, "COLUMNS": COLUMNS}, divisible=("num_outputs",),
+        programs.sum_pairs, capability,
+        {"made": "*bf16", "weights": "*fp32", "beside": "*bf16", "scores": "*fp32", "out": "*bf16"},
+        {"EXPERTS": count, "SCORES": count + 1, "USED": used, "ADDS": True, "COLUMNS": COLUMNS},
+        divisible=("num_outputs", "stride"),
     )  # fmt: skip
     assert [each.spilled_bytes for each in (scored, chosen, arranged, summed)] == [0] * 4
     assert scored.registers <= 128

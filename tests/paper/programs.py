@@ -6,7 +6,7 @@ Only in a process that was started with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,7 +38,7 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
         given = dict(zip(program.arg_names, arguments, strict=False))
         tensors = {name: each for name, each in given.items() if isinstance(each, PaperTensor)}
         written = {id(tensors[name]) for name in stored(program.fn) & tensors.keys()}
-        launch(gpu, program.__name__, [*tensors.values()], written)
+        launch(gpu, program.__name__, _read(tensors), written)
         raw = [each.raw if isinstance(each, PaperTensor) else each for each in arguments]
         widened = {"WIDEN": True} if "WIDEN" in constants else {}
 
@@ -61,3 +61,12 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
         stored_products,
     ):
         patch.setattr(module, "launch", run)
+
+
+def _read(tensors: dict[str, PaperTensor]) -> list[PaperTensor]:
+    """What a program reads or writes. Of a bank of experts: the places of the batch alone."""
+    if "content" not in tensors or "places" not in tensors:
+        return [*tensors.values()]
+    others = [each for name, each in tensors.items() if name != "content"]
+    there = tensors["places"].raw.tolist()
+    return others + [cast(PaperTensor, tensors["content"][place]) for place in there if place >= 0]

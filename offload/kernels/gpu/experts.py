@@ -38,8 +38,8 @@ PLAIN_WARPS, PLAIN_STAGES = 4, 3
 
 def stored_tiling(encoding: Encoding) -> Tiling:
     """The tiling for an encoding, chosen so that no register spills in tiles of 16 rows."""
-    wide = encoding.kind.startswith(("INT8", "FP8"))
-    return replace(tiling_of(encoding), outputs=64 if wide else 32, warps=8 if wide else 4)
+    wide = encoding.kind.startswith(("INT8", "FP8", "Q6"))
+    return replace(tiling_of(encoding), outputs=64 if wide else 32, warps=8 if encoding.kind == "Q6_K" else 4)
 
 
 @dataclass(frozen=True)

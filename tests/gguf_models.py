@@ -26,10 +26,12 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "gemma3_text": "gemma3", "olmo2": "olmo2", "olmo3": "olmo2", "cohere": "command-r", "cohere2": "cohere2",
     "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
     "exaone4": "exaone4", "starcoder2": "starcoder2", "nemotron": "nemotron", "ministral3": "mistral3",
-    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
-PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
+STATEFUL = ("qwen35", "qwen35moe")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
     "fc": "eh_proj", "norm": "shared_head_norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
 }  # fmt: skip
@@ -88,20 +90,39 @@ def write_gguf(
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With one tensor for each matrix of a layer's experts."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    """With one tensor for each matrix of a layer's experts, and each of their biases."""
+    found: dict[str, Tensor] = {}
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        if ".experts." in name:
-            before, _, rest = name.partition(".experts.")
-            number, _, part = rest.partition(".")
+        before, _, rest = name.partition(".experts.")
+        number, _, part = rest.partition(".")
+        if not rest:
+            found[name] = tensor
+        elif number.isdecimal():
             parts.setdefault(f"{before}.experts.{part}", {})[int(number)] = tensor
+        else:
+            found |= of_gpt_oss(f"{before}.experts.", rest, tensor)
     return found | {name: torch.stack([own[at] for at in range(len(own))]) for name, own in parts.items()}
+
+
+def of_gpt_oss(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors made of one of all experts: by outputs, and gates and ups apart."""
+    kind = "bias" if part.endswith("_bias") else "weight"
+    rows = tensor if kind == "bias" else tensor.transpose(1, 2)
+    if part.startswith("down_proj"):
+        return {f"{prefix}down_proj.{kind}": rows}
+    return {f"{prefix}gate_proj.{kind}": rows[:, ::2], f"{prefix}up_proj.{kind}": rows[:, 1::2]}
 
 
 def num_blocks(config: dict[str, Any]) -> int:
     """Layers, and those of the next-token head."""
-    count: int = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
+    count: int = config["num_hidden_layers"] + num_drafts(config)
+    return count
+
+
+def num_drafts(config: dict[str, Any]) -> int:
+    """Layers of the next-token head."""
+    count: int = config.get("mtp_num_hidden_layers", 0) or config.get("num_nextn_predict_layers", 0)
     return count
 
 
@@ -110,7 +131,9 @@ def block_name(name: str, config: dict[str, Any]) -> str:
     if name.startswith("mtp.layers."):
         _, _, number, rest = name.split(".", 3)
         return f"model.layers.{config['num_hidden_layers'] + int(number)}.{rest}"
-    return name.replace(".dt_bias", ".dt_proj.bias")
+    return name.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias") + (
+        ".weight" if name.endswith(".sinks") else ""
+    )
 
 
 def of_head(name: str, config: dict[str, Any]) -> str:
@@ -122,6 +145,8 @@ def of_head(name: str, config: dict[str, Any]) -> str:
 def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
     if "linear_attn" in name:
         return with_states(name, tensor, config)
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor.squeeze(0)
     if arch in PLUS_ONE and ("norm.weight" in name or ".pre_fc_norm" in name):
         return tensor + 1
     for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
@@ -150,7 +175,7 @@ def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.ndarray:
     numbers = np.ascontiguousarray(tensor.numpy())
-    in_fp32 = numbers.ndim == 1 or "_norm" in name or "conv1d" in name or "ffn_gate_inp" in name
+    in_fp32 = numbers.ndim == 1 or any(each in name for each in (".bias", "_norm", "conv1d", "ffn_gate_inp"))
     if in_fp32 or numbers.shape[-1] % 32:
         kind = "F32" if kind not in NUMBERS or in_fp32 else kind
     if kind in NUMBERS:
@@ -199,13 +224,18 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if local := (config.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if count := config.get("num_experts") or config.get("num_local_experts"):
+    counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if count := next(filter(None, counts), None):
         writer.add_expert_count(count)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if arch == "qwen35":
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if arch == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if arch == "glm4moe":
+        _glm_experts(writer, config)
+    if arch in STATEFUL:
         _states(writer, config, rope)
-    if arch in (*PERMUTED, "phi3", "glm4", "nemotron", "cohere2", "qwen35"):
+    if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "nemotron", "cohere2", *STATEFUL):
         writer.add_rope_dimension_count(int(share * head_dim))
     _rope_scaling(writer, config, rope, arch)
     for key, add in (
@@ -217,12 +247,23 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
         if config.get(key) is not None:
             add(config[key])
     window, types = config.get("sliding_window"), config.get("layer_types")
-    if window is not None and arch in ("gemma2", "gemma3", "olmo2", "cohere2", "exaone4", "phi3"):
+    if window is not None and arch in ("gemma2", "gemma3", "olmo2", "cohere2", "exaone4", "phi3", "gpt-oss"):
         writer.add_sliding_window(window)
         if types and arch in ("olmo2", "exaone4"):
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
     elif arch == "phi3":
         writer.add_sliding_window(0)
+
+
+def _glm_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_nextn_predict_layers(num_drafts(config))
 
 
 def _states(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -231,10 +272,10 @@ def _states(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any
     writer.add_ssm_group_count(config["linear_num_key_heads"])
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
-    drafts = config.get("mtp_num_hidden_layers", 0)
+    drafts = num_drafts(config)
     if types := config.get("layer_types"):
         recurrent = [each == "linear_attention" for each in types] + [False] * drafts
-        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     writer.add_full_attention_interval(config.get("full_attention_interval", 4))
     sections = rope.get("mrope_section", [11, 11, 10])
     writer.add_rope_dimension_sections([*sections, 0, 0][:4])

@@ -38,6 +38,7 @@ UNSAID = (
     "gemma, biased and untied", "hunyuan, stretched", "cohere, biased and untied", "qwen3_moe, some dense",
 )  # fmt: skip
 SCALED = {name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")}  # as llama.cpp's, by the heads' size
+SCALED["gpt_oss, top 1"] = {"sliding_window": 256}  # that no context exceeds: a file has windows in each other layer
 NAMES = [
     name for name, tiny in TINY.items() if tiny.family in ARCHITECTURES and not tiny.wrapped and name not in UNSAID
 ]
@@ -62,7 +63,7 @@ def plain(config: ModelConfig) -> ModelConfig:
     config = with_rope(config, neighbours=False).mapped(block)
     return replace(
         config,
-        names=replace(config.names, delta=DeltaNames(), experts=ExpertNames()),
+        names=replace(config.names, delta=DeltaNames(), experts=ExpertNames(), unused=()),
         norm=norm(config.norm) or config.norm,
         dtype="",
         table_encoding="",

@@ -318,9 +318,8 @@ def test_a_decay_under_another_name_is_unexpected(tmp_path: Path) -> None:
         check_model(checkpoint, read_config(path))
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "qwen3next"])
-def test_the_architectures_beside_it_are_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_the_architecture_beside_it_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, arch=name)
-    with pytest.raises(ModelError, match=rf"its architecture is '{name}', known are .*qwen3, qwen35, qwen3moe, "):
+    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, arch="qwen3next")
+    with pytest.raises(ModelError, match=r"its architecture is 'qwen3next', known are .*qwen3, qwen35, qwen35moe, "):
         read_config(path)

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, ExpertNames, Norm
+from offload.config.block import Attention, Block, Norm
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
@@ -98,7 +98,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     common: dict[str, object] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": values.alike("feed_forward_length"),
+        "intermediate_size": _inner_size(values),
         "num_hidden_layers": values.head_layers().start,
         "num_attention_heads": heads,
         "num_key_value_heads": values.alike("attention.head_count_kv", heads),
@@ -115,6 +115,13 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     return {**common, **own, "model_type": own.get("model_type", architecture.family)}
 
 
+def _inner_size(values: Metadata) -> int:
+    """The inner rows of a layer without experts. A file whose layers all have experts may leave that out."""
+    of_layers, of_experts = "feed_forward_length", "expert_feed_forward_length"
+    is_left_out = values.data.get(of_layers, 0) == 0 and of_experts in values.data
+    return values.alike(of_experts if is_left_out else of_layers)
+
+
 def _dtype(header: Header) -> str:
     """The dtype in which most matrix elements are stored; bfloat16 stands for elements in blocks."""
     sizes = Counter[str]()
@@ -126,8 +133,8 @@ def _dtype(header: Header) -> str:
 
 def _stacked(config: ModelConfig) -> ModelConfig:
     """`config` with one tensor for each matrix of all experts."""
-    router = config.names.experts.router
-    names = ExpertNames(router, "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+    parts = {part: f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+    names = replace(config.names.experts, **parts, alternate=False, by_inputs=False)
     return replace(config, names=replace(config.names, experts=names))
 
 

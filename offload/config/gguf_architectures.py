@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from offload.config.families.states import STATEFUL
 from offload.config.families.windows import FULL, WINDOWED
+from offload.config.gguf_experts import EXPERTS, GLM4MOE, GPT_OSS, QWEN35MOE, glm4moe, gpt_oss, qwen3moe, qwen35moe
 from offload.config.gguf_fields import Metadata
-from offload.config.gguf_header import Items
+from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
+from offload.config.gguf_states import STATES, qwen35
 
-Fields = dict[str, object]
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _SCALES = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
-_WINDOWS = frozenset((_WINDOW, _PATTERN))
-_RECURRENT = "attention.recurrent_layers"
-_EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
-_OF_HEAD = ("eh_proj", "shared_head_norm", "embed_tokens", "shared_head_head")
-_STATES = frozenset((
-    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", _RECURRENT,
-    "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,10 +43,6 @@ def _none(values: Metadata, common: Mapping[str, object]) -> Fields:
     return {}
 
 
-def _attention_bias(values: Metadata, common: Mapping[str, object]) -> Fields:
-    return {"attention_bias": values.has("attn_q.bias")}
-
-
 def _mistral3(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Ministral 3 if queries grow with their position, else of Mistral Small."""
     beta, settings = values.optional("attention.temperature_scale"), common["rope_parameters"]
@@ -71,72 +58,72 @@ def _granite(values: Metadata, common: Mapping[str, object]) -> Fields:
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     }  # fmt: skip
     found = {field: value for field, key in named.items() if (value := values.optional(key)) is not None}
-    heads = {} if "attention_multiplier" in found else {"attention_multiplier": _number(common, "head_dim") ** -0.5}
+    heads = {} if "attention_multiplier" in found else {"attention_multiplier": number(common, "head_dim") ** -0.5}
     return {**_biases(values, common), **found, **heads}
 
 
 def _cohere(values: Metadata, common: Mapping[str, object]) -> Fields:
     scale = {"logit_scale": values.number("logit_scale")}
-    return {**scale, **_attention_bias(values, common), "use_qk_norm": values.has("attn_q_norm.weight")}
+    return {**scale, **attention_bias(values, common), "use_qk_norm": values.has("attn_q_norm.weight")}
 
 
 def _cohere2(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Cohere2. Every fourth layer has no window: llama.cpp hardcodes that, and the file does not say it."""
-    windows = {"sliding_window": values.integer(_WINDOW), "layer_types": _layer_types(values, common, 4)}
-    return {"logit_scale": values.number("logit_scale"), **_attention_bias(values, common), **windows}
+    windows = {"sliding_window": values.integer(WINDOW), "layer_types": layer_types(values, common, 4)}
+    return {"logit_scale": values.number("logit_scale"), **attention_bias(values, common), **windows}
 
 
 def _phi3(values: Metadata, common: Mapping[str, object]) -> Fields:
     original = values.optional("rope.scaling.original_context_length")
-    found: Fields = {"sliding_window": None if values.optional(_WINDOW) is None else values.integer(_WINDOW)}
+    found: Fields = {"sliding_window": None if values.optional(WINDOW) is None else values.integer(WINDOW)}
     return found if original is None else {**found, "original_max_position_embeddings": int(original)}
 
 
 def _gemma(values: Metadata, common: Mapping[str, object]) -> Fields:
-    return {"hidden_act": "gelu_pytorch_tanh", **_attention_bias(values, common)}
+    return {"hidden_act": "gelu_pytorch_tanh", **attention_bias(values, common)}
 
 
 def _gemma2(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Gemma 2. Only the 27B model scales scores by hidden_size / heads: llama.cpp hardcodes that, and the
     file does not say it."""
     return {
-        **_attention_bias(values, common),
+        **attention_bias(values, common),
         "query_pre_attn_scalar": _scalar(common, largest=46),
         "attn_logit_softcapping": values.optional("attn_logit_softcapping"),
         "final_logit_softcapping": values.optional("final_logit_softcapping"),
-        "sliding_window": values.integer(_WINDOW),
-        "layer_types": _layer_types(values, common, 2),
+        "sliding_window": values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 2),
     }
 
 
 def _gemma3(values: Metadata, common: Mapping[str, object]) -> Fields:
-    window = values.optional(_WINDOW)
-    windows: Fields = {"sliding_window": window and int(window), "layer_types": _layer_types(values, common, 6)}
+    window = values.optional(WINDOW)
+    windows: Fields = {"sliding_window": window and int(window), "layer_types": layer_types(values, common, 6)}
     local = values.number("rope.freq_base_swa", 10000.0)
     settings = {FULL: common["rope_parameters"], WINDOWED: {"rope_type": "default", "rope_theta": local}}
     scalar = {"query_pre_attn_scalar": _scalar(common, largest=62)}
-    return {**_attention_bias(values, common), **scalar, **windows, "rope_parameters": settings}
+    return {**attention_bias(values, common), **scalar, **windows, "rope_parameters": settings}
 
 
 def _olmo2(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of OLMo 3 if layers have a window, else of OLMo 2. Scaled positions apply to layers without a window."""
-    if values.optional(_WINDOW) is None:
-        return _attention_bias(values, common)
+    if values.optional(WINDOW) is None:
+        return attention_bias(values, common)
     full = common["rope_parameters"]
     theta = full.get("rope_theta") if isinstance(full, Mapping) else None
     return {
-        **_attention_bias(values, common),
+        **attention_bias(values, common),
         "model_type": "olmo3",
-        "sliding_window": values.integer(_WINDOW),
-        "layer_types": _layer_types(values, common, 4),
+        "sliding_window": values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 4),
         "rope_parameters": {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": theta}},
     }
 
 
 def _exaone4(values: Metadata, common: Mapping[str, object]) -> Fields:
-    if values.optional(_WINDOW) is None:
-        return {"sliding_window": None, "layer_types": [FULL] * int(_number(common, "num_hidden_layers"))}
-    return {"sliding_window": values.integer(_WINDOW), "layer_types": _layer_types(values, common, 4)}
+    if values.optional(WINDOW) is None:
+        return {"sliding_window": None, "layer_types": [FULL] * int(number(common, "num_hidden_layers"))}
+    return {"sliding_window": values.integer(WINDOW), "layer_types": layer_types(values, common, 4)}
 
 
 def _seed_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -155,115 +142,39 @@ def _arcee(values: Metadata, common: Mapping[str, object]) -> Fields:
     return {**_biases(values, common), "hidden_act": "relu2"}
 
 
-def _qwen35(values: Metadata, common: Mapping[str, object]) -> Fields:
-    """Fields of Qwen3.5. The sections of its positions are of pictures: those of a text are all the same."""
-    heads, inner = values.integer("ssm.time_step_rank"), values.integer("ssm.inner_size")
-    if inner % heads:
-        values.refuse("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
-    types = _stateful_types(values)
-    return {
-        "attention_bias": values.has("attn_q.bias", types.index(FULL) if FULL in types else 0),
-        "layer_types": types,
-        "linear_num_key_heads": values.integer("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": values.integer("ssm.state_size"),
-        "linear_value_head_dim": inner // heads,
-        "linear_conv_kernel_dim": values.integer("ssm.conv_kernel"),
-        **_next_token(values),
-    }
-
-
-def _qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
-    """Fields of Qwen3's mixtures of experts. Weights are those of the softmax over the experts in use: llama.cpp
-    hardcodes that, and the file does not say it."""
-    return {**_attention_bias(values, common), **_experts(values), "norm_topk_prob": True}
-
-
-def _experts(values: Metadata) -> Fields:
-    """Fields of a mixture of experts."""
-    return {
-        "num_experts": values.integer("expert_count"),
-        "num_experts_per_tok": values.integer("expert_used_count"),
-        "moe_intermediate_size": values.integer("expert_feed_forward_length"),
-    }
-
-
-def _next_token(values: Metadata) -> Fields:
-    """Fields of a next-token head whose weights are in the file."""
-    layers = values.head_layers()
-    has = {part: values.has(f"nextn.{part}.weight", layers.start) for part in _OF_HEAD}
-    return {
-        "mtp_num_hidden_layers": len(layers) if has["eh_proj"] and has["shared_head_norm"] else 0,
-        "mtp_use_dedicated_embeddings": has["embed_tokens"] or has["shared_head_head"],
-    }
-
-
-def _stateful_types(values: Metadata) -> list[str]:
-    """The types of all layers but the next-token head's: with a state as the file lists them, or else all but every
-    n-th."""
-    head = values.head_layers()
-    if _RECURRENT in values.data:
-        stateful = [bool(each) for each in values.values(_RECURRENT)]
-        if len(stateful) != head.stop or any(stateful[head.start :]):
-            values.refuse(_RECURRENT, f"a list of {head.stop}, one for each layer, and false for a next-token head's")
-    else:
-        step = values.integer("full_attention_interval", default=4)
-        stateful = [(layer + 1) % step != 0 for layer in range(head.start)]
-    return [STATEFUL if each else FULL for each in stateful[: head.start]]
-
-
 def _scalar(common: Mapping[str, object], *, largest: int) -> float:
     """The square of the divisor of scores: head_dim, or hidden_size / heads. largest: number of layers of the only
     model that uses the latter."""
     if common["num_hidden_layers"] == largest:
-        return _number(common, "hidden_size") / _number(common, "num_attention_heads")
-    return _number(common, "head_dim")
-
-
-def _layer_types(values: Metadata, common: Mapping[str, object], period: int) -> list[str]:
-    """The types of all layers: windowed as the file lists them, or else all but every `period`-th; none without a
-    window."""
-    count, named = int(_number(common, "num_hidden_layers")), values.data.get(_PATTERN)
-    if values.optional(_WINDOW) is None:
-        return [FULL] * count
-    if isinstance(named, Items):
-        windowed = [bool(each) for each in values.values(_PATTERN)]
-        if len(windowed) != count:
-            values.refuse(_PATTERN, f"a list of {count}, one for each layer")
-    else:
-        step = values.integer(_PATTERN, default=period)
-        windowed = [(layer + 1) % step != 0 for layer in range(count)]
-    return [WINDOWED if each else FULL for each in windowed]
-
-
-def _number(common: Mapping[str, object], field: str) -> float:
-    value = common[field]
-    assert isinstance(value, (int, float))
-    return value
+        return number(common, "hidden_size") / number(common, "num_attention_heads")
+    return number(common, "head_dim")
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _biases, neighbours=True),
     "mistral3": Architecture("mistral", _mistral3, neighbours=True, reads=frozenset(("attention.temperature_scale",))),
     "qwen2": Architecture("qwen2", _none),
-    "qwen3": Architecture("qwen3", _attention_bias),
-    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, reads=_EXPERTS),
+    "qwen3": Architecture("qwen3", attention_bias),
+    "qwen3moe": Architecture("qwen3_moe", qwen3moe, reads=EXPERTS),
     "granite": Architecture("granite", _granite, neighbours=True, reads=_SCALES),
     "smollm3": Architecture("smollm3", _biases, neighbours=True),
     "arcee": Architecture("arcee", _arcee, neighbours=True),
-    "phi3": Architecture("phi3", _phi3, reads=_WINDOWS),
+    "phi3": Architecture("phi3", _phi3, reads=WINDOWS),
     "gemma": Architecture("gemma", _gemma, has_one=True),
-    "gemma2": Architecture("gemma2", _gemma2, has_one=True, reads=_CAPS | _WINDOWS),
-    "gemma3": Architecture("gemma3_text", _gemma3, has_one=True, reads=_WINDOWS),
-    "olmo2": Architecture("olmo2", _olmo2, reads=_WINDOWS),
+    "gemma2": Architecture("gemma2", _gemma2, has_one=True, reads=_CAPS | WINDOWS),
+    "gemma3": Architecture("gemma3_text", _gemma3, has_one=True, reads=WINDOWS),
+    "olmo2": Architecture("olmo2", _olmo2, reads=WINDOWS),
     "command-r": Architecture("cohere", _cohere, _LAYER, "layer_norm_eps", reads=frozenset(("logit_scale",))),
-    "cohere2": Architecture("cohere2", _cohere2, _LAYER, "layer_norm_eps", reads=_WINDOWS | {"logit_scale"}),
-    "glm4": Architecture("glm4", _attention_bias),
+    "cohere2": Architecture("cohere2", _cohere2, _LAYER, "layer_norm_eps", reads=WINDOWS | {"logit_scale"}),
+    "glm4": Architecture("glm4", attention_bias),
     "seed_oss": Architecture("seed_oss", _seed_oss),
     "ernie4_5": Architecture("ernie4_5", _ernie),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", _attention_bias),
-    "exaone4": Architecture("exaone4", _exaone4, reads=_WINDOWS),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", attention_bias),
+    "exaone4": Architecture("exaone4", _exaone4, reads=WINDOWS),
     "starcoder2": Architecture("starcoder2", _starcoder2, _LAYER, "norm_epsilon"),
-    "qwen35": Architecture("qwen3_5_text", _qwen35, has_one=True, tiled=True, reads=_STATES),
+    "qwen35": Architecture("qwen3_5_text", qwen35, has_one=True, tiled=True, reads=STATES),
+    "qwen35moe": Architecture("qwen3_5_moe_text", qwen35moe, has_one=True, tiled=True, reads=QWEN35MOE),
+    "gpt-oss": Architecture("gpt_oss", gpt_oss, reads=GPT_OSS),
+    "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

@@ -53,6 +53,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
         "ssm_a": names.delta.decay,
         "ssm_dt.bias": names.delta.time_bias,
         "attn_sinks.weight": names.sink_logits,
+        "exp_probs_b.bias": names.experts.bias,
     }
 
 
@@ -83,4 +84,6 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ffn_gate_exps": names.experts.gate,
         "ffn_up_exps": names.experts.up,
         "ffn_down_exps": names.experts.down,
+        "ffn_gate_inp_shexp": names.experts.network_gate,
+        **{f"ffn_{part}_shexp": f"{names.experts.network}{part}_proj" for part in ("gate", "up", "down")},
     }

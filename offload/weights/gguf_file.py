@@ -6,6 +6,7 @@ import importlib.util
 import mmap
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,16 +62,27 @@ class MappedFile:
 def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
     """Every tensor of the model with its name and file, except tensors that belong to the config. Raises ModelError."""
     header = read_header(path)
-    names = names_of(header, gguf_config(header))
+    config = gguf_config(header)
+    names = names_of(header, config)
+    gate = f".{config.names.experts.network_gate}.weight"
+    tensors = {
+        stored: as_row(info) if names.get(stored, "").endswith(gate) else info
+        for stored, info in header.tensors.items()
+    }
     files = {
-        part: MappedFile(part, {name: info for name, info in header.tensors.items() if info.path == part})
+        part: MappedFile(part, {stored: info for stored, info in tensors.items() if info.path == part})
         for part in header.files
     }
     for stored, name in names.items():
-        info = header.tensors[stored]
+        info = tensors[stored]
         if len(info.shape) == 1 and info.kind not in PLAIN:
             raise ModelError(f"{info.path}: {stored} is a vector in {info.kind}; only matrices can be in blocks")
         yield name, info, files[info.path]
+
+
+def as_row(info: TensorInfo) -> TensorInfo:
+    """A matrix of one row where llama.cpp has a vector."""
+    return replace(info, shape=(1, *info.shape)) if len(info.shape) == 1 else info
 
 
 def unpacker(info: TensorInfo) -> Callable[[Tensor], Tensor] | None:

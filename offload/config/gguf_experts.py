@@ -1,0 +1,82 @@
+"""The fields of mixtures of experts in GGUF files, from their metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload.config.gguf_fields import Metadata
+from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types
+from offload.config.gguf_states import STATES, qwen35
+from offload.fields import whole
+
+_SHARED_SIZE, _SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
+_DENSE, _SCORING = "leading_dense_block_count", "expert_gating_func"
+_SCALE, _RENORMALISED = "expert_weights_scale", "expert_weights_norm"
+_GROUPS = ("expert_group_count", "expert_group_used_count")
+_LOCAL_THETA = "rope.freq_base_swa"
+_SIGMOID = 2  # llama.cpp's number of these scores; 0 is the architecture's own
+EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+GPT_OSS = EXPERTS | WINDOWS
+QWEN35MOE = EXPERTS | STATES | {_SHARED_SIZE}
+GLM4MOE = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS, "nextn_predict_layers"}
+
+
+def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen3's mixtures of experts. Weights are those of the softmax over the experts in use: llama.cpp
+    hardcodes that, and the file does not say it."""
+    return {**attention_bias(values, common), **_experts(values), "norm_topk_prob": True}
+
+
+def gpt_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of gpt-oss. Layers 0, 2 and so on have a window: llama.cpp hardcodes that, and the file does not say it.
+    Nor does it say that the model was trained with YaRN's ramp not rounded to whole pairs ("truncate" is false in its
+    config.json): it is here, while llama.cpp rounds it."""
+    rope = common["rope_parameters"]
+    assert isinstance(rope, Mapping)
+    if values.number(_LOCAL_THETA, rope["rope_theta"]) != rope["rope_theta"]:
+        values.refuse(_LOCAL_THETA, f"absent or rope.freq_base, {rope['rope_theta']}: one base for all layers is known")
+    return {
+        **attention_bias(values, common),
+        **_experts(values),
+        "intermediate_size": values.integer("expert_feed_forward_length"),
+        "sliding_window": values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 2),
+        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
+    }
+
+
+def qwen35moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen3.5's mixtures of experts."""
+    size = common["intermediate_size"]
+    shared = values.integer(_SHARED_SIZE, default=size if isinstance(size, int) else None)
+    return {**qwen35(values, common), **_experts(values), "shared_expert_intermediate_size": shared}
+
+
+def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of GLM-4.5."""
+    if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, _SIGMOID):
+        values.refuse(_SCORING, f"absent, 0 or {_SIGMOID}: only sigmoids of the experts' scores are implemented")
+    for key in _GROUPS:
+        if values.get(key, whole(0, 1 << 12), 0) > 1:
+            values.refuse(key, "absent, 0 or 1: experts in groups are not implemented")
+    factor = values.optional(_SCALE)
+    return {
+        **attention_bias(values, common),
+        **_experts(values),
+        "n_routed_experts": values.integer("expert_count"),
+        "use_qk_norm": values.has("attn_q_norm.weight"),
+        "n_shared_experts": values.integer(_SHARED_COUNT),
+        "first_k_dense_replace": values.get(_DENSE, whole(0), 0),
+        "routed_scaling_factor": 1.0 if factor is None else factor,
+        "norm_topk_prob": values.flag(_RENORMALISED, False),
+        "num_nextn_predict_layers": 0,  # a file's layers of a next-token head have names of their own here
+    }
+
+
+def _experts(values: Metadata) -> Fields:
+    """Fields of a mixture of experts."""
+    return {
+        "num_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "moe_intermediate_size": values.integer("expert_feed_forward_length"),
+    }

@@ -1,0 +1,59 @@
+"""The fields of a model in a GGUF file whose layers have recurrent states, and of its next-token head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload.config.families.states import STATEFUL
+from offload.config.families.windows import FULL
+from offload.config.gguf_fields import Metadata
+from offload.config.gguf_layers import Fields
+
+_RECURRENT = "attention.recurrent_layers"
+_OF_HEAD = ("eh_proj", "shared_head_norm", "embed_tokens", "shared_head_head")
+STATES = frozenset((
+    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", _RECURRENT,
+    "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
+))  # fmt: skip
+
+
+def qwen35(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen3.5. The sections of its positions are of pictures: those of a text are all the same."""
+    heads, inner = values.integer("ssm.time_step_rank"), values.integer("ssm.inner_size")
+    if inner % heads:
+        values.refuse("ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}")
+    types = _stateful_types(values)
+    return {
+        "attention_bias": values.has("attn_q.bias", types.index(FULL) if FULL in types else 0),
+        "layer_types": types,
+        "linear_num_key_heads": values.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": values.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": values.integer("ssm.conv_kernel"),
+        **_next_token(values),
+    }
+
+
+def _next_token(values: Metadata) -> Fields:
+    """Fields of a next-token head whose weights are in the file."""
+    layers = values.head_layers()
+    has = {part: values.has(f"nextn.{part}.weight", layers.start) for part in _OF_HEAD}
+    return {
+        "mtp_num_hidden_layers": len(layers) if has["eh_proj"] and has["shared_head_norm"] else 0,
+        "mtp_use_dedicated_embeddings": has["embed_tokens"] or has["shared_head_head"],
+    }
+
+
+def _stateful_types(values: Metadata) -> list[str]:
+    """The types of all layers but the next-token head's: with a state as the file lists them, or else all but every
+    n-th."""
+    head = values.head_layers()
+    if _RECURRENT in values.data:
+        stateful = [bool(each) for each in values.values(_RECURRENT)]
+        if len(stateful) != head.stop or any(stateful[head.start :]):
+            values.refuse(_RECURRENT, f"a list of {head.stop}, one for each layer, and false for a next-token head's")
+    else:
+        step = values.integer("full_attention_interval", default=4)
+        stateful = [(layer + 1) % step != 0 for layer in range(head.start)]
+    return [STATEFUL if each else FULL for each in stateful[: head.start]]

@@ -1,0 +1,282 @@
+"""GGUF files of mixtures of experts with parts beside them (`gpt-oss`, `qwen35moe`, `glm4moe`): in blocks they say what
+their numbers say, on one rank and on two; what a file claims and this program has not is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import gguf_models
+from families import save_tiny
+from forked import Forked, forked_ranks
+from gguf_models import ARCHITECTURES, write_gguf
+from models import GREEDY, TOKENIZER_SIZE, Sizes, load, random_model, random_tokens, save, target_cache
+from offload.config.reading import read_config
+from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
+from offload.errors import ModelError
+from offload.formats.stored import StoredMatrix
+from offload.weights.checkpoint import Checkpoint, check_model
+from quantised import DRAFTED, PLAIN, engine_of, level_stats
+from test_parity import in_prefill
+
+SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
+WIDE: dict[str, object] = {  # all matrices are whole blocks of 256 inputs, half of them too
+    "vocab_size": TOKENIZER_SIZE, "hidden_size": 256, "intermediate_size": 512, "head_dim": 128,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+          "linear_value_head_dim": 128}  # fmt: skip
+FIELDS: dict[str, dict[str, object]] = {
+    "gpt_oss": WIDE,
+    "qwen3_5_moe": {**WIDE, **STATES, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "glm4_moe": {**WIDE, "moe_intermediate_size": 512},
+}
+KINDS: dict[str, str | Callable[[str], str]] = {
+    "Q8_0": "Q8_0",
+    "Q4_K": lambda name: "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name else "Q4_K",
+    "MXFP4": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
+}
+FORMS = [
+    *(("gpt_oss", kind) for kind in KINDS), ("qwen3_5_moe", "Q8_0"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0"),
+    ("glm4_moe", "Q4_K"),
+]  # fmt: skip
+MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
+    "draft and retrieval": (DRAFTED, frozenset()),
+    "lookups, experts streamed": (replace(DRAFTED, budget=0, draft_gamma=0, lookup=True), frozenset(("weights",))),
+}
+PROMPT = random_tokens(150, seed=7)
+Pair = tuple[Path, Path]
+Files = Callable[[str, str], Pair]
+Change = Callable[[gguf.GGUFWriter], None]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A file of a kind, and the same numbers in F32."""
+    root = tmp_path_factory.mktemp("experts")
+
+    @cache
+    def pair(name: str, kind: str) -> Pair:
+        folder = root / name
+        if not folder.exists():
+            save_tiny(name, folder, tokenizer=True, **FIELDS[name])
+        path, plain = root / f"{name}-{kind}.gguf", root / f"{name}-{kind}-plain.gguf"
+        write_gguf(folder, plain, numbers=write_gguf(folder, path, kind=KINDS[kind]))
+        return path, plain
+
+    return pair
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model("qwen2", vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024)
+    return save(model, tmp_path_factory.mktemp("draft"), tokenizer=True)
+
+
+def say(engine: Engine) -> list[int]:
+    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12))
+    return [token for step in steps for token in step.tokens]
+
+
+@cache
+def alone(path: Path, dtype: str) -> list[int]:
+    with engine_of((path, path), PLAIN, prompt_tokens=400, dtype=dtype) as engine:
+        return say(engine)
+
+
+@pytest.mark.parametrize(("name", "kind"), FORMS)
+def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(files: Files, name: str, kind: str) -> None:
+    path, plain = files(name, kind)
+    assert alone(path, "fp32") == alone(plain, "fp32")
+    assert len({*alone(path, "fp32")}) > 2
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "kind"), FORMS)
+def test_every_mode_says_what_plain_decoding_says(files: Files, draft: Path, name: str, kind: str, mode: str) -> None:
+    """A model with states drafts for none."""
+    (path, _), (sizes, offload) = files(name, kind), MODES[mode]
+    with engine_of(
+        (path, draft if name == "qwen3_5_moe" else path), sizes, prompt_tokens=400, offload=offload
+    ) as engine:
+        homes = [each for each in engine.worker.models.target.weights.experts if each is not None]
+        assert all(isinstance(own.down, StoredMatrix) for each in homes for own in each.bank.places)
+        assert say(engine) == alone(path, "bf16")
+        assert level_stats(engine, "target").accepted > 0 or sizes.lookup
+
+
+@pytest.fixture
+def forked_here() -> Iterator[list[Forked]]:
+    with forked_ranks() as started:
+        yield started
+
+
+@pytest.mark.usefixtures("forked_here")
+@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "MXFP4"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0")])
+def test_two_ranks_say_the_same(files: Files, name: str, kind: str) -> None:
+    path, _ = files(name, kind)
+    with engine_of((path, path), replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
+        assert say(engine) == alone(path, "fp32")
+
+
+def logits(path: Path) -> torch.Tensor:
+    decoder = load(path)
+    return in_prefill(decoder, target_cache(decoder, SIZES), random_tokens(40), SIZES.prefill_block)
+
+
+def made(name: str, root: Path, change: Change | None = None) -> Path:
+    write_gguf(save_tiny(name, root / "folder"), root / "model.gguf", change=change)
+    return root / "model.gguf"
+
+
+def test_a_gate_stored_as_a_matrix_of_one_row_is_the_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a converter writes it that keeps the folder's shape."""
+    found, converted = logits(made("qwen3_5_moe", tmp_path)), gguf_models.converted
+
+    def change(name: str, tensor: torch.Tensor, config: dict[str, object], arch: str) -> torch.Tensor:
+        return tensor if name.endswith("shared_expert_gate.weight") else converted(name, tensor, config, arch)
+
+    monkeypatch.setattr(gguf_models, "converted", change)
+    path = made("qwen3_5_moe", tmp_path)
+    with Checkpoint.open(path) as checkpoint:
+        assert checkpoint.shape("model.layers.0.mlp.shared_expert_gate.weight") == (1, 32)
+    assert torch.equal(logits(path), found)
+
+
+def test_yarn_is_not_truncated_in_gpt_oss(tmp_path: Path) -> None:
+    """Which a file does not say; a folder that says otherwise is no gpt-oss of OpenAI's."""
+    rope = read_config(made("gpt_oss", tmp_path)).rope
+    assert (rope.kind, rope.truncate) == ("yarn", False)
+
+
+def test_layers_of_gpt_oss_have_windows_as_the_file_lists_them_or_each_other_one(tmp_path: Path) -> None:
+    def windows(change: Change | None = None) -> list[int | None]:
+        return [block.attention.window for block in read_config(made("gpt_oss", tmp_path, change)).blocks]
+
+    assert windows() == [12, None, 12]
+    assert windows(lambda writer: writer.add_sliding_window_pattern([False, True, True])) == [None, 12, 12]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "glm4_moe"])
+def test_the_layers_of_a_next_token_head_are_left_alone(tmp_path: Path, name: str) -> None:
+    """Their tensors have the names of any layer, with experts, and further ones."""
+    folder, path = save_tiny(name, tmp_path / "folder"), tmp_path / "model.gguf"
+    config = json.loads((folder / "config.json").read_text())
+    count = config["num_hidden_layers"]
+    counts = {"mtp_num_hidden_layers": 1} if name == "qwen3_5_moe" else {"num_nextn_predict_layers": 1}
+    write_gguf(folder, tmp_path / "plain.gguf")
+    (folder / "config.json").write_text(json.dumps(config | counts))
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for tensor in ("attn_q", "ffn_gate_inp", "ffn_up_exps", "ffn_gate_inp_shexp", "nextn.eh_proj", "nextn.embed"):
+            writer.add_tensor(f"blk.{count}.{tensor}.weight", np.ones((2, 4), np.float32))
+        writer.add_tensor(f"blk.{count}.nextn.shared_head_norm.weight", np.ones(4, np.float32))
+
+    write_gguf(folder, path, change=change)
+    found = read_config(path)
+    assert (found.num_layers, found.next_token) == (count, None)
+    with Checkpoint.open(path) as checkpoint:
+        check_model(checkpoint, found)
+    assert torch.equal(logits(path), logits(tmp_path / "plain.gguf"))
+
+
+@pytest.mark.parametrize("stored", [None, 0])
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss"])
+def test_a_file_of_experts_alone_may_not_say_the_size_of_other_layers(
+    tmp_path: Path, name: str, stored: int | None
+) -> None:
+    """As configs of Qwen3.5's mixtures of experts do not."""
+    expected = read_config(made(name, tmp_path))
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        key = f"{writer.arch}.feed_forward_length"
+        del writer.kv_data[0][key]
+        if stored is not None:
+            writer.add_uint32(key, stored)
+
+    assert read_config(made(name, tmp_path, change)).blocks == expected.blocks
+
+
+def test_what_a_file_of_glm_does_not_say_is_as_llama_cpp_takes_it(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key in ("gating_func", "weights_scale", "weights_norm", "group_count", "group_used_count"):
+            del writer.kv_data[0][f"glm4moe.expert_{key}"]
+        del writer.kv_data[0]["glm4moe.leading_dense_block_count"]
+
+    config = read_config(made("glm4_moe", tmp_path, change))
+    found = [block.experts for block in config.blocks]
+    assert [(each.scoring, each.renormalised, each.factor) for each in found if each] == [("sigmoid", False, 1.0)] * 3
+
+
+def put(key: str, value: float | bool) -> Change:
+    def change(writer: gguf.GGUFWriter) -> None:
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{writer.arch}.{key}", value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("glm4_moe", "expert_gating_func", 1, "is 1; it must be absent, 0 or 2: only sigmoids of the experts' scores"),
+        ("glm4_moe", "expert_group_count", 8, "is 8; it must be absent, 0 or 1: experts in groups are not implemented"),
+        ("glm4_moe", "expert_group_used_count", 4, "is 4; it must be absent, 0 or 1: experts in groups"),
+        ("glm4_moe", "expert_shared_count", 0, "is 0; it must be a whole number from 1"),
+        ("glm4_moe", "expert_weights_scale", -1.0, "is -1.0; it must be"),
+        ("glm4_moe", "expert_shared_feed_forward_length", 16, "is 16; it must be absent or 0: it changes"),
+        ("gpt_oss", "expert_gating_func", 2, "is 2; it must be absent or 0: it changes the arithmetic"),
+        ("gpt_oss", "expert_weights_scale", 2.0, "is 2.0; it must be absent or 0"),
+        ("gpt_oss", "rope.freq_base_swa", 100.0, "is 100.0; it must be absent or rope.freq_base, 500.0"),
+        ("gpt_oss", "attention.sliding_window", 0, "is 0; it must be a whole number from 1"),
+        ("qwen3_5_moe", "expert_gating_func", 2, "is 2; it must be absent or 0"),
+        ("qwen3_5_moe", "expert_group_count", 4, "is 4; it must be absent or 0"),
+        ("qwen3_5_moe", "expert_shared_feed_forward_length", 0, "is 0; it must be a whole number from 1"),
+    ],
+)
+def test_what_changes_the_arithmetic_is_refused_by_name(
+    tmp_path: Path, name: str, key: str, value: float | bool, said: str
+) -> None:
+    path = made(name, tmp_path, put(key, value))
+    family = json.loads((tmp_path / "folder" / "config.json").read_text())["model_type"]
+    with pytest.raises(ModelError) as error:
+        read_config(path)
+    assert f"{ARCHITECTURES[family]}.{key} {said}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("glm4_moe", "leading_dense_block_count", 2, r"missing \(model\.layers\.1\.mlp\.down_proj"),
+        ("glm4_moe", "expert_shared_count", 2, r"shared_experts\.down_proj\.weight \[32, 16\], not \[32, 32\]"),
+        ("glm4_moe", "expert_count", 7, r"layers\.1\.mlp\.experts\.down_proj\.weight \[256, 16\], not \[224, 16\]"),
+        ("gpt_oss", "expert_count", 7, r"mlp\.experts\.down_proj\.bias \[256\], not \[224\]"),
+        ("gpt_oss", "expert_feed_forward_length", 48, r"mlp\.experts\.down_proj\.weight \[256, 16\], not \[256, 48\]"),
+        ("qwen3_5_moe", "expert_shared_feed_forward_length", 48, r"down_proj\.weight \[32, 24\], not \[32, 48\]"),
+    ],
+)
+def test_shapes_that_the_metadata_deny_are_refused(tmp_path: Path, name: str, key: str, value: int, said: str) -> None:
+    path = made(name, tmp_path, put(key, value))
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match=said):
+        check_model(checkpoint, read_config(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("gpt_oss", "sinks"), ("gpt_oss", "router.bias"), ("glm4_moe", "correction_bias"),
+     ("qwen3_5_moe", "shared_expert_gate")],
+)  # fmt: skip
+def test_a_part_that_is_not_there_is_missing(tmp_path: Path, name: str, without: str) -> None:
+    write_gguf(save_tiny(name, tmp_path / "folder"), path := tmp_path / "model.gguf", without=without)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match=rf"[0-9] missing \(.*{without}"):
+        check_model(checkpoint, read_config(path))

@@ -312,7 +312,13 @@ def is_as_by_torch(experts: Experts) -> bool:
         NormWeights(Norm(1e-5), (1 + normal(given.rows.shape[1]) / 4).half()) if experts.scaled else None,
     )
     beside = normal(9, 2 * given.rows.shape[1]).half()[:, : given.rows.shape[1]] if experts.gates_network else None
-    own = replace(given, router=router)
+    own, real = replace(given, router=router), torch.arange(9) % 3 != 1
+    padded = own.by(run_experts, beside=beside, real=real)
+    found, _ = choose(experts, router, score(experts, router, given.rows), real)
+    if not padded.isfinite().all() or set(found[~real].flatten().tolist()) != {experts.count}:
+        return False
+    if not padded[real].equal(own.by(run_experts, beside=beside)[real]):
+        return False
     return is_near(own.by(run_experts, beside=beside), own.by(by_torch, beside=beside).double())
 
 
@@ -325,8 +331,8 @@ def in_order(numbers: list[float]) -> float:
     """What becomes of the outputs of a row's experts with weights of 1, bf16 numbers."""
     made, out = torch.tensor(numbers).bfloat16()[:, None], torch.zeros(1, 1, dtype=torch.bfloat16)
     ones, used = torch.ones(1, len(numbers)), len(numbers)
-    sizes = {"EXPERTS": 1, "SCORES": 1, "USED": used, "COLUMNS": 16}
-    launch(by_triton.sum_pairs, (1, 1), (made, ones, out, ones, out, 1, 0), ADDS=False, **sizes, num_warps=1)
+    sizes, chosen = {"EXPERTS": 1, "SCORES": 1, "USED": used, "COLUMNS": 16}, torch.zeros(1, used, dtype=torch.int32)
+    launch(by_triton.sum_pairs, (1, 1), (made, chosen, ones, out, ones, out, 1, 0), ADDS=False, **sizes, num_warps=1)
     return float(out)
 
 
@@ -370,6 +376,8 @@ MUTANTS = {
     "no factor of an expert": ("choose_experts", "    if SCALED:\n", "    if False:\n"),
     "no factor of all": ("choose_experts", "share / total * factor", "share / total"),
     "scores are not scaled": ("score_rows", "tl.sum(total, 2) * factor", "tl.sum(total, 2)"),
+    "padding runs through experts": ("choose_experts", "    if PADS:\n", "    if False:\n"),
+    "padding has what was there before": ("sum_pairs", "inside & (tl.load(chosen + pair) < EXPERTS)", "inside"),
     "the network beside is left out": ("sum_pairs", "    if ADDS:\n", "    if False:\n"),
     "its gate is left out": ("sum_pairs", "        if SCORES > EXPERTS:\n", "        if False:\n"),
     "weights of the first row": ("sum_pairs", "weights + pair", "weights + place"),

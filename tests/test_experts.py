@@ -238,6 +238,36 @@ def test_an_expert_that_is_in_no_batch_of_a_row_is_not_asked_for() -> None:
             assert torch.equal(replace(given, homes=InBatches(given.homes, size)).by(of(executor)), expected)  # type: ignore[arg-type]
 
 
+def test_padding_runs_through_no_expert(run: Run) -> None:
+    """Its output is a number that means nothing; other rows keep their bits."""
+    given, chosen_ones = scene(Experts(FeedForward(48), 12, 2), torch.bfloat16, 6), list[int]()
+    real = torch.tensor([True, True, False, True, False, False])
+
+    @dataclass(frozen=True)
+    class Watched:
+        homes: ResidentExperts
+
+        @property
+        def bank(self) -> Bank:
+            return self.homes.bank
+
+        def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+            chosen_ones.extend(chosen.unique().tolist())
+            return self.homes.batches(chosen)
+
+    whole = given.by(run)
+    watched = replace(given, homes=Watched(given.homes))  # type: ignore[arg-type]
+    some = watched.by(run, real=real)
+    assert torch.equal(some[real], whole[real])
+    assert some.isfinite().all()
+    found, _ = chosen(given.experts, given.norm(given.rows).float() @ given.router.matrix.T)
+    assert {*chosen_ones} - {12} == {*found[real].flatten().tolist()}
+    beside = torch.randn(6, HIDDEN).bfloat16()
+    padded = watched.by(run, beside=beside, real=real)
+    assert torch.equal(padded[real], given.by(run, beside=beside)[real])
+    assert padded.isfinite().all()
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_plans_count_the_scratch_of_a_block(name: str) -> None:
     experts = MIXTURES[name]

@@ -103,7 +103,8 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     padded, padded_more, padded_used = (1 << (each - 1).bit_length() for each in (count, count + 1, used))
     shape = {
         "EXPERTS": count, "SCORES": count + 1, "USED": used, "SIGMOID": count > 100, "RENORMALISED": True,
-        "BIASED": count == 32, "CORRECTED": count > 100, "SCALED": count == 8, "LEAST": 1e-20, "PADDED": padded,
+        "BIASED": count == 32, "CORRECTED": count > 100, "SCALED": count == 8, "PADS": count > 8, "LEAST": 1e-20,
+        "PADDED": padded,
         "USED_PADDED": padded_used,
     }  # fmt: skip
     vectors = dict.fromkeys(("scores", "bias", "scale", "weights"), "*fp32")
@@ -113,7 +114,11 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
         divisible=("num_inputs", "num_experts"),
     )  # fmt: skip
     chosen = compiled(
-        programs.choose_experts, capability, {**vectors, "chosen": "*i32", "factor": "fp32"}, shape, warps=1
+        programs.choose_experts,
+        capability,
+        {**vectors, "real": "*i1", "chosen": "*i32", "factor": "fp32"},
+        shape,
+        warps=1,
     )
     arranged = compiled(
         programs.arrange_pairs, capability, dict.fromkeys(("chosen", "pair_of", "expert_of"), "*i32"),
@@ -121,7 +126,7 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     )  # fmt: skip
     summed = compiled(
         programs.sum_pairs, capability,
-        {"made": "*bf16", "weights": "*fp32", "beside": "*bf16", "scores": "*fp32", "out": "*bf16"},
+        {"made": "*bf16", "chosen": "*i32", "weights": "*fp32", "beside": "*bf16", "scores": "*fp32", "out": "*bf16"},
         {"EXPERTS": count, "SCORES": count + 1, "USED": used, "ADDS": True, "COLUMNS": COLUMNS},
         divisible=("num_outputs", "stride"),
     )  # fmt: skip

@@ -66,7 +66,8 @@ class ExpertHomes(Protocol):
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
         """Bring the experts `chosen`, any integers [...], to the bank, each in one of several batches: of a batch the
         place of each of the layer's experts, int32 [experts] on the bank's device, or -1 for one that is not in it. A
-        batch is in its places until the next one is asked for."""
+        batch is in its places until the next one is asked for. The number of all experts among the chosen ones stands
+        for none."""
         ...
 
 
@@ -74,7 +75,9 @@ class RunExperts(Protocol):
     """A mixture of experts over rows [T, hidden], after `norm`: their output [T, hidden]. A row's experts are chosen in
     fp32, what each makes of it is rounded to the dtype, and their weighted sum is rounded once, in the order in which
     they were chosen. beside: the output of the network beside them, [T, hidden], of which the rows are multiplied by
-    the sigmoid of their gate, if there is one, and added; each step is rounded."""
+    the sigmoid of their gate, if there is one, and added; each step is rounded. real: which rows are not padding, bool
+    [T]; padding runs through no expert, so that none is fetched or read for it, and its output is any number. None: all
+    are."""
 
     def __call__(
         self,
@@ -84,6 +87,7 @@ class RunExperts(Protocol):
         norm: NormWeights | None,
         rows: Tensor,
         beside: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -124,6 +128,7 @@ def run_experts(
     norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
+    real: Tensor | None = None,
     *,
     multiply: Multiply,
     blocks: Sequence[int] | None = None,
@@ -136,7 +141,9 @@ def run_experts(
     parts = [scored] if blocks is None else scored.split(list(blocks))
     scores = torch.cat([part.float() @ router.matrix.T for part in parts]) * experts.score_scale
     found, shares = chosen(experts, scores[:, : experts.count], router.bias, router.scale)
-    made = rows.new_empty(*found.shape, rows.shape[1])
+    if real is not None:
+        found = found.where(real[:, None], experts.count)
+    made = rows.new_zeros(*found.shape, rows.shape[1])
     for batch in homes.batches(found):
         for expert, at in enumerate(batch.tolist()):
             if at < 0:

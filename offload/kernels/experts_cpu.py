@@ -32,11 +32,16 @@ def run_experts(
     norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
+    real: Tensor | None = None,
     *,
     kernels: Library,
 ) -> Tensor:
     """See `kernels.experts.RunExperts`. rows, matrices and `beside` are contiguous. Temporary memory: `scratch_bytes`
     of at most MOST_ROWS rows."""
+    if real is not None:
+        out, others = torch.zeros_like(rows), None if beside is None else beside[real]
+        out[real] = run_experts(experts, router, homes, norm, rows[real], others, kernels=kernels)
+        return out
     out = torch.empty_like(rows)
     besides = repeat(None) if beside is None else beside.split(MOST_ROWS)
     for some, other, to in zip(rows.split(MOST_ROWS), besides, out.split(MOST_ROWS), strict=False):

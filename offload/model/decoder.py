@@ -36,6 +36,9 @@ from offload.weights.layers import ResidentLayers, Weights
 OnHidden = Callable[[int, Tensor], None]
 
 
+PADDING = -1  # in place of a token, of a model with experts; others pad with any token
+
+
 @dataclass(frozen=True)
 class Segment:
     """New tokens of one sequence, int64 [n], and the cache to which their rows are appended."""
@@ -110,11 +113,14 @@ class Decoder:
         depend on T; None: all rows of a segment at once. With several ranks a forward always runs to its end on all.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
+        real = None
+        if block is not None and self.config.experts is not None:  # then padding runs through no expert
+            real, tokens = tokens != PADDING, tokens.clamp(min=0)
         if (native := self._native_for(len(tokens), block)) is not None:
             x, run = self._embedded(tokens, native.rows(len(tokens))), native.run
         else:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
-            x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks)
+            x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks, real=real)
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, range(self.config.num_layers)):
             for layer, weights in enumerate(self.weights.layers):

@@ -17,7 +17,7 @@ from offload.kernels.rows import MAX_ROWS, power_of_two
 from offload.kv import Cache
 from offload.kv.streaming import StreamingCache
 from offload.metrics import LevelStats
-from offload.model.decoder import Decoder, Segment
+from offload.model.decoder import PADDING, Decoder, Segment
 from offload.model.graphs import VARIABLE, GraphPool, Graphs, Tensors
 from offload.model.passes import Pass, the_logits
 from offload.transfer.link import Link
@@ -219,10 +219,11 @@ class Level:
     def _begin(self, asked: Pass, num_rows: int) -> Segment:
         """Begin a forward of `num_rows` rows: the tokens, then padding."""
         tokens, padding, cache = asked.tokens, num_rows - len(asked.tokens), _level(asked)._cache
+        filler = PADDING if self._decoder.config.experts is not None else 0
         if isinstance(tokens, Tensor):
-            tokens = pad(tokens, (0, padding)) if padding else tokens
+            tokens = pad(tokens, (0, padding), value=filler) if padding else tokens
         else:
-            tokens = sent(torch.tensor([*tokens, *[0] * padding], dtype=torch.long), self._decoder.device)
+            tokens = sent(torch.tensor([*tokens, *[filler] * padding], dtype=torch.long), self._decoder.device)
         cache.begin("decode", num_rows)
         return Segment(cache, tokens)
 

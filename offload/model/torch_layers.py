@@ -38,10 +38,17 @@ class TorchLayers:
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
     def run(
-        self, layer: int, weights: LayerWeights, x: Tensor, caches: MixRows, blocks: Sequence[int] | None = None
+        self,
+        layer: int,
+        weights: LayerWeights,
+        x: Tensor,
+        caches: MixRows,
+        blocks: Sequence[int] | None = None,
+        real: Tensor | None = None,
     ) -> None:
         """Run a layer on x [T, hidden], in place. blocks: numbers of rows of the successive blocks, T in all, in which
-        every matrix product runs, so that a row's bits do not depend on T; None: all rows at once."""
+        every matrix product runs, so that a row's bits do not depend on T; None: all rows at once. real: which rows are
+        not padding, for experts, see `RunExperts`."""
         operands: dict[Operand, Tensor] = {"x": x}
         for step in self._steps_of(layer, weights):
             match step:
@@ -52,7 +59,7 @@ class TorchLayers:
                 case Recur():
                     operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
                 case Mix():
-                    operands["made"] = self._mixed(layer, step, x, operands.get("beside"), blocks)
+                    operands["made"] = self._mixed(layer, step, x, operands.get("beside"), blocks, real)
                 case Join():
                     operands["made"] = step(operands["made"], operands["beside"], self._sums)
                 case Add():
@@ -86,12 +93,20 @@ class TorchLayers:
             return self._gated(made, step.activation)
         return activated(made, step.activation) if step.ending == "activate" else made
 
-    def _mixed(self, layer: int, step: Mix, x: Tensor, beside: Tensor | None, blocks: Sequence[int] | None) -> Tensor:
+    def _mixed(
+        self,
+        layer: int,
+        step: Mix,
+        x: Tensor,
+        beside: Tensor | None,
+        blocks: Sequence[int] | None,
+        real: Tensor | None,
+    ) -> Tensor:
         """The output of a mixture of experts for x [T, hidden]. beside: of the network beside it, [T, hidden]."""
         homes = self._experts[layer]
         assert homes is not None
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
-        return run(step.experts, step.router, homes, step.norm, x, beside if step.adds else None)
+        return run(step.experts, step.router, homes, step.norm, x, beside if step.adds else None, real)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""

@@ -168,10 +168,13 @@ class StreamedExperts:
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
         """See `ExpertHomes`."""
-        for slots in self.slots.batches(self.layer, self.homes, chosen.cpu().unique().tolist()):
+        for slots in self.slots.batches(self.layer, self.homes, self._wanted(chosen)):
             places = torch.full((len(self.homes),), -1, dtype=torch.int32)
             places[list(slots)] = torch.tensor([*slots.values()], dtype=torch.int32)
             yield sent(places, self.bank.content.device)
+
+    def _wanted(self, chosen: Tensor) -> list[int]:
+        return [expert for expert in chosen.cpu().unique().tolist() if expert < len(self.homes)]
 
 
 def load_experts(

@@ -52,7 +52,8 @@ def choose_experts(
     scores,  # fp32 [T, SCORES]
     bias,  # fp32 [E], if there is one
     scale,  # fp32 [E], if there is one
-    chosen,  # int32 [T, USED]
+    real,  # bool [T], if some rows are padding
+    chosen,  # int32 [T, USED]; of padding E
     weights,  # fp32 [T, USED]
     factor,  # of all weights
     EXPERTS: tl.constexpr,  # E
@@ -63,6 +64,7 @@ def choose_experts(
     BIASED: tl.constexpr,  # the bias is a part of the scores
     CORRECTED: tl.constexpr,  # the bias is a part of the ranks alone
     SCALED: tl.constexpr,  # each expert has a factor of its own
+    PADS: tl.constexpr,  # some rows are padding
     LEAST: tl.constexpr,  # that is added to a sum of sigmoids
     PADDED: tl.constexpr,  # at least E, a power of two
     USED_PADDED: tl.constexpr,  # likewise of U
@@ -99,6 +101,8 @@ def choose_experts(
     share = share / total * factor
     if SCALED:
         share *= tl.load(scale + found, mask=slot < USED, other=0.0)
+    if PADS:
+        found = tl.where(tl.load(real + row) != 0, found, EXPERTS)
     tl.store(chosen + row * USED + slot, found, mask=slot < USED)
     tl.store(weights + row * USED + slot, share, mask=slot < USED)
 
@@ -300,6 +304,7 @@ def multiply_blocks(
 @triton.jit
 def sum_pairs(
     made,  # [T * U, num_outputs], contiguous
+    chosen,  # int32 [T, U]; of padding E
     weights,  # fp32 [T, U]
     beside,  # [T, num_outputs] by the stride: of the network beside the experts, if there is one
     scores,  # fp32 [T, S]
@@ -313,13 +318,15 @@ def sum_pairs(
     COLUMNS: tl.constexpr,
 ):
     """Program (t, c): the weighted sum of what row t's experts made of it, in the order in which they were chosen, in
-    block c of the outputs; plus the output of the network beside them, times the sigmoid of the gate's score."""
+    block c of the outputs; plus the output of the network beside them, times the sigmoid of the gate's score. The sum
+    of padding is 0."""
     row, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_outputs
     total = tl.zeros([COLUMNS], tl.float32)
     for place in tl.range(0, USED, loop_unroll_factor=4):
         pair = row * USED + place
-        part = tl.load(made + pair.to(tl.int64) * num_outputs + column, mask=inside, other=0.0).to(tl.float32)
+        there = inside & (tl.load(chosen + pair) < EXPERTS)
+        part = tl.load(made + pair.to(tl.int64) * num_outputs + column, mask=there, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.full([COLUMNS], tl.load(weights + pair), tl.float32), total)
     kind = out.dtype.element_ty
     total = total.to(kind)

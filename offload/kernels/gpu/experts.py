@@ -71,14 +71,16 @@ def run_experts(
     norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
+    real: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.RunExperts`. Rows of 16 bits; the router's matrix contiguous. Temporary memory:
     `scratch_bytes` of at most MOST_ROWS rows."""
     if rows.dtype.itemsize != 2:
         raise ValueError(f"rows are {rows.dtype}; a GPU's own experts take bf16 and fp16")
-    others = [None] * -(-len(rows) // MOST_ROWS) if beside is None else beside.split(MOST_ROWS)
-    both = zip(rows.split(MOST_ROWS), others, strict=True)
-    parts = [_run(experts, router, homes, norm, part, other) for part, other in both]
+    nothing = [None] * -(-len(rows) // MOST_ROWS)
+    others, masks = (nothing if each is None else each.split(MOST_ROWS) for each in (beside, real))
+    given = zip(rows.split(MOST_ROWS), others, masks, strict=True)
+    parts = [_run(experts, router, homes, norm, *each) for each in given]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -96,11 +98,12 @@ def _run(
     norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None,
+    real: Tensor | None,
 ) -> Tensor:
     scored = rows if router.norm is None else router.norm(rows).contiguous()
     rows = (rows if norm is None else norm(rows)).contiguous()
     scores = score(experts, router, rows if router.norm is None else scored)
-    chosen, weights = choose(experts, router, scores)
+    chosen, weights = choose(experts, router, scores, real)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first))
     sizes = experts.network.size, rows.shape[1]
@@ -112,7 +115,7 @@ def _run(
     grid = len(rows), -(-rows.shape[1] // COLUMNS)
     other, stride = (out, 0) if beside is None else (beside, beside.stride(0))
     launch(
-        sum_pairs, grid, (made, weights, other, scores, out, rows.shape[1], stride),
+        sum_pairs, grid, (made, chosen, weights, other, scores, out, rows.shape[1], stride),
         EXPERTS=experts.count, SCORES=experts.num_scores, USED=experts.used, ADDS=beside is not None, COLUMNS=COLUMNS,
         num_warps=4,
     )  # fmt: skip
@@ -131,18 +134,18 @@ def score(experts: Experts, router: Router, rows: Tensor) -> Tensor:
     return scores
 
 
-def choose(experts: Experts, router: Router, scores: Tensor) -> tuple[Tensor, Tensor]:
+def choose(experts: Experts, router: Router, scores: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of rows by their scores, fp32 [T, scores]: int32 [T, used], the largest rank first and the first
-    expert of equal ones; and their weights, fp32 [T, used]."""
+    expert of equal ones; and their weights, fp32 [T, used]. real: see `RunExperts`; of padding the experts' number."""
     count, used, num_rows = experts.count, experts.used, len(scores)
     chosen = torch.empty(num_rows, used, dtype=torch.int32, device=scores.device)
     weights = torch.empty(num_rows, used, device=scores.device)
-    vectors = (scores if each is None else each for each in (router.bias, router.scale))
+    vectors = (scores if each is None else each for each in (router.bias, router.scale, real))
     launch(
         choose_experts, (num_rows,), (scores, *vectors, chosen, weights, experts.factor),
         EXPERTS=count, SCORES=experts.num_scores, USED=used, SIGMOID=experts.scoring == "sigmoid",
         RENORMALISED=experts.renormalised, BIASED=experts.biased, CORRECTED=experts.corrected, SCALED=experts.scaled,
-        LEAST=NO_SUM, PADDED=_padded(count), USED_PADDED=_padded(used), num_warps=1,
+        PADS=real is not None, LEAST=NO_SUM, PADDED=_padded(count), USED_PADDED=_padded(used), num_warps=1,
     )  # fmt: skip
     return chosen, weights
 

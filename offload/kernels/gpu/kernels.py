@@ -52,16 +52,19 @@ def _experts(
     norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
+    real: Tensor | None = None,
 ) -> Tensor:
     """Rows of 32 bits run by torch's operators, in blocks, so that a row's bits do not depend on the rows beside it."""
     if rows.dtype.itemsize == 2:
-        return run_by_triton(experts, router, homes, norm, rows, beside)
+        return run_by_triton(experts, router, homes, norm, rows, beside, real)
     block = ROWS[0]
-    padded = [each if each is None else pad(each, (0, 0, 0, -len(rows) % block)) for each in (rows, beside)]
-    filled, other = padded
+    missing = -len(rows) % block
+    filled, other = (each if each is None else pad(each, (0, 0, 0, missing)) for each in (rows, beside))
     assert filled is not None
+    real = torch.ones(len(rows), dtype=torch.bool, device=rows.device) if real is None else real
     blocks = [block] * (len(filled) // block)
-    made = run_experts(experts, router, homes, norm, filled, other, multiply=_multiply, blocks=blocks)
+    given = experts, router, homes, norm, filled, other, pad(real, (0, missing))
+    made = run_experts(*given, multiply=_multiply, blocks=blocks)
     return made[: len(rows)]
 
 

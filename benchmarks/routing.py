@@ -381,7 +381,8 @@ def main() -> None:
     half = args.length // 2
     prompts = [stretch[:half] for own in tokens.values() for stretch in own[: args.prompts]]
     linked = over_a_link(args.model, prompts, half, args.link_gbps, args.gamma) if args.link_gbps else []
-    title = f"Experts over {args.link_gbps:g} GB/s, {len(prompts)} prompts of {half} tokens"
+    over = f"Experts over {args.link_gbps:g} GB/s, {len(prompts)} prompts of {half} tokens"
+    title = over if linked else "Experts in slots, without a link"
     columns = [
         "in slots",
         "slots",

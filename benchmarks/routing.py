@@ -79,7 +79,7 @@ def _note(home: ResidentExperts, found: list[Tensor]) -> None:
     batches = home.batches
 
     def noted(chosen: Tensor) -> Iterator[Tensor]:
-        found.append(chosen.long())  # a copy: the kernels' own is written again
+        found.append(chosen.to(torch.int64, copy=True))  # the kernels write theirs again
         return batches(chosen)
 
     home.batches = noted  # type: ignore[method-assign]

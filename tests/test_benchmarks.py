@@ -9,20 +9,25 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from fake_peers import fake_environment
+from families import save_tiny
 from models import TOKENIZER_SIZE, random_model, save
 from offload.kernels.cpu import kernels
 from offload.plan.rates import FOLDER_VARIABLE
+from offload.weights.experts import StreamedExperts
+from test_expert_slots import NUM_LAYERS, Homes, streamed
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
 from report import lines, read
+from routing import hits
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -365,3 +370,49 @@ def test_citations_are_judged_by_every_rule(run: Run) -> None:
     assert all(set(each["first"]) <= set(each["three"]) <= set(range(len(shared["rules"]))) for each in asked)
     assert all(0 < each["at random"][0] < each["at random"][1] < 0.5 for each in asked)
     assert all(f"\n{rule}" in table for rule in ("questions", "at random", *shared["rules"]))
+
+
+def test_routing_counts_what_the_rows_of_a_text_choose(run: Run, tmp_path: Path) -> None:
+    """Of a random mixture. Where all experts have slots, nothing crosses the link twice."""
+    model = save_tiny("qwen3_moe", tmp_path / "model", tokenizer=True, vocab_size=TOKENIZER_SIZE, eos_token_id=None)
+    (text := tmp_path / "some.txt").write_text("It is a truth universally acknowledged. " * 8)
+    args = ("--texts", str(text), "--stretches", "2", "--length", "32", "--prompts", "1", "--link-gbps", "1")
+    written, table = run("routing.py", "--model", str(model), *args)
+    shared, rows = read(written)
+    texts, linked = rows[:3], rows[3:]
+    assert (shared["experts"], shared["used"]) == (8, 3)
+    assert [(each["text"], each["way"], each["rows"]) for each in texts] == [
+        ("some", "read", 64), ("some", "greedy", 32), ("some", "sampled", 32),
+    ]  # fmt: skip
+    for each in texts:
+        counts = [each["distinct"][rows] for rows in sorted(each["distinct"], key=int)]
+        assert 1 <= counts[0] <= 2
+        assert counts == sorted(counts)
+        assert counts[-1] <= 8 / 3
+        assert all(0 <= hit <= 1 for of_rows in each["hits"].values() for own in of_rows.values() for hit in own)
+    assert [(each["share"], each["gamma"], each["way"]) for each in linked] == [
+        (share, gamma, way) for share in (0, 0.2, 0.4, 0.6) for gamma in (0, 7) for way in ("greedy", "sampled")
+    ]
+    assert linked[12]["hit_rate"] > linked[0]["hit_rate"]
+    assert linked[12]["bytes"] < linked[0]["bytes"]
+    assert "repeated" in table
+    assert "of none" in table
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 8, 13, 24])
+def test_routing_counts_the_hits_of_the_program_s_slots(slots: int) -> None:
+    random, homes = Random(slots), Homes.made()
+    wanted = [
+        (layer, sorted(random.sample(range(8), random.choice((1, 3, 3, 6)))))
+        for _ in range(40)
+        for layer in range(NUM_LAYERS)
+    ]
+    with streamed(homes, slots) as given:
+        for layer, experts in wanted:
+            for _ in given[layer].batches(torch.tensor(experts)):
+                pass
+        first = given[0]
+        assert isinstance(first, StreamedExperts)
+        stats = first.slots.stats
+    counted = hits(wanted, slots)
+    assert (counted.hits, counted.misses) == (stats.hits, stats.misses)

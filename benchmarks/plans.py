@@ -200,8 +200,12 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
         except (DoesNotFit, UsageError):
             continue
         predicted, slots = plan.predicted, plan.placement.expert_slots
-        total = sum(block.experts.count for block in config.blocks if block.experts)
-        here = f"{slots / total:.0%} of experts, {predicted.missed_bytes / 1e9:.2f}" if slots else "all experts, 0"
+        assert config.experts is not None
+        here = (
+            f"{slots / config.experts.count:.0%} of experts, {predicted.missed_bytes / 1e9:.2f}"
+            if slots
+            else "all experts, 0"
+        )
         times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
         levels = ", ".join(plan.composition.levels[:-1]) or "lookups"
         more = f" (of {host} GB)" if host > HOSTS[0] else ""

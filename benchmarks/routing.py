@@ -11,8 +11,8 @@ experts, shared by the layers as the program does it or apart for each layer, th
 the first quarter of the passes fills the slots and is not counted. "it wants": the share of all experts that a pass
 wants. "by growth": hits that follow from the growth of distinct experts with a power of the rows.
 
-Then the model decodes with its experts behind a link, plainly and with lookups, with slots for one token's
-experts of a layer ("none") and for shares of all. --link-gbps 0: not.
+Then the model decodes with its experts behind a link, plainly and with lookups, with two slots of each
+layer ("none") and with slots for shares of its experts. --link-gbps 0: not.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.metrics import ExpertStats
+from offload.plan.placement import LEAST_SLOTS
 from offload.plan.planner import Options
 from offload.plan.routing import distinct_experts, hit_rate
 from offload.weights.experts import ResidentExperts
@@ -51,7 +52,7 @@ ROWS = (2, 4, 8, 16, 32, 64)
 SHARES = (0.1, 0.2, 0.4, 0.6, 0.8)
 POWERS = (0.6, 0.75)  # of rows, for hits by the growth of distinct experts
 PASSES = (1, 8)  # rows of the passes for which hits are counted
-LINK_SHARES = (0.0, 0.2, 0.4, 0.6)  # 0: slots for one token's experts of a layer
+LINK_SHARES = (0.0, 0.2, 0.4, 0.6)  # 0: the fewest slots
 SEED = 0
 
 Wanted = tuple[int, list[int]]  # a layer and the experts that a pass wants of it
@@ -127,8 +128,7 @@ class Choices:
 
 
 def hits(wanted: Sequence[Wanted], slots: int, first: int = 0) -> ExpertStats:
-    """Hits and misses from the pass over a layer `first` on, with so many slots that are filled as `ExpertSlots` are.
-    tests/test_benchmarks.py compares them."""
+    """Hits and misses from the pass over a layer `first` on, with so many slots that all layers share."""
     held, found, all_wanted = OrderedDict[tuple[int, int], None](), 0, 0
     for number, (layer, experts) in enumerate(wanted):
         there = [expert for expert in experts if (layer, expert) in held]
@@ -144,7 +144,8 @@ def hits(wanted: Sequence[Wanted], slots: int, first: int = 0) -> ExpertStats:
 
 
 def hits_apart(wanted: Sequence[Wanted], slots: int, first: int = 0) -> ExpertStats:
-    """The same where each layer has its own part of the slots."""
+    """The same where each layer has its own part of the slots, as `StreamedExperts` have. tests/test_benchmarks.py
+    compares them."""
     layers = 1 + max(layer for layer, _ in wanted)
     own = [[each for each in wanted if each[0] == layer] for layer in range(layers)]
     parts = [hits(each, max(slots // layers, 1), first // layers) for each in own]
@@ -181,6 +182,11 @@ def by_growth(experts: Experts, share: float, rows: int, power: float) -> float:
 def hits_by_growth(experts: Experts, rows: int, power: float) -> list[float]:
     """The same for each share of slots."""
     return [by_growth(experts, share, rows, power) for share in SHARES]
+
+
+def planned_hits(experts: Experts, rows: int) -> list[float]:
+    """The hits that plans assume, for each share of slots."""
+    return [hit_rate(experts, round(share * experts.count), rows) for share in SHARES]
 
 
 def measured(choices: Choices, experts: Experts, num_experts: int) -> dict[str, Any]:
@@ -258,10 +264,10 @@ def over_a_link(
     config, runs = read_config(model), list[dict[str, Any]]()
     assert config.experts is not None
     options = Options(offload=frozenset({"weights"}), link_gbps=gbps, device="cpu", speculation=False)
-    length, num_experts = max(map(len, prompts)), num_experts_of(config)
+    length = max(map(len, prompts))
     plan = plan_request(model, None, options, num_prompt_tokens=length, max_tokens=max_tokens)
     for share, depth in itertools.product(LINK_SHARES, (0, gamma)):
-        slots = max(round(share * num_experts), config.experts.used)
+        slots = max(round(share * config.experts.count), LEAST_SLOTS)
         placed = replace(plan.placement, resident_layers=config.num_layers, expert_slots=slots)
         composition = replace(plan.composition, gamma=depth, lookup=depth > 0)
         changed = replace(plan, placement=placed, composition=composition)
@@ -336,11 +342,11 @@ def show(runs: list[dict[str, Any]], experts: Experts) -> None:
         for power in POWERS
         for n in PASSES
     ]
-    planned = [f"{100 * hit_rate(share):.0f} %" for share in SHARES]
+    cells += [["plan", str(n), "", *(f"{100 * hit:.0f} %" for hit in planned_hits(experts, n))] for n in PASSES]
     table(
         "Hits by the share of all experts that has slots",
         ["slots", "rows a pass", "it wants", *(f"{100 * share:.0f} %" for share in SHARES)],
-        [*cells, ["plan", "", "", *planned]],
+        cells,
     )
 
 
@@ -397,7 +403,7 @@ def main() -> None:
     ]
     planned = {
         "distinct": {rows: distinct_experts(experts, rows) / experts.used for rows in ROWS},
-        "hits": [hit_rate(share) for share in SHARES],
+        "hits": {rows: planned_hits(experts, rows) for rows in PASSES},
         "by_growth": {power: {n: hits_by_growth(experts, n, power) for n in PASSES} for power in POWERS},
     }
     shared = about(title, SEED, experts=experts.count, used=experts.used, shares=SHARES, planned=planned)

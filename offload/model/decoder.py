@@ -92,12 +92,12 @@ class Decoder:
         """Whether the host has to know which experts a layer's router chose: those that cross a link, and all that
         torch's operators run."""
         by_kernels = self._kernels.experts is not None and self.weights.embedding.dtype.itemsize == 2
-        return any(self.weights.experts) and (self.weights.slots is not None or not by_kernels)
+        return any(self.weights.experts) and (bool(self.weights.streamed_experts) or not by_kernels)
 
     @property
     def streams(self) -> bool:
         """Whether weights cross a link in a pass. Then only one pass at a time can run."""
-        resident = isinstance(self.weights.layers, ResidentLayers) and self.weights.slots is None
+        resident = isinstance(self.weights.layers, ResidentLayers) and not self.weights.streamed_experts
         return not resident
 
     @property

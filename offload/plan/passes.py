@@ -154,16 +154,15 @@ class Passes:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the experts that a pass wants which are on the device."""
-        slots = self.placement.expert_slots
-        return hit_rate(slots / self.sizing.num_experts) if slots else 1.0
+        """The share of a token's experts that are on the device."""
+        experts, slots = self.sizing.target.experts, self.placement.expert_slots
+        return hit_rate(experts, slots, 1) if experts and slots else 1.0
 
     def missed_bytes(self, rows: int) -> float:
         """Bytes of experts over each device's link in a pass of `rows` rows of each sequence."""
-        if not self.placement.expert_slots:
+        if not (slots := self.placement.expert_slots):
             return 0.0
-        wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows)
-        return (1.0 - self.hit_rate) * wanted
+        return layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows, slots)
 
     def fetching(self, rows: int) -> float:
         """Seconds of fetching experts in a pass: which ones a layer's router says, so layers wait for them."""

@@ -12,9 +12,10 @@ from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.routing import hit_rate, layers_wanted_bytes
+from offload.plan.routing import layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 
+LEAST_SLOTS = 2  # one is used while an expert crosses the link to the other
 _SPLITS = 32  # splits of a device's memory between experts and cache that are compared
 
 
@@ -23,8 +24,8 @@ class Placement:
     """The placement of weights and caches, and the pieces in which they are moved and computed.
 
     offload: the parts, "weights" or "kv", that may be on the host. resident_layers, resident_tiles: the number of
-    layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: for
-    experts on the device; 0 if all are there. The rest crosses the link. Bytes are by
+    layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: of
+    each layer, for experts on the device; 0 if all are there. The rest crosses the link. Bytes are by
     purpose: of the first device, of each other device if there are several, and of all ranks on the hosts. They are for
     all sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
@@ -48,7 +49,7 @@ class Placement:
     staging_tiles: int = NUM_STAGING  # staging slots of each sequence, through which tiles stream
     window_pages: int = 0  # per layer with a window, sequence and device
     checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
-    expert_slots: int = field(default=0, metadata={LATER: True})  # of all layers together, on each device
+    expert_slots: int = field(default=0, metadata={LATER: True})  # on each device
     embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -138,10 +139,10 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         arena = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
         return sizing.of_all({"arena": arena, "kv cache": tiles * tile})
 
-    least_slots = sizing.target.experts.used if "weights" in offload and sizing.target.experts else 0
+    least_slots = min(LEAST_SLOTS, sizing.num_experts) if "weights" in offload else 0
 
     def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots) -> dict[str, int]:
-        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots * sizing.expert_bytes}
+        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots * sizing.slot_bytes}
         sizes["target experts"] = 0 if slots else sizing.experts_bytes
         sizes["target embeddings"] -= table
         if "weights" in offload:
@@ -164,12 +165,12 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     if slots:
         least_tiles = 0 if "kv" in offload else tiles
         others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes
-        slots = max(slots, most(sizing.num_experts, others, lambda number: number * sizing.expert_bytes))
+        slots = max(slots, most(sizing.num_experts, others, lambda number: number * sizing.slot_bytes))
     if "kv" in offload:
-        beside = sum(device(layers, 0, slots=slots).values()) - slots * sizing.expert_bytes
+        beside = sum(device(layers, 0, slots=slots).values()) - slots * sizing.slot_bytes
 
         def most_tiles(slots: int) -> int:
-            others = beside - sum(of_tiles(0).values()) + slots * sizing.expert_bytes
+            others = beside - sum(of_tiles(0).values()) + slots * sizing.slot_bytes
             return most(growing * count, others, lambda number: sum(of_tiles(number).values()))
 
         def streamed(slots: int) -> int:
@@ -218,11 +219,10 @@ def _best_slots(sizing: Sizing, composition: Composition, least: int, most: int,
     """The number of expert slots with which the fewest bytes cross the link in a round: experts in every pass with the
     target's weights, the cache once. streamed: bytes of the cache beside so many slots."""
     drafted = composition.gamma if composition.inner is not None else 0
-    of_row, of_rows = (layers_wanted_bytes(sizing.shard, sizing.itemsize, rows) for rows in (1, drafted + 1))
-    wanted = drafted * of_row + of_rows
 
     def crossing(slots: int) -> float:
-        return wanted * (1.0 - hit_rate(slots / max(sizing.num_experts, 1))) + streamed(slots)
+        of_row, of_rows = (layers_wanted_bytes(sizing.shard, sizing.itemsize, rows, slots) for rows in (1, drafted + 1))
+        return drafted * of_row + of_rows + streamed(slots)
 
     tried = [least + (most - least) * step // _SPLITS for step in range(_SPLITS + 1)]
     return min(reversed(tried), key=crossing)

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from math import log
+
 from offload.config.block import Experts
 from offload.config.model import ModelConfig
 
-_HIT_POWER = 0.5  # hits in a cache of the least recently used, by its share of all experts (docs/memory.md)
-_ALIKE = 0.75  # rows of a text choose like so many independent ones, as a power (docs/memory.md)
+_ALIKE = 0.7  # rows of a text choose like so many independent ones, as a power (docs/memory.md)
 
 
-def independent_rows(rows: int) -> float:
+def independent_rows(rows: float) -> float:
     """The number of rows that choose experts independently of each other, and as many distinct ones as `rows` rows that
     follow each other in a text."""
     return float(rows**_ALIKE)
 
 
-def distinct_experts(experts: Experts, rows: int) -> float:
+def distinct_experts(experts: Experts, rows: float) -> float:
     """The experts of a layer that `rows` rows of a text choose between them."""
     return float(experts.count * (1.0 - (1.0 - experts.used / experts.count) ** independent_rows(rows)))
 
 
-def hit_rate(share: float) -> float:
-    """The share of a token's experts that are among the `share` of all experts that were used last."""
-    return float(min(share, 1.0) ** _HIT_POWER)
+def hit_rate(experts: Experts, slots: int, rows: int) -> float:
+    """The share of the experts of a layer that a pass of `rows` rows wants which are among the `slots` that were used
+    last. These are the experts of the rows before, as many as have so many distinct ones, and hits are those that the
+    pass's rows do not add to them. A pass that wants more experts than there are slots finds as much less."""
+    wanted = distinct_experts(experts, rows)
+    held = min(slots, experts.count)
+    if held == experts.count:
+        return 1.0
+    before = max(_rows_of(experts, held), rows)
+    found = 1.0 - (distinct_experts(experts, before + rows) - distinct_experts(experts, before)) / wanted
+    return found * min(held / wanted, 1.0)
+
+
+def _rows_of(experts: Experts, distinct: int) -> float:
+    """The number of rows of a text that choose so many distinct experts of a layer, fewer than all."""
+    independent = log(1.0 - distinct / experts.count) / log(1.0 - experts.used / experts.count)
+    return float(independent ** (1.0 / _ALIKE))
 
 
 def read_bytes(layer: ModelConfig, dtype_bytes: int, rows: int) -> float:
@@ -31,10 +46,14 @@ def read_bytes(layer: ModelConfig, dtype_bytes: int, rows: int) -> float:
     return num_bytes + (distinct_experts(experts, rows) * layer.expert_bytes(dtype_bytes) if experts else 0)
 
 
-def layers_wanted_bytes(model: ModelConfig, dtype_bytes: int, rows: int) -> float:
-    """Bytes of the experts of all layers that `rows` rows choose between them."""
+def layers_wanted_bytes(model: ModelConfig, dtype_bytes: int, rows: int, slots: int = 0) -> float:
+    """Bytes of the experts of all layers that `rows` rows choose between them and that are in none of the `slots` slots
+    of each layer."""
     return sum(
-        number * distinct_experts(kind.block.experts, rows) * kind.expert_bytes(dtype_bytes)
+        number
+        * distinct_experts(kind.block.experts, rows)
+        * (1.0 - (hit_rate(kind.block.experts, slots, rows) if slots else 0.0))
+        * kind.expert_bytes(dtype_bytes)
         for kind, number in model.kinds
         if kind.block.experts
     )

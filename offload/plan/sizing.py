@@ -244,14 +244,14 @@ class Sizing:
         return self.shard.all_layers(lambda layer: layer.experts_bytes(self.itemsize))
 
     @cached_property
-    def expert_bytes(self) -> int:
-        """Bytes of an expert, on each device; 0 if no layer has any."""
-        return max(kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds)
+    def slot_bytes(self) -> int:
+        """Bytes of a slot for an expert in each layer that has some, on each device."""
+        return self.shard.all_layers(lambda layer: layer.expert_bytes(self.itemsize))
 
-    @cached_property
+    @property
     def num_experts(self) -> int:
-        """Experts of all layers."""
-        return self.shard.all_layers(lambda layer: layer.block.experts.count if layer.block.experts else 0)
+        """Experts of a layer that has some; 0 if none has."""
+        return self.target.experts.count if self.target.experts else 0
 
     def homes_bytes(self, first: int, bits: int) -> int:
         """Bytes of the weights of all layers from the `first` on, on the host with `bits` bits per weight."""

@@ -1,15 +1,14 @@
-"""The experts of a layer: resident on the device, or on the host, from where they cross the link into slots that all
-layers share."""
+"""The experts of a layer: resident on the device, or on the host, from where they cross the link into a few slots."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from offload.config.block import Block
 from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.formats.layout import encoding
@@ -98,44 +97,55 @@ class ResidentExperts:
         yield self._places
 
 
-class ExpertSlots:
-    """Slots on the device for the experts of all layers, which are on the host: an expert that is not there takes the
-    slot of the least recently used one."""
+class StreamedExperts:
+    """A layer's experts on the host, and its slots on the device: an expert that is not there takes the slot of the
+    least recently used one. Layers have slots of their own, since they come in turns: where a pass wants more than all
+    slots hold, slots that layers shared would have lost every expert when its layer comes again."""
 
-    def __init__(self, content: Tensor, layout: LayerLayout, link: Link) -> None:
-        """content: uint8 [slots, layout.num_bytes] on the device."""
+    def __init__(self, homes: Tensor, content: Tensor, layout: LayerLayout, link: Link) -> None:
+        """homes: uint8 [experts, layout.num_bytes] on the host. content: uint8 [slots, layout.num_bytes] on the
+        device."""
         self.bank, self.stats = bank_of(layout, content), ExpertStats()
-        self._content, self._link = content, link
-        self._held = OrderedDict[tuple[int, int], int]()  # (layer, expert) -> slot, the least recently used first
+        self._homes, self._content, self._link = homes, content, link
+        self._held = OrderedDict[int, int]()  # expert -> slot, the least recently used first
         self._free = [*range(len(content))]
         self._arriving = dict[int, Event]()  # by slot: copies that no computation has waited for
 
-    def batches(self, layer: int, homes: Tensor, wanted: Sequence[int]) -> Iterator[dict[int, int]]:
-        """The slots of the `wanted` experts of a layer: first of those that are there, while the others cross the link
-        from their homes, uint8 [experts, bytes]; then of these, a few at a time."""
-        there = {expert: self._held[layer, expert] for expert in wanted if (layer, expert) in self._held}
+    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        """See `ExpertHomes`: first the experts that are there, while the others cross the link; then of these, a few at
+        a time."""
+        for slots in self._batches(chosen.cpu().unique().tolist()):
+            places = torch.full((len(self._homes),), -1, dtype=torch.int32)
+            places[list(slots)] = torch.tensor([*slots.values()], dtype=torch.int32)
+            yield sent(places, self._content.device)
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[dict[int, int]]:
+        """The slots of the experts of each batch."""
+        wanted = [expert for expert in chosen if expert < len(self._homes)]
+        there = {expert: self._held[expert] for expert in wanted if expert in self._held}
         missing = [expert for expert in wanted if expert not in there]
-        self.stats += ExpertStats(len(there), len(missing), len(missing) * homes.shape[1])
+        self.stats += ExpertStats(len(there), len(missing), len(missing) * self._homes.shape[1])
         for expert in there:
-            self._held.move_to_end((layer, expert))
-        coming = self._fetch(layer, homes, missing[: len(self._content) - len(there)])
+            self._held.move_to_end(expert)
+        coming = self._fetch(missing[: len(self._content) - len(there)])
         if there:
             yield self._arrived(there)
         while missing:
             for group in _in_groups(coming):
                 yield self._arrived(group)
             missing = missing[len(coming) :]
-            coming = self._fetch(layer, homes, missing[: len(self._content)])  # whose experts have been used
+            coming = self._fetch(missing[: len(self._content)])  # whose experts have been used
 
-    def _fetch(self, layer: int, homes: Tensor, experts: Sequence[int]) -> dict[int, int]:
+    def _fetch(self, experts: Sequence[int]) -> dict[int, int]:
         """Begin to fetch experts that are not there, as many as there are slots: their slots. Each copy waits for all
         computation issued so far, since that may read the slot."""
         found = dict[int, int]()
         for expert in experts:
             slot = self._free.pop() if self._free else self._held.popitem(last=False)[1]
             self._free.append(slot)  # should the copy fail
-            self._arriving[slot] = self._link.to_device(self._content[slot], homes[expert], (self._link.record(),))
-            self._held[layer, expert] = found[expert] = self._free.pop()
+            after = (self._link.record(),)
+            self._arriving[slot] = self._link.to_device(self._content[slot], self._homes[expert], after)
+            self._held[expert] = found[expert] = self._free.pop()
         return found
 
     def _arrived(self, slots: dict[int, int]) -> dict[int, int]:
@@ -154,29 +164,6 @@ def _in_groups(slots: dict[int, int]) -> Iterator[dict[int, int]]:
         yield dict(every[first : first + _AT_ONCE])
 
 
-@dataclass(frozen=True)
-class StreamedExperts:
-    """A layer's experts on the host, uint8 [experts, bytes], and the slots that they cross the link to."""
-
-    layer: int
-    homes: Tensor
-    slots: ExpertSlots
-
-    @property
-    def bank(self) -> Bank:
-        return self.slots.bank
-
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
-        """See `ExpertHomes`."""
-        for slots in self.slots.batches(self.layer, self.homes, self._wanted(chosen)):
-            places = torch.full((len(self.homes),), -1, dtype=torch.int32)
-            places[list(slots)] = torch.tensor([*slots.values()], dtype=torch.int32)
-            yield sent(places, self.bank.content.device)
-
-    def _wanted(self, chosen: Tensor) -> list[int]:
-        return [expert for expert in chosen.cpu().unique().tolist() if expert < len(self.homes)]
-
-
 def load_experts(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -190,27 +177,26 @@ def load_experts(
     shard: Shard = ALONE,
 ) -> tuple[ExpertHomes | None, ...]:
     """The experts of each layer of the whole model `config`, () if no layer has any: on the device, or, if `slots` is
-    not 0, on the host, from where they cross `link` to so many slots. See `load_weights`."""
-    own, homes = shard.config(config), list[ExpertHomes | None]()
-    if own.experts is None:
-        return ()
+    not 0, on the host, from where they cross `link` to so many slots of each layer. See `load_weights`."""
+    own = shard.config(config)
     layouts = {kind.block: layout_of(kind, dtype) for kind, _ in own.kinds if kind.block.experts is not None}
-    shared = None
-    if slots:
-        assert link is not None
-        widest = max(layouts.values(), key=lambda layout: layout.num_bytes)
-        assert all(layout == widest for layout in layouts.values())
-        content = memory.allocate((slots, widest.num_bytes), torch.uint8, tier="device", purpose="expert slots")
-        shared = ExpertSlots(content, widest, link)
-    for index, block in enumerate(own.blocks):
+
+    def of_layer(index: int, block: Block) -> ExpertHomes | None:
         if block.experts is None:
-            homes.append(None)
-            continue
-        tier: Tier = "host" if slots else "device"
-        layout = layouts[block]
-        shape = block.experts.count, layout.num_bytes
-        content = memory.allocate(shape, torch.uint8, tier=tier, purpose=f"{name} experts")
+            return None
+        layout, count, tier = layouts[block], block.experts.count, _tier(slots)
+        content = memory.allocate((count, layout.num_bytes), torch.uint8, tier=tier, purpose=f"{name} experts")
         _read(checkpoint, config, layout, index, content, shard, dtype)
         on_bytes(content.nbytes)
-        homes.append(StreamedExperts(index, content, shared) if shared else ResidentExperts(bank_of(layout, content)))
-    return tuple(homes)
+        if not slots:
+            return ResidentExperts(bank_of(layout, content))
+        assert link is not None
+        shape = min(slots, count), layout.num_bytes
+        own = memory.allocate(shape, torch.uint8, tier="device", purpose="expert slots")
+        return StreamedExperts(content, own, layout, link)
+
+    return tuple(of_layer(index, block) for index, block in enumerate(own.blocks)) if layouts else ()
+
+
+def _tier(slots: int) -> Tier:
+    return "host" if slots else "device"

@@ -22,7 +22,7 @@ from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
-from offload.weights.experts import ExpertSlots, StreamedExperts, load_experts
+from offload.weights.experts import StreamedExperts, load_experts
 from offload.weights.fp16 import check_range
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
 from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
@@ -191,9 +191,9 @@ class Weights:
     experts: tuple[ExpertHomes | None, ...] = ()
 
     @property
-    def slots(self) -> ExpertSlots | None:
-        """The slots for experts, if these are on the host."""
-        return next((each.slots for each in self.experts if isinstance(each, StreamedExperts)), None)
+    def streamed_experts(self) -> list[StreamedExperts]:
+        """The experts of the layers whose experts are on the host."""
+        return [each for each in self.experts if isinstance(each, StreamedExperts)]
 
 
 def load_weights(
@@ -214,8 +214,9 @@ def load_weights(
 ) -> Weights:
     """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
-    Experts are on the device, or on the host with `expert_slots` slots on the device, if that is not 0. The embedding's
-    table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the head.
+    Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0.
+    The embedding's table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the
+    head.
 
     `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
     a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout

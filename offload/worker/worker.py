@@ -20,7 +20,7 @@ from offload.kv.retrieval import RetrievalCache
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
-from offload.metrics import LevelStats, LinkStats, RankStats
+from offload.metrics import ExpertStats, LevelStats, LinkStats, RankStats
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Hidden, Level, StreamingLevel
 from offload.model.loading import DTYPES
@@ -154,8 +154,8 @@ class Worker:
         """The link's totals since the worker was loaded; zeros without a link."""
         if self.link is None:
             return LinkStats()
-        slots = self.target.weights.slots
-        return self.link.stats if slots is None else replace(self.link.stats, experts=slots.stats)
+        each = (own.stats for own in self.target.weights.streamed_experts)
+        return replace(self.link.stats, experts=sum(each, start=ExpertStats()))
 
     def rank_stats(self) -> list[RankStats]:
         """The totals of each rank since the worker was loaded; empty with one rank."""

@@ -174,7 +174,9 @@ def _residency(planned: Planned) -> dict[str, str]:
         "arena": arena,
         "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
-        "expert slots": f"for {plan.placement.expert_slots:,} of {num_experts:,} experts, those used last",
+        "expert slots": f"{plan.placement.expert_slots:,} of each layer's {target.experts.count:,} experts"
+        if target.experts
+        else "",
         "target experts": f"{num_experts:,} experts",
         "window cache": f"{len(target.windowed)} layers' last {window:,} tokens and more",
         "states": f"of {len(target.stateful)} layers, and what came after them",

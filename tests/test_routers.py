@@ -67,7 +67,7 @@ def homes_of(dtype: torch.dtype, *, alike: bool = False) -> Homes:
         ExpertWeights(*(part.view(shape) for part, shape in zip(each.split(numbers), parts, strict=True)))
         for each in content
     ]
-    return Homes(Bank(places, content[0].nbytes))
+    return Homes(Bank(places, content.view(torch.uint8)))
 
 
 def router_of(experts: Experts, *, norm: NormWeights | None = None) -> Router:

@@ -132,7 +132,9 @@ def _dtype(header: Header) -> str:
 
 
 def _stacked(config: ModelConfig) -> ModelConfig:
-    """`config` with one tensor for each matrix of all experts."""
+    """`config` with one tensor for each matrix of all experts, if it has some."""
+    if config.experts is None:
+        return config
     parts = {part: f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
     names = replace(config.names.experts, **parts, alternate=False, by_inputs=False)
     return replace(config, names=replace(config.names, experts=names))

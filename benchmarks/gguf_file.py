@@ -25,9 +25,9 @@ from gguf.quants import quantize
 from llama_cpp import token_name
 from torch import Tensor
 
-from offload.config.block import TensorNames
 from offload.config.gguf_header import Header, is_gguf, read_header
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.config.reading import read_config
 from offload.errors import DoesNotFit, ModelError
 from offload.kernels.rope import inverse_frequencies

@@ -15,11 +15,12 @@ import torch
 from families import TINY, save_tiny
 from gguf_models import ARCHITECTURES, write_gguf
 from models import TOKENIZER_SIZE, Sizes, load, perturbed, random_model, random_tokens, save, target_cache, tiny_plan
-from offload.config.block import Block, DeltaNames, Encodings, ExpertNames, Mixer, Norm
+from offload.config.block import Block, Encodings, Mixer, Norm
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
 from offload.config.model import ModelConfig
+from offload.config.names import DeltaNames, ExpertNames
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offload.config.rope import Rope
@@ -264,94 +264,3 @@ class Block:
     def joins_normed(self) -> bool:
         """Whether the outputs of network and experts are normed before their sum."""
         return self.after_network is not None or self.after_experts is not None
-
-
-@dataclass(frozen=True)
-class DeltaNames:
-    """The tensor names of a delta rule within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
-    of one name are rows of one tensor, and so are taps: of queries, keys and values. is_log: decays are stored as
-    A_log."""
-
-    parts: tuple[str, ...] = (
-        *("linear_attn.in_proj_qkv",) * 3,
-        *(f"linear_attn.in_proj_{letter}" for letter in "zba"),
-    )
-    taps: tuple[str, ...] = ("linear_attn.conv1d",) * 3
-    out: str = "linear_attn.out_proj"
-    norm: str = "linear_attn.norm"
-    decay: str = "linear_attn.A_log"
-    time_bias: str = "linear_attn.dt_bias"
-    is_log: bool = True
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """The tensor names of a mixture of experts within a layer: of the router, and of the experts' gates, ups and downs,
-    "{}" for the number of an expert. Without that one tensor holds those of all experts. If gates and ups are in the
-    same tensor, an expert's gate precedes its up, or their rows alternate if `alternate`. by_inputs: in plain numbers
-    the tensors of all experts are [experts, inputs, outputs]. bias, scale, norm: of the router, whole names. network:
-    in place of "mlp." in the names of the network beside experts. network_gate: of its gate."""
-
-    router: str = "mlp.gate"
-    gate: str = "mlp.experts.{}.gate_proj"
-    up: str = "mlp.experts.{}.up_proj"
-    down: str = "mlp.experts.{}.down_proj"
-    bias: str = "mlp.gate.e_score_correction_bias"
-    scale: str = "router.per_expert_scale"
-    norm: str = "router.scale"
-    network: str = "mlp."
-    network_gate: str = "mlp.shared_expert_gate"
-    alternate: bool = False
-    by_inputs: bool = False
-
-    @property
-    def stacked(self) -> ExpertNames:
-        """The names where one tensor holds the gates and ups of all experts, and another one their downs."""
-        if "{}" not in self.gate:
-            return self
-        joined, down = (name.replace("{}.", "") for name in (self.gate.replace("gate_", "gate_up_"), self.down))
-        return replace(self, gate=joined, up=joined, down=down)
-
-
-@dataclass(frozen=True)
-class TensorNames:
-    """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
-    a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
-    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. unused:
-    patterns of names within the body whose tensors are left alone."""
-
-    body: str = "model."
-    head: str = "lm_head.weight"
-    fused_qkv: str = ""
-    fused_gate_up: str = ""
-    up: str = "mlp.up_proj"
-    down: str = "mlp.down_proj"
-    before_attention: str = "input_layernorm"
-    after_attention: str = ""
-    before_feed_forward: str = "post_attention_layernorm"
-    after_feed_forward: str = ""
-    before_experts: str = ""
-    after_experts: str = ""
-    after_network: str = ""
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    gate: str = "self_attn.gate_proj"
-    sink_logits: str = "self_attn.sinks"
-    delta: DeltaNames = DeltaNames()
-    experts: ExpertNames = ExpertNames()
-    unused: tuple[str, ...] = ()
-
-    def network(self, block: Block) -> tuple[str, str, str]:
-        """The names of the feed-forward network's gate, up and down in a layer."""
-        prefix = self.experts.network if block.experts is not None else "mlp."
-        names = (self.fused_gate_up or "mlp.gate_proj", self.fused_gate_up or self.up, self.down)
-        gate, up, down = (name.replace("mlp.", prefix, 1) for name in names)
-        return gate, up, down
-
-    @property
-    def embeddings(self) -> str:
-        return f"{self.body}embed_tokens.weight"
-
-    @property
-    def norm(self) -> str:
-        return f"{self.body}norm"

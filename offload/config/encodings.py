@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config import next_token as heads
-from offload.config.block import Attention, Block, Encodings, TensorNames
+from offload.config.block import Attention, Block, Encodings
 from offload.config.matrices import Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.errors import ModelError
 
 

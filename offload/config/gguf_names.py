@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from offload.config import next_token
-from offload.config.block import TensorNames
+from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"

@@ -23,9 +23,9 @@ from offload.config.block import (
     Experts,
     FeedForward,
     Norm,
-    TensorNames,
 )
 from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices, router_vectors
+from offload.config.names import TensorNames
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
 

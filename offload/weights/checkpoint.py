@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offload.config.block import TensorNames
 from offload.config.gguf_header import is_gguf
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.errors import ModelError, unreadable
 from offload.fields import TEXT, Fields, Kind, list_of
 from offload.formats.layout import encoding, is_encoding

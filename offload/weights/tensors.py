@@ -9,9 +9,10 @@ from itertools import chain
 import torch
 
 from offload.config import next_token
-from offload.config.block import BLOCK_NORMS, Attention, ExpertNames
+from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig, layer_norms
+from offload.config.names import ExpertNames
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offload.config.block import Attention, Block, FeedForward, Norm, TensorNames
+from offload.config.block import Attention, Block, FeedForward, Norm
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.config.rope import RopeDefaults, read_rope
 from offload.fields import Fields, whole
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, ExpertNames, Norm
+from offload.config.block import Attention, Block, Norm
 from offload.config.families.common import Defaults, Family, epsilon, sizes
 from offload.config.families.experts import read_experts, with_experts
 from offload.config.families.gemma2 import SANDWICH, sandwiched
 from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
 from offload.config.model import ModelConfig
+from offload.config.names import ExpertNames
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
 from offload.fields import Fields
 

@@ -3,10 +3,11 @@ too."""
 
 from __future__ import annotations
 
-from offload.config.block import Norm, TensorNames
+from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from offload.config.block import Norm, TensorNames
+from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, with_rope
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.config.block import TensorNames
 from offload.config.families.common import Defaults, Family, decoder
 from offload.config.families.windows import with_one_window
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 

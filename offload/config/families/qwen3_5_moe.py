@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import ExpertNames
 from offload.config.families import qwen3_5
 from offload.config.families.common import Family, sizes
 from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.model import ModelConfig
+from offload.config.names import ExpertNames
 from offload.fields import Fields
 
 _SHARED, _DENSE, _STEP = "shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step"

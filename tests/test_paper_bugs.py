@@ -205,8 +205,8 @@ BUGS = [
     Bug(
         "tokens stay on the host",
         "offload.model.level",
-        "sent(torch.tensor([*tokens, *[0] * padding], dtype=torch.long), self._decoder.device)",
-        "torch.tensor([*tokens, *[0] * padding], dtype=torch.long)",
+        "sent(torch.tensor([*tokens, *[filler] * padding], dtype=torch.long), self._decoder.device)",
+        "torch.tensor([*tokens, *[filler] * padding], dtype=torch.long)",
         reported=MIXED,
     ),
     Bug(

@@ -292,6 +292,7 @@ def test_rows_of_fp32_are_run_by_torchs_operators_in_blocks() -> None:
         given.by(run_experts)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_chooses_and_weighs_as_torchs_operators_do(name: str) -> None:
     """And a network beside the experts is added, times its gate."""

@@ -93,6 +93,7 @@ def alone(path: Path, dtype: str) -> list[int]:
         return say(engine)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "kind"), FORMS)
 def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(files: Files, name: str, kind: str) -> None:
     path, plain = files(name, kind)
@@ -121,6 +122,7 @@ def forked_here() -> Iterator[list[Forked]]:
         yield started
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "MXFP4"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0")])
 def test_two_ranks_say_the_same(files: Files, name: str, kind: str) -> None:

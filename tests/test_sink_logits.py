@@ -299,6 +299,7 @@ def forked_here() -> Iterator[list[Forked]]:
         yield started
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None:

@@ -69,6 +69,7 @@ def test_every_mode_says_what_plain_decoding_says(pairs: Callable[[str], Pair], 
         assert experts.fetched_bytes == experts.misses * homes[0].bank.step
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_in_fp32_plain_decoding_says_what_the_plain_numbers_say(
     pairs: Callable[[str], Pair], tmp_path: Path, form: str
@@ -88,7 +89,7 @@ def by_expert(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize("form", FORMS)
 def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], form: str) -> None:

@@ -72,7 +72,7 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.blocks)
 
-    @property
+    @cached_property  # plans ask for it thousands of times
     def block(self) -> Block:
         """One of the growing layers, or else the first layer that attends, for properties that they share. If layers
         have experts, one of them."""
@@ -254,7 +254,7 @@ class ModelConfig:
             (self.hidden_size, inner.size, inner.bias),
         )
 
-    @property
+    @cached_property
     def experts(self) -> Experts | None:
         """The mixture of experts of the layers that have one."""
         return next((kind.block.experts for kind, _ in self.kinds if kind.block.experts is not None), None)

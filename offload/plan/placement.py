@@ -16,7 +16,7 @@ from offload.plan.routing import layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 
 LEAST_SLOTS = 2  # one is used while an expert crosses the link to the other
-_SPLITS = 32  # splits of a device's memory between experts and cache that are compared
+_SPLITS = 16  # splits of a device's memory between experts and cache that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         def streamed(slots: int) -> int:
             return (growing * count - most_tiles(slots)) * tile
 
-        slots = _best_slots(sizing, composition, least_slots, slots, streamed)
+        slots = _best_slots(sizing, composition, least_slots, slots, streamed) if slots else 0
         tiles = most_tiles(slots)
     devices = sizing.num_devices
     of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}

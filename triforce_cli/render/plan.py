@@ -271,7 +271,7 @@ def _streams(plan: Plan) -> str:
 def _hits(plan: Plan) -> Iterator[str]:
     """Yield the assumed share of experts that are on the device when a token wants them, if not all are."""
     if plan.placement.expert_slots:
-        yield f"{plan.predicted.hit_rate:.0%} are on the device when wanted, as texts mostly do; --stats counts them"
+        yield f"{plan.predicted.hit_rate:.0%} of those wanted are on the device (estimated; --stats counts them)"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

@@ -357,8 +357,7 @@ def test_an_answer_whose_client_goes_away_ends(server: Server, client: Client, k
     count = model.num_passes + model.num_prefill_blocks
     until(lambda: model.num_passes + model.num_prefill_blocks > count + 3)
     connection.close()
-    until(lambda: len(server.ended) > ended)
-    assert server.ended[-1][1]
+    until(lambda: any(is_gone for _, is_gone in server.ended[ended:]))  # that of the test before may end here, too
     assert model.left[-1] == f"{kind} {stream}"
     passes = model.num_passes
     assert client.chat("hi there").said == "hi there"

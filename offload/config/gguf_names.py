@@ -27,13 +27,13 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
 
     An unknown tensor of a layer is mapped to a name in that layer too, so that it is reported as unexpected.
     """
-    parts, whole = _parts(names), {TABLE: names.embeddings, HEAD: names.head}
+    parts, whole_of_layer = _parts(names), _whole_names(names)
+    whole = {TABLE: names.embeddings, HEAD: names.head}
     found: dict[str, str] = {}
     for name in stored:
         if layer := _LAYER.fullmatch(name):
             number, (part, dot, kind) = int(layer[1]), layer[2].rpartition(".")
-            inner = f"{parts.get(part) or part}{dot}{kind}"
-            inner = _whole_names(names).get(layer[2], inner)
+            inner = whole_of_layer.get(layer[2], f"{parts.get(part) or part}{dot}{kind}")
             if number not in head:
                 found[name] = f"{names.body}layers.{number}.{inner}"
             elif number == head.start and part in _OF_HEAD:

@@ -22,6 +22,7 @@ from offload.native.interface import DTYPES, Library
 MOST_ROWS = 512  # at a time
 ALIGNMENT = 16  # a row has whole multiples of so many numbers
 _LINE = 64  # bytes
+_Parts = list[tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each piece of scratch
 _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out meanwhile
 
 
@@ -46,7 +47,7 @@ def run_experts(
     besides = repeat(None) if beside is None else beside.split(MOST_ROWS)
     for some, other, to in zip(rows.split(MOST_ROWS), besides, out.split(MOST_ROWS), strict=False):
         parts = _parts(experts, len(some), rows.shape[1], rows.dtype)
-        need = scratch_bytes(experts, len(some), rows.shape[1], rows.dtype)
+        need = _total_bytes(parts)
         scratch = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < need:
             scratch = torch.empty(need, dtype=torch.uint8)
@@ -57,13 +58,14 @@ def run_experts(
 
 def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of temporary memory for `num_rows` rows."""
-    parts = _parts(experts, num_rows, hidden_size, dtype)
+    return _total_bytes(_parts(experts, num_rows, hidden_size, dtype))
+
+
+def _total_bytes(parts: _Parts) -> int:
     return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts)
 
 
-def _parts(
-    experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype) -> _Parts:
     """The shapes and dtypes of scratch, ordered as `_run` takes them."""
     size, pairs = experts.network.size, num_rows * experts.used
     lines = pairs + min(pairs, experts.count) * (ALIGNMENT - 1)
@@ -77,7 +79,7 @@ def _parts(
     ]  # fmt: skip
 
 
-def _views(scratch: Tensor, parts: list[tuple[tuple[int, ...], torch.dtype]]) -> Iterator[Tensor]:
+def _views(scratch: Tensor, parts: _Parts) -> Iterator[Tensor]:
     start = 0
     for shape, dtype in parts:
         num_bytes = math.prod(shape) * dtype.itemsize

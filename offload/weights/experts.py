@@ -192,8 +192,8 @@ def load_experts(
             return ResidentExperts(bank_of(layout, content))
         assert link is not None
         shape = min(slots, count), layout.num_bytes
-        own = memory.allocate(shape, torch.uint8, tier="device", purpose="expert slots")
-        return StreamedExperts(content, own, layout, link)
+        on_device = memory.allocate(shape, torch.uint8, tier="device", purpose="expert slots")
+        return StreamedExperts(content, on_device, layout, link)
 
     return tuple(of_layer(index, block) for index, block in enumerate(own.blocks)) if layouts else ()
 

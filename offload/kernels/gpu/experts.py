@@ -100,16 +100,15 @@ def _run(
     beside: Tensor | None,
     real: Tensor | None,
 ) -> Tensor:
-    scored = rows if router.norm is None else router.norm(rows).contiguous()
-    rows = (rows if norm is None else norm(rows)).contiguous()
-    scores = score(experts, router, rows if router.norm is None else scored)
+    normed = (rows if norm is None else norm(rows)).contiguous()
+    scores = score(experts, router, normed if router.norm is None else router.norm(rows).contiguous())
     chosen, weights = choose(experts, router, scores, real)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first))
     sizes = experts.network.size, rows.shape[1]
     inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
     for places in homes.batches(chosen):
-        _inner(experts, first, lines, places, homes.bank, rows, inner)
+        _inner(experts, first, lines, places, homes.bank, normed, inner)
         _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)
     out = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
     grid = len(rows), -(-rows.shape[1] // COLUMNS)

@@ -190,8 +190,9 @@ def of_mixture(name: str, config: ModelConfig) -> list[str]:
 
 
 def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> str:
-    """The levels that propose, a token's seconds and those without speculation; the share of the experts that have a
-    slot; the bytes of experts that a token fetches, and all that crosses each link a full pass; the host's memory."""
+    """The levels that propose, a token's seconds and those without speculation; the layers whose experts the CPU runs;
+    the share of the others' experts that have a slot; the bytes of experts that a token fetches, and all that crosses
+    each link a full pass; the host's memory."""
     for host in HOSTS:
         hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9, host_free_bytes=host * 10**9)
         before = context - MAX_TOKENS
@@ -201,11 +202,14 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
             continue
         predicted, slots = plan.predicted, plan.placement.expert_slots
         assert config.experts is not None
-        here = (
-            f"{slots / config.experts.count:.0%} of experts, {predicted.missed_bytes / 1e9:.2f}"
-            if slots
-            else "all experts, 0"
-        )
+        by_cpu, layers = plan.placement.cpu_experts, sum(block.experts is not None for block in config.blocks)
+        run = f"CPU {by_cpu} of {layers} layers, " if by_cpu else ""
+        if not slots:
+            here = "all experts, 0"
+        elif by_cpu == layers:
+            here = f"{run}0"
+        else:
+            here = f"{run}{slots / config.experts.count:.0%} of experts, {predicted.missed_bytes / 1e9:.2f}"
         times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
         levels = ", ".join(plan.composition.levels[:-1]) or "lookups"
         more = f" (of {host} GB)" if host > HOSTS[0] else ""

@@ -49,7 +49,7 @@ without_idle_work()
 @dataclass(frozen=True)
 class Case:
     """A level's passes over its whole cache. model: a family's tiny model. slots: for experts, which are on the host
-    then; 0: they are on the GPU."""
+    then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs."""
 
     level: str
     sizes: Sizes = PLAIN
@@ -57,6 +57,7 @@ class Case:
     num_sequences: int = 1
     dtype: str = "fp32"
     slots: int = 0
+    by_cpu: int = 0
 
 
 CASES = {
@@ -112,7 +113,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
         if bug is not None:
             plant(bug, patch)
         chunks_by_kernel(gpu, patch)
-        plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots)
+        plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots, cpu_experts=case.by_cpu)
         with tiny_engine(plan, folder) as engine:
             yield engine, gpu
 
@@ -263,6 +264,24 @@ def test_a_race_for_an_experts_slot_is_seen(bug: Bug | None, folders: Callable[[
             problems = gpu.problems
     alike = all(map(torch.equal, *found))
     assert (alike and problems == []) == (bug is None)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("by_cpu", [1, 2])
+def test_experts_that_the_cpu_runs_say_what_the_gpus_say(by_cpu: int, folders: Callable[[str], Path]) -> None:
+    """But for the order of their sums: the same routes, and copies that computation waits for."""
+    case, found, rows = Case("target", model="qwen3_moe", dtype="bf16"), [], []
+    for own in (case, replace(case, slots=3, by_cpu=by_cpu)):
+        with on_gpu(folders(case.model), own) as (engine, gpu):
+            engine.precompute(PROMPT[:20])  # the last 8 in a pass
+            rows.append(engine.worker.full.pages.store.home(1, 0).cpu()[:, 0, :, :12])
+            found.append([forward(engine.levels["target"], TOKENS[:n], n).cpu().float() for n in (1, 3, 1)])
+            assert gpu.problems == []
+            kinds = [type(each).__name__ for each in engine.worker.target.weights.experts]
+            assert kinds.count("HostExperts") == own.by_cpu
+    assert torch.equal(*rows)  # a prefill runs on the GPU
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
 
 
 STATES = "offload.kv.states"

@@ -56,6 +56,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--weight-bits", "6", "options.weight_bits", 6),
     ("--kv-bits", "16", "options.kv_bits", 16),
     ("--link-bits", "12", "options.link_bits", 12),
+    ("--cpu-experts", "5", "options.cpu_experts", 5),
     ("--cache", "kept", "session", Path("kept")),
     ("--session", "book", "session", session_folder("book")),
     ("--thinking", "off", "thinks", False),

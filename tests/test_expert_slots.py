@@ -58,18 +58,28 @@ def _content(given: Scene, num_bytes: int) -> Tensor:
 
 
 @contextmanager
-def streamed(homes: Homes, slots: int, source: ModuleType = module) -> Iterator[list[module.StreamedExperts]]:
-    """The layers' experts over a link that is late by up to a millisecond. slots: of each layer."""
+def streamed(
+    homes: Homes, slots: int, source: ModuleType = module, *, shared: bool = False
+) -> Iterator[list[module.StreamedExperts]]:
+    """The layers' experts over a link that is late by up to a millisecond. slots: of each layer, or shared by all."""
     late = random.Random(7)
     link = PacedLink(None, delay=lambda: late.choice((0.0, 0.0, 0.0002, 0.001)))
     layout = layout_of(config_of(EXPERTS), torch.bfloat16)
-    shape = slots, layout.num_bytes
+    made = [slots_of(link, slots, source) for _ in homes.of_host[: 1 if shared else None]]
     try:
         yield [
-            source.StreamedExperts(home, torch.zeros(shape, dtype=torch.uint8), layout, link) for home in homes.of_host
+            source.StreamedExperts(home, made[0 if shared else layer], layout, layer)
+            for layer, home in enumerate(homes.of_host)
         ]
     finally:
         link.close()
+
+
+def slots_of(link: PacedLink, count: int, source: ModuleType = module) -> module.ExpertSlots:
+    """Zeroed slots, each with more bytes than an expert has."""
+    num_bytes = layout_of(config_of(EXPERTS), torch.bfloat16).num_bytes + 64
+    made: module.ExpertSlots = source.ExpertSlots(torch.zeros(count, num_bytes, dtype=torch.uint8), link)
+    return made
 
 
 def wrong(homes: Homes, given: Sequence[ExpertHomes], run: Run) -> int:
@@ -97,6 +107,13 @@ def test_any_number_of_slots_gives_the_bits_of_resident_experts(homes: Homes, ex
         assert wrong(homes, given, of(executor)) == 0
 
 
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("executor", BEST)
+def test_layers_may_share_slots(homes: Homes, executor: str, slots: int) -> None:
+    with streamed(homes, slots, shared=True) as given:
+        assert wrong(homes, given, of(executor)) == 0
+
+
 def test_the_least_recently_used_expert_makes_room(homes: Homes) -> None:
     with streamed(homes, 3) as given:
         first = given[0]
@@ -118,11 +135,11 @@ def test_experts_that_are_there_are_used_while_others_arrive(homes: Homes) -> No
 def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None:
     link = PacedLink(None, delay=lambda: 0.05)
     layout = layout_of(config_of(EXPERTS), torch.bfloat16)
-    content = torch.zeros(4, layout.num_bytes, dtype=torch.uint8)
-    own = module.StreamedExperts(homes.of_host[0], content, layout, link)
-    own._fetch([6])  # begun, and not waited for
+    slots = slots_of(link, 4)
+    own = module.StreamedExperts(homes.of_host[0], slots, layout)
+    slots.fetch({(0, 6): homes.of_host[0][6]})  # begun, and not waited for
     (places,) = own.batches(torch.tensor([6]))
-    assert torch.equal(content[int(places[6])], homes.of_host[0][6])
+    assert torch.equal(slots.content[int(places[6]), : layout.num_bytes], homes.of_host[0][6])
     link.close()
 
 
@@ -136,9 +153,7 @@ def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:
             return super().to_device(*args, **options)  # type: ignore[arg-type]
 
     link, layout = Failing(None), layout_of(config_of(EXPERTS), torch.bfloat16)
-    places = torch.zeros(3, 2, layout.num_bytes, dtype=torch.uint8)
-    pairs = zip(homes.of_host, places, strict=True)
-    given: list[ExpertHomes] = [module.StreamedExperts(home, content, layout, link) for home, content in pairs]
+    given: list[ExpertHomes] = [module.StreamedExperts(home, slots_of(link, 2), layout) for home in homes.of_host]
     link.broken = True
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the link is broken"):
@@ -162,11 +177,12 @@ MUTANTS = [
     Mutant("another expert's slot", "found[expert] = self._free.pop()", "found[expert] = self._free.pop() - 1"),
     Mutant("a slot that was given away is still its first expert's", "self._held.popitem(last=False)[1]",
            "next(iter(self._held.values()))"),
-    Mutant("experts of another number", "self._homes[expert], after", "self._homes[expert - 1], after"),
+    Mutant("experts of another number", "self._homes[expert[1]] for", "self._homes[expert[1] - 1] for"),
+    Mutant("another layer's expert of that number", "[(self._layer, number)", "[(0, number)"),
     Mutant("the last used expert makes room", "popitem(last=False)", "popitem(last=True)"),
     Mutant("an expert that is there is fetched again into a second slot", "if expert not in there]", "]"),
-    Mutant("experts that are there may be given away", "missing[: len(self._content) - len(there)]",
-           "missing[: len(self._content)]"),
+    Mutant("experts that are there may be given away", "missing[: len(self._slots) - len(there)]",
+           "missing[: len(self._slots)]"),
     Mutant("only the first experts arrive", "missing = missing[len(coming) :]", "missing = []"),
     Mutant("an expert that is used counts as unused", "            self._held.move_to_end(expert)\n",
            "            pass\n"),
@@ -183,8 +199,8 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
     edited.__dict__["__name__"] = "edited_experts"
     exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), edited.__dict__)
 
-    def fails(slots: int) -> bool:
-        with streamed(homes, slots, edited) as given, streamed(homes, slots) as right:
+    def fails(slots: int, shared: bool = False) -> bool:
+        with streamed(homes, slots, edited, shared=shared) as given, streamed(homes, slots, shared=shared) as right:
             try:
                 if wrong(homes, given, of(BEST[-1])):
                     return True
@@ -193,7 +209,7 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
             assert wrong(homes, right, of(BEST[-1])) == 0
             return [each.stats for each in given] != [each.stats for each in right]
 
-    assert any(map(fails, SLOTS))
+    assert any(map(fails, SLOTS)) or fails(5, shared=True)
 
 
 def test_a_resident_experts_place_is_its_number() -> None:

@@ -90,6 +90,7 @@ class PlacementFlags:
     device_memory: options.DeviceMemory = None
     link_gbps: options.LinkGbps = None
     link_bits: options.LinkBits = AUTO
+    cpu_experts: options.CpuExperts = None
 
 
 @dataclass(frozen=True, kw_only=True)

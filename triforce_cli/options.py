@@ -400,6 +400,16 @@ LinkGbps = Annotated[
     ),
 ]
 
+CpuExperts = Annotated[
+    int | None,
+    option(
+        "--cpu-experts",
+        "Layers whose experts the CPU runs, in a mixture of experts that does not fit; by default as the plan says.",
+        PLACEMENT,
+        metavar="LAYERS",
+        parser=whole,
+    ),
+]
 LinkBits = Annotated[
     str,
     option(

@@ -23,6 +23,7 @@ from offload import native
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
+from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.formats.stored import StoredMatrix, decode
 from offload.kernels import delta_cpu, experts_cpu
 from offload.kernels.device import NONE, DeviceKernels
@@ -124,7 +125,7 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
 def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """The same of a model whose layers may have heads of several sizes."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
-    if config.experts is not None and config.hidden_size % experts_cpu.ALIGNMENT:
+    if config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT:
         reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {config.hidden_size}"
         return DeviceKernels(reason=reason)
     return next((each for each in found if not each.usable), found[0])

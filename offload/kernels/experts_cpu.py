@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.config.block import Experts
+from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.kernels.experts import NO_SUM, ExpertHomes, Router
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, address, structure_of, widened_floats
@@ -20,7 +21,6 @@ from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
 
 MOST_ROWS = 512  # at a time
-ALIGNMENT = 16  # a row has whole multiples of so many numbers
 _LINE = 64  # bytes
 _Parts = list[tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each piece of scratch
 _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out meanwhile
@@ -68,7 +68,7 @@ def _total_bytes(parts: _Parts) -> int:
 def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype) -> _Parts:
     """The shapes and dtypes of scratch, ordered as `_run` takes them."""
     size, pairs = experts.network.size, num_rows * experts.used
-    lines = pairs + min(pairs, experts.count) * (ALIGNMENT - 1)
+    lines = pairs + min(pairs, experts.count) * (EXPERT_ALIGNMENT - 1)
     floats, integers = torch.float32, torch.int32
     return [
         ((lines, size), dtype), ((lines, hidden), dtype),
@@ -103,7 +103,7 @@ def _run(
     kernels: Library,
 ) -> None:
     network, first = experts.network, homes.bank.places[0]
-    assert rows.shape[1] % ALIGNMENT == 0
+    assert rows.shape[1] % EXPERT_ALIGNMENT == 0
     assert rows.is_contiguous()
     assert router.matrix.is_contiguous()
     assert router.matrix.dtype == torch.float32

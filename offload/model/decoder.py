@@ -30,6 +30,7 @@ from offload.model.sums import Due, OneRank, Sums
 from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.embedding import Embedding
+from offload.weights.experts import in_prefill
 from offload.weights.layers import ResidentLayers, Weights
 
 # Called with a block's first row and the block [n, hidden], the last layer's output; the block is overwritten later.
@@ -61,7 +62,8 @@ class Decoder:
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
         experts = weights.experts or (None,) * config.num_layers
-        self._operators = TorchLayers(config, self._sums, kernels.gated, experts, kernels.experts)
+        layers = partial(TorchLayers, config, self._sums, kernels.gated, run_experts=kernels.experts)
+        self._operators, self._prefill = layers(experts), layers([*map(in_prefill, experts)])
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
@@ -155,7 +157,7 @@ class Decoder:
                     if layer == 0:
                         self._embedded(ids[start : start + len(x)], x)
                     with self._due(x, [layer]):
-                        self._operators.run(layer, weights, x, _mixing(cache))
+                        self._prefill.run(layer, weights, x, _mixing(cache))
                     if on_hidden is not None and layer == num_layers - 1:
                         on_hidden(start, x)
                     poll()

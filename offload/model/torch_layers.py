@@ -14,6 +14,7 @@ from offload.kernels.device import Gated
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import normed_over_ranks, norms_over_ranks
+from offload.model.host_experts import HostMixes
 from offload.model.layer import Add, Attend, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.weights.layout import LayerWeights
@@ -36,6 +37,7 @@ class TorchLayers:
         self._config, self._sums, self._gated = config, sums, gated
         self._experts, self._run_experts = experts, run_experts
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
+        self._on_host = HostMixes()
 
     def run(
         self,
@@ -105,8 +107,11 @@ class TorchLayers:
         """The output of a mixture of experts for x [T, hidden]. beside: of the network beside it, [T, hidden]."""
         homes = self._experts[layer]
         assert homes is not None
+        beside = beside if step.adds else None
+        if homes.bank.content.device != x.device:
+            return self._on_host(layer, step, homes, x, beside, real)
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
-        return run(step.experts, step.router, homes, step.norm, x, beside if step.adds else None, real)
+        return run(step.experts, step.router, homes, step.norm, x, beside, real)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""

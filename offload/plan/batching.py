@@ -80,7 +80,7 @@ def _found(plan: Plan, sizing: Sizing, times: Times, number: int) -> _Found:
 
 def _placed(plan: Plan, sizing: Sizing, times: Times) -> Cost:
     capacity, composition = plan.request.capacity, plan.composition
-    return Cost(sizing, place(sizing, capacity, composition), capacity, composition, times)
+    return Cost(sizing, place(sizing, capacity, composition, plan.placement.cpu_experts), capacity, composition, times)
 
 
 def _problems(cost: Cost) -> Iterator[str]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from offload.formats.layout import CODE_BITS
 from offload.plan.bits import cache_problem, weights_problem
-from offload.plan.composition import Composition, compositions, finer
+from offload.plan.composition import PLAIN, Composition, compositions, finer
 from offload.plan.cost import Cost
+from offload.plan.expert_times import cpu_runs
+from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
 from offload.plan.sizing import Sizing
 
 WORTH_TRYING = 1.1  # times the best prediction: texts and machines differ from the average
+_WORTH_THE_CPU = 0.95  # times the seconds of a token whose experts the GPU runs
+_CPU_STEPS = 12  # numbers of layers with experts that are weighed for the CPU
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
@@ -24,21 +29,22 @@ def choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
     directly, too, and the proposer that suits a text is found during generation. An unused level costs only memory. On
     a GPU, where a budget displaces layers and tiles, more budgets near the planned one are weighed.
     """
-    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times))
+    cpu_experts = _cpu_experts(sizing, capacity, times)
+    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times, cpu_experts))
     fitting = _fitting(costs)
     if not fitting:
         return _smallest(costs), _smallest(costs)
     planned, part = _fastest(fitting)
     if sizing.hardware.is_cpu:
         return planned, part
-    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times)
+    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times, cpu_experts)
     return _fastest([*fitting, *_fitting(near)])
 
 
 def least_shortage(sizing: Sizing, capacity: int) -> str | None:
     """The memory that is short for `capacity` tokens with the smallest composition; None: some composition fits."""
-    tried = list[Cost]()
-    for cost in _placed(sizing, capacity, _candidates(sizing, capacity)):
+    tried, cpu_experts = list[Cost](), min(sizing.options.cpu_experts or 0, sizing.num_expert_layers)
+    for cost in _placed(sizing, capacity, _candidates(sizing, capacity), UNKNOWN, cpu_experts):
         if _fitting([cost]):
             return None
         tried.append(cost)
@@ -74,10 +80,41 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     )
 
 
-def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times = UNKNOWN) -> Iterator[Cost]:
+def _cpu_experts(sizing: Sizing, capacity: int, times: Times) -> int:
+    """The number of layers whose experts the CPU runs: the user's, or that with which a token is predicted to take the
+    least time, plain or as the target proposes to itself where the CPU runs none.
+
+    The CPU rounds in another order than a GPU, and a seed is to give the same text with every way to speculate. So the
+    number depends on the model, the memory and the machine, not on drafts and the options of levels.
+    """
+    asked, every, hardware = sizing.options.cpu_experts, sizing.num_expert_layers, sizing.hardware
+    if asked is not None or hardware.is_cpu or not cpu_runs(sizing.target, hardware):
+        return min(asked or 0, every)
+    own = replace(sizing, draft=None, options=_without_levels(sizing.options))
+    found = list(_placed(own, capacity, _candidates(own, capacity, times), times, 0))
+    if not any(cost.placement.expert_slots for cost in found):
+        return 0
+    best = min(_fitting(found) or found, key=lambda cost: cost.per_token).composition
+
+    def seconds(number: int) -> float:
+        return min(cost.per_token for cost in _placed(own, capacity, (PLAIN, best), times, number))
+
+    number = min(sorted({every * step // _CPU_STEPS for step in range(_CPU_STEPS + 1)}), key=seconds)
+    return number if seconds(number) < _WORTH_THE_CPU * seconds(0) else 0
+
+
+def _without_levels(options: Options) -> Options:
+    """The options of places alone."""
+    kept = ("context", "device", "gpus", "dtype", "offload", "device_memory", "link_gbps", "link_bits")
+    return Options(**{name: getattr(options, name) for name in kept})
+
+
+def _placed(
+    sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times, cpu_experts: int
+) -> Iterator[Cost]:
     """Compositions in their placements, priced lazily. Proposing over the whole exact cache is left out if that cache
     would cross a link."""
-    costs = (Cost(sizing, place(sizing, capacity, each), capacity, each, times) for each in found)
+    costs = (Cost(sizing, place(sizing, capacity, each, cpu_experts), capacity, each, times) for each in found)
     return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
 
 

@@ -111,7 +111,7 @@ class Cost(Passes):
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longer of computation with its sums, block by block, and the
         link; and the wait for experts."""
-        return max(self.full_computed(rows, masses=masses), self.full_link_seconds) + self.fetching(rows)
+        return max(self.full_computed(rows, masses=masses), self.full_link_seconds) + self.awaiting_experts(rows)
 
     def full_computed(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache without waits for the link."""

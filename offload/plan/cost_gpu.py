@@ -11,7 +11,7 @@ from functools import cached_property
 from offload.config.next_token import read_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
-from offload.plan.routing import layers_read_bytes
+from offload.plan.routing import layers_read_bytes, layers_wanted_bytes
 
 NCCL = SumCosts(4e-5, 0, 3e9)  # published, for GPUs connected through host memory only (docs/memory.md)
 _KERNEL_REFRESH = 0.5  # of the read rate, for a kernel that chooses and fetches the retrieval cache's chunks
@@ -154,7 +154,9 @@ class GpuPasses(DevicePasses):
         """Seconds of reading the exact weights for a block of a pass of `rows` rows."""
         sizing = self.passes.sizing
         of_block = min(rows, sizing.most_rows)
-        return (sizing.embedding_bytes + layers_read_bytes(sizing.shard, sizing.itemsize, of_block)) / self._rate
+        read = layers_read_bytes(sizing.shard, sizing.itemsize, of_block)
+        by_cpu = self.passes.share_on_cpu * layers_wanted_bytes(sizing.shard, sizing.itemsize, of_block)
+        return (sizing.embedding_bytes + read - by_cpu) / self._rate
 
     def _own_weights(self, rows: int) -> float:
         """Seconds of reading the weights with which the target proposes to itself, for `rows` rows."""

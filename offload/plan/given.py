@@ -79,7 +79,7 @@ def plan_again(
     before = capacity - max_tokens
     sized(target, draft, _pinning(plan, options), hardware, before, max_tokens, [])  # checks the options
     _, sizing = sized(target, draft, replace(options, context=capacity), hardware, before, max_tokens, [])
-    cost = Cost(sizing, place(sizing, capacity, composition), capacity, composition)
+    cost = Cost(sizing, place(sizing, capacity, composition, plan.placement.cpu_experts), capacity, composition)
     check_link(options, cost.placement)
     for problem in _problems(plan, cost):
         raise DoesNotFit(f"the plan of --plan {problem}; leave out --plan for one that suits this machine")
@@ -110,6 +110,7 @@ def _decided(plan: Plan) -> dict[str, object]:
         "lookup": composition.lookup,
         "speculation": composition.gamma > 0,
         "masses": composition.mass_chunk is not None,
+        "cpu_experts": plan.placement.cpu_experts,
         "dtype": request.dtype,
         "gpus": request.num_devices,
     }

@@ -19,10 +19,11 @@ class Options:
     gpus: number of devices (on a CPU, of processes) that run the model together; None: all. gamma, draft_gamma: fixed
     lengths; None adapts them to the text. offload: the parts that may be kept on the host. On a CPU device and host are
     one memory, so all of the named parts are offloaded, unless device_memory limits the bytes on the "device".
-    link_gbps: rate of a CPU's emulated link. weight_bits, kv_bits: of the weights and of the keys and values with which
-    the target proposes to itself: 16 or 4, and for weights also 6. link_bits: of a cached number or a weight that
-    crosses the link: 16, or 12 for lossless packing, which becomes a residual of 9 or 8 bits if the number's code in 4
-    or 6 bits is on the device. masses: the target's passes record their attention to each part of the text.
+    link_gbps: rate of a CPU's emulated link. cpu_experts: number of layers whose experts the CPU runs. weight_bits,
+    kv_bits: of the weights and of the keys and values with which the target proposes to itself: 16 or 4, and for
+    weights also 6. link_bits: of a cached number or a weight that crosses the link: 16, or 12 for lossless packing,
+    which becomes a residual of 9 or 8 bits if the number's code in 4 or 6 bits is on the device. masses: the target's
+    passes record their attention to each part of the text.
     """
 
     context: int | None = None
@@ -41,6 +42,7 @@ class Options:
     offload: frozenset[str] | None = None
     device_memory: float | None = None
     link_gbps: float | None = None
+    cpu_experts: int | None = None
     speculation: bool = True
     lookup: bool = True
     masses: bool = False
@@ -52,6 +54,7 @@ class Options:
         _within("gamma", self.gamma, 0, 255)
         _within("draft-gamma", self.draft_gamma, 0, 64)
         _within("gpus", self.gpus, 1, MAX_RANKS)
+        _within("cpu-experts", self.cpu_experts, 0, 4096)
         _within("sinks", self.sinks, 0, 4096)
         _within("window", self.window, 1, 2**20)
         if self.chunk is not None and PAGE_TOKENS % self.chunk:

@@ -6,7 +6,6 @@ Measured times are kept in the file of rates, by machine, threads, shapes, dtype
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -14,25 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.model import ModelConfig
-from offload.fields import Kind, fields_of, list_of, number, whole
+from offload.fields import Kind, fields_of, number, whole
+from offload.plan.curves import CURVE, KERNELS_NAME, ROWS, SECONDS, at
+from offload.plan.expert_times import ExpertTimes, experts_record
 from offload.plan.machine import KERNELS
 from offload.plan.rates import Rates, change_records, read_records
 from offload.plan.routing import read_bytes
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 _CURVES = ("fixed", "layer", "token", "near_token")
 _CODED = "coded_token"
-_SECONDS = number(1e-15, 1e6)  # plausible seconds, so that a quotient is finite
-_CURVE = list_of(_SECONDS, length=len(ROWS))
 _KINDS = {  # of the fields of a record
-    **dict.fromkeys(_CURVES, _CURVE),
+    **dict.fromkeys(_CURVES, CURVE),
     **dict.fromkeys(("num_tokens", "num_near"), whole()),
-    **dict.fromkeys(("prefill_row", "prefill_pair"), _SECONDS),
+    **dict.fromkeys(("prefill_row", "prefill_pair"), SECONDS),
     "mass_share": number(0, 10),
-    "kernels": Kind("a name", lambda value: isinstance(value, str) and value != ""),
-    _CODED: Kind("a list", lambda value: value == [] or _CURVE.fits(value)),
+    "kernels": KERNELS_NAME,
+    _CODED: Kind("a list", lambda value: value == [] or CURVE.fits(value)),
 }
 
 _PASS_SECONDS = 3e-4  # Python of a pass outside its layers, the draw and the check of drafted tokens
@@ -85,21 +83,21 @@ class PassTimes:
         """Seconds of a pass of `rows` rows over `num_tokens` cached tokens in each of `num_layers` layers. coded: the
         tokens have 4 bits a number; if that was not measured, in proportion to the bits. sequences: number of sequences
         in the pass, each with these rows and tokens. beside: further exact tokens."""
-        token = _at(self.coded_token, rows) if coded and self.coded_token else self._token(num_tokens, rows)
+        token = at(self.coded_token, rows) if coded and self.coded_token else self._token(num_tokens, rows)
         if coded and not self.coded_token:
             token *= _CODED_SHARE
         attended = num_tokens * token * (1.0 + self.mass_share * masses) + beside * self._token(beside, rows)
         more, all_rows = sequences - 1, sequences * rows
         fixed, layer = (
-            _at(self.fixed, all_rows) + more * _PASS_SECONDS,
-            _at(self.layer, all_rows) + more * _CALL_SECONDS,
+            at(self.fixed, all_rows) + more * _PASS_SECONDS,
+            at(self.layer, all_rows) + more * _CALL_SECONDS,
         )
         return fixed + num_layers * (layer + sequences * attended)
 
     def _token(self, num_tokens: float, rows: int) -> float:
         """Seconds of attention of one layer per token, among `num_tokens` tokens: longer if the CPU's caches keep fewer
         of them."""
-        near, far = _at(self.near_token, rows), _at(self.token, rows)
+        near, far = at(self.near_token, rows), at(self.token, rows)
         between = (num_tokens - self.num_near) / max(self.num_tokens - self.num_near, 1)
         return near + (far - near) * min(max(between, 0.0), 1.0)
 
@@ -111,11 +109,12 @@ class PassTimes:
 @dataclass(frozen=True)
 class Times:
     """The measured pass times of a request's models; None: not measured. coded: of the target with quantised weights,
-    by bits, as far as measured."""
+    by bits, as far as measured. experts: of the target's, run by the CPU for a GPU."""
 
     target: PassTimes | None = None
     draft: PassTimes | None = None
     coded: Mapping[int, PassTimes] = field(default_factory=dict)
+    experts: ExpertTimes | None = None
 
 
 UNKNOWN = Times()
@@ -187,14 +186,16 @@ def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, 
     """Add the times `measured`, by `key_of`, to the file of rates, and return its path. Times of the same kernels that
     another process stored meanwhile stay, since plans may already follow from them. OSError.
 
-    anew: replace existing times, and drop the other models of this device, since the machine may have changed.
+    anew: replace existing times, and drop the other models of this device and the times of experts, since the machine
+    may have changed.
     """
 
     def change(records: dict[str, Any]) -> dict[str, Any]:
         known = records.get(_passes(device))
         models = known if isinstance(known, dict) and not anew else {}
         missing = {key: asdict(times) for key, times in measured.items() if not _is_of(models.get(key), times.kernels)}
-        return records | {_passes(device): models | missing}
+        kept = {name: each for name, each in records.items() if not (anew and name == experts_record(device))}
+        return kept | {_passes(device): models | missing}
 
     return change_records(machine, change)
 
@@ -217,13 +218,3 @@ def _times(record: object) -> PassTimes | None:
     except ValueError:
         return None
     return PassTimes(**values | {name: tuple(values[name]) for name in (*_CURVES, _CODED)})
-
-
-def _at(curve: tuple[float, ...], rows: int) -> float:
-    """The value of a curve at `rows`: linear between the points of `ROWS`, proportional beyond the last one."""
-    if rows >= ROWS[-1]:
-        return curve[-1] * rows / ROWS[-1]
-    after = max(bisect_left(ROWS, rows), 1)
-    below, above = ROWS[after - 1 : after + 1]
-    low, high = curve[after - 1 : after + 1]
-    return low + (high - low) * (rows - below) / (above - below)

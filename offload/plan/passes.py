@@ -10,6 +10,7 @@ from functools import cached_property
 from offload.config.model import ModelConfig
 from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition
+from offload.plan.expert_times import ExpertTimes, estimated
 from offload.plan.hardware import Hardware
 from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement
@@ -50,6 +51,7 @@ def graph_levels(
     return tuple(name for name in composition.levels if runs[name])
 
 
+CPU_TURN = 1e-4  # seconds in which a layer's rows go to the host and come back, beside the CPU's work: estimated
 NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated
 
 
@@ -162,11 +164,28 @@ class Passes:
         """Bytes of experts over each device's link in a pass of `rows` rows of each sequence."""
         if not (slots := self.placement.expert_slots):
             return 0.0
-        return layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows, slots)
+        wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows, slots)
+        return wanted * (1.0 - self.share_on_cpu)
 
-    def fetching(self, rows: int) -> float:
-        """Seconds of fetching experts in a pass: which ones a layer's router says, so layers wait for them."""
-        return self.missed_bytes(rows) / self.link_rate
+    @property
+    def share_on_cpu(self) -> float:
+        """The share of the layers with experts whose experts the CPU runs."""
+        return self.placement.cpu_experts / max(self.sizing.num_expert_layers, 1)
+
+    def awaiting_experts(self, rows: int) -> float:
+        """Seconds in which layers wait for experts in a pass, since only a layer's router says which ones: until they
+        have crossed the link, or until the CPU has run them. On a CPU that is part of a pass anyway."""
+        fetching = self.missed_bytes(rows) / self.link_rate
+        if self.sizing.hardware.is_cpu or not self.placement.cpu_experts:
+            return fetching
+        each = CPU_TURN + self._expert_times.of(self.num_sequences * rows) / self.sizing.hardware.num_hosts
+        return fetching + self.placement.cpu_experts * each
+
+    @cached_property
+    def _expert_times(self) -> ExpertTimes:
+        """The seconds of a layer's experts by all cores of a host."""
+        sizing = self.sizing
+        return self.times.experts or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
 
 
 @dataclass(frozen=True)
@@ -241,4 +260,4 @@ class DevicePasses(ABC):
         if self.passes.proposes_quantised:
             return seconds
         streamed = self.passes.streamed_weights / self.passes.link_rate
-        return max(seconds + self.restoring, streamed) + self.passes.fetching(rows)
+        return max(seconds + self.restoring, streamed) + self.passes.awaiting_experts(rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
@@ -25,7 +26,8 @@ class Placement:
 
     offload: the parts, "weights" or "kv", that may be on the host. resident_layers, resident_tiles: the number of
     layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: of
-    each layer, for experts on the device; 0 if all are there. The rest crosses the link. Bytes are by
+    each layer, for experts on the device; 0 if all are there. cpu_experts: the number of layers whose experts the CPU
+    runs in a pass, the last ones that have some. The rest crosses the link. Bytes are by
     purpose: of the first device, of each other device if there are several, and of all ranks on the hosts. They are for
     all sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
@@ -50,6 +52,7 @@ class Placement:
     window_pages: int = 0  # per layer with a window, sequence and device
     checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
     expert_slots: int = field(default=0, metadata={LATER: True})  # on each device
+    cpu_experts: int = field(default=0, metadata={LATER: True})
     embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -65,13 +68,14 @@ class Placement:
         return sum(self.host_bytes.values())
 
 
-def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
+def place(sizing: Sizing, capacity: int, composition: Composition, cpu_experts: int = 0) -> Placement:
     """The placement that offloads least: the parts that the user named, else nothing, the KV cache, or weights too.
+    cpu_experts: see `Placement`, where experts are on the host.
 
     It may exceed the machine's memory, see `shortage`.
     """
     if sizing.options.offload is not None:
-        return _fill(sizing, capacity, composition, sizing.options.offload)
+        return _fill(sizing, capacity, composition, sizing.options.offload, cpu_experts)
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
     if sizing.num_experts:  # of which a token reads a few, while it reads all of its cache
         choices[1] = frozenset({"weights"})
@@ -81,10 +85,10 @@ def place(sizing: Sizing, capacity: int, composition: Composition) -> Placement:
         choices = choices[:1]  # one memory: offloading frees nothing
     for offload in choices[:-1]:
         if _least_device_bytes(sizing, capacity, offload) <= device_room(sizing):
-            placement = _fill(sizing, capacity, composition, offload)
+            placement = _fill(sizing, capacity, composition, offload, cpu_experts)
             if shortage(sizing, placement) is None:
                 return placement
-    return _fill(sizing, capacity, composition, choices[-1])
+    return _fill(sizing, capacity, composition, choices[-1], cpu_experts)
 
 
 def _least_device_bytes(sizing: Sizing, capacity: int, offload: frozenset[str]) -> int:
@@ -120,7 +124,9 @@ def device_room(sizing: Sizing) -> int:
     return free if cap is None else min(free, int(cap * 1e9))
 
 
-def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str]) -> Placement:
+def _fill(
+    sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str], cpu_experts: int
+) -> Placement:
     """The placement with as much on the device as fits; the parts in `offload` may be on the host. Layers are counted
     once for the model, tiles for each sequence."""
     num_layers, growing, count = sizing.target.num_layers, sizing.num_growing, sizing.num_tiles(capacity)
@@ -140,9 +146,11 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         return sizing.of_all({"arena": arena, "kv cache": tiles * tile})
 
     least_slots = min(LEAST_SLOTS, sizing.num_experts) if "weights" in offload else 0
+    cpu_experts = cpu_experts if least_slots else 0
+    slots_bytes = partial(sizing.slots_bytes, cpu_experts=cpu_experts)
 
     def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots) -> dict[str, int]:
-        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots * sizing.slot_bytes}
+        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots_bytes(slots)}
         sizes["target experts"] = 0 if slots else sizing.experts_bytes
         sizes["target embeddings"] -= table
         if "weights" in offload:
@@ -165,18 +173,18 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     if slots:
         least_tiles = 0 if "kv" in offload else tiles
         others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes
-        slots = max(slots, most(sizing.num_experts, others, lambda number: number * sizing.slot_bytes))
+        slots = max(slots, most(sizing.num_experts, others, slots_bytes))
     if "kv" in offload:
-        beside = sum(device(layers, 0, slots=slots).values()) - slots * sizing.slot_bytes
+        beside = sum(device(layers, 0, slots=slots).values()) - slots_bytes(slots)
 
         def most_tiles(slots: int) -> int:
-            others = beside - sum(of_tiles(0).values()) + slots * sizing.slot_bytes
+            others = beside - sum(of_tiles(0).values()) + slots_bytes(slots)
             return most(growing * count, others, lambda number: sum(of_tiles(number).values()))
 
         def streamed(slots: int) -> int:
             return (growing * count - most_tiles(slots)) * tile
 
-        slots = _best_slots(sizing, composition, least_slots, slots, streamed) if slots else 0
+        slots = _best_slots(sizing, composition, least_slots, slots, streamed, cpu_experts) if slots else 0
         tiles = most_tiles(slots)
     devices = sizing.num_devices
     of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
@@ -211,18 +219,22 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         weight_link_bits=weight_bits,
         staging_tiles=NUM_STAGING,
         expert_slots=slots,
+        cpu_experts=cpu_experts,
         embeds_on_host=table > 0,
     )
 
 
-def _best_slots(sizing: Sizing, composition: Composition, least: int, most: int, streamed: Callable[[int], int]) -> int:
+def _best_slots(
+    sizing: Sizing, composition: Composition, least: int, most: int, streamed: Callable[[int], int], cpu_experts: int
+) -> int:
     """The number of expert slots with which the fewest bytes cross the link in a round: experts in every pass with the
     target's weights, the cache once. streamed: bytes of the cache beside so many slots."""
     drafted = composition.gamma if composition.inner is not None else 0
+    share = 1.0 - cpu_experts / sizing.num_expert_layers
 
     def crossing(slots: int) -> float:
         of_row, of_rows = (layers_wanted_bytes(sizing.shard, sizing.itemsize, rows, slots) for rows in (1, drafted + 1))
-        return drafted * of_row + of_rows + streamed(slots)
+        return share * (drafted * of_row + of_rows) + streamed(slots)
 
     tried = [least + (most - least) * step // _SPLITS for step in range(_SPLITS + 1)]
     return min(reversed(tried), key=crossing)

@@ -19,6 +19,7 @@ from offload.plan.bits import ALL_WINDOWS, check_quantised
 from offload.plan.choice import choose, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
+from offload.plan.expert_times import cpu_runs
 from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.pass_times import UNKNOWN, Times, key_of
@@ -189,6 +190,7 @@ def sized(
     check_quantised(sizing)
     _check_draft(draft)
     _check_windows(sizing)
+    _check_cpu_experts(sizing)
     if options.link_gbps is not None and not hardware.is_cpu:
         raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
     return capacity, sizing
@@ -219,6 +221,15 @@ def _check_windows(sizing: Sizing) -> None:
         raise UsageError(f"offload names kv: {ALL_WINDOWS}; try --offload weights")
 
 
+def _check_cpu_experts(sizing: Sizing) -> None:
+    """Raise UsageError where the CPU is to run experts and cannot, or where there are none."""
+    asked, target = sizing.options.cpu_experts, sizing.target
+    if asked and target.experts is None:
+        raise UsageError(f"cpu-experts is {asked} and the model has no experts; leave out --cpu-experts")
+    if asked and not cpu_runs(target, sizing.hardware):
+        raise UsageError(f"cpu-experts is {asked} and this CPU has no kernels for them; triforce doctor says why")
+
+
 def _without_speculation(sizing: Sizing) -> Sizing:
     return replace(sizing, options=replace(sizing.options, speculation=False))
 
@@ -227,7 +238,14 @@ def _unused(options: Options, cost: Cost) -> list[str]:
     """The user's options that have no effect in this plan."""
     composition = cost.composition
     weight_bits, kv_bits = (None if bits == 16 else bits for bits in (options.weight_bits, options.kv_bits))
+    used = cost.placement.cpu_experts
     pairs = (
+        (
+            "cpu-experts",
+            options.cpu_experts,
+            used,
+            "no experts are on the host; --offload weights would leave them there",
+        ),
         ("gamma", options.gamma, composition.gamma, "nothing is drafted"),
         ("draft-gamma", options.draft_gamma, composition.draft_gamma, "nothing is drafted for a retrieval level"),
         ("budget", options.budget, composition.budget, "there is no retrieval level"),

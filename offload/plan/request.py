@@ -10,6 +10,7 @@ from offload.config.reading import draft_config, read_config
 from offload.formats.layout import CODE_BITS
 from offload.interrupts import poll
 from offload.plan.batching import plan_together
+from offload.plan.expert_times import cpu_runs, load_expert_times, with_experts
 from offload.plan.given import plan_again
 from offload.plan.hardware import Hardware, probe, rates_key
 from offload.plan.machine import machine_name
@@ -49,9 +50,10 @@ class Request:
         return cls(*configs, options, hardware).with_known_times()
 
     def with_known_times(self) -> Request:
-        """The request with the stored pass times, which exist for CPUs only."""
+        """The request with the stored times, which are of CPUs: of passes, or of the experts that a GPU may leave to
+        the CPU."""
         if not self.hardware.is_cpu:
-            return self
+            return replace(self, times=self._times_of_experts())
 
         def known(config: ModelConfig, bits: int = 16) -> PassTimes | None:
             return load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype, bits))
@@ -59,6 +61,16 @@ class Request:
         draft = None if self.draft is None else known(self.draft)
         coded = {bits: times for bits in CODE_BITS if (times := known(self.target, bits)) is not None}
         return replace(self, times=Times(known(self.target), draft, coded))
+
+    def _times_of_experts(self) -> Times:
+        if not cpu_runs(self.target, self.hardware):
+            return UNKNOWN
+        return Times(experts=load_expert_times(machine_name(), rates_key("cpu"), self.experts_key))
+
+    @property
+    def experts_key(self) -> str:
+        """The key of the stored times of the target's experts."""
+        return key_of(with_experts(self.target), self.dtype)
 
     @property
     def dtype(self) -> str:

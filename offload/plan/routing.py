@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 
 from offload.config.block import Experts
 from offload.config.model import ModelConfig
 
+SHARED_SLOTS = 16  # of the layers whose experts the CPU runs, in a prefill
 _ALIKE = 0.7  # rows of a text choose like so many independent ones, as a power (docs/memory.md)
 
 
@@ -57,6 +59,12 @@ def layers_wanted_bytes(model: ModelConfig, dtype_bytes: int, rows: int, slots: 
         for kind, number in model.kinds
         if kind.block.experts
     )
+
+
+def cpu_layers(model: ModelConfig, number: int) -> Sequence[int]:
+    """The layers whose experts the CPU runs: the last `number` of those that have experts."""
+    own = [layer for layer, block in enumerate(model.blocks) if block.experts is not None]
+    return own[len(own) - number :] if number else ()
 
 
 def layers_read_bytes(model: ModelConfig, dtype_bytes: int, rows: int) -> float:

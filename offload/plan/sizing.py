@@ -13,7 +13,7 @@ from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_byte
 from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
-from offload.plan.routing import layers_read_bytes, read_bytes
+from offload.plan.routing import SHARED_SLOTS, layers_read_bytes, read_bytes
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, held_rows, level_bytes, num_checkpoints
 
@@ -243,10 +243,28 @@ class Sizing:
         """Bytes of the experts of all layers, on each device or for it on the host."""
         return self.shard.all_layers(lambda layer: layer.experts_bytes(self.itemsize))
 
+    def slots_bytes(self, slots: int, cpu_experts: int) -> int:
+        """Bytes of slots for experts on each device: so many of each layer, but for the layers whose experts the CPU
+        runs, which share a few."""
+        apart = self._first_experts[max(self.num_expert_layers - cpu_experts, 0)]
+        shared = min(SHARED_SLOTS, self.num_experts) if slots and cpu_experts else 0
+        return slots * apart + shared * self.largest_expert_bytes
+
     @cached_property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot for an expert in each layer that has some, on each device."""
-        return self.shard.all_layers(lambda layer: layer.expert_bytes(self.itemsize))
+    def _first_experts(self) -> list[int]:
+        """Bytes of one expert of each of the first layers that have some, by their number."""
+        sizes = {kind.block: kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds}
+        return [*accumulate(filter(None, (sizes[block] for block in self.shard.blocks)), initial=0)]
+
+    @cached_property
+    def largest_expert_bytes(self) -> int:
+        """Bytes of the largest expert, on each device."""
+        return max(kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """The number of layers that have experts."""
+        return len(self._first_experts) - 1
 
     @property
     def num_experts(self) -> int:

@@ -1,9 +1,10 @@
-"""The experts of a layer: resident on the device, or on the host, from where they cross the link into a few slots."""
+"""The experts of a layer: resident on the device; on the host, from where they cross the link into a few slots; or on
+the host, where the CPU runs them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix
 from offload.metrics import ExpertStats
+from offload.plan.routing import SHARED_SLOTS, cpu_layers
 from offload.plan.shards import ALONE, Shard
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier, sent
@@ -25,6 +27,7 @@ from offload.weights.tensors import expert_sources
 
 _MATRICES = ("gate", "up", "down")
 _AT_ONCE = 8  # experts that are used together as they arrive
+Expert = tuple[int, int]  # its layer, and its number there
 
 
 def layout_of(config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
@@ -97,58 +100,40 @@ class ResidentExperts:
         yield self._places
 
 
-class StreamedExperts:
-    """A layer's experts on the host, and its slots on the device: an expert that is not there takes the slot of the
-    least recently used one. Layers have slots of their own, since they come in turns: where a pass wants more than all
-    slots hold, slots that layers shared would have lost every expert when its layer comes again."""
+class ExpertSlots:
+    """Slots for experts on the device, of one layer or shared by several: an expert that is in none of them takes that
+    of the least recently used one."""
 
-    def __init__(self, homes: Tensor, content: Tensor, layout: LayerLayout, link: Link) -> None:
-        """homes: uint8 [experts, layout.num_bytes] on the host. content: uint8 [slots, layout.num_bytes] on the
-        device."""
-        self.bank, self.stats = bank_of(layout, content), ExpertStats()
-        self._homes, self._content, self._link = homes, content, link
-        self._held = OrderedDict[int, int]()  # expert -> slot, the least recently used first
+    def __init__(self, content: Tensor, link: Link) -> None:
+        """content: uint8 [slots, bytes of the largest expert] on the device."""
+        self.content, self._link = content, link
+        self._held = OrderedDict[Expert, int]()  # expert -> slot, the least recently used first
         self._free = [*range(len(content))]
         self._arriving = dict[int, Event]()  # by slot: copies that no computation has waited for
 
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
-        """See `ExpertHomes`: first the experts that are there, while the others cross the link; then of these, a few at
-        a time."""
-        for slots in self._batches(chosen.cpu().unique().tolist()):
-            places = torch.full((len(self._homes),), -1, dtype=torch.int32)
-            places[list(slots)] = torch.tensor([*slots.values()], dtype=torch.int32)
-            yield sent(places, self._content.device)
+    def __len__(self) -> int:
+        return len(self.content)
 
-    def _batches(self, chosen: Sequence[int]) -> Iterator[dict[int, int]]:
-        """The slots of the experts of each batch."""
-        wanted = [expert for expert in chosen if expert < len(self._homes)]
-        there = {expert: self._held[expert] for expert in wanted if expert in self._held}
-        missing = [expert for expert in wanted if expert not in there]
-        self.stats += ExpertStats(len(there), len(missing), len(missing) * self._homes.shape[1])
+    def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
+        """The slots of those of the experts that are there. They count as used now."""
+        there = {expert: self._held[expert] for expert in experts if expert in self._held}
         for expert in there:
             self._held.move_to_end(expert)
-        coming = self._fetch(missing[: len(self._content) - len(there)])
-        if there:
-            yield self._arrived(there)
-        while missing:
-            for group in _in_groups(coming):
-                yield self._arrived(group)
-            missing = missing[len(coming) :]
-            coming = self._fetch(missing[: len(self._content)])  # whose experts have been used
+        return there
 
-    def _fetch(self, experts: Sequence[int]) -> dict[int, int]:
-        """Begin to fetch experts that are not there, as many as there are slots: their slots. Each copy waits for all
-        computation issued so far, since that may read the slot."""
-        found = dict[int, int]()
-        for expert in experts:
+    def fetch(self, experts: Mapping[Expert, Tensor]) -> dict[Expert, int]:
+        """Begin to fetch experts that are not there from their homes, as many as there are slots: their slots. Each
+        copy waits for all computation issued so far, since that may read the slot."""
+        found = dict[Expert, int]()
+        for expert, home in experts.items():
             slot = self._free.pop() if self._free else self._held.popitem(last=False)[1]
             self._free.append(slot)  # should the copy fail
             after = (self._link.record(),)
-            self._arriving[slot] = self._link.to_device(self._content[slot], self._homes[expert], after)
+            self._arriving[slot] = self._link.to_device(self.content[slot, : len(home)], home, after)
             self._held[expert] = found[expert] = self._free.pop()
         return found
 
-    def _arrived(self, slots: dict[int, int]) -> dict[int, int]:
+    def arrived(self, slots: dict[Expert, int]) -> dict[Expert, int]:
         """The same slots; computation issued from now on runs after their copies."""
         for slot in slots.values():
             if (event := self._arriving.get(slot)) is not None:
@@ -157,11 +142,58 @@ class StreamedExperts:
         return slots
 
 
-def _in_groups(slots: dict[int, int]) -> Iterator[dict[int, int]]:
+class StreamedExperts:
+    """A layer's experts on the host, from where they cross the link to slots. A layer has slots of its own for passes,
+    since layers come in turns: where a pass wants more than all slots hold, slots that layers shared would have lost
+    every expert when its layer comes again."""
+
+    def __init__(self, homes: Tensor, slots: ExpertSlots, layout: LayerLayout, layer: int = 0) -> None:
+        """homes: uint8 [experts, layout.num_bytes] on the host. layer: its number, other than that of each layer with
+        the same slots."""
+        self.bank, self.stats = bank_of(layout, slots.content), ExpertStats()
+        self._homes, self._slots, self._layer = homes, slots, layer
+
+    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        """See `ExpertHomes`: first the experts that are there, while the others cross the link; then of these, a few at
+        a time."""
+        for slots in self._batches(chosen.cpu().unique().tolist()):
+            places = torch.full((len(self._homes),), -1, dtype=torch.int32)
+            places[[number for _, number in slots]] = torch.tensor([*slots.values()], dtype=torch.int32)
+            yield sent(places, self._slots.content.device)
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[dict[Expert, int]]:
+        """The slots of the experts of each batch."""
+        wanted = [(self._layer, number) for number in chosen if number < len(self._homes)]
+        there = self._slots.used(wanted)
+        missing = [expert for expert in wanted if expert not in there]
+        self.stats += ExpertStats(len(there), len(missing), len(missing) * self._homes.shape[1])
+        coming = self._fetch(missing[: len(self._slots) - len(there)])
+        if there:
+            yield self._slots.arrived(there)
+        while missing:
+            for group in _in_groups(coming):
+                yield self._slots.arrived(group)
+            missing = missing[len(coming) :]
+            coming = self._fetch(missing[: len(self._slots)])  # whose experts have been used
+
+    def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
+        return self._slots.fetch({expert: self._homes[expert[1]] for expert in experts})
+
+
+def _in_groups(slots: dict[Expert, int]) -> Iterator[dict[Expert, int]]:
     """Some experts at a time, so that the first ones are used while the others arrive."""
     every = [*slots.items()]
     for first in range(0, len(every), _AT_ONCE):
         yield dict(every[first : first + _AT_ONCE])
+
+
+class HostExperts(ResidentExperts):
+    """A layer's experts on the host, where the CPU runs them in a pass. in_prefill: the same experts in a prefill,
+    whose many rows run on the device."""
+
+    def __init__(self, bank: Bank, in_prefill: StreamedExperts) -> None:
+        super().__init__(bank)
+        self.in_prefill = in_prefill
 
 
 def load_experts(
@@ -174,12 +206,20 @@ def load_experts(
     link: Link | None,
     slots: int,
     on_bytes: Callable[[int], None],
+    on_cpu: int = 0,
     shard: Shard = ALONE,
 ) -> tuple[ExpertHomes | None, ...]:
     """The experts of each layer of the whole model `config`, () if no layer has any: on the device, or, if `slots` is
-    not 0, on the host, from where they cross `link` to so many slots of each layer. See `load_weights`."""
+    not 0, on the host, from where they cross `link` to so many slots of each layer. on_cpu: the number of layers whose
+    experts the CPU runs, see `cpu_layers`; in a prefill they share SHARED_SLOTS slots. See `load_weights`."""
     own = shard.config(config)
     layouts = {kind.block: layout_of(kind, dtype) for kind, _ in own.kinds if kind.block.experts is not None}
+    of_cpu = cpu_layers(own, on_cpu)
+
+    def made_slots(count: int, num_bytes: int) -> ExpertSlots:
+        assert link is not None
+        content = memory.allocate((count, num_bytes), torch.uint8, tier="device", purpose="expert slots")
+        return ExpertSlots(content, link)
 
     def of_layer(index: int, block: Block) -> ExpertHomes | None:
         if block.experts is None:
@@ -190,12 +230,19 @@ def load_experts(
         on_bytes(content.nbytes)
         if not slots:
             return ResidentExperts(bank_of(layout, content))
-        assert link is not None
-        shape = min(slots, count), layout.num_bytes
-        on_device = memory.allocate(shape, torch.uint8, tier="device", purpose="expert slots")
-        return StreamedExperts(content, on_device, layout, link)
+        if index in of_cpu:
+            assert shared is not None
+            return HostExperts(bank_of(layout, content), StreamedExperts(content, shared, layout, index))
+        return StreamedExperts(content, made_slots(min(slots, count), layout.num_bytes), layout, index)
 
+    largest = max((layout.num_bytes for layout in layouts.values()), default=0)
+    shared = made_slots(min(SHARED_SLOTS, own.experts.count), largest) if own.experts and of_cpu else None
     return tuple(of_layer(index, block) for index, block in enumerate(own.blocks)) if layouts else ()
+
+
+def in_prefill(homes: ExpertHomes | None) -> ExpertHomes | None:
+    """The same experts as a prefill uses them."""
+    return homes.in_prefill if isinstance(homes, HostExperts) else homes
 
 
 def _tier(slots: int) -> Tier:

@@ -22,7 +22,7 @@ from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
-from offload.weights.experts import StreamedExperts, load_experts
+from offload.weights.experts import StreamedExperts, in_prefill, load_experts
 from offload.weights.fp16 import check_range
 from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker
 from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
@@ -192,8 +192,8 @@ class Weights:
 
     @property
     def streamed_experts(self) -> list[StreamedExperts]:
-        """The experts of the layers whose experts are on the host."""
-        return [each for each in self.experts if isinstance(each, StreamedExperts)]
+        """The experts that cross the link, those that do so in a prefill only among them."""
+        return [each for each in map(in_prefill, self.experts) if isinstance(each, StreamedExperts)]
 
 
 def load_weights(
@@ -208,13 +208,15 @@ def load_weights(
     num_staging: int = NUM_STAGING,
     link_bits: int = 16,
     expert_slots: int = 0,
+    cpu_experts: int = 0,
     embeds_on_host: bool = False,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
     """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
-    Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0.
+    Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0;
+    those of `cpu_experts` layers are run by the CPU.
     The embedding's table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the
     head.
 
@@ -293,6 +295,7 @@ def load_weights(
         name=name,
         link=link,
         slots=expert_slots,
+        on_cpu=cpu_experts,
         on_bytes=on_bytes,
         shard=shard,
     )

@@ -26,7 +26,7 @@ from offload.decode.warp import warp
 from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
 from offload.formats.stored import StoredMatrix
 from offload.interrupts import poll
-from offload.kernels.cpu import of_model
+from offload.kernels.cpu import kernels, of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import ScoringWeights, scorings
@@ -38,20 +38,22 @@ from offload.model.loading import DTYPES
 from offload.model.passes import forward
 from offload.model.quantised import quantised_weights
 from offload.pages.tiles import TileShape
+from offload.plan.curves import ROWS
+from offload.plan.expert_times import cpu_runs, load_expert_times, save_expert_times
 from offload.plan.hardware import rates_key
 from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
-from offload.plan.pass_times import ROWS, PassTimes, key_of, load_times, save_times
+from offload.plan.pass_times import PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
 from offload.plan.routing import independent_rows
 from offload.plan.sizing import BLOCK_ROWS
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
-from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
+from offload.worker.expert_timer import made_up_experts, time_experts
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold
@@ -71,10 +73,12 @@ Model = tuple[ModelConfig, int]  # a model, and the bits of its weights; 16 wher
 
 
 def timed(request: Request) -> Request:
-    """`request` with the times of its models' passes, including the target's over quantised weights. On a CPU missing
-    times are measured and saved to a file. Times that cannot be saved are not used, since the next start would make
-    another plan."""
-    if not request.hardware.is_cpu or request.hardware.num_devices > 1:
+    """`request` with the times of its models' passes, including the target's over quantised weights, or for a GPU those
+    of the experts that it may leave to the CPU. Missing times are measured on the CPU and saved to a file. Times that
+    cannot be saved are not used, since the next start would make another plan."""
+    if not request.hardware.is_cpu:
+        return _experts_timed(request)
+    if request.hardware.num_devices > 1:
         return request
     models = _models(request)
     try:
@@ -84,6 +88,19 @@ def timed(request: Request) -> Request:
     known = request.with_known_times()
     coded = {bits: each for bits, each in known.times.coded.items() if (request.target, bits) in models}
     return replace(known, times=replace(known.times, coded=coded))  # saved times may be of kernels that do not run now
+
+
+def _experts_timed(request: Request) -> Request:
+    if not cpu_runs(request.target, request.hardware):
+        return request
+    key, device = request.experts_key, (machine_name(), rates_key("cpu"))
+    known = load_expert_times(*device, key)
+    if known is None or known.kernels != kernels().name:
+        if (times := time_experts(request.target, request.dtype)) is None:
+            return request
+        with suppress(OSError):
+            save_expert_times(*device, key, times)
+    return request.with_known_times()
 
 
 def time_again(target: Path, draft: Path | None) -> None:
@@ -312,14 +329,6 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
         if (router := layers[-1].router) is not None:  # what layers add is the same in all numbers of a row
             router.matrix.normal_(generator=random).sub_(router.matrix.mean(1, keepdim=True))
 
-    def experts(count: int) -> ResidentExperts:
-        layout = layout_of(config, dtype)
-        content = torch.empty(count, layout.num_bytes, dtype=torch.uint8)
-        for buffer in content:
-            for view in layout.views.values():
-                view.of(buffer).fill_(_VALUE)
-        return ResidentExperts(bank_of(layout, content))
-
     def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
         if not encoded:
             return torch.full((outputs, config.hidden_size), _VALUE, dtype=dtype)
@@ -332,7 +341,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
     ones = torch.ones(config.hidden_size, dtype=dtype_of(config.norm, dtype))
     norm = NormWeights(config.norm, ones, ones if config.norm.bias else None)
     embedding = Embedding(table, torch.device("cpu"), dtype)
-    own = (experts(config.experts.count) for _ in layers) if config.experts is not None else ()
+    own = (made_up_experts(config, dtype, config.experts.count) for _ in layers) if config.experts is not None else ()
     return Weights(embedding, ResidentLayers(layers, 0), norm, Linear(head, None), tuple(scoring), tuple(own))
 
 

@@ -203,9 +203,11 @@ class Planning:
         return f"{stored.num_tokens:,} of {len(tokens):,} prompt tokens are in the store, which reads them in {seconds}"
 
     def _request(self, machine: Machine) -> Request:
+        from offload.plan.pass_times import UNKNOWN
         from offload.plan.request import Request
 
-        return Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
+        request = Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
+        return replace(request, times=UNKNOWN) if machine.assumed else request  # times are of this machine's CPU
 
     def _sizes(self, context: int) -> dict[str, int]:
         """Tokens of prompt and output that fill `context`. Raises UsageError."""
@@ -239,6 +241,7 @@ def plan(
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
     link_bits: options.LinkBits = "auto",
+    cpu_experts: options.CpuExperts = None,
     json: options.AsJson = False,
     program: ProgramFlags,
 ) -> Planning:
@@ -271,7 +274,7 @@ def plan(
             host_gbps=host_gbps,
             device=device,
         ),
-        options=plan_options(cache, dtype=dtype, offload=offload, link_bits=link_bits),
+        options=plan_options(cache, dtype=dtype, offload=offload, link_bits=link_bits, cpu_experts=cpu_experts),
         max_tokens=max_tokens,
         fit=fit,
         as_json=json,

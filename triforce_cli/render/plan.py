@@ -15,6 +15,7 @@ from offload.units import size
 from triforce_cli import __version__
 from triforce_cli.render.text import (
     NOTHING,
+    counted,
     duration,
     gigabytes,
     latency,
@@ -25,6 +26,7 @@ from triforce_cli.render.text import (
 )
 
 if TYPE_CHECKING:
+    from offload.config.model import ModelConfig
     from offload.plan.cost import Prediction
     from offload.plan.planner import Plan
     from offload.plan.request import Request
@@ -174,15 +176,23 @@ def _residency(planned: Planned) -> dict[str, str]:
         "arena": arena,
         "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
-        "expert slots": f"{plan.placement.expert_slots:,} of each layer's {target.experts.count:,} experts"
-        if target.experts
-        else "",
+        "expert slots": _slots(plan, target),
         "target experts": f"{num_experts:,} experts",
         "window cache": f"{len(target.windowed)} layers' last {window:,} tokens and more",
         "states": f"of {len(target.stateful)} layers, and what came after them",
         "state checkpoints": f"{plan.placement.checkpoints} places to come back to",
         "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }
+
+
+def _slots(plan: Plan, target: ModelConfig) -> str:
+    """What slots for experts are of."""
+    if target.experts is None:
+        return ""
+    by_cpu, layers = plan.placement.cpu_experts, sum(block.experts is not None for block in target.blocks)
+    if by_cpu == layers:
+        return "of a prefill"
+    return f"{plan.placement.expert_slots:,} of each layer's {target.experts.count:,} experts"
 
 
 def _bars(planned: Planned, width: int) -> RenderableType:
@@ -269,8 +279,11 @@ def _streams(plan: Plan) -> str:
 
 
 def _hits(plan: Plan) -> Iterator[str]:
-    """Yield the assumed share of experts that are on the device when a token wants them, if not all are."""
-    if plan.placement.expert_slots:
+    """Yield who runs experts that are on the host, and the assumed share of the others that are on the device when a
+    token wants them."""
+    if plan.placement.cpu_experts:
+        yield f"the CPU runs those of {counted(plan.placement.cpu_experts, 'layer')}"
+    if plan.predicted.missed_bytes:
         yield f"{plan.predicted.hit_rate:.0%} of those wanted are on the device (estimated; --stats counts them)"
 
 

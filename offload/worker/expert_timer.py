@@ -1,0 +1,81 @@
+"""Measurement of the seconds in which this CPU runs the experts of a layer, over made-up ones of a model's shapes: see
+`ExpertTimes`. It takes about a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from offload.config.model import ModelConfig
+from offload.interrupts import poll
+from offload.kernels.cpu import kernels
+from offload.kernels.experts import Router
+from offload.model.loading import DTYPES
+from offload.plan.curves import ROWS
+from offload.plan.expert_times import ExpertTimes, with_experts
+from offload.plan.routing import independent_rows
+from offload.weights.experts import ResidentExperts, bank_of, layout_of
+
+BANK_BYTES = 512 * 2**20  # of experts, or all of a smaller layer's: more than the CPU's caches hold
+MOST_SECONDS = 5.0  # of two turns, beyond which the CPU is too busy
+_TURNS, _ENOUGH_SECONDS = 3, 0.5
+_VALUE = 0.01  # of all weights: a product's time does not depend on it
+
+
+@torch.inference_mode()
+def time_experts(config: ModelConfig, dtype: str) -> ExpertTimes | None:
+    """The seconds of a model's experts by this CPU's kernels: the least of some runs; None where the CPU is too busy.
+    dtype: bf16, fp16 or fp32. Temporary memory: BANK_BYTES."""
+    layer, run = with_experts(config), kernels().experts
+    experts = layer.block.experts
+    assert experts is not None
+    assert run is not None
+    homes, random = _homes(layer, DTYPES[dtype]), torch.Generator().manual_seed(0)
+    router = Router(torch.randn(experts.num_scores, layer.hidden_size, generator=random))
+    if experts.biased or experts.corrected:
+        router = Router(router.matrix, torch.zeros(experts.count))
+    taken = dict.fromkeys(ROWS, float("inf"))
+    start, turns = time.perf_counter(), 0
+    while turns < _TURNS or time.perf_counter() - start < _ENOUGH_SECONDS:
+        for num_rows in ROWS:
+            poll()
+            rows = torch.randn(round(independent_rows(num_rows)), layer.hidden_size, generator=random)
+            rows = rows.to(DTYPES[dtype])[torch.arange(num_rows) % len(rows)]
+            begun = time.perf_counter()
+            run(experts, router, homes, None, rows)
+            taken[num_rows] = min(taken[num_rows], time.perf_counter() - begun)
+        if turns < 2 and time.perf_counter() - start > MOST_SECONDS:
+            return None
+        turns += 1
+    return ExpertTimes(tuple(taken.values()), kernels().name)
+
+
+def made_up_experts(layer: ModelConfig, dtype: torch.dtype, count: int) -> ResidentExperts:
+    """`count` experts of `layer.block`, which has some, with equal weights."""
+    layout = layout_of(layer, dtype)
+    content = torch.empty(count, layout.num_bytes, dtype=torch.uint8)
+    for buffer in content:
+        for view in layout.views.values():
+            view.of(buffer).fill_(_VALUE)
+    return ResidentExperts(bank_of(layout, content))
+
+
+class _SharedPlaces(ResidentExperts):
+    """Experts of which several are in each place of a smaller bank."""
+
+    def __init__(self, homes: ResidentExperts, count: int) -> None:
+        super().__init__(homes.bank)
+        self._shared = torch.arange(count, dtype=torch.int32) % len(homes.bank.places)
+
+    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        yield self._shared
+
+
+def _homes(layer: ModelConfig, dtype: torch.dtype) -> ResidentExperts:
+    assert layer.block.experts is not None
+    count = layer.block.experts.count
+    places = min(max(BANK_BYTES // layer.expert_bytes(dtype.itemsize), 1), count)
+    return _SharedPlaces(made_up_experts(layer, dtype, places), count)

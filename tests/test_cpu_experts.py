@@ -1,0 +1,273 @@
+"""Experts that the CPU runs where they are: what the plan chooses, what is allocated, and that text stays the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families import save_tiny
+from models import PASS_TIMES, random_tokens
+from offload.config.block import Encodings, Experts, FeedForward
+from offload.config.model import ModelConfig, llama_shaped
+from offload.decode.sampling import SamplingParams
+from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.request import GenerationRequest
+from offload.errors import UsageError
+from offload.kernels import cpu
+from offload.model.host_experts import HostMixes
+from offload.model.layer import Mix
+from offload.plan.curves import ROWS
+from offload.plan.expert_times import ExpertTimes, estimated, load_expert_times, save_expert_times
+from offload.plan.given import plan_again
+from offload.plan.hardware import RTX_4090, Hardware, rates_key
+from offload.plan.machine import machine_name
+from offload.plan.options import Options
+from offload.plan.pass_times import Times, save_times
+from offload.plan.planner import Plan, make_plan
+from offload.plan.rates import rates_file
+from offload.plan.request import Request
+from offload.plan.sizing import Sizing
+from offload.weights.experts import HostExperts, StreamedExperts
+from offload.worker import expert_timer, pass_timer
+from offload.worker.expert_timer import time_experts
+from offload.worker.pass_timer import timed
+from processor import best
+from test_experts import scene
+
+NUM_LAYERS = 24
+GPU = Hardware("cuda:0", "GPU", 8 * 10**9, 256 * 10**9, True)
+WEIGHTS = frozenset({"weights"})
+MODELS = ["qwen3_moe", "glm4_moe", "gpt_oss", "gemma4, sparse", "qwen3_5_moe"]
+
+
+def mixture(*encodings: str) -> ModelConfig:
+    """30 GB of experts in Q4_0."""
+    own = Experts(FeedForward(1408), 128, 8)
+    config = llama_shaped("llama", 32000, 4096, 0, NUM_LAYERS, 32, 8, 128, 40960)
+    return config.mapped(lambda block: replace(block, experts=own, encodings=Encodings(experts=encodings)))
+
+
+MIXTURE = mixture("Q4_0", "Q4_0", "Q4_0")
+
+
+def linked(gigabytes: float, **changes: Any) -> Hardware:
+    """The GPU on a link of so many GB/s."""
+    return replace(GPU, rates=replace(RTX_4090, to_device=gigabytes * 1e9), **changes)
+
+
+def planned(hardware: Hardware, options: Options | None = None, times: Times | None = None) -> Plan:
+    sizes = {"num_prompt_tokens": 2000, "max_tokens": 100}
+    return make_plan(MIXTURE, None, options or Options(), hardware, **sizes, times=times or Times())
+
+
+def by_cpu(*given: Any) -> int:
+    return planned(*given).placement.cpu_experts
+
+
+class TestThePlan:
+    def test_leaves_more_layers_to_the_cpu_the_slower_the_link_is(self) -> None:
+        found = [by_cpu(linked(rate)) for rate in (100.0, 25.0, 6.0, 2.0)]
+        assert found == sorted(found)
+        assert found[0] == 0
+        assert found[-1] == NUM_LAYERS
+
+    def test_leaves_none_where_all_experts_fit(self) -> None:
+        assert by_cpu(linked(2.0, device_free_bytes=40 * 10**9)) == 0
+
+    def test_goes_by_measured_seconds(self) -> None:
+        slow, fast = (Times(experts=ExpertTimes((seconds,) * len(ROWS), "a test's")) for seconds in (1.0, 1e-6))
+        assert by_cpu(linked(2.0), None, slow) == 0
+        assert by_cpu(linked(25.0), None, fast) == NUM_LAYERS
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"speculation": False}, {"gamma": 3}, {"lookup": False}, {"kv_bits": 16}, {"budget": 512}, {"masses": True}],
+        ids=str,
+    )
+    def test_leaves_as_many_whatever_speculates(self, options: dict[str, Any]) -> None:
+        """Or a seed would give another text."""
+        usual = by_cpu(linked(9.0))
+        assert 0 < usual < NUM_LAYERS
+        assert by_cpu(linked(9.0), Options(**options)) == usual
+
+    def test_gives_the_other_layers_the_slots(self) -> None:
+        all_slots, half = (planned(linked(25.0), Options(cpu_experts=number)).placement for number in (0, 12))
+        assert half.expert_slots > 1.7 * all_slots.expert_slots
+        assert max(sum(each.device_bytes.values()) for each in (all_slots, half)) <= GPU.device_free_bytes
+        assert half.host_bytes["target experts"] == all_slots.host_bytes["target experts"]
+
+    def test_has_only_a_prefills_slots_where_the_cpu_runs_all(self) -> None:
+        made = planned(linked(25.0), Options(cpu_experts=99))
+        sizing = Sizing(MIXTURE, None, Options(), GPU, "bf16")
+        assert made.placement.cpu_experts == NUM_LAYERS
+        assert made.placement.device_bytes["expert slots"] == 16 * sizing.largest_expert_bytes
+        assert made.predicted.missed_bytes == 0
+
+    def test_counts_the_cpus_seconds_and_not_the_links(self) -> None:
+        seconds = 2e-3
+        times = Times(experts=ExpertTimes((seconds,) * len(ROWS), "a test's"))
+        options = [Options(cpu_experts=number, speculation=False) for number in (0, NUM_LAYERS)]
+        link, own = (planned(linked(1.0), each, times).predicted for each in options)
+        assert NUM_LAYERS * seconds < own.full_pass_seconds < NUM_LAYERS * seconds * 1.5 < link.full_pass_seconds
+
+    def test_keeps_the_number_when_it_is_given(self) -> None:
+        made = planned(linked(2.0))
+        sizes = {"num_prompt_tokens": 1000, "max_tokens": 100}
+        again = plan_again(made, MIXTURE, None, Options(), linked(100.0), **sizes)
+        assert again.placement.cpu_experts == made.placement.cpu_experts == NUM_LAYERS
+
+    def test_refuses_what_no_cpu_can_run(self) -> None:
+        with pytest.raises(UsageError, match="cpu-experts is 3 and this CPU has no kernels"):
+            planned(linked(25.0, packs=False), Options(cpu_experts=3))
+        assert by_cpu(linked(2.0, packs=False)) == 0
+        plain = llama_shaped("llama", 32000, 512, 512, 2, 4, 4, 128, 4096)
+        with pytest.raises(UsageError, match="cpu-experts is 3 and the model has no experts"):
+            make_plan(plain, None, Options(cpu_experts=3), GPU, num_prompt_tokens=9, max_tokens=9)
+
+    def test_says_so_where_the_number_is_not_used(self) -> None:
+        made = planned(linked(2.0, device_free_bytes=40 * 10**9), Options(cpu_experts=3))
+        assert any("--cpu-experts 3 is not used: no experts are on the host" in note for note in made.notes)
+
+    def test_estimates_more_seconds_for_more_rows(self) -> None:
+        found = estimated(MIXTURE, 2, RTX_4090)
+        assert list(found.seconds) == sorted(found.seconds)
+        read = 8 * Sizing(MIXTURE, None, Options(), GPU, "bf16").largest_expert_bytes / RTX_4090.host_read
+        assert read < found.of(1) < 2 * read
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def folder(name: str) -> Path:
+        fields = {"vocab_size": 264, "hidden_size": 64, "max_position_embeddings": 512}
+        return save_tiny(name, tmp_path_factory.mktemp("experts") / name, tokenizer=True, **fields)
+
+    return folder
+
+
+def said(folder: Path, sampling: SamplingParams, **options: Any) -> tuple[list[int], Engine, dict[str, int]]:
+    """The tokens after a prompt, the engine, which is closed, and the bytes that it had by purpose."""
+    options = {"device": "cpu", "dtype": "bf16", **options}
+    plan = plan_request(folder, None, Options(**options), num_prompt_tokens=60, max_tokens=24)
+    with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as engine:
+        request = GenerationRequest(random_tokens(60, seed=3), sampling, max_tokens=24)
+        tokens = [token for step in engine.generate(request) for token in step.tokens]
+        allocated = engine.worker.memory.allocated()
+        return tokens, engine, {**allocated["device"], **allocated["host"]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_the_same_wherever_experts_run(name: str, folders: Callable[[str], Path]) -> None:
+    """On a CPU, whose link is emulated, the device and the host round alike."""
+    best()
+    folder = folders(name)
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)):
+        for options in ({"cpu_experts": 99}, {"cpu_experts": 1}, {"cpu_experts": 1, "speculation": False}):
+            expected, *_ = said(folder, sampling, **{**options, "cpu_experts": None})
+            found, engine, allocated = said(folder, sampling, offload=WEIGHTS, **options)
+            assert found == expected, options
+            placement, stats = engine.plan.placement, engine.stats.decode_link.experts
+            for purpose, tier in (("expert slots", placement.device_bytes), ("target experts", placement.host_bytes)):
+                assert allocated[purpose] == tier[purpose]
+            assert (stats.hits + stats.misses == 0) == (options["cpu_experts"] == 99)
+
+
+def test_the_last_layers_are_the_cpus(folders: Callable[[str], Path]) -> None:
+    best()
+    folder = folders("glm4_moe")  # its first layer has no experts
+    _, engine, _ = said(folder, SamplingParams(temperature=0.0), offload=WEIGHTS, cpu_experts=1)
+    kinds = [type(each) for each in engine.worker.target.weights.experts]
+    assert kinds == [type(None), StreamedExperts, HostExperts]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_step_on_the_host_keeps_its_weights(adds: bool) -> None:
+    """The device's are in a buffer that the next layer's overwrite."""
+    best()
+    given = scene(Experts(FeedForward(32), 8, 3), torch.bfloat16, 5)
+    step, mixes, beside = Mix(given.experts, given.router, given.norm, adds), HostMixes(), given.rows.flip(0)
+    other = beside if adds else None
+    real = torch.tensor([True, True, False, True, True])
+    run = cpu.kernels().experts
+    assert run is not None
+    expected = run(given.experts, given.router, given.homes, given.norm, given.rows, other, real)
+    found = mixes(3, step, given.homes, given.rows, other, real)
+    assert torch.equal(found[real], expected[real])
+
+
+class TestSeconds:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("TRIFORCE_CACHE_DIR", str(tmp_path / "cache"))
+        return tmp_path / "cache"
+
+    def test_are_measured_on_the_models_shapes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        best()
+        monkeypatch.setattr(expert_timer, "BANK_BYTES", 2**20)
+        small = MIXTURE.mapped(lambda block: replace(block, experts=Experts(FeedForward(256), 8, 2)))
+        found = time_experts(small, "bf16")
+        assert found is not None
+        assert found.kernels == cpu.kernels().name
+        assert all(0 < seconds < 1 for seconds in found.seconds)
+        assert found.of(64) > found.of(1)
+
+    def test_are_kept_and_used_by_every_later_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        best()
+        asked: list[str] = []
+
+        def measure(config: ModelConfig, dtype: str) -> ExpertTimes:
+            asked.append(dtype)
+            return ExpertTimes((0.5,) * len(ROWS), cpu.kernels().name)
+
+        monkeypatch.setattr(pass_timer, "time_experts", measure)
+        request = Request(MIXTURE, None, Options(dtype="bf16"), linked(2.0))
+        first = timed(request)
+        assert timed(request).times == first.times == request.with_known_times().times
+        assert first.times.experts == ExpertTimes((0.5,) * len(ROWS), cpu.kernels().name)
+        assert asked == ["bf16"]
+        assert timed(replace(request, target=llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999))).times == Times()
+
+    def test_of_other_kernels_are_measured_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        best()
+        request = Request(MIXTURE, None, Options(), linked(2.0))
+        here = machine_name(), rates_key("cpu"), request.experts_key
+        save_expert_times(*here, ExpertTimes((0.5,) * len(ROWS), "older ones"))
+        newer = ExpertTimes((0.25,) * len(ROWS), cpu.kernels().name)
+        monkeypatch.setattr(pass_timer, "time_experts", lambda *model: newer)
+        assert timed(request).times.experts == newer
+        save_expert_times(*here, replace(newer, seconds=(0.1,) * len(ROWS)))  # another start, which measured too
+        assert load_expert_times(*here) == newer
+
+    def test_of_a_busy_cpu_are_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        best()
+        monkeypatch.setattr(expert_timer, "MOST_SECONDS", 0.0)
+        monkeypatch.setattr(expert_timer, "BANK_BYTES", 2**20)
+        assert time_experts(MIXTURE, "bf16") is None
+        request = Request(MIXTURE, None, Options(), linked(2.0))
+        assert timed(request) == request
+
+    def test_are_forgotten_when_the_machine_is_measured_anew(self) -> None:
+        save_expert_times("here", "CPU", "one", ExpertTimes((0.5,) * len(ROWS), "some"))
+        save_times("here", "CPU", {"two": PASS_TIMES})
+        assert load_expert_times("here", "CPU", "one") is not None
+        save_times("here", "CPU", {"two": PASS_TIMES}, anew=True)
+        assert load_expert_times("here", "CPU", "one") is None
+
+    @pytest.mark.parametrize(
+        "record",
+        [None, 3, [], {"one": None}, {"one": {"seconds": [1.0], "kernels": "a"}}, {"one": {"seconds": [1.0] * 7}}],
+        ids=str,
+    )
+    def test_of_a_damaged_record_count_as_not_measured(self, record: object, folder: Path) -> None:
+        folder.mkdir()
+        rates_file().write_text(json.dumps({"here": {"CPU, experts": record}}))
+        assert load_expert_times("here", "CPU", "one") is None
+        save_expert_times("here", "CPU", "one", ExpertTimes((0.5,) * len(ROWS), "some"))
+        assert load_expert_times("here", "CPU", "one") is not None

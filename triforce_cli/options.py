@@ -404,10 +404,11 @@ CpuExperts = Annotated[
     int | None,
     option(
         "--cpu-experts",
-        "Layers whose experts the CPU runs, in a mixture of experts that does not fit; by default as the plan says.",
+        "Layers whose experts the CPU runs if these are on the host; by default as the plan says.",
         PLACEMENT,
         metavar="LAYERS",
         parser=whole,
+        hidden=True,
     ),
 ]
 LinkBits = Annotated[

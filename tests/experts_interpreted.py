@@ -22,7 +22,7 @@ from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.config.block import Experts, FeedForward, Norm
 from offload.formats.layout import encoding
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, ExpertHomes, Router
+from offload.kernels.experts import Bank, ExpertHomes, Mixture, Router
 from offload.kernels.gpu import expert_programs
 from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
@@ -249,7 +249,7 @@ def test_slots_give_the_bits_of_resident_experts() -> None:
         for layer in (0, 2, 0):
             own: Scene = homes.scenes[layer]
             slots: ExpertHomes = given[layer]
-            out = run_experts(own.experts, own.router, slots, own.norm, own.rows[:4])
+            out = run_experts(own.mixture, slots, own.rows[:4])
             assert torch.equal(out, own.by(run_experts, own.rows[:4]))
 
 
@@ -276,8 +276,8 @@ def test_rows_may_lie_apart_and_have_no_norm() -> None:
     given = scene(SMALL, torch.float16, 6)
     wide = torch.cat([given.rows, given.rows], 1)[:, : given.rows.shape[1]]
     for norm in (None, given.norm):
-        apart = run_experts(given.experts, given.router, given.homes, norm, wide)
-        assert torch.equal(apart, run_experts(given.experts, given.router, given.homes, norm, given.rows))
+        apart = run_experts(Mixture(given.experts, given.router, norm), given.homes, wide)
+        assert torch.equal(apart, run_experts(Mixture(given.experts, given.router, norm), given.homes, given.rows))
 
 
 def test_rows_of_fp32_are_run_by_torchs_operators_in_blocks() -> None:

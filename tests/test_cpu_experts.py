@@ -22,7 +22,6 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import cpu
 from offload.model.host_experts import HostMixes
-from offload.model.layer import Mix
 from offload.plan.curves import ROWS
 from offload.plan.expert_times import ExpertTimes, estimated, load_expert_times, save_expert_times
 from offload.plan.given import plan_again
@@ -192,13 +191,13 @@ def test_a_step_on_the_host_keeps_its_weights(adds: bool) -> None:
     """The device's are in a buffer that the next layer's overwrite."""
     best()
     given = scene(Experts(FeedForward(32), 8, 3), torch.bfloat16, 5)
-    step, mixes, beside = Mix(given.experts, given.router, given.norm, adds), HostMixes(), given.rows.flip(0)
+    mixes, beside = HostMixes(), given.rows.flip(0)
     other = beside if adds else None
     real = torch.tensor([True, True, False, True, True])
     run = cpu.kernels().experts
     assert run is not None
-    expected = run(given.experts, given.router, given.homes, given.norm, given.rows, other, real)
-    found = mixes(3, step, given.homes, given.rows, other, real)
+    expected = run(given.mixture, given.homes, given.rows, other, real)
+    found = mixes(3, given.mixture, given.homes, given.rows, other, real)
     assert torch.equal(found[real], expected[real])
 
 

@@ -90,8 +90,8 @@ def wrong(homes: Homes, given: Sequence[ExpertHomes], run: Run) -> int:
         for layer in (0, 0, 1, 2, 1):  # a prefill's blocks are at a layer one after the other
             own, first = homes.scenes[layer], rows.randrange(41 - count)
             some = own.rows[first : first + count].contiguous()
-            made = run(own.experts, own.router, given[layer], own.norm, some)  # first: scratch has other rows
-            found += not torch.equal(made, run(own.experts, own.router, own.homes, own.norm, some))
+            made = run(own.mixture, given[layer], some)  # first: scratch has other rows
+            found += not torch.equal(made, run(own.mixture, own.homes, some))
     return found
 
 

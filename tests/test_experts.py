@@ -19,7 +19,7 @@ from offload.config.block import Encodings, Experts, FeedForward, Norm
 from offload.config.model import ModelConfig, llama_shaped
 from offload.formats.stored import StoredMatrix
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, Router, chosen
+from offload.kernels.experts import Bank, Mixture, Router, chosen
 from offload.kernels.experts_cpu import MOST_ROWS, scratch_bytes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
@@ -72,9 +72,13 @@ class Scene:
     norm: NormWeights
     rows: Tensor
 
+    @property
+    def mixture(self) -> Mixture:
+        return Mixture(self.experts, self.router, self.norm)
+
     def by(self, run: Run, rows: Tensor | None = None, **others: object) -> Tensor:
         rows = self.rows if rows is None else rows
-        return run(self.experts, self.router, self.homes, self.norm, rows.contiguous(), **others)
+        return run(self.mixture, self.homes, rows.contiguous(), **others)
 
 
 def scene(experts: Experts, dtype: torch.dtype, num_rows: int, *encodings: str, seed: int = 0) -> Scene:

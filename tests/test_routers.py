@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKR
 
 from offload.config.block import Experts, FeedForward, Norm
 from offload.kernels import experts_cpu
-from offload.kernels.experts import Bank, ExpertWeights, Router, chosen, run_experts
+from offload.kernels.experts import Bank, ExpertWeights, Mixture, Router, chosen, run_experts
 from offload.kernels.norms import NormWeights
 from processor import built, on_this_machine, threads
 
@@ -79,7 +79,7 @@ def router_of(experts: Experts, *, norm: NormWeights | None = None) -> Router:
 def twin(
     experts: Experts, router: Router, homes: Homes, norm: NormWeights, rows: Tensor, beside: Tensor | None = None
 ) -> Tensor:
-    return run_experts(experts, router, homes, norm, rows, beside, multiply=linear)  # type: ignore[arg-type]
+    return run_experts(Mixture(experts, router, norm), homes, rows, beside, multiply=linear)  # type: ignore[arg-type]
 
 
 NORM = NormWeights(Norm(1e-5, fp32=True), 1 + 0.2 * random_of(HIDDEN, seed=4))
@@ -93,13 +93,13 @@ def test_kernels_choose_weigh_and_add_as_the_twin(name: str, kind: str, dtype: t
     own = None if experts.gates_network else NormWeights(Norm(1e-5, fp32=True), 1 + 0.3 * random_of(HIDDEN, seed=5))
     router, rows = router_of(experts, norm=own), random_of(ROWS, HIDDEN).to(dtype)
     for beside in (None, random_of(ROWS, HIDDEN, seed=6).to(dtype)):
-        ours = experts_cpu.run_experts(experts, router, homes, NORM, rows, beside, kernels=kernels)
+        ours = experts_cpu.run_experts(Mixture(experts, router, NORM), homes, rows, beside, kernels=kernels)
         theirs = twin(experts, router, homes, NORM, rows, beside)
         assert torch.equal(*homes.asked[-2:])
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
     with threads(1):
         alone = [
-            experts_cpu.run_experts(experts, router, homes, NORM, row, other, kernels=kernels)
+            experts_cpu.run_experts(Mixture(experts, router, NORM), homes, row, other, kernels=kernels)
             for row, other in zip(rows.split(1), beside.split(1), strict=True)
         ]
     assert torch.equal(torch.cat(alone), ours)  # whatever is beside a row
@@ -114,7 +114,7 @@ def test_of_equal_ranks_the_first_expert_is_chosen(name: str, kind: str) -> None
     if name == "twin":
         twin(experts, router, homes, NORM, rows)
     else:
-        experts_cpu.run_experts(experts, router, homes, NORM, rows, kernels=built(name))
+        experts_cpu.run_experts(Mixture(experts, router, NORM), homes, rows, kernels=built(name))
     of_kinds = NORM(rows) @ random_of(3, HIDDEN).T
     groups = [[0, 2, 5, 9, 10], [1, 4, 8], [3, 6, 7]]
     for row, found in zip(of_kinds, homes.asked[0].tolist(), strict=True):
@@ -137,7 +137,7 @@ def test_sigmoids_of_any_score_are_numbers(name: str) -> None:
         if name == "twin":
             made = twin(scored, router, homes, plain, row)
         else:
-            made = experts_cpu.run_experts(scored, router, homes, plain, row, kernels=built(name))
+            made = experts_cpu.run_experts(Mixture(scored, router, plain), homes, row, kernels=built(name))
         whole = twin(replace(PLAIN, used=1), router, homes, plain, row)
         found.append(float((made / whole).mean()))
     sigmoid = torch.tensor([-60.0], dtype=torch.float64).sigmoid().item()

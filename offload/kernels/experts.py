@@ -44,6 +44,21 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """A layer's mixture of experts without the experts' weights. norm: of the rows that the experts read; None: they
+    are normed already."""
+
+    experts: Experts
+    router: Router
+    norm: NormWeights | None = None
+
+    def normed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that the experts read and those that are scored, [T, hidden] each."""
+        read = rows if self.norm is None else self.norm(rows)
+        return read, read if self.router.norm is None else self.router.norm(rows)
+
+
+@dataclass(frozen=True)
 class Bank:
     """Places for experts on a device, with what is in each of them. content: all of their bytes, uint8 [places, step],
     contiguous."""
@@ -72,19 +87,17 @@ class ExpertHomes(Protocol):
 
 
 class RunExperts(Protocol):
-    """A mixture of experts over rows [T, hidden], after `norm`: their output [T, hidden]. A row's experts are chosen in
-    fp32, what each makes of it is rounded to the dtype, and their weighted sum is rounded once, in the order in which
-    they were chosen. beside: the output of the network beside them, [T, hidden], of which the rows are multiplied by
-    the sigmoid of their gate, if there is one, and added; each step is rounded. real: which rows are not padding, bool
-    [T]; padding runs through no expert, so that none is fetched or read for it, and its output is any number. None: all
-    are."""
+    """A mixture of experts over rows [T, hidden], which are not normed yet: their output [T, hidden]. A row's experts
+    are chosen in fp32, what each makes of it is rounded to the dtype, and their weighted sum is rounded once, in the
+    order in which they were chosen. beside: the output of the network beside them, [T, hidden], of which the rows are
+    multiplied by the sigmoid of their gate, if there is one, and added; each step is rounded. real: which rows are not
+    padding, bool [T]; padding runs through no expert, so that none is fetched or read for it, and its output is any
+    number. None: all are."""
 
     def __call__(
         self,
-        experts: Experts,
-        router: Router,
+        mixture: Mixture,
         homes: ExpertHomes,
-        norm: NormWeights | None,
         rows: Tensor,
         beside: Tensor | None = None,
         real: Tensor | None = None,
@@ -122,10 +135,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def run_experts(
-    experts: Experts,
-    router: Router,
+    mixture: Mixture,
     homes: ExpertHomes,
-    norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
@@ -136,8 +147,8 @@ def run_experts(
     """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. blocks: rows of the successive
     blocks, equal ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an
     expert at once."""
-    normed = rows if norm is None else norm(rows)
-    scored = normed if router.norm is None else router.norm(rows)
+    experts, router = mixture.experts, mixture.router
+    normed, scored = mixture.normed(rows)
     parts = [scored] if blocks is None else scored.split(list(blocks))
     scores = torch.cat([part.float() @ router.matrix.T for part in parts]) * experts.score_scale
     found, shares = chosen(experts, scores[:, : experts.count], router.bias, router.scale)

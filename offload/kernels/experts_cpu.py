@@ -14,8 +14,7 @@ from torch import Tensor
 
 from offload.config.block import Experts
 from offload.formats.layout import EXPERT_ALIGNMENT
-from offload.kernels.experts import NO_SUM, ExpertHomes, Router
-from offload.kernels.norms import NormWeights
+from offload.kernels.experts import NO_SUM, ExpertHomes, Mixture
 from offload.kernels.products import Step, address, structure_of, widened_floats
 from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
@@ -27,10 +26,8 @@ _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out
 
 
 def run_experts(
-    experts: Experts,
-    router: Router,
+    mixture: Mixture,
     homes: ExpertHomes,
-    norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
@@ -41,17 +38,17 @@ def run_experts(
     of at most MOST_ROWS rows."""
     if real is not None:
         out, others = torch.zeros_like(rows), None if beside is None else beside[real]
-        out[real] = run_experts(experts, router, homes, norm, rows[real], others, kernels=kernels)
+        out[real] = run_experts(mixture, homes, rows[real], others, kernels=kernels)
         return out
     out = torch.empty_like(rows)
     besides = repeat(None) if beside is None else beside.split(MOST_ROWS)
     for some, other, to in zip(rows.split(MOST_ROWS), besides, out.split(MOST_ROWS), strict=False):
-        parts = _parts(experts, len(some), rows.shape[1], rows.dtype)
+        parts = _parts(mixture.experts, len(some), rows.shape[1], rows.dtype)
         need = _total_bytes(parts)
         scratch = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < need:
             scratch = torch.empty(need, dtype=torch.uint8)
-        _run(experts, router, homes, norm, some, other, to, list(_views(scratch, parts)), kernels)
+        _run(mixture, homes, some, other, to, list(_views(scratch, parts)), kernels)
         _spare[:] = [scratch]
     return out
 
@@ -92,16 +89,15 @@ def _padded(num_bytes: int) -> int:
 
 
 def _run(
-    experts: Experts,
-    router: Router,
+    mixture: Mixture,
     homes: ExpertHomes,
-    norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None,
     out: Tensor,
     scratch: list[Tensor],
     kernels: Library,
 ) -> None:
+    experts, router, norm = mixture.experts, mixture.router, mixture.norm
     network, first = experts.network, homes.bank.places[0]
     assert rows.shape[1] % EXPERT_ALIGNMENT == 0
     assert rows.is_contiguous()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from offload.kernels.cpu import kernels
-from offload.kernels.experts import ExpertHomes, RunExperts
+from offload.kernels.experts import ExpertHomes, Mixture, RunExperts
 from offload.kernels.norms import NormWeights
-from offload.model.layer import Mix
 from offload.transfer.memory import sent
 
 _HOST = torch.device("cpu")
@@ -21,18 +20,17 @@ class HostMixes:
     """The mixtures of experts of a model's layers, run by the CPU's kernels for rows on any device."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, Mix] = {}  # by layer, with copies of their weights
+        self._copies: dict[int, Mixture] = {}  # by layer, on the host
 
     def __call__(
-        self, layer: int, step: Mix, homes: ExpertHomes, rows: Tensor, beside: Tensor | None, real: Tensor | None
+        self, layer: int, mixture: Mixture, homes: ExpertHomes, rows: Tensor, beside: Tensor | None, real: Tensor | None
     ) -> Tensor:
         """See `RunExperts`: the output for `rows`, on their device. homes: with their bank on the host."""
-        if layer not in self._steps:  # weights that cross the link are overwritten by the next layer's
-            self._steps[layer] = _copied_to_host(step)
-        own = self._steps[layer]
+        if layer not in self._copies:  # weights that cross the link are overwritten by the next layer's
+            self._copies[layer] = _copied_to_host(mixture)
         there, other, kept = (None if each is None else each.to(_HOST).contiguous() for each in (rows, beside, real))
         assert there is not None
-        return sent(self._run(own.experts, own.router, homes, own.norm, there, other, kept), rows.device)
+        return sent(self._run(self._copies[layer], homes, there, other, kept), rows.device)
 
     @cached_property
     def _run(self) -> RunExperts:
@@ -41,8 +39,8 @@ class HostMixes:
         return run
 
 
-def _copied_to_host(step: Mix) -> Mix:
-    router = step.router
+def _copied_to_host(mixture: Mixture) -> Mixture:
+    router = mixture.router
     copied = replace(
         router,
         matrix=_copied(router.matrix),
@@ -50,7 +48,7 @@ def _copied_to_host(step: Mix) -> Mix:
         scale=_copied_if(router.scale),
         norm=_copied_norm(router.norm),
     )
-    return replace(step, router=copied, norm=_copied_norm(step.norm))
+    return replace(mixture, router=copied, norm=_copied_norm(mixture.norm))
 
 
 def _copied(tensor: Tensor) -> Tensor:

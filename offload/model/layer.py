@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.config.block import Activation, Attention, Block, DeltaRule, Experts
 from offload.kernels.delta import DeltaWeights
-from offload.kernels.experts import Router
+from offload.kernels.experts import Mixture
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending
 from offload.model.sums import Sums
@@ -76,9 +76,7 @@ class Mix:
     """A mixture of experts: made = its output for the normed rows of x. adds: plus `beside`, times the gate of the
     router where it has one."""
 
-    experts: Experts
-    router: Router
-    norm: NormWeights | None
+    mixture: Mixture
     adds: bool = False
 
 
@@ -148,7 +146,7 @@ def _experts(block: Block, experts: Experts, weights: LayerWeights) -> tuple[lis
     norm = weights.before_experts or _read(block, weights)
     join = [Join(weights.after_experts, weights.after_network)] if normed else []
     add = Add(weights.after_feed_forward, block.scale, "made", is_whole=normed)
-    return [*beside, Mix(experts, weights.router, norm, bool(beside) and not normed)], [*join, add]
+    return [*beside, Mix(Mixture(experts, weights.router, norm), bool(beside) and not normed)], [*join, add]
 
 
 def _inner(block: Block, weights: LayerWeights) -> Product:

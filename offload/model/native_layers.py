@@ -69,7 +69,7 @@ class NativeLayers:
                     homes = self._experts[layer]
                     assert homes is not None
                     beside = self._operands["beside"][:num_rows] if step.adds else None
-                    made = run_experts(step.experts, step.router, homes, step.norm, x, beside, kernels=self._kernels)
+                    made = run_experts(step.mixture, homes, x, beside, kernels=self._kernels)
                     self._operands["made"][:num_rows] = made
                 case Join():
                     made, beside = (self._operands[name][:num_rows] for name in ("made", "beside"))

@@ -109,9 +109,9 @@ class TorchLayers:
         assert homes is not None
         beside = beside if step.adds else None
         if homes.bank.content.device != x.device:
-            return self._on_host(layer, step, homes, x, beside, real)
+            return self._on_host(layer, step.mixture, homes, x, beside, real)
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
-        return run(step.experts, step.router, homes, step.norm, x, beside, real)
+        return run(step.mixture, homes, x, beside, real)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""

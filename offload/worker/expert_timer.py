@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.config.model import ModelConfig
 from offload.interrupts import poll
 from offload.kernels.cpu import kernels
-from offload.kernels.experts import Router
+from offload.kernels.experts import Mixture, Router
 from offload.model.loading import DTYPES
 from offload.plan.curves import ROWS
 from offload.plan.expert_times import ExpertTimes, with_experts
@@ -37,6 +37,7 @@ def time_experts(config: ModelConfig, dtype: str) -> ExpertTimes | None:
     router = Router(torch.randn(experts.num_scores, layer.hidden_size, generator=random))
     if experts.biased or experts.corrected:
         router = Router(router.matrix, torch.zeros(experts.count))
+    mixture = Mixture(experts, router)
     taken = dict.fromkeys(ROWS, float("inf"))
     start, turns = time.perf_counter(), 0
     while turns < _TURNS or time.perf_counter() - start < _ENOUGH_SECONDS:
@@ -45,7 +46,7 @@ def time_experts(config: ModelConfig, dtype: str) -> ExpertTimes | None:
             rows = torch.randn(round(independent_rows(num_rows)), layer.hidden_size, generator=random)
             rows = rows.to(DTYPES[dtype])[torch.arange(num_rows) % len(rows)]
             begun = time.perf_counter()
-            run(experts, router, homes, None, rows)
+            run(mixture, homes, rows)
             taken[num_rows] = min(taken[num_rows], time.perf_counter() - begun)
         if turns < 2 and time.perf_counter() - start > MOST_SECONDS:
             return None

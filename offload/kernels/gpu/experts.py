@@ -12,7 +12,7 @@ from offload.config.block import Activation, Experts
 from offload.formats.layout import Encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import constants
-from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Router
+from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
     arrange_pairs,
@@ -23,7 +23,6 @@ from offload.kernels.gpu.expert_programs import (
     sum_pairs,
 )
 from offload.kernels.gpu.stored_products import Tiling, tiling_of
-from offload.kernels.norms import NormWeights
 from offload.native.launch import launch
 
 MOST_ROWS = 512  # at a time
@@ -65,10 +64,8 @@ class _Products:
 
 
 def run_experts(
-    experts: Experts,
-    router: Router,
+    mixture: Mixture,
     homes: ExpertHomes,
-    norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
@@ -80,7 +77,7 @@ def run_experts(
     nothing = [None] * -(-len(rows) // MOST_ROWS)
     others, masks = (nothing if each is None else each.split(MOST_ROWS) for each in (beside, real))
     given = zip(rows.split(MOST_ROWS), others, masks, strict=True)
-    parts = [_run(experts, router, homes, norm, *each) for each in given]
+    parts = [_run(mixture, homes, *each) for each in given]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -92,16 +89,15 @@ def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, *, alike: b
 
 
 def _run(
-    experts: Experts,
-    router: Router,
+    mixture: Mixture,
     homes: ExpertHomes,
-    norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None,
     real: Tensor | None,
 ) -> Tensor:
-    normed = (rows if norm is None else norm(rows)).contiguous()
-    scores = score(experts, router, normed if router.norm is None else router.norm(rows).contiguous())
+    experts, router = mixture.experts, mixture.router
+    normed, scored = (each.contiguous() for each in mixture.normed(rows))
+    scores = score(experts, router, scored)
     chosen, weights = choose(experts, router, scores, real)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first))

@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from offload.config.block import Experts
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
-from offload.kernels.experts import ExpertHomes, Matrix, Router, run_experts
+from offload.kernels.experts import ExpertHomes, Matrix, Mixture, run_experts
 from offload.kernels.gpu import activation, copies, delta, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.experts import ROWS
 from offload.kernels.gpu.experts import run_experts as run_by_triton
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
-from offload.kernels.norms import NormWeights
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import MASS_DTYPE, RunAttention
 
@@ -46,24 +44,22 @@ def _decode_stored(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def _experts(
-    experts: Experts,
-    router: Router,
+    mixture: Mixture,
     homes: ExpertHomes,
-    norm: NormWeights | None,
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
     """Rows of 32 bits run by torch's operators, in blocks, so that a row's bits do not depend on the rows beside it."""
     if rows.dtype.itemsize == 2:
-        return run_by_triton(experts, router, homes, norm, rows, beside, real)
+        return run_by_triton(mixture, homes, rows, beside, real)
     block = ROWS[0]
     missing = -len(rows) % block
     filled, other = (each if each is None else pad(each, (0, 0, 0, missing)) for each in (rows, beside))
     assert filled is not None
     real = torch.ones(len(rows), dtype=torch.bool, device=rows.device) if real is None else real
     blocks = [block] * (len(filled) // block)
-    given = experts, router, homes, norm, filled, other, pad(real, (0, missing))
+    given = mixture, homes, filled, other, pad(real, (0, missing))
     made = run_experts(*given, multiply=_multiply, blocks=blocks)
     return made[: len(rows)]
 

@@ -967,3 +967,22 @@ def test_silly_options_are_refused_by_name(silly: dict[str, object]) -> None:
 def test_what_was_given_and_is_not_used_is_said(options: Options, draft: ModelConfig | None, unused: list[str]) -> None:
     notes = plan(options, draft=draft).notes
     assert [note.split()[0].removeprefix("--") for note in notes if "is not used" in note] == unused
+
+
+def test_calls_over_a_tile_that_is_there_are_one_launch() -> None:
+    """Where a pass is no graph: several GPUs, say."""
+    hardware = replace(GPU, num_devices=2)
+    made = plan(Options(gpus=2, speculation=False), target=LLAMA_7B, draft=None, hardware=hardware, prompt=100_000)
+    sizing = Sizing(LLAMA_7B, None, Options(), hardware, "bf16")
+    tiles = LLAMA_7B.num_layers * sizing.num_tiles(made.request.capacity)
+
+    def calls(resident: int) -> float:
+        placement = replace(made.placement, resident_tiles=resident)
+        cost = Cost(replace(sizing, hardware=fast), placement, made.request.capacity, PLAIN)
+        return cost.device.full(1, masses=False)
+
+    fast = replace(hardware, rates=replace(RTX_4090, device_read=1e18))
+    assert (calls(0) - calls(tiles)) / tiles == pytest.approx(COSTS.tile_seconds - COSTS.resident_tile_seconds)
+    assert calls(tiles) == pytest.approx(
+        COSTS.pass_seconds + LLAMA_7B.num_layers * COSTS.layer_seconds + tiles * COSTS.resident_tile_seconds
+    )

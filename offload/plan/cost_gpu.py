@@ -27,9 +27,10 @@ class GpuCosts:
     graph_seconds: float = 1.2e-4  # of a pass as a graph: its launch, its inputs and results, the head and the draw
     graph_layer_seconds: float = 2.4e-5  # gaps and ramps of a layer's kernels within a graph: twelve of 2 us
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
-    layer_seconds: float = 3e-4  # calls of one layer
+    layer_seconds: float = 5.5e-4  # calls of one layer; with four tiles of its own .8 ms on an H200's host
     sequence_seconds: float = 1e-4  # of one layer, for each further sequence: appending rows and attention
-    tile_seconds: float = 2.3e-4  # calls of one block over one tile
+    tile_seconds: float = 2.3e-4  # calls of one block over one tile that crosses the link
+    resident_tile_seconds: float = 6e-5  # the same over one that is there, a launch
     read_share: float = 0.9  # of the read rate, for one row over weights and cache
     coded_share: float = 0.75  # of the read rate, for quantised weights: two short launches for each product
     row_share: float = 0.01  # of the seconds of one row, for each further row of a block
@@ -113,9 +114,12 @@ class GpuPasses(DevicePasses):
         return self.passes.cache_bytes + self.passes.window_bytes + self.passes.state_bytes
 
     @property
-    def _tiles(self) -> int:
-        """The number of tiles of each sequence, to which a block attends one by one; a window counts as a tile."""
-        return self.passes.num_tiles + len(self.passes.sizing.target.windowed)
+    def _tiles_calls(self) -> float:
+        """Seconds of the calls of a block over all tiles of a sequence, one by one; a window counts as a tile."""
+        there = self.passes.placement.resident_tiles
+        windows = len(self.passes.sizing.target.windowed)
+        streamed = self.passes.num_tiles - there
+        return (there + windows) * GPU.resident_tile_seconds + streamed * GPU.tile_seconds
 
     def _over_blocks(self, level: str, rows: int, weights: float, cache_bytes: float) -> float:
         """Seconds of a pass in blocks that the sequences share; each sequence's cache is read by blocks of its own.
@@ -127,7 +131,7 @@ class GpuPasses(DevicePasses):
         if level in self.passes.graphs and number == 1:  # rows of several seldom come in the same numbers again
             return self._graph_calls(layers) + read
         calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
-        return max(calls + number * blocks * self._tiles * GPU.tile_seconds, read + self.full_sums(rows))
+        return max(calls + number * blocks * self._tiles_calls, read + self.full_sums(rows))
 
     def _blocks(self, rows: int) -> int:
         return -(-rows // self.passes.sizing.most_rows)

@@ -187,8 +187,7 @@ def test_the_last_layers_are_the_cpus(folders: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_step_on_the_host_keeps_its_weights(adds: bool) -> None:
-    """The device's are in a buffer that the next layer's overwrite."""
+def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool) -> None:
     best()
     given = scene(Experts(FeedForward(32), 8, 3), torch.bfloat16, 5)
     mixes, beside = HostMixes(), given.rows.flip(0)
@@ -198,7 +197,7 @@ def test_a_step_on_the_host_keeps_its_weights(adds: bool) -> None:
     assert run is not None
     expected = run(given.mixture, given.homes, given.rows, other, real)
     found = mixes(3, given.mixture, given.homes, given.rows, other, real)
-    assert torch.equal(found[real], expected[real])
+    assert torch.equal(found, expected)  # of padding zeros: it runs through no expert
 
 
 class TestSeconds:

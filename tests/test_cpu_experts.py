@@ -186,6 +186,19 @@ def test_the_last_layers_are_the_cpus(folders: Callable[[str], Path]) -> None:
     assert kinds == [type(None), StreamedExperts, HostExperts]
 
 
+def test_layers_that_all_stay_need_no_staging(folders: Callable[[str], Path]) -> None:
+    """Only experts are on the host then, which have slots."""
+    folder, greedy = folders("qwen3_moe"), SamplingParams(temperature=0.0)
+    expected, *_ = said(folder, greedy)
+    found, engine, allocated = said(folder, greedy, offload=WEIGHTS, device_memory=0.4)
+    assert found == expected
+    placement = engine.plan.placement
+    assert placement.resident_layers == engine.worker.target.config.num_layers
+    assert placement.weight_link_bits == 16
+    assert "weight staging" not in placement.device_bytes.keys() | allocated.keys()
+    assert allocated["expert slots"] == placement.device_bytes["expert slots"]
+
+
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool) -> None:
     best()

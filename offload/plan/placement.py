@@ -153,7 +153,7 @@ def _fill(
         sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots_bytes(slots)}
         sizes["target experts"] = 0 if slots else sizing.experts_bytes
         sizes["target embeddings"] -= table
-        if "weights" in offload:
+        if layers < num_layers:
             sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
         if "kv" in offload:
             sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
@@ -168,7 +168,9 @@ def _fill(
     layers, tiles = num_layers, growing * count
     if "weights" in offload:
         least_tiles = 0 if "kv" in offload else tiles
-        layers = most(layers, sum(device(0, least_tiles).values()), sizing.layers_bytes)
+        if streams or sum(device(num_layers, least_tiles).values()) > device_room(sizing):
+            layers = most(num_layers - 1, sum(device(0, least_tiles).values()), sizing.layers_bytes)
+    weight_bits = weight_bits if layers < num_layers else 16
     slots = least_slots
     if slots:
         least_tiles = 0 if "kv" in offload else tiles

@@ -268,9 +268,10 @@ def load_weights(
 
     resident = [layouts[index].bind(placed(index, "device")) for index in range(num_resident)]
     layers: Layers
-    if link is None:
+    if num_resident == config.num_layers:
         layers = ResidentLayers(resident, sum(layout.num_bytes for layout in layouts))
     else:
+        assert link is not None
         others, whole = range(num_resident, config.num_layers), max(layout.num_bytes for layout in layouts)
         if link_bits == 16:
             homes: list[Home] = [AsTheyAre(placed(index, "host")) for index in others]

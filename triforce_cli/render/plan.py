@@ -272,7 +272,7 @@ def _streams(plan: Plan) -> str:
     streamed = {"target layers": layers, "experts": experts, "kv cache": cache}
     moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
     if not moved:
-        return "nothing: nothing is offloaded"
+        return "nothing in a full pass" if placement.cpu_experts else "nothing: nothing is offloaded"
     parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
     each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
     return f"{parts} a full pass{each}"
@@ -284,7 +284,9 @@ def _hits(plan: Plan) -> Iterator[str]:
     if plan.placement.cpu_experts:
         yield f"the CPU runs those of {counted(plan.placement.cpu_experts, 'layer')}"
     if plan.predicted.missed_bytes:
-        yield f"{plan.predicted.hit_rate:.0%} of those wanted are on the device (estimated; --stats counts them)"
+        others = "of the others " if plan.placement.cpu_experts else ""
+        share = f"{others}{plan.predicted.hit_rate:.0%} of those wanted"
+        yield f"{share} are on the device (estimated; --stats counts them)"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

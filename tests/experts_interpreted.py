@@ -42,9 +42,9 @@ FEW = ["MXFP4", "INT4_BF16/32"]  # of which there is a small case by default
 WAYS = [("Q4_0", "Q8_0", "INT4_F16/32"), ("", "MXFP4", ""), ("Q8_0", "Q8_0", "")]
 ROUTERS = {
     "softmax": SMALL,
-    "sigmoids with a correction": Experts(FeedForward(24), 6, 2, scoring="sigmoid", corrected=True, factor=2.5),
+    "sigmoids with a correction": Experts(FeedForward(24), 6, 2, scoring="sigmoid", bias="ranks", factor=2.5),
     "sigmoids as they are": Experts(FeedForward(24), 6, 3, renormalised=False, scoring="sigmoid"),
-    "biases, clamped gates": Experts(FeedForward(24, "clamped_silu", bias=True), 5, 2, biased=True),
+    "biases, clamped gates": Experts(FeedForward(24, "clamped_silu", bias=True), 5, 2, bias="scores"),
     "factors, scaled scores, a norm of its own": Experts(FeedForward(24), 5, 2, score_scale=0.3, scaled=True),
     "a gate beside": Experts(FeedForward(24), 5, 2, gates_network=True),
 }
@@ -308,7 +308,7 @@ def is_as_by_torch(experts: Experts) -> bool:
     given = scene(experts, torch.float16, 9)
     router = Router(
         normal(experts.num_scores, given.rows.shape[1]),
-        normal(experts.count) if experts.biased or experts.corrected else None,
+        normal(experts.count) if experts.bias != "none" else None,
         1 + normal(experts.count) / 4 if experts.scaled else None,
         NormWeights(Norm(1e-5), (1 + normal(given.rows.shape[1]) / 4).half()) if experts.scaled else None,
     )

@@ -413,8 +413,8 @@ FLAGS: dict[str, Change] = {
     "score_scale": _experts(score_scale=lambda own: 3 * own.score_scale),
     "experts.factor": _experts(factor=lambda own: 2 * own.factor),
     "scaled": _experts(scaled=lambda own: not own.scaled),
-    "corrected": _experts(corrected=lambda own: not own.corrected),
-    "biased": _experts(biased=lambda own: not own.biased),
+    "bias of scores": _experts(bias=lambda own: "none" if own.bias == "scores" else "scores"),
+    "bias of ranks": _experts(bias=lambda own: "none" if own.bias == "ranks" else "ranks"),
     "gates_network": _experts(gates_network=lambda own: not own.gates_network),
     "without the network beside experts": _block(
         feed_forward=lambda block: replace(block.feed_forward, size=0) if block.experts else block.feed_forward
@@ -452,8 +452,6 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
         return False  # it only scales what is normed again
     if flag in ("experts.factor", "renormalised") and config.block.after_experts:
         return False  # as this does
-    if flag == "corrected" and config.experts is not None and config.experts.biased:
-        return False  # a bias is of the scores or of the ranks
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
     if flag in ("scoring", "score_scale", "eps before_router") and one_of_all:
         return False  # its weight is 1, and the order of scores is the same

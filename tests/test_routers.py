@@ -25,11 +25,11 @@ from processor import built, on_this_machine, threads
 
 COUNT, USED, HIDDEN, SIZE, ROWS = 11, 4, 64, 32, 37
 PLAIN = Experts(FeedForward(SIZE), COUNT, USED)
-GLM = replace(PLAIN, scoring="sigmoid", corrected=True)
+GLM = replace(PLAIN, scoring="sigmoid", bias="ranks")
 KINDS: dict[str, Experts] = {
     "softmax": PLAIN,
     "softmax over all": replace(PLAIN, renormalised=False),
-    "softmax with a bias": replace(PLAIN, corrected=True),
+    "softmax with a bias": replace(PLAIN, bias="ranks"),
     "sigmoid": replace(PLAIN, scoring="sigmoid"),
     "sigmoid with a bias": replace(GLM, factor=2.5),
     "sigmoid, not renormalised": replace(GLM, renormalised=False),
@@ -71,7 +71,7 @@ def homes_of(dtype: torch.dtype, *, alike: bool = False) -> Homes:
 
 
 def router_of(experts: Experts, *, norm: NormWeights | None = None) -> Router:
-    bias = random_of(COUNT, seed=1) if experts.corrected else None
+    bias = random_of(COUNT, seed=1) if experts.bias == "ranks" else None
     scale = 1 + 0.3 * random_of(COUNT, seed=2) if experts.scaled else None
     return Router(random_of(experts.num_scores, HIDDEN, seed=3) * HIDDEN**-0.5, bias, scale, norm)
 
@@ -110,7 +110,7 @@ def test_kernels_choose_weigh_and_add_as_the_twin(name: str, kind: str, dtype: t
 def test_of_equal_ranks_the_first_expert_is_chosen(name: str, kind: str) -> None:
     experts, homes, rows = KINDS[kind], homes_of(torch.float32), random_of(ROWS, HIDDEN)
     matrix = random_of(3, HIDDEN)[torch.tensor([0, 1, 0, 2, 1, 0, 2, 2, 1, 0, 0])]  # alike: 0 2 5 9 10, 1 4 8, 3 6 7
-    router = Router(matrix, torch.zeros(COUNT) if experts.corrected else None, torch.ones(COUNT))
+    router = Router(matrix, torch.zeros(COUNT) if experts.bias == "ranks" else None, torch.ones(COUNT))
     if name == "twin":
         twin(experts, router, homes, NORM, rows)
     else:
@@ -125,7 +125,7 @@ def test_of_equal_ranks_the_first_expert_is_chosen(name: str, kind: str) -> None
 @pytest.mark.parametrize("name", [*on_this_machine(), "twin"])
 def test_sigmoids_of_any_score_are_numbers(name: str) -> None:
     """Of scores of -60 the sum is below 1e-20, which keeps weights small; of 100 it is 1, and e^100 is no number."""
-    experts, homes = replace(GLM, corrected=False), homes_of(torch.float32, alike=True)
+    experts, homes = replace(GLM, bias="none"), homes_of(torch.float32, alike=True)
     rows = random_of(4, HIDDEN)
     rows[:, 0] = torch.tensor([-60.0, -100.0, 100.0, 0.0])
     router = Router(torch.eye(HIDDEN)[:1].repeat(COUNT, 1))

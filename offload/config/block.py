@@ -16,6 +16,7 @@ BLOCK_NORMS = (
 Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of clamped_silu
 Scoring = Literal["softmax", "sigmoid"]
+RouterBias = Literal["none", "scores", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,8 @@ class Experts:
 
     A row's scores are products with the router's rows, times `score_scale`; scoring: of the softmax over all scores, or
     of each one's sigmoid, weights are made. They are divided by the sum of those in use if `renormalised`, multiplied
-    by `factor`, and by the expert's own factor if `scaled`. biased: each expert has a bias that is added to its score;
-    corrected: to its score, or to the sigmoid of it, for the ranks alone. gates_network: a further score, whose sigmoid
+    by `factor`, and by the expert's own factor if `scaled`. bias: each expert has a number that is added to its score,
+    or to what it is ranked by (its score, or the sigmoid of it) alone. gates_network: a further score, whose sigmoid
     multiplies the output of the network beside the experts."""
 
     network: FeedForward
@@ -189,8 +190,7 @@ class Experts:
     score_scale: float = 1.0
     factor: float = 1.0
     scaled: bool = False
-    biased: bool = False
-    corrected: bool = False
+    bias: RouterBias = "none"
     gates_network: bool = False
 
     @property

@@ -73,7 +73,7 @@ def router_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]
     if (experts := block.experts) is None:
         return {}
     found: dict[str, tuple[int, ...]] = {"router": (experts.num_scores, hidden_size)}
-    found |= {"router_bias": (experts.count,)} if experts.biased or experts.corrected else {}
+    found |= {"router_bias": (experts.count,)} if experts.bias != "none" else {}
     return found | ({"router_scale": (experts.count,)} if experts.scaled else {})
 
 

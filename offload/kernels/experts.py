@@ -112,7 +112,7 @@ def chosen(
 
     transformers' topk breaks ties in an order of its own.
     """
-    if experts.biased:
+    if experts.bias == "scores":
         assert bias is not None
         scores, bias = scores + bias, None
     marks = sigmoid(scores) if experts.scoring == "sigmoid" else scores

@@ -125,7 +125,7 @@ def _run(
         len(made),
         experts.renormalised,
         experts.scoring == "sigmoid",
-        experts.biased,
+        experts.bias == "scores",
         experts.score_scale,
         experts.factor,
         NO_SUM,

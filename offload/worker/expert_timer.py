@@ -34,9 +34,8 @@ def time_experts(config: ModelConfig, dtype: str) -> ExpertTimes | None:
     assert experts is not None
     assert run is not None
     homes, random = _homes(layer, DTYPES[dtype]), torch.Generator().manual_seed(0)
-    router = Router(torch.randn(experts.num_scores, layer.hidden_size, generator=random))
-    if experts.biased or experts.corrected:
-        router = Router(router.matrix, torch.zeros(experts.count))
+    bias = None if experts.bias == "none" else torch.zeros(experts.count)
+    router = Router(torch.randn(experts.num_scores, layer.hidden_size, generator=random), bias)
     mixture = Mixture(experts, router)
     taken = dict.fromkeys(ROWS, float("inf"))
     start, turns = time.perf_counter(), 0

@@ -30,7 +30,7 @@ def describe(source: Fields) -> ModelConfig:
     config = without_windows(source, decoder(source, "glm4_moe", _DEFAULTS, attention=attention))
     experts = read_experts(
         source, config, counts=_COUNTS, renormalised=source.flag("norm_topk_prob", True), scoring="sigmoid",
-        factor=source.number(_FACTOR, default=1.0), corrected=True,
+        factor=source.number(_FACTOR, default=1.0), bias="ranks",
     )  # fmt: skip
     beside = experts.network.size * source.integer(_SHARED, 1 << 12, default=1)
     dense = range(source.get(_DENSE, whole(0), 1))

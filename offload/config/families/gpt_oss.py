@@ -44,7 +44,7 @@ def describe(source: Fields) -> ModelConfig:
     network = {"activation": "clamped_silu", "bias": True}
     config = decoder(source, "gpt_oss", _DEFAULTS, attention=attention, feed_forward=network)
     size = Fields({**source.data, "moe_intermediate_size": config.intermediate_size}, source.where)
-    experts = read_experts(size, config, counts=("num_local_experts", "num_experts"), biased=True)
+    experts = read_experts(size, config, counts=("num_local_experts", "num_experts"), bias="scores")
     config = replace(with_experts(config, experts), names=replace(config.names, experts=_NAMES))
     window = source.data.get("sliding_window", 128)
     return with_windows(source, config, window, windowed_layers(source, window, lambda: range(0, config.num_layers, 2)))

@@ -139,7 +139,8 @@ def choose(experts: Experts, router: Router, scores: Tensor, real: Tensor | None
     launch(
         choose_experts, (num_rows,), (scores, *vectors, chosen, weights, experts.factor),
         EXPERTS=count, SCORES=experts.num_scores, USED=used, SIGMOID=experts.scoring == "sigmoid",
-        RENORMALISED=experts.renormalised, BIASED=experts.biased, CORRECTED=experts.corrected, SCALED=experts.scaled,
+        RENORMALISED=experts.renormalised, BIASED=experts.bias == "scores", CORRECTED=experts.bias == "ranks",
+        SCALED=experts.scaled,
         PADS=real is not None, LEAST=NO_SUM, PADDED=_padded(count), USED_PADDED=_padded(used), num_warps=1,
     )  # fmt: skip
     return chosen, weights

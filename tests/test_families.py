@@ -453,7 +453,7 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
     if flag in ("experts.factor", "renormalised") and config.block.after_experts:
         return False  # as this does
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
-    if flag in ("scoring", "score_scale", "eps before_router") and one_of_all:
+    if flag in ("scoring", "score_scale", "bias of ranks", "eps before_router") and one_of_all:
         return False  # its weight is 1, and the order of scores is the same
     return FLAGS[flag](config) != config
 

@@ -21,6 +21,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import cpu
+from offload.kernels.experts import Router
 from offload.model.host_experts import HostMixes
 from offload.plan.curves import ROWS
 from offload.plan.expert_times import ExpertTimes, estimated, load_expert_times, save_expert_times
@@ -38,7 +39,7 @@ from offload.worker import expert_timer, pass_timer
 from offload.worker.expert_timer import time_experts
 from offload.worker.pass_timer import timed
 from processor import best
-from test_experts import scene
+from test_experts import Scene, scene
 
 NUM_LAYERS = 24
 GPU = Hardware("cuda:0", "GPU", 8 * 10**9, 256 * 10**9, True)
@@ -199,18 +200,32 @@ def test_layers_that_all_stay_need_no_staging(folders: Callable[[str], Path]) ->
     assert allocated["expert slots"] == placement.device_bytes["expert slots"]
 
 
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool) -> None:
-    best()
-    given = scene(Experts(FeedForward(32), 8, 3), torch.bfloat16, 5)
-    mixes, beside = HostMixes(), given.rows.flip(0)
-    other = beside if adds else None
-    real = torch.tensor([True, True, False, True, True])
+def by_kernels(given: Scene, beside: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
     run = cpu.kernels().experts
     assert run is not None
-    expected = run(given.mixture, given.homes, given.rows, other, real)
-    found = mixes(3, given.mixture, given.homes, given.rows, other, real)
-    assert torch.equal(found, expected)  # of padding zeros: it runs through no expert
+    return run(given.mixture, given.homes, given.rows, beside, real)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool, gates: bool) -> None:
+    best()
+    given = scene(Experts(FeedForward(32), 8, 3), torch.bfloat16, 5)
+    if gates:
+        matrix = torch.cat([given.router.matrix, given.router.matrix[:1].flip(1)])
+        given = replace(given, experts=replace(given.experts, gates_network=True), router=Router(matrix))
+    mixes, other = HostMixes(), given.rows.flip(0) if adds else None
+    real = torch.tensor([True, True, False, True, True])
+    expected = by_kernels(given, other, real)
+    for layer in (3, 4):
+        found = mixes(layer, given.mixture, given.homes, given.rows, other, real)
+        assert torch.equal(found[real], expected[real])
+    if other is None:
+        assert torch.equal(found, expected)  # of padding zeros: it runs through no expert
+    one = real.logical_not()
+    assert torch.equal(
+        mixes(3, given.mixture, given.homes, given.rows, other, one)[one], by_kernels(given, other, one)[one]
+    )
 
 
 class TestSeconds:

@@ -21,16 +21,28 @@ class HostMixes:
 
     def __init__(self) -> None:
         self._copies: dict[int, Mixture] = {}  # by layer, on the host
+        self._real: tuple[Tensor, Tensor] | None = None  # of the last pass, and on the host
 
     def __call__(
         self, layer: int, mixture: Mixture, homes: ExpertHomes, rows: Tensor, beside: Tensor | None, real: Tensor | None
     ) -> Tensor:
-        """See `RunExperts`: the output for `rows`, on their device. homes: with their bank on the host."""
+        """See `RunExperts`: the output for `rows`, on their device. homes: with their bank on the host. A copy to the
+        host waits for the device, so what is not needed there stays."""
         if layer not in self._copies:  # weights that cross the link are overwritten by the next layer's
             self._copies[layer] = _copied_to_host(mixture)
-        there, other, kept = (None if each is None else each.to(_HOST).contiguous() for each in (rows, beside, real))
-        assert there is not None
-        return sent(self._run(self._copies[layer], homes, there, other, kept), rows.device)
+        gated = beside is not None and mixture.experts.gates_network
+        other = beside.to(_HOST) if beside is not None and gated else None
+        made = self._run(self._copies[layer], homes, rows.to(_HOST), other, self._which(real))
+        out = sent(made, rows.device)
+        return out if beside is None or gated else out + beside
+
+    def _which(self, real: Tensor | None) -> Tensor | None:
+        """The rows of a pass that are not padding, on the host: all layers ask for the same ones."""
+        if real is None:
+            return None
+        if self._real is None or self._real[0] is not real:
+            self._real = real, real.to(_HOST)
+        return self._real[1]
 
     @cached_property
     def _run(self) -> RunExperts:

@@ -22,7 +22,7 @@ from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.config.block import Experts, FeedForward, Norm
 from offload.formats.layout import encoding
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, ExpertHomes, Mixture, Router
+from offload.kernels.experts import Bank, ExpertHomes, Mixture, Room, Router
 from offload.kernels.gpu import expert_programs
 from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
@@ -91,6 +91,7 @@ class InBatches:
 
     whole: ResidentExperts
     size: int
+    room: Room | None = None
 
     @property
     def bank(self) -> Bank:

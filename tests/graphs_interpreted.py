@@ -21,6 +21,7 @@ from torch import Tensor
 from families import save_tiny
 from interpreter import without_idle_work
 from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.config.reading import read_config
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
@@ -49,7 +50,7 @@ without_idle_work()
 @dataclass(frozen=True)
 class Case:
     """A level's passes over its whole cache. model: a family's tiny model. slots: for experts, which are on the host
-    then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs."""
+    then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs. streams: so are the layers."""
 
     level: str
     sizes: Sizes = PLAIN
@@ -58,6 +59,7 @@ class Case:
     dtype: str = "fp32"
     slots: int = 0
     by_cpu: int = 0
+    streams: bool = False
 
 
 CASES = {
@@ -71,6 +73,9 @@ CASES = {
     "states": Case("target", model="qwen3_5"),
     "states, drafted rows": Case("self", CODED, "qwen3_5"),
     "experts": Case("target", model="qwen3_moe", dtype="bf16"),
+    "experts in slots": Case("target", model="qwen3_moe", dtype="bf16", slots=2),
+    "experts that the CPU runs": Case("target", model="qwen3_moe", dtype="bf16", slots=2, by_cpu=1),
+    "experts in slots, drafted rows": Case("self", CODED, model="qwen3_moe", dtype="bf16", slots=3),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 Result = tuple[list[Tensor], int]
@@ -114,6 +119,8 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
             plant(bug, patch)
         chunks_by_kernel(gpu, patch)
         plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots, cpu_experts=case.by_cpu)
+        if not case.streams:
+            plan = changed(plan, resident_layers=read_config(folder).num_layers)
         with tiny_engine(plan, folder) as engine:
             yield engine, gpu
 
@@ -236,14 +243,14 @@ def test_a_pass_whose_experts_torchs_operators_run_is_no_graph(folders: Callable
 
 @pytest.mark.parametrize("slots", [3, 8])
 def test_experts_that_cross_the_link_say_what_resident_ones_say(slots: int, folders: Callable[[str], Path]) -> None:
-    """Their passes are no graphs; copies and computation are ordered."""
+    """Their passes are several graphs; copies and computation are ordered."""
     own = Case("target", model="qwen3_moe", dtype="bf16")
     found = []
     for case in (own, replace(own, slots=slots)):
-        said, replayed = texts(folders(case.model), case, [PROMPT[:30]])
-        found.append(said)
-        assert (replayed > 0) == (not case.slots)
-    assert found[0] == found[1]
+        found.append(texts(folders(case.model), case, [PROMPT[:30]]))
+    (said, replayed), (streamed, pieces) = found
+    assert streamed == said
+    assert pieces == 3 * replayed > 0  # two layers
 
 
 SLOTS = "offload.weights.experts"

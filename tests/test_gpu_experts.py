@@ -27,6 +27,8 @@ from offload.kernels.gpu.experts import (
     stored_tiling,
 )
 from offload.plan.composition import PLAIN as PLAIN_LEVELS
+from offload.plan.cost import Cost
+from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.options import Options
 from offload.plan.passes import graph_levels
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
@@ -157,7 +159,7 @@ def test_plans_count_the_scratch_of_a_block(encodings: Sequence[str]) -> None:
     assert 0.97 * used <= with_experts - without <= 1.03 * used
 
 
-def test_a_pass_is_a_graph_where_the_host_need_not_know_which_experts_run() -> None:
+def test_a_pass_is_graphs_where_kernels_run_experts() -> None:
     hardware = replace(GPU, has_kernels=True, device_free_bytes=80 * 2**30)
     config = config_of()
     made = plan(Options(speculation=False, dtype="bf16"), target=config, draft=None, hardware=hardware, prompt=1000)
@@ -170,4 +172,19 @@ def test_a_pass_is_a_graph_where_the_host_need_not_know_which_experts_run() -> N
     assert levels() == levels(dtype="fp16") == ("target",)
     assert levels(dtype="fp32") == ()
     assert levels(hardware=replace(hardware, has_kernels=False)) == ()
-    assert levels(placement=replace(made.placement, expert_slots=40)) == ()
+    assert levels(placement=replace(made.placement, expert_slots=40)) == ("target",)
+
+
+def test_a_pass_of_several_graphs_counts_the_hosts_work_in_every_layer() -> None:
+    """Of experts on the host."""
+    hardware = replace(GPU, has_kernels=True, device_free_bytes=80 * 2**30)
+    hardware = replace(hardware, rates=replace(hardware.rates, device_read=1e18))
+    config, options = config_of(), Options(speculation=False, dtype="bf16")
+    made = plan(options, target=config, draft=None, hardware=hardware, prompt=1000)
+
+    def calls(slots: int) -> float:
+        placement = replace(made.placement, expert_slots=slots)
+        sizing = Sizing(config, None, options, hardware, "bf16")
+        return Cost(sizing, placement, made.request.capacity, made.composition).device.full(1, masses=False)
+
+    assert calls(40) - calls(0) == pytest.approx(config.num_layers * COSTS.piece_seconds, rel=1e-3)

@@ -72,11 +72,30 @@ class Bank:
         return self.content.shape[1]
 
 
+class Room:
+    """Memory on a device that the layers of a model use in turns: graphs of their passes would else own some for each
+    layer."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of the shape, dtype and device of `like`: the same one for the same name."""
+        key = name, like.shape, like.dtype
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty_like(like)
+        return self._tensors[key]
+
+
 class ExpertHomes(Protocol):
-    """The experts of one layer, wherever they are, and their bank on the device."""
+    """The experts of one layer, wherever they are, and their bank on the device. room: for what the host works with
+    once it knows which experts were chosen; None where it need not know."""
 
     @property
     def bank(self) -> Bank: ...
+
+    @property
+    def room(self) -> Room | None: ...
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
         """Bring the experts `chosen`, any integers [...], to the bank, each in one of several batches: of a batch the

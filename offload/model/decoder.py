@@ -91,10 +91,9 @@ class Decoder:
 
     @property
     def _waits_for_routers(self) -> bool:
-        """Whether the host has to know which experts a layer's router chose: those that cross a link, and all that
-        torch's operators run."""
+        """Whether torch's operators run experts: the host has to know which ones a layer's router chose."""
         by_kernels = self._kernels.experts is not None and self.weights.embedding.dtype.itemsize == 2
-        return any(self.weights.experts) and (bool(self.weights.streamed_experts) or not by_kernels)
+        return any(self.weights.experts) and not by_kernels
 
     @property
     def streams(self) -> bool:
@@ -116,7 +115,7 @@ class Decoder:
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         real = None
-        if block is not None and self.config.experts is not None:  # then padding runs through no expert
+        if self.config.experts is not None:  # padding runs through no expert
             real, tokens = tokens != PADDING, tokens.clamp(min=0)
         if (native := self._native_for(len(tokens), block)) is not None:
             x, run = self._embedded(tokens, native.rows(len(tokens))), native.run

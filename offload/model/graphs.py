@@ -1,13 +1,16 @@
 """Passes as CUDA graphs: one launch in place of many, where all tensors of a pass stay at fixed addresses on the GPU.
 
-A graph may include computations after the pass, such as a draw from its logits.
+A graph may include computations after the pass, such as a draw from its logits. Where the host has work in the middle
+of a pass (`native.host_work`), as for experts that cross the link, the pass is several graphs with that work between.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import TriforceError
+from offload.native.host_work import Work, noted
 
 VARIABLE = "TRIFORCE_GRAPHS"
 MOST_GRAPHS = 64  # of a level: more than a request uses
@@ -40,12 +44,49 @@ class GraphPool:
         return self._handle
 
 
+class _Pieces:
+    """A recorded pass: graphs, and the host's work after each but the last."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._works: list[Work] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, kernels are recorded and not run."""
+        with ExitStack() as under_way:
+
+            def cut(work: Work) -> None:
+                under_way.close()
+                self._works.append(work)
+                under_way.enter_context(self._recorded())
+
+            under_way.enter_context(self._recorded())
+            with noted(cut):
+                yield
+
+    def replay(self) -> None:
+        for graph, work in zip_longest(self._graphs, self._works):
+            graph.replay()
+            if work is not None:
+                work()
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
+        recorded: AbstractContextManager[None] = torch.cuda.graph(
+            graph, pool=self._pool.take(graph), capture_error_mode="thread_local"
+        )
+        return recorded
+
+
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded graph, its input tensors and its output tensors, of each pass. kind: what it was recorded for, whose
-    computations own tensors that the graph reads; an equal one may be kept elsewhere and own others."""
+    """A recorded pass, its input tensors and its output tensors, of each pass. kind: what it was recorded for, whose
+    computations own tensors that the graphs read; an equal one may be kept elsewhere and own others."""
 
-    graph: torch.cuda.CUDAGraph
+    pieces: _Pieces
     given: Tensors
     made: list[Tensors]
     kind: Kind
@@ -72,8 +113,8 @@ class Graphs:
         compiles kernels, later as a graph. None where the GPU has no memory for it: `compute` may have begun then.
 
         key: calls with equal keys, and given tensors of equal shapes, differ in nothing but the contents of memory.
-        given: the tokens and all other tensors whose values may change. `compute` must not wait for the GPU. Raises
-        TriforceError, with the remedy, where the GPU does not record it.
+        given: the tokens and all other tensors whose values may change. `compute` must not wait for the GPU but in
+        `host_work.between`. Raises TriforceError, with the remedy, where the GPU does not record it.
         """
         kind = key, tuple(tensor.shape for tensor in given)
         found = self._kinds.get(kind, 0)
@@ -89,7 +130,7 @@ class Graphs:
         self._kinds.move_to_end(kind)
         for ours, theirs in zip(found.given, given, strict=True):
             ours.copy_(theirs)
-        found.graph.replay()
+        found.pieces.replay()
         return [tuple(tensor.clone() for tensor in made) for made in found.made]  # the next replay overwrites them
 
     def forget(self) -> None:
@@ -108,12 +149,12 @@ class Graphs:
         return sum(found.nbytes for found in self._kinds.values() if isinstance(found, _Recorded))
 
     def _record(self, kind: Kind, inputs: Sequence[Tensor], compute: Compute) -> _Recorded | None:
-        """Record a graph. None, and no graph from now on, where the GPU has no memory for it."""
-        graph = torch.cuda.CUDAGraph()
+        """Record a pass. None, and no graph from now on, where the GPU has no memory for it."""
+        pieces = _Pieces(self._pool)
         try:
             given = tuple(tensor.clone() for tensor in inputs)
-            with torch.cuda.graph(graph, pool=self._pool.take(graph), capture_error_mode="thread_local"):
-                return _Recorded(graph, given, compute(*given), kind)
+            with pieces.recording():
+                return _Recorded(pieces, given, compute(*given), kind)
         except RuntimeError as error:
             if _is_of_memory(error):
                 self.forget()

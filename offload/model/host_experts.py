@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.kernels.cpu import kernels
 from offload.kernels.experts import ExpertHomes, Mixture, RunExperts
 from offload.kernels.norms import NormWeights
+from offload.native.host_work import between
 from offload.transfer.memory import sent
 
 _HOST = torch.device("cpu")
@@ -21,7 +22,7 @@ class HostMixes:
 
     def __init__(self) -> None:
         self._copies: dict[int, Mixture] = {}  # by layer, on the host
-        self._real: tuple[Tensor, Tensor] | None = None  # of the last pass, and on the host
+        self._outs: dict[torch.Size, Tensor] = {}  # by shape, used by all layers in turns
 
     def __call__(
         self, layer: int, mixture: Mixture, homes: ExpertHomes, rows: Tensor, beside: Tensor | None, real: Tensor | None
@@ -30,19 +31,18 @@ class HostMixes:
         host waits for the device, so what is not needed there stays."""
         if layer not in self._copies:  # weights that cross the link are overwritten by the next layer's
             self._copies[layer] = _copied_to_host(mixture)
-        gated = beside is not None and mixture.experts.gates_network
-        other = beside.to(_HOST) if beside is not None and gated else None
-        made = self._run(self._copies[layer], homes, rows.to(_HOST), other, self._which(real))
-        out = sent(made, rows.device)
-        return out if beside is None or gated else out + beside
+        if rows.shape not in self._outs:
+            self._outs[rows.shape] = torch.empty_like(rows)
+        gated, out = mixture.experts.gates_network, self._outs[rows.shape]
+        given = rows, beside if gated else None, real
 
-    def _which(self, real: Tensor | None) -> Tensor | None:
-        """The rows of a pass that are not padding, on the host: all layers ask for the same ones."""
-        if real is None:
-            return None
-        if self._real is None or self._real[0] is not real:
-            self._real = real, real.to(_HOST)
-        return self._real[1]
+        def work() -> None:
+            there, other, kept = (each if each is None else each.to(_HOST) for each in given)
+            assert there is not None
+            out.copy_(sent(self._run(self._copies[layer], homes, there, other, kept), rows.device))
+
+        between(work)
+        return out if beside is None or gated else out + beside
 
     @cached_property
     def _run(self) -> RunExperts:

@@ -26,6 +26,7 @@ class GpuCosts:
 
     graph_seconds: float = 1.2e-4  # of a pass as a graph: its launch, its inputs and results, the head and the draw
     graph_layer_seconds: float = 2.4e-5  # gaps and ramps of a layer's kernels within a graph: twelve of 2 us
+    piece_seconds: float = 1.2e-4  # of the host in the middle of a layer whose experts it brings: a wait, some calls
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
     layer_seconds: float = 5.5e-4  # calls of one layer; with four tiles of its own .8 ms on an H200's host
     sequence_seconds: float = 1e-4  # of one layer, for each further sequence: appending rows and attention
@@ -54,7 +55,7 @@ class GpuPasses(DevicePasses):
         read = self._by_rows(number * self._own_weights(rows) + kept / self._rate, rows)
         read += number * self.sums(rows)
         if composition.inner in passes.graphs:
-            return number * self._graph_calls(passes.sizing.target.num_layers) + read
+            return number * self._target_calls + read + passes.awaiting_experts(rows)
         return max(self._calls, self.beside_weights(read, rows))
 
     def draft(self) -> float:
@@ -129,7 +130,7 @@ class GpuPasses(DevicePasses):
         read += self._by_rows(cache_bytes / self._rate, self.padded(rows), blocks)
         layers = self.passes.sizing.target.num_layers
         if level in self.passes.graphs and number == 1:  # rows of several seldom come in the same numbers again
-            return self._graph_calls(layers) + read
+            return self._target_calls + read
         calls = GPU.pass_seconds * number + layers * (GPU.layer_seconds + (number - 1) * GPU.sequence_seconds)
         return max(calls + number * blocks * self._tiles_calls, read + self.full_sums(rows))
 
@@ -139,6 +140,13 @@ class GpuPasses(DevicePasses):
     def _by_rows(self, seconds: float, rows: int, blocks: int = 1) -> float:
         """Seconds of `rows` rows in `blocks` blocks. seconds: of the first row of a block."""
         return seconds * (blocks + GPU.row_share * (rows - blocks))
+
+    @property
+    def _target_calls(self) -> float:
+        """Seconds that a pass of the target as graphs takes beside its bytes, with the host's work in the middle."""
+        sizing = self.passes.sizing
+        pieces = sizing.num_expert_layers if self.passes.placement.expert_slots else 0
+        return self._graph_calls(sizing.target.num_layers) + pieces * GPU.piece_seconds
 
     def _graph_calls(self, num_layers: int) -> float:
         """Seconds that a pass of so many layers as a graph takes beside its bytes."""

@@ -36,10 +36,10 @@ class SumCosts:
 def graph_levels(
     composition: Composition, placement: Placement, hardware: Hardware, target: ModelConfig, dtype: str
 ) -> tuple[str, ...]:
-    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads.
-    Which experts run is known to the host only after a layer's router, where they cross the link and where torch's
-    operators run them, as in fp32. dtype: of the rows."""
-    by_kernels = hardware.has_kernels and dtype != "fp32" and not placement.expert_slots
+    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads. Of
+    experts that is not asked: where they are on the host, a pass is several graphs, with the host's work between. But
+    kernels have to run them, which those for fp32 do not. dtype: of the rows."""
+    by_kernels = hardware.has_kernels and dtype != "fp32"
     if hardware.is_cpu or (target.experts is not None and not by_kernels):
         return ()
     fits = hardware.has_kernels and all(dim % 16 == 0 and dim <= WIDEST_GPU_HEAD for dim in target.head_dims)

@@ -14,7 +14,7 @@ from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
-from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix
+from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix, Room
 from offload.metrics import ExpertStats
 from offload.plan.routing import SHARED_SLOTS, cpu_layers
 from offload.plan.shards import ALONE, Shard
@@ -91,6 +91,8 @@ def _read(
 class ResidentExperts:
     """A layer's experts on the device, each in the place of its number."""
 
+    room = None
+
     def __init__(self, bank: Bank) -> None:
         self.bank = bank
         self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
@@ -147,10 +149,12 @@ class StreamedExperts:
     since layers come in turns: where a pass wants more than all slots hold, slots that layers shared would have lost
     every expert when its layer comes again."""
 
-    def __init__(self, homes: Tensor, slots: ExpertSlots, layout: LayerLayout, layer: int = 0) -> None:
+    def __init__(
+        self, homes: Tensor, slots: ExpertSlots, layout: LayerLayout, layer: int = 0, room: Room | None = None
+    ) -> None:
         """homes: uint8 [experts, layout.num_bytes] on the host. layer: its number, other than that of each layer with
-        the same slots."""
-        self.bank, self.stats = bank_of(layout, slots.content), ExpertStats()
+        the same slots. room: of all layers; by default its own."""
+        self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
         self._homes, self._slots, self._layer = homes, slots, layer
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
@@ -214,7 +218,7 @@ def load_experts(
     experts the CPU runs, see `cpu_layers`; in a prefill they share SHARED_SLOTS slots. See `load_weights`."""
     own = shard.config(config)
     layouts = {kind.block: layout_of(kind, dtype) for kind, _ in own.kinds if kind.block.experts is not None}
-    of_cpu = cpu_layers(own, on_cpu)
+    of_cpu, room = cpu_layers(own, on_cpu), Room()
 
     def made_slots(count: int, num_bytes: int) -> ExpertSlots:
         assert link is not None
@@ -232,8 +236,8 @@ def load_experts(
             return ResidentExperts(bank_of(layout, content))
         if index in of_cpu:
             assert shared is not None
-            return HostExperts(bank_of(layout, content), StreamedExperts(content, shared, layout, index))
-        return StreamedExperts(content, made_slots(min(slots, count), layout.num_bytes), layout, index)
+            return HostExperts(bank_of(layout, content), StreamedExperts(content, shared, layout, index, room))
+        return StreamedExperts(content, made_slots(min(slots, count), layout.num_bytes), layout, index, room)
 
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
     shared = made_slots(min(SHARED_SLOTS, own.experts.count), largest) if own.experts and of_cpu else None

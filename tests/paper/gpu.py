@@ -44,6 +44,7 @@ class PaperGpu:
         self.syncs: Counter[str] = Counter()
         self.host = Actor("host")
         self.recording: Graph | None = None
+        self.recorded_last: Graph | None = None  # if nothing was launched since
         self.num_graphs = 0
         self.pools = Pools()
         self.bytes_now = self.bytes_peak = 0

@@ -2,7 +2,8 @@
 tests in here.
 
 A graph knows tensors and numbers as they were when it was recorded. On a real GPU nothing is computed while it is, so
-what was written meanwhile is put back afterwards.
+what was written meanwhile is put back afterwards. Graphs that are recorded one after the other, with nothing launched
+in between, are pieces of a pass: the memory of one is there for the next ones.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ class Graph:
         self._accesses: list[Access] = []
         self._computed: list[Callable[[], object]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._own: set[int] = set()  # ids of blocks that were allocated while it was recorded
+        self._own: set[int] = set()  # ids of blocks that were allocated while it and those before it were recorded
         self._is_recorded = False
+
+    def follows(self, before: Graph | None) -> None:
+        """It is recorded right after another."""
+        if before is not None:
+            self._own = before._own
 
     def allocated(self, block: Block) -> None:
         self._own.add(id(block))
@@ -61,6 +67,7 @@ class Graph:
         """One launch, on the current stream."""
         if not self._is_recorded:
             self._gpu.problem("a graph is replayed that was not recorded")
+        self._gpu.recorded_last = None
         actor = self._gpu.stream.actor
         actor.learn(self._gpu.host.clock)
         actor.step()
@@ -107,7 +114,8 @@ def recording(gpu: PaperGpu, graph: Graph, *, pool: int, **_: object) -> Iterato
     """`torch.cuda.graph`, which waits for the GPU first."""
     gpu.pools.use(gpu, graph, pool)
     gpu.synchronize()
-    gpu.recording = graph
+    graph.follows(gpu.recorded_last)
+    gpu.recording = gpu.recorded_last = graph
     gpu.num_graphs += 1
     try:
         with torch.inference_mode():

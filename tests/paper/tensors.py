@@ -303,6 +303,7 @@ def launch(gpu: PaperGpu, name: str, tensors: Sequence[PaperTensor], written: Co
     if gpu.recording is not None:
         gpu.recording.launched(name, tensors, written)
         return actor
+    gpu.recorded_last = None
     actor.learn(gpu.host.clock)
     actor.step()
     gpu.launches[name] += 1

@@ -302,7 +302,8 @@ def _graphs(planned: Planned) -> Iterator[str]:
     """Yield the levels whose passes are launched as one, on a GPU."""
     if not planned.request.hardware.is_cpu:
         levels = " and ".join(planned.graphs)
-        yield f"a pass of {levels} is one launch" if levels else "none: kernels are launched one by one"
+        launches = "one for each layer" if planned.plan.placement.expert_slots else "one launch"
+        yield f"a pass of {levels} is {launches}" if levels else "none: kernels are launched one by one"
 
 
 def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:

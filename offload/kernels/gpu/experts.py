@@ -12,7 +12,7 @@ from offload.config.block import Activation, Experts
 from offload.formats.layout import Encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import constants
-from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Router
+from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
     arrange_pairs,
@@ -23,6 +23,8 @@ from offload.kernels.gpu.expert_programs import (
     sum_pairs,
 )
 from offload.kernels.gpu.stored_products import Tiling, tiling_of
+from offload.kernels.rows import MAX_ROWS
+from offload.native.host_work import between
 from offload.native.launch import launch
 
 MOST_ROWS = 512  # at a time
@@ -98,14 +100,23 @@ def _run(
     experts, router = mixture.experts, mixture.router
     normed, scored = (each.contiguous() for each in mixture.normed(rows))
     scores = score(experts, router, scored)
-    chosen, weights = choose(experts, router, scores, real)
+    room = homes.room if len(rows) <= MAX_ROWS else None
+    chosen, weights = choose(experts, router, scores, real, room=room)
     first = homes.bank.places[0]
-    lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first))
-    sizes = experts.network.size, rows.shape[1]
-    inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
-    for places in homes.batches(chosen):
-        _inner(experts, first, lines, places, homes.bank, normed, inner)
-        _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)
+    lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first), room=room)
+    made = _taken(room, "made", rows.new_empty(chosen.numel(), rows.shape[1]))
+    normed = normed if room is None else room.take("normed", normed).copy_(normed)
+
+    def multiply() -> None:
+        inner = rows.new_empty(chosen.numel(), experts.network.size)
+        for places in homes.batches(chosen):
+            _inner(experts, first, lines, places, homes.bank, normed, inner)
+            _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)
+
+    if room is None:
+        multiply()
+    else:
+        between(multiply)
     out = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
     grid = len(rows), -(-rows.shape[1] // COLUMNS)
     other, stride = (out, 0) if beside is None else (beside, beside.stride(0))
@@ -129,11 +140,18 @@ def score(experts: Experts, router: Router, rows: Tensor) -> Tensor:
     return scores
 
 
-def choose(experts: Experts, router: Router, scores: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _taken(room: Room | None, name: str, like: Tensor) -> Tensor:
+    return like if room is None else room.take(name, like)
+
+
+def choose(
+    experts: Experts, router: Router, scores: Tensor, real: Tensor | None = None, *, room: Room | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of rows by their scores, fp32 [T, scores]: int32 [T, used], the largest rank first and the first
-    expert of equal ones; and their weights, fp32 [T, used]. real: see `RunExperts`; of padding the experts' number."""
+    expert of equal ones, in `room` if there is one; and their weights, fp32 [T, used]. real: see `RunExperts`; of
+    padding the experts' number."""
     count, used, num_rows = experts.count, experts.used, len(scores)
-    chosen = torch.empty(num_rows, used, dtype=torch.int32, device=scores.device)
+    chosen = _taken(room, "chosen", torch.empty(num_rows, used, dtype=torch.int32, device=scores.device))
     weights = torch.empty(num_rows, used, device=scores.device)
     vectors = (scores if each is None else each for each in (router.bias, router.scale, real))
     launch(
@@ -158,11 +176,14 @@ def rows_of_tile(num_pairs: int, count: int, weights: ExpertWeights) -> int:
     return ROWS[num_pairs > ROWS[0] * count and not stored]
 
 
-def arranged(chosen: Tensor, count: int, rows: int) -> Lines:
-    """Lines for pairs with the experts `chosen`, int32 [T, used], of `count`, in tiles of `rows`."""
+def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None) -> Lines:
+    """Lines for pairs with the experts `chosen`, int32 [T, used], of `count`, in tiles of `rows`; in `room` if there is
+    one."""
     num_pairs = chosen.numel()
     tiles = most_tiles(num_pairs, count, rows)
-    pair_of, expert_of = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (tiles * rows, tiles))
+    sizes = {"pair_of": tiles * rows, "expert_of": tiles}
+    made = {name: torch.empty(size, dtype=torch.int32, device=chosen.device) for name, size in sizes.items()}
+    pair_of, expert_of = (_taken(room, name, each) for name, each in made.items())
     launch(
         arrange_pairs, (count,), (chosen, pair_of, expert_of, num_pairs, tiles),
         EXPERTS=count, PADDED=_padded(count + 1), ROWS=rows, BLOCK=PAIRS, num_warps=4,

@@ -168,6 +168,15 @@ class Passes:
         """Seconds of fetching experts in a pass: which ones a layer's router says, so layers wait for them."""
         return self.missed_bytes(rows) / self.link_rate
 
+    @property
+    def draft_fetching(self) -> float:
+        """Seconds of fetching experts in the draft's passes: those of a next-token head are where the target's are."""
+        draft, slots = self.sizing.draft, self.placement.expert_slots
+        if draft is None or not (draft.is_head and slots):
+            return 0.0
+        of_pass = layers_wanted_bytes(draft, self.sizing.itemsize, 1, slots)
+        return self.num_sequences * of_pass / self.link_rate
+
 
 @dataclass(frozen=True)
 class DevicePasses(ABC):

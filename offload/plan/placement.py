@@ -132,6 +132,8 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     home = sizing.home_bytes(weight_bits)
     table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
     fixed = sizing.fixed_bytes(capacity, composition)
+    experts_of_head, slot_of_head = sizing.head_experts(composition)
+    all_experts, slot = sizing.experts_bytes + experts_of_head, sizing.slot_bytes + slot_of_head
 
     def of_tiles(tiles: int) -> dict[str, int]:
         """Device bytes that depend on the number of resident tiles."""
@@ -141,9 +143,14 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
 
     least_slots = min(LEAST_SLOTS, sizing.num_experts) if "weights" in offload else 0
 
-    def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots) -> dict[str, int]:
-        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots * sizing.slot_bytes}
+    def device(
+        layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots, *, first: bool = True
+    ) -> dict[str, int]:
+        sizes = {**fixed, "target layers": sizing.layers_bytes(layers)}
+        sizes["expert slots"] = slots * (slot if first else sizing.slot_bytes)
         sizes["target experts"] = 0 if slots else sizing.experts_bytes
+        if experts_of_head and first:
+            sizes["draft experts"] = 0 if slots else experts_of_head
         sizes["target embeddings"] -= table
         if "weights" in offload:
             sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
@@ -164,13 +171,13 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
     slots = least_slots
     if slots:
         least_tiles = 0 if "kv" in offload else tiles
-        others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes
-        slots = max(slots, most(sizing.num_experts, others, lambda number: number * sizing.slot_bytes))
+        others = sum(device(layers, least_tiles, slots=0).values()) - all_experts
+        slots = max(slots, most(sizing.num_experts, others, lambda number: number * slot))
     if "kv" in offload:
-        beside = sum(device(layers, 0, slots=slots).values()) - slots * sizing.slot_bytes
+        beside = sum(device(layers, 0, slots=slots).values()) - slots * slot
 
         def most_tiles(slots: int) -> int:
-            others = beside - sum(of_tiles(0).values()) + slots * sizing.slot_bytes
+            others = beside - sum(of_tiles(0).values()) + slots * slot
             return most(growing * count, others, lambda number: sum(of_tiles(number).values()))
 
         def streamed(slots: int) -> int:
@@ -185,6 +192,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         "state checkpoints": sizing.checkpoint_bytes * devices,
         "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
         "target experts": sizing.experts_bytes * devices if slots else 0,
+        "draft experts": experts_of_head if slots else 0,
         "target embeddings": table * devices,
         "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
@@ -196,7 +204,7 @@ def _fill(sizing: Sizing, capacity: int, composition: Composition, offload: froz
         resident_layers=layers,
         resident_tiles=tiles,
         device_bytes=device(layers, tiles, slots=slots),
-        other_device_bytes=device(layers, tiles, of_others, slots) if devices > 1 else {},
+        other_device_bytes=device(layers, tiles, of_others, slots, first=False) if devices > 1 else {},
         host_bytes=host,
         page_tokens=PAGE_TOKENS,
         window_pages=sizing.window_pages(capacity),

@@ -21,7 +21,7 @@ from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.hardware import RTX_4090, Hardware
-from offload.plan.planner import Options, make_plan
+from offload.plan.planner import Options, Plan, make_plan
 
 GPU = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, rates=RTX_4090)
 MAX_TOKENS = 256
@@ -135,7 +135,7 @@ MIXTURES: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.j
     "Qwen3.6 35B-A3B Q4_K_M": (QWEN | {
         "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
         "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "mtp_num_hidden_layers": 0,
+        "shared_expert_intermediate_size": 512,
     }, "Q4_K_M"),
     "GLM-4.5-Air 106B-A12B Q4_K_M": ({
         "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
@@ -197,7 +197,9 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
         hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9, host_free_bytes=host * 10**9)
         before = context - MAX_TOKENS
         try:
-            plan = make_plan(config, None, Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS)
+            plan = make_plan(
+                config, head_of(config), Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS
+            )
         except (DoesNotFit, UsageError):
             continue
         predicted, slots = plan.predicted, plan.placement.expert_slots
@@ -211,7 +213,7 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
         else:
             here = f"{run}{slots / config.experts.count:.0%} of experts, {predicted.missed_bytes / 1e9:.2f}"
         times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
-        levels = ", ".join(plan.composition.levels[:-1]) or "lookups"
+        levels = _proposing(plan) or "lookups"
         more = f" (of {host} GB)" if host > HOSTS[0] else ""
         return (
             f"{levels}: {times}; {here} of {predicted.full_link_bytes / 1e9:.1f} GB; "
@@ -237,16 +239,22 @@ def _of_context(config: ModelConfig, memory: int, num_gpus: int, context: int) -
     except (DoesNotFit, UsageError):
         return "does not fit"
     predicted = plan.predicted
-    levels = ", ".join({"draft": "head"}.get(level, level) for level in plan.composition.levels[:-1])
+    levels = _proposing(plan)
     link = f", {predicted.full_link_bytes / 1e9:.1f} GB" if predicted.full_link_bytes else ""
     times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
     return f"{levels or 'lookups'}: {times}{link}"
 
 
+def _proposing(plan: Plan) -> str:
+    """The levels that propose, where a draft is the model's own next-token head."""
+    return ", ".join({"draft": "head"}.get(level, level) for level in plan.composition.levels[:-1])
+
+
 def stored(config: ModelConfig, form: str) -> ModelConfig:
     """The same model in llama.cpp's `form`. In Q4_K_M the matrices of the values and the last matrices of the
     feed-forward networks have 6 bits in half of the layers, and so has the head."""
-    count, every = config.num_layers, matrices(config)
+    count, head = config.num_layers, head_of(config)
+    every = matrices(config) | (matrices(head) if head is not None else {})
 
     def encoding_of(name: str) -> str:
         if form != "Q4_K_M":

@@ -222,10 +222,18 @@ def _with_tensors(folder: Path, **tensors: Tensor) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "further"), [("glm4_moe", "model.layers.3.eh_proj.weight"), ("qwen3_5_moe", "mtp.fc.weight")]
+    ("name", "field", "further"),
+    [
+        ("glm4_moe", "num_nextn_predict_layers", ("model.layers.3.eh_proj.weight", "model.layers.4.eh_proj.weight")),
+        ("qwen3_5_moe", "mtp_num_hidden_layers", ("mtp.fc.weight", "mtp.layers.1.input_layernorm.weight")),
+    ],
 )
-def test_a_next_token_head_with_experts_is_left_alone(tmp_path: Path, name: str, further: str) -> None:
-    folder = _with_tensors(save_tiny(name, tmp_path / "with"), **{further: torch.ones(2, 2)})
+def test_a_next_token_head_of_several_layers_is_left_alone(
+    tmp_path: Path, name: str, field: str, further: tuple[str, str]
+) -> None:
+    folder = _with_tensors(save_tiny(name, tmp_path / "with"), **{part: torch.ones(2, 2) for part in further})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: 2}))
     assert read_config(folder).next_token is None
     tokens, decoder = random_tokens(9), load(folder)
     ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)

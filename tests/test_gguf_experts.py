@@ -170,19 +170,20 @@ def test_layers_of_gpt_oss_have_windows_as_the_file_lists_them_or_each_other_one
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "glm4_moe"])
-def test_the_layers_of_a_next_token_head_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_a_next_token_head_of_several_layers_is_left_alone(tmp_path: Path, name: str) -> None:
     """Their tensors have the names of any layer, with experts, and further ones."""
     folder, path = save_tiny(name, tmp_path / "folder"), tmp_path / "model.gguf"
     config = json.loads((folder / "config.json").read_text())
     count = config["num_hidden_layers"]
-    counts = {"mtp_num_hidden_layers": 1} if name == "qwen3_5_moe" else {"num_nextn_predict_layers": 1}
+    counts = {"mtp_num_hidden_layers": 2} if name == "qwen3_5_moe" else {"num_nextn_predict_layers": 2}
     write_gguf(folder, tmp_path / "plain.gguf")
     (folder / "config.json").write_text(json.dumps(config | counts))
 
     def change(writer: gguf.GGUFWriter) -> None:
-        for tensor in ("attn_q", "ffn_gate_inp", "ffn_up_exps", "ffn_gate_inp_shexp", "nextn.eh_proj", "nextn.embed"):
-            writer.add_tensor(f"blk.{count}.{tensor}.weight", np.ones((2, 4), np.float32))
-        writer.add_tensor(f"blk.{count}.nextn.shared_head_norm.weight", np.ones(4, np.float32))
+        for layer in (count, count + 1):
+            for part in ("attn_q", "ffn_gate_inp", "ffn_up_exps", "ffn_gate_inp_shexp", "nextn.eh_proj", "nextn.embed"):
+                writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones((2, 4), np.float32))
+            writer.add_tensor(f"blk.{layer}.nextn.shared_head_norm.weight", np.ones(4, np.float32))
 
     write_gguf(folder, path, change=change)
     found = read_config(path)

@@ -28,8 +28,6 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError, UsageError
 from offload.formats.stored import StoredMatrix
-from offload.model.next_token import NextTokenLevel
-from offload.model.passes import forward
 from offload.plan.shards import Shard, check_divides
 from offload.weights.checkpoint import Checkpoint, check_model
 from quantised import DRAFTED, PLAIN, engine_of, level_stats
@@ -154,52 +152,55 @@ def logits(path: Path) -> Tensor:
     return in_prefill(decoder, target_cache(decoder, SIZES), random_tokens(40), SIZES.prefill_block)
 
 
-def head_logits(path: Path) -> Tensor:
-    """Of the next-token head after some drafts of which two were rejected."""
-    tokens = random_tokens(30, seed=4)
-    with heads.engine(path) as made:
-        target, level = made.worker.levels["target"], made.worker.levels["draft"]
-        assert isinstance(level, NextTokenLevel)
-        made.worker.prefill(tokens[:17], lambda count: None)
-        forward(target, [*tokens[17:20], 1, 2], 1)
-        for each in (target, level):
-            each.truncate(20)
-        return forward(level, tokens[level.length : 21], 1)[0, :TOKENIZER_SIZE].clone()
-
-
-def test_a_next_token_head_is_the_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", heads.FORMS)
+def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
     """Its layer follows the others, which are the same without it, and it has the names of folders."""
-    folder = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder", tokenizer=True, **heads.SHAPES))
-    files = {name: tmp_path / f"{name}.gguf" for name in ("whole", "plain")}
+    folder = heads.with_head(save_tiny(name, tmp_path / "folder", tokenizer=True, **heads.SHAPES))
+    files, form = {kind: tmp_path / f"{kind}.gguf" for kind in ("whole", "plain")}, heads.FORMS[name]
     write_gguf(folder, files["whole"])
-    write_gguf(folder, files["plain"], without="mtp.")
+    write_gguf(folder, files["plain"], without=form.prefix.partition("layers.0.")[0])
     config = read_config(files["whole"])
     assert replace(config, next_token=None) == read_config(files["plain"])
-    assert config.next_token == config.blocks[3]
+    assert config.next_token == config.blocks[form.layer]
     with Checkpoint.open(files["whole"]) as checkpoint:
         check_model(checkpoint, config)
-        assert {*load_file(folder / "model.safetensors")} == {*checkpoint.names()}
+        ours, theirs = ({*names} for names in (load_file(folder / "model.safetensors"), checkpoint.names()))
+        alone, tables = {part for part in ours if ".experts." in part}, {f"{part}.weight" for part in form.more}
+        assert ours - alone - tables <= theirs
+        assert bool(alone) == any(".experts." in part for part in theirs)
     assert torch.equal(logits(files["whole"]), logits(files["plain"]))
-    torch.testing.assert_close(head_logits(files["whole"]), head_logits(folder), rtol=0, atol=2e-4)
+    torch.testing.assert_close(heads.head_logits(files["whole"]), heads.head_logits(folder), rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("offload", [frozenset(), frozenset(("weights",))], ids=["", "streamed"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_next_token_head_drafts_what_it_does_not_decide(tmp_path: Path, kind: str) -> None:
-    folder = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder", tokenizer=True, **heads.SHAPES))
+@pytest.mark.parametrize("name", heads.FORMS)
+def test_a_next_token_head_drafts_what_it_does_not_decide(
+    tmp_path: Path, name: str, kind: str, offload: frozenset[str]
+) -> None:
+    sizes = heads.SHAPES | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    folder = heads.with_head(save_tiny(name, tmp_path / "folder", tokenizer=True, **sizes))
     write_gguf(folder, path := tmp_path / "model.gguf", kind=kind)
     alone = replace(heads.SIZES, gamma=0, draft_gamma=0)
     with heads.engine(path, alone, draft=False, dtype="bf16") as made:
         expected = heads.say(made, PROMPT)
-    with heads.engine(path, replace(heads.SIZES, budget=0), dtype="bf16") as made:
+    with heads.engine(path, replace(heads.SIZES, budget=0), dtype="bf16", offload=offload) as made:
         assert heads.say(made, PROMPT) == expected
         assert level_stats(made, "target").drafted_by["draft"] > 0
+        homes = made.worker.models.decoders["draft"].weights.experts
+        assert all(isinstance(each.bank.places[0].up, StoredMatrix) == (kind == "Q8_0") for each in homes if each)
 
 
-@pytest.mark.parametrize("part", ["fc", "norm"])
-def test_a_head_without_all_its_parts_is_none(tmp_path: Path, part: str) -> None:
-    folder, path = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder")), tmp_path / "model.gguf"
-    write_gguf(folder, path, without=f"mtp.{part}.weight")
-    assert read_config(path).next_token is None
+@pytest.mark.parametrize("part", ["join", "norm"])
+@pytest.mark.parametrize("name", heads.FORMS)
+def test_a_head_without_all_its_parts_is_none(tmp_path: Path, name: str, part: str) -> None:
+    folder, path = heads.with_head(save_tiny(name, tmp_path / "folder")), tmp_path / "model.gguf"
+    form = heads.FORMS[name]
+    write_gguf(folder, path, without=form.join if part == "join" else form.norms[2])
+    config = read_config(path)
+    assert config.next_token is None
+    with Checkpoint.open(path) as checkpoint:
+        check_model(checkpoint, config)
 
 
 def test_a_head_with_a_table_of_its_own_is_none(tmp_path: Path) -> None:

@@ -4,27 +4,33 @@ proposes."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, pad, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
 import asked
 from families import save_tiny
 from forked import Forked, forked_ranks
-from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from models import GREEDY, TOKENIZER_SIZE, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.config import next_token
+from offload.config.encodings import matrices
+from offload.config.next_token import head_of
+from offload.config.reading import read_config
 from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.kv.last_hidden import LastHidden
+from offload.metrics import ExpertStats
 from offload.model.next_token import NextTokenLevel
 from offload.model.passes import forward
 from offload.plan.options import Options
@@ -43,26 +49,77 @@ SIZES = Sizes(
 )
 
 
+@dataclass(frozen=True)
+class Form:
+    """A head as the authors' checkpoints have it. fields: of config.json. layer: of the model, which the head's is
+    like. prefix: of the names in it. join, norms: names, the norms of an embedding, of a hidden row and of the output.
+    more: tensors that are copies of the model's. plus_one: norms multiply by 1 + their weight."""
+
+    fields: dict[str, int]
+    layer: int
+    prefix: str
+    join: str
+    norms: tuple[str, str, str]
+    more: tuple[str, ...] = ()
+    plus_one: bool = True
+
+
+MTP = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+QWEN = Form({"mtp_num_hidden_layers": 1}, 3, "mtp.layers.0.", "mtp.fc", MTP)
+FORMS = {
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "glm4_moe": Form(
+        {"num_nextn_predict_layers": 1}, 2, "model.layers.3.", "model.layers.3.eh_proj",
+        ("model.layers.3.enorm", "model.layers.3.hnorm", "model.layers.3.shared_head.norm"),
+        ("model.layers.3.embed_tokens", "model.layers.3.shared_head.head"), plus_one=False,
+    ),
+}  # fmt: skip
+MIXTURES = [name for name in FORMS if name.endswith("moe")]
+
+
+def form_of(folder: Path) -> Form:
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    return FORMS[kind.removesuffix("_text")]
+
+
 def with_head(folder: Path, *, seed: int = 3) -> Path:
-    """The model with a random next-token head, as the authors' checkpoints have it."""
+    """The model with a random next-token head. The copies of its tables are no copies, so that it shows if they are
+    used."""
+    form, path = form_of(folder), folder / "model.safetensors"
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
-    hidden = config["hidden_size"]
-    layers = [name for name in tensors if ".layers.3." in name]
-    head = {f"mtp.layers.0.{name.split('.layers.3.')[1]}": tensors[name].shape for name in layers}
-    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    head |= {f"mtp.{name}.weight": (hidden,) for name in norms} | {"mtp.fc.weight": (hidden, 2 * hidden)}
+    (folder / "config.json").write_text(json.dumps(config | form.fields))
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    hidden, before = config["hidden_size"], f"model.layers.{form.layer}."
+    head: dict[str, tuple[int, ...]] = {
+        form.prefix + name.removeprefix(before): tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if name.startswith(before)
+    }
+    head |= {f"{name}.weight": (hidden,) for name in form.norms} | {f"{form.join}.weight": (hidden, 2 * hidden)}
+    head |= {f"{name}.weight": (config["vocab_size"], hidden) for name in form.more}
     for name, shape in head.items():
         noise = torch.randn(shape, generator=generator)
-        tensors[name] = 0.2 * noise if "norm" in name else noise / shape[-1] ** 0.5
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        middle = 0.0 if form.plus_one else 1.0
+        tensors[name] = middle + 0.2 * noise if "norm" in name else noise / shape[-1] ** 0.5
+    save_file(tensors, path, metadata={"format": "pt"})
     return folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_head(save_tiny("qwen3_5", tmp_path_factory.mktemp("head") / "model", tokenizer=True, **SHAPES))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("heads")
+
+    @cache
+    def made(name: str) -> Path:
+        return with_head(save_tiny(name, root / name, tokenizer=True, **SHAPES))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(folders: Callable[[str], Path]) -> Path:
+    return folders("qwen3_5")
 
 
 @pytest.fixture
@@ -86,15 +143,18 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.weights = {name: t for name, t in load_file(folder / "model.safetensors").items() if name[:4] == "mtp."}
+        self.form, self.weights = form_of(folder), load_file(folder / "model.safetensors")
         self.config = json.loads((folder / "config.json").read_text())
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        weight = 1 + self.weights[f"mtp.{name}.weight"]
+        weight = self.form.plus_one + self.weights[f"{name}.weight"]
         return rms_norm(x, weight.shape, weight, self.config["rms_norm_eps"])
 
+    def layer_norm(self, x: Tensor, name: str) -> Tensor:
+        return self.norm(x, self.form.prefix + name)
+
     def product(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.weights[f"mtp.layers.0.{name}.weight"])
+        return linear(x, self.weights[f"{self.form.prefix}{name}.weight"])
 
     @torch.inference_mode()
     def drafted(self, tokens: list[int], count: int) -> list[Tensor]:
@@ -112,23 +172,48 @@ class Reference:
     def rows(self, hidden: Tensor, tokens: list[int]) -> Tensor:
         """The normed outputs of all rows: of each but the last token, joined with the one after it."""
         embedded = self.model.model.embed_tokens(torch.tensor(tokens[1:]))
-        rows = torch.cat([self.norm(embedded, "pre_fc_norm_embedding"), self.norm(hidden, "pre_fc_norm_hidden")], 1)
-        x = linear(rows, self.weights["mtp.fc.weight"])
-        x = x + self.attention(self.norm(x, "layers.0.input_layernorm"))
-        inner = self.norm(x, "layers.0.post_attention_layernorm")
-        inner = silu(self.product(inner, "mlp.gate_proj")) * self.product(inner, "mlp.up_proj")
-        return self.norm(x + self.product(inner, "mlp.down_proj"), "norm")
+        of_embedding, of_hidden, of_output = self.form.norms
+        rows = torch.cat([self.norm(embedded, of_embedding), self.norm(hidden, of_hidden)], 1)
+        x = linear(rows, self.weights[f"{self.form.join}.weight"])
+        x = x + self.attention(self.layer_norm(x, "input_layernorm"))
+        inner = self.layer_norm(x, "post_attention_layernorm")
+        mixes = f"{self.form.prefix}mlp.gate.weight" in self.weights
+        return self.norm(x + (self.mixture(inner) if mixes else self.network(inner, "mlp.")), of_output)
+
+    def network(self, x: Tensor, name: str) -> Tensor:
+        inner = silu(self.product(x, f"{name}gate_proj")) * self.product(x, f"{name}up_proj")
+        return self.product(inner, f"{name}down_proj")
+
+    def mixture(self, x: Tensor) -> Tensor:
+        scores, correction = self.product(x, "mlp.gate"), f"{self.form.prefix}mlp.gate.e_score_correction_bias"
+        if correction in self.weights:  # GLM's
+            marks = scores.sigmoid()
+            chosen = (marks + self.weights[correction]).topk(self.config["num_experts_per_tok"])[1]
+            factor, beside = self.config["routed_scaling_factor"], self.network(x, "mlp.shared_experts.")
+        else:
+            marks = scores.softmax(1)
+            chosen = marks.topk(self.config["num_experts_per_tok"])[1]
+            factor = 1.0
+            beside = self.network(x, "mlp.shared_expert.") * self.product(x, "mlp.shared_expert_gate").sigmoid()
+        weights = marks.gather(1, chosen)
+        weights = factor * weights / weights.sum(1, keepdim=True)
+        for row, experts in enumerate(chosen.tolist()):
+            for expert, weight in zip(experts, weights[row], strict=True):
+                beside[row] += weight * self.network(x[row], f"mlp.experts.{expert}.")
+        return beside
 
     def attention(self, x: Tensor) -> Tensor:
         heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
-        q, gate = self.product(x, "self_attn.q_proj").unflatten(1, (heads, 2 * dim)).chunk(2, 2)
+        q = self.product(x, "self_attn.q_proj").unflatten(1, (heads, -1))
+        q, gate = q[..., :dim], q[..., dim:]  # Qwen's
         k, v = (self.product(x, f"self_attn.{each}_proj").unflatten(1, (-1, dim)) for each in "kv")
-        q, k = self.norm(q, "layers.0.self_attn.q_norm"), self.norm(k, "layers.0.self_attn.k_norm")
+        q, k = self.layer_norm(q, "self_attn.q_norm"), self.layer_norm(k, "self_attn.k_norm")
         q, k = (self.rotated(each) for each in (q, k))
         k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
         scores = torch.einsum("thd,shd->hts", q, k) / dim**0.5
         scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
-        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v) * gate.sigmoid()
+        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+        out = out * gate.sigmoid() if gate.numel() else out
         return self.product(out.flatten(1), "self_attn.o_proj")
 
     def rotated(self, x: Tensor) -> Tensor:
@@ -141,10 +226,14 @@ class Reference:
         return torch.cat([first * cos + half * sin, rest], 2)
 
 
-def test_drafts_have_the_logits_of_the_formula(folder: Path) -> None:
-    """Of the first draft after any number of verified tokens, and of drafts after drafts."""
-    reference, tokens = Reference(folder), random_tokens(30, seed=4)
-    with engine(folder) as made:
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_drafts_have_the_logits_of_the_formula(folders: Callable[[str], Path], name: str, streams: bool) -> None:
+    """Of the first draft after any number of verified tokens, and of drafts after drafts. Where experts stream, there
+    are fewer slots than a token has experts."""
+    folder, tokens = folders(name), random_tokens(30, seed=4)
+    reference = Reference(folder)
+    with engine(folder, offload=frozenset(("weights",)) if streams else frozenset()) as made:
         worker = made.worker
         level, target = worker.levels["draft"], worker.levels["target"]
         assert isinstance(level, NextTokenLevel)
@@ -159,6 +248,105 @@ def test_drafts_have_the_logits_of_the_formula(folder: Path) -> None:
                 assert float((ours - theirs[: len(ours)]).abs().max()) < 1e-4 * float(theirs.abs().max())
                 text.append(int(theirs.argmax()))
             level.truncate(stop)
+
+
+def head_logits(folder: Path) -> Tensor:
+    """Of the head after some drafts of which two were rejected."""
+    tokens = random_tokens(30, seed=4)
+    with engine(folder) as made:
+        target, level = made.worker.levels["target"], made.worker.levels["draft"]
+        assert isinstance(level, NextTokenLevel)
+        made.worker.prefill(tokens[:17], lambda count: None)
+        forward(target, [*tokens[17:20], 1, 2], 1)
+        for each in (target, level):
+            each.truncate(20)
+        return forward(level, tokens[level.length : 21], 1)[0, :TOKENIZER_SIZE].clone()
+
+
+def stacked(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """With one tensor for each matrix of all experts in the layers whose names begin so."""
+    apart = {name: each for name, each in tensors.items() if name.startswith(prefix) and ".experts." in name}
+    found = {name: each for name, each in tensors.items() if name not in apart}
+    for layer in dict.fromkeys(name.partition(".experts.")[0] for name in apart):
+
+        def every(part: str, layer: str = layer) -> Tensor:
+            count = sum(f"{part}_proj" in name for name in apart if name.startswith(f"{layer}."))
+            return torch.stack([apart[f"{layer}.experts.{number}.{part}_proj.weight"] for number in range(count)])
+
+        found[f"{layer}.experts.gate_up_proj"] = torch.cat([every("gate"), every("up")], 1)
+        found[f"{layer}.experts.down_proj"] = every("down")
+    return found
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("which", ["its own", "the model's", "both"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_may_be_in_one_tensor_of_a_layer(
+    folders: Callable[[str], Path], tmp_path: Path, name: str, which: str, files: int
+) -> None:
+    """The head's, the layers', or both: quantised folders have layers by expert and their head as it was."""
+    folder, form = tmp_path / "stacked", FORMS[name]
+    shutil.copytree(folders(name), folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = {part: each for part, each in tensors.items() if part.startswith((form.prefix, "mtp."))}
+    rest = {part: each for part, each in tensors.items() if part not in head}
+    head = head if which == "the model's" else stacked(head, "")
+    rest = rest if which == "its own" else stacked(rest, "")
+    (folder / "model.safetensors").unlink()
+    save_parts(folder, [head | rest] if files == 1 else [head, rest])
+    assert torch.equal(head_logits(folder), head_logits(folders(name)))
+
+
+def save_parts(folder: Path, parts: list[dict[str, Tensor]]) -> None:
+    """The tensors in one file or in several."""
+    if len(parts) == 1:
+        save_file(parts[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    for number, tensors in enumerate(parts):
+        save_file(tensors, folder / f"{number}.safetensors", metadata={"format": "pt"})
+    index = {name: f"{number}.safetensors" for number, tensors in enumerate(parts) for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in e4m3, and the scales of its blocks of 128 x 128."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    padded = pad(weight, (0, 128 * columns - weight.shape[1], 0, 128 * rows - weight.shape[0]))
+    scales = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+    return (weight / wide(scales, weight)).to(torch.float8_e4m3fn), scales
+
+
+def wide(scales: Tensor, weight: Tensor) -> Tensor:
+    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
+    """Among those that are left as plain numbers or not. What joins a row is always plain."""
+    wide_experts = {"qwen3_5_moe": ("moe", "shared_expert"), "glm4_moe": ("moe",)}.get(name, ())
+    sizes = {f"{part}_intermediate_size": 128 for part in wide_experts}
+    folder = with_head(save_tiny(name, tmp_path / "plain", tokenizer=True, **SHAPES, **sizes))
+    config = read_config(folder)
+    head = head_of(config)
+    assert head is not None
+    every = matrices(config) | ({} if is_left else matrices(head))
+    tensors, stored = load_file(folder / "model.safetensors"), dict[str, Tensor]()
+    for part in every.keys() - {config.names.embeddings, config.names.head}:
+        numbers, scales = in_fp8(tensors[part])
+        tensors[part] = numbers.float() * wide(scales, numbers)
+        stored |= {part: numbers, part.replace(".weight", ".weight_scale_inv"): scales}
+    shutil.copytree(folder, quantised := tmp_path / "fp8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors | stored, quantised / "model.safetensors", metadata={"format": "pt"})
+    left = ["lm_head", *([FORMS[name].prefix.removesuffix(".")] if is_left else [])]
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": left}
+    fields = json.loads((folder / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(fields | {"quantization_config": fp8}))
+    found = read_config(quantised).next_token
+    assert found is not None
+    assert ({*found.encodings.every} == {"FP8_F32/128"}) is not is_left
+    torch.testing.assert_close(head_logits(quantised), head_logits(folder), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("window", [10, 24, 60])
@@ -239,6 +427,7 @@ MODES: dict[str, tuple[Sizes, dict[str, object]]] = {
     "straight under the target": (replace(SIZES, budget=0), {}),
     "under chunks": (SIZES, {}),
     "under chunks, all streamed": (SIZES, {"offload": ALL}),
+    "straight under the target, weights streamed": (replace(SIZES, budget=0), {"offload": frozenset(("weights",))}),
     "under the cache in 4 bits": (replace(SIZES, budget=0, kv_bits=4), {"offload": frozenset(("kv",))}),
     "under weights in 4 bits": (replace(SIZES, budget=0, weight_bits=4), {}),
     "with lookups, lengths adapt": (replace(SIZES, budget=0, lookup=True, adaptive=True), {}),
@@ -246,17 +435,42 @@ MODES: dict[str, tuple[Sizes, dict[str, object]]] = {
 PROMPT = random_tokens(150, seed=7)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_says_what_the_target_says_alone(folder: Path, mode: str) -> None:
-    sizes, options = MODES[mode]
-    best()
+@cache
+def alone(folder: Path) -> list[int]:
     with engine(folder, replace(SIZES, gamma=0, draft_gamma=0), draft=False, dtype="bf16") as made:
-        expected = say(made, PROMPT)
+        return say(made, PROMPT)
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_mode_says_what_the_target_says_alone(folders: Callable[[str], Path], name: str, mode: str) -> None:
+    (sizes, options), folder = MODES[mode], folders(name)
+    if sizes.weight_bits < 16 and name in MIXTURES:
+        pytest.skip("there is no copy of experts in fewer bits")
+    best()
     with engine(folder, sizes, dtype="bf16", **options) as made:
         assert "draft" in made.plan.composition.levels
-        assert say(made, PROMPT) == expected
+        assert say(made, PROMPT) == alone(folder)
         below = made.plan.composition.inner or "target"
-        assert level_stats(made, below).drafted_by["draft"] > 0 or sizes.adaptive
+        assert sizes.adaptive or level_stats(made, below).drafted_by["draft"] > 0
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_heads_experts_are_in_slots_where_the_targets_are(folders: Callable[[str], Path], name: str) -> None:
+    """In slots of its own, and its hits, misses and bytes are counted."""
+    best()
+    with engine(folders(name), replace(SIZES, budget=0), offload=frozenset(("weights",))) as made:
+        say(made, PROMPT)
+        target, head = (made.worker.models.decoders[role].weights.streamed_experts for role in ("target", "draft"))
+        [own] = head
+        assert own not in target
+        assert len(own.bank.places) == made.plan.placement.expert_slots == 2
+        assert level_stats(made, "draft").link_bytes >= own.stats.fetched_bytes > 0  # streamed layers cross meanwhile
+        assert made.worker.link_stats.experts == sum((each.stats for each in (*target, own)), start=ExpertStats())
+    with engine(folders(name), replace(SIZES, budget=0)) as made:
+        assert not made.worker.models.decoders["draft"].weights.streamed_experts
+        assert not made.worker.models.decoders["draft"].streams
 
 
 @pytest.mark.parametrize(
@@ -266,11 +480,18 @@ def test_every_mode_says_what_the_target_says_alone(folder: Path, mode: str) -> 
         {"gamma": 0},
         {"gamma": 7, "draft_gamma": 3, "kv_bits": 4, "weight_bits": 16, "offload": ALL},
         {"gamma": 7, "draft_gamma": 3, "kv_bits": 16, "weight_bits": 4},
+        {"gamma": 7, "offload": frozenset(("weights",))},
     ],
 )
-def test_planned_bytes_are_allocated_bytes_within_two_percent(folder: Path, options: dict[str, object]) -> None:
-    """Of states, their checkpoints, the head and the hidden rows that it reads, too."""
+@pytest.mark.parametrize("name", FORMS)
+def test_planned_bytes_are_allocated_bytes_within_two_percent(
+    folders: Callable[[str], Path], name: str, options: dict[str, object]
+) -> None:
+    """Of states, their checkpoints, the head, its experts and the hidden rows that it reads, too."""
+    if options.get("weight_bits") == 4 and name in MIXTURES:
+        pytest.skip("there is no copy of experts in fewer bits")
     best()
+    folder = folders(name)
     asked_for = Options(device="cpu", dtype="bf16", **options)  # type: ignore[arg-type]
     plan = plan_request(folder, folder, asked_for, num_prompt_tokens=500, max_tokens=20)
     with Engine.load(plan, folder, folder, load_tokenizer(folder, folder)) as made:
@@ -284,21 +505,31 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(folder: Path, opti
 
 
 @pytest.mark.usefixtures("forked_here")
-def test_two_ranks_say_the_same(folder: Path) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_two_ranks_say_the_same(folders: Callable[[str], Path], name: str, streams: bool) -> None:
     """The head is whole on rank 0, which has the hidden rows of all."""
+    folder, offload = folders(name), frozenset(("weights",)) if streams else frozenset[str]()
     with engine(folder, replace(SIZES, gamma=0, draft_gamma=0), draft=False) as made:
         expected = say(made, PROMPT)
     best()
-    plan = tiny_plan(folder, folder, replace(SIZES, budget=0), num_prompt_tokens=400, max_tokens=60, dtype="fp32")
+    sizes = replace(SIZES, budget=0)
+    plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, dtype="fp32", offload=offload)
     with tiny_engine(changed(plan, num_devices=2), folder, folder) as made:
         assert say(made, PROMPT) == expected
         assert level_stats(made, "target").drafted_by["draft"] > 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("sizes", [replace(SIZES, budget=0), replace(SIZES, budget=0, kv_bits=4)])
-def test_sequences_of_a_batch_say_what_each_says_alone(folder: Path, sizes: Sizes) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_sequences_of_a_batch_say_what_each_says_alone(
+    folders: Callable[[str], Path], name: str, streams: bool, sizes: Sizes
+) -> None:
     best()
     requests = asked.some(6, seed=2, most=150, output=26)
-    plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, dtype="fp32", num_sequences=3)
+    folder, more = folders(name), {"offload": frozenset(("weights",))} if streams else {}
+    plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, num_sequences=3, **more)
     with tiny_engine(plan, folder, folder) as made:
         asked.check(made, requests)

@@ -435,7 +435,7 @@ def test_the_plan_counts_the_blocks_that_are_pinned(model: ModelConfig, tokens: 
     plan = make_plan(model, LLAMA_68M, options, hardware, num_prompt_tokens=tokens, max_tokens=256)
     assert plan.placement.link_bits == 12
     shard = Shard(0, num_devices).config(model)
-    blocks = num_devices * sum(_host_blocks(plan, shard, Memory(torch.device("cpu"))))
+    blocks = num_devices * sum(_host_blocks(plan, shard, None, Memory(torch.device("cpu"))))
     names = ("target layers", "target embeddings", "hidden rows", "kv cache", PURPOSE)
     planned = sum(plan.placement.host_bytes.get(name, 0) for name in names)
     assert blocks == pytest.approx(planned, rel=1e-9)

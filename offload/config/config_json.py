@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 
 from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
 from offload.config.model import ModelConfig
+from offload.config.names import TensorNames
 from offload.config.quantisation import TEXT_CONFIG, parted, quantised
 from offload.config.rope import is_neutral
 from offload.fields import Fields
@@ -51,19 +52,28 @@ _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "
 
 
 def config_of(
-    data: Mapping[str, object], *, name: str = "", scales: str = "", stacks_experts: bool = False
+    data: Mapping[str, object], *, name: str = "", scales: str = "", stacked: Collection[str] = ()
 ) -> ModelConfig:
     """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
     Fields are read as transformers reads them, with its defaults for the family; fields that it does not read are
     ignored. Absent token ids stay unknown. Sizes are required. scales: the dtype of the scales of quantised matrices,
-    as far as it is known. stacks_experts: the checkpoint has one tensor for all experts of a layer.
+    as far as it is known. stacked: the names of tensors that hold the gates and ups of all experts of a layer.
     """
     plain, stored = parted(data, name or "config")
     config = _described(Fields(plain, name or "config"))
-    if stacks_experts:
-        config = replace(config, names=replace(config.names, experts=config.names.experts.stacked))
+    if stacked:
+        config = replace(config, names=_with_stacked(config.names, stacked))
     return config if stored is None else quantised(config, stored, scales)
+
+
+def _with_stacked(names: TensorNames, stacked: Collection[str]) -> TensorNames:
+    """`names` of a checkpoint with such tensors in all layers, in that of the next-token head alone, or in all but
+    that: programs that quantise a model's layers one expert at a time copy its head as it is."""
+    own, in_head = names.experts, [name.startswith(names.next_token.layer) for name in stacked]
+    of_layers, of_head = (own if all(in_head) else own.stacked), (own.stacked if any(in_head) else own)
+    next_token = replace(names.next_token, experts=None if of_head == of_layers else of_head)
+    return replace(names, experts=of_layers, next_token=next_token)
 
 
 def _described(source: Fields) -> ModelConfig:

@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from offload.config import next_token as heads
 from offload.config.block import Attention, Block, Encodings
 from offload.config.matrices import Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.next_token import head_of
 from offload.errors import ModelError
 
 
 def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConfig:
     """`config` with the encodings of its matrices. encoding_of: maps a matrix name, as in
     `weights.tensors.expected_tensors`, to its encoding, "" for plain numbers."""
-    names = config.names
 
-    def of_layer(index: int, block: Block) -> Block:
-        return replace(block, encodings=_of_layer(block, names, f"{names.body}layers.{index}.", encoding_of))
+    def of_layers(model: ModelConfig) -> tuple[Block, ...]:
+        every = ((block, model.layer_name(index)) for index, block in enumerate(model.blocks))
+        return tuple(
+            replace(block, encodings=_of_layer(block, model.names, layer, encoding_of)) for block, layer in every
+        )
 
-    blocks = tuple(of_layer(index, block) for index, block in enumerate(config.blocks))
-    next_token = config.next_token and replace(
-        config.next_token, encodings=_of_layer(config.next_token, names, f"{heads.BODY}layers.0.", encoding_of)
+    table, head = encoding_of(config.names.embeddings), head_of(config)
+    return replace(
+        config,
+        blocks=of_layers(config),
+        table_encoding=table,
+        head_encoding=table if config.tie_embeddings else encoding_of(config.names.head),
+        next_token=None if head is None else of_layers(head)[0],
     )
-    table = encoding_of(names.embeddings)
-    head = table if config.tie_embeddings else encoding_of(names.head)
-    return replace(config, blocks=blocks, table_encoding=table, head_encoding=head, next_token=next_token)
 
 
 def matrices(config: ModelConfig) -> dict[str, Matrix]:
@@ -37,7 +40,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         found |= {config.names.embeddings: config.table}
         found |= {} if config.tie_embeddings else {config.names.head: config.head}
     for index, block in enumerate(config.blocks):
-        layer, names = f"{config.names.body}layers.{index}.", _MatrixNames.of(block, config.names)
+        layer, names = config.layer_name(index), _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
         for operator, own in of_operators.items():

@@ -30,9 +30,11 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 def gguf_config(header: Header) -> ModelConfig:
     """The config of the model in a GGUF file. Raises ModelError."""
-    architecture = architecture_of(header)
+    architecture, values = architecture_of(header), Metadata(header)
     config = config_of(_fields(header, architecture), name=str(header.path))
-    config = _stacked(with_factors(Metadata(header), config))
+    if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
+        config = replace(config, next_token=None)
+    config = _stacked(with_factors(values, config))
     if architecture.neighbours:
         config = with_rope(config, neighbours=True)
     if architecture.has_one:

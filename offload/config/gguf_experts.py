@@ -69,7 +69,7 @@ def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
         "first_k_dense_replace": values.get(_DENSE, whole(0), 0),
         "routed_scaling_factor": 1.0 if factor is None else factor,
         "norm_topk_prob": values.flag(_RENORMALISED, False),
-        "num_nextn_predict_layers": 0,  # a file's layers of a next-token head have names of their own here
+        "num_nextn_predict_layers": len(values.head_layers()),
     }
 
 

@@ -95,6 +95,10 @@ class Metadata(Fields):
         """Whether a layer has this tensor, such as attn_q.bias."""
         return f"blk.{layer}.{tensor}" in self.header.tensors
 
+    def head_has(self, part: str) -> bool:
+        """Whether the next-token head has this part, which no other layer has."""
+        return self.has(f"nextn.{part}.weight", self.head_layers().start)
+
     def factors(self, tensor: str) -> list[float] | None:
         """The numbers of a short fp32 vector, None if there is no such tensor."""
         info = self.header.tensors.get(tensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from offload.config import next_token
 from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
@@ -13,21 +12,16 @@ ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_l
 NO_LAYERS = range(0)
 IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_OF_HEAD = {  # parts of a next-token head beside its layer
-    "nextn.eh_proj": "fc",
-    "nextn.enorm": "pre_fc_norm_embedding",
-    "nextn.hnorm": "pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "norm",
-}
 
 
 def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) -> dict[str, str]:
     """The map from llama.cpp's tensor names to this program's, without the names in IN_CONFIG. names: the model's
     tensor names. head: the numbers of its next-token head's layers.
 
-    An unknown tensor of a layer is mapped to a name in that layer too, so that it is reported as unexpected.
+    An unknown tensor of a layer is mapped to a name in that layer too, so that it is reported as unexpected. Those of
+    further heads than the first keep their names.
     """
-    parts, whole_of_layer = _parts(names), _whole_names(names)
+    parts, whole_of_layer, of_head = _parts(names), _whole_names(names), _of_head(names)
     whole = {TABLE: names.embeddings, HEAD: names.head}
     found: dict[str, str] = {}
     for name in stored:
@@ -36,15 +30,26 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
             inner = whole_of_layer.get(layer[2], f"{parts.get(part) or part}{dot}{kind}")
             if number not in head:
                 found[name] = f"{names.body}layers.{number}.{inner}"
-            elif number == head.start and part in _OF_HEAD:
-                found[name] = f"{next_token.BODY}{_OF_HEAD[part]}.{kind}"
+            elif number == head.start:
+                found[name] = f"{of_head[part]}.{kind}" if part in of_head else f"{names.next_token.layer}{inner}"
             else:
-                found[name] = f"{next_token.BODY}layers.{number - head.start}.{inner}"
+                found[name] = name
         elif name.startswith("output_norm."):
             found[name] = names.norm + name.removeprefix("output_norm")
         elif name not in IN_CONFIG:
             found[name] = whole.get(name, name)
     return found
+
+
+def _of_head(names: TensorNames) -> dict[str, str]:
+    """The map of part names of a next-token head that no other layer has."""
+    own = names.next_token
+    return {
+        "nextn.eh_proj": own.join,
+        "nextn.enorm": own.embedding_norm,
+        "nextn.hnorm": own.hidden_norm,
+        "nextn.shared_head_norm": own.norm,
+    }
 
 
 def _whole_names(names: TensorNames) -> dict[str, str]:

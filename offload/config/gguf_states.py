@@ -1,4 +1,4 @@
-"""The fields of a model in a GGUF file whose layers have recurrent states, and of its next-token head."""
+"""The fields of a model in a GGUF file whose layers have recurrent states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from offload.config.gguf_fields import Metadata
 from offload.config.gguf_layers import Fields
 
 _RECURRENT = "attention.recurrent_layers"
-_OF_HEAD = ("eh_proj", "shared_head_norm", "embed_tokens", "shared_head_head")
 STATES = frozenset((
     "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", _RECURRENT,
     "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
@@ -31,17 +30,8 @@ def qwen35(values: Metadata, common: Mapping[str, object]) -> Fields:
         "linear_key_head_dim": values.integer("ssm.state_size"),
         "linear_value_head_dim": inner // heads,
         "linear_conv_kernel_dim": values.integer("ssm.conv_kernel"),
-        **_next_token(values),
-    }
-
-
-def _next_token(values: Metadata) -> Fields:
-    """Fields of a next-token head whose weights are in the file."""
-    layers = values.head_layers()
-    has = {part: values.has(f"nextn.{part}.weight", layers.start) for part in _OF_HEAD}
-    return {
-        "mtp_num_hidden_layers": len(layers) if has["eh_proj"] and has["shared_head_norm"] else 0,
-        "mtp_use_dedicated_embeddings": has["embed_tokens"] or has["shared_head_head"],
+        "mtp_num_hidden_layers": len(values.head_layers()),
+        "mtp_use_dedicated_embeddings": values.head_has("embed_tokens") or values.head_has("shared_head_head"),
     }
 
 

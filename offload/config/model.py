@@ -88,6 +88,10 @@ class ModelConfig:
         """A model of that layer alone, for values that depend on its shape."""
         return self._alone[index]
 
+    def layer_name(self, index: int) -> str:
+        """The prefix of the tensor names in a layer."""
+        return self.names.next_token.layer if self.is_head else f"{self.names.body}layers.{index}."
+
     @cached_property
     def kinds(self) -> tuple[tuple[ModelConfig, int], ...]:
         """One layer of each kind, as from `layer`, and the number of such layers."""

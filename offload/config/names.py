@@ -55,6 +55,25 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class NextTokenNames:
+    """The tensor names of a next-token head. layer: the prefix of those in its layer; the others are whole names, of
+    the matrix that joins an embedding and a hidden row, of the norms that both have before it, and of the norm of the
+    output. experts: of its layer; None: as in the model's layers."""
+
+    layer: str = "mtp.layers.0."
+    join: str = "mtp.fc"
+    embedding_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    norm: str = "mtp.norm"
+    experts: ExpertNames | None = None
+
+    @property
+    def norms(self) -> tuple[str, str, str]:
+        """Of the embeddings, of the hidden rows, of the output."""
+        return self.embedding_norm, self.hidden_norm, self.norm
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
@@ -80,6 +99,7 @@ class TensorNames:
     sink_logits: str = "self_attn.sinks"
     delta: DeltaNames = DeltaNames()
     experts: ExpertNames = ExpertNames()
+    next_token: NextTokenNames = NextTokenNames()
     unused: tuple[str, ...] = ()
 
     def network(self, block: Block) -> tuple[str, str, str]:

@@ -8,10 +8,7 @@ from dataclasses import replace
 from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
 
-BODY = "mtp."  # prefix of its tensor names
-JOIN = f"{BODY}fc.weight"
 DRAFTED_TOKENS = 1 << 15  # first ones of a vocabulary, which a head drafts: merges of pairs are in order of frequency
-NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # of embeddings, of hidden rows, of its output
 
 
 def head_of(model: ModelConfig) -> ModelConfig | None:
@@ -20,7 +17,8 @@ def head_of(model: ModelConfig) -> ModelConfig | None:
     if model.next_token is None:
         return None
     drafted = DRAFTED_TOKENS if model.vocab_size >= 2 * DRAFTED_TOKENS else model.vocab_size
-    names, blocks = replace(model.names, body=BODY), (model.next_token,)
+    names = replace(model.names, experts=model.names.next_token.experts or model.names.experts)
+    blocks = (model.next_token,)
     return replace(model, vocab_size=drafted, blocks=blocks, names=names, next_token=None, is_head=True)
 
 
@@ -29,15 +27,15 @@ def join_of(head: ModelConfig) -> Matrix:
     return Matrix(head.hidden_size, 2 * head.hidden_size)
 
 
+def rest_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of a model's weights outside its layers; of a next-token head those that it does not share with its
+    model."""
+    if not config.is_head:
+        return config.weight_bytes(dtype_bytes) - config.layers_weight_bytes(dtype_bytes)
+    norms = len(config.names.next_token.norms) * config.hidden_size * config.norm.itemsize(dtype_bytes)
+    return join_of(config).nbytes(dtype_bytes) + norms
+
+
 def own_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     """Bytes of all weights of a model; of a next-token head those that it does not share with its model."""
-    if not config.is_head:
-        return config.weight_bytes(dtype_bytes)
-    norms = len(NORMS) * config.hidden_size * config.norm.itemsize(dtype_bytes)
-    return config.layers_weight_bytes(dtype_bytes) + join_of(config).nbytes(dtype_bytes) + norms
-
-
-def read_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of the weights that a draft's pass reads: a next-token head's logits are by rows of its model's head."""
-    shared = config.head.nbytes(dtype_bytes) if config.is_head else 0
-    return own_bytes(config, dtype_bytes) + shared
+    return config.layers_weight_bytes(dtype_bytes) + rest_bytes(config, dtype_bytes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from offload.config.encodings import encoded, matrices
 from offload.config.model import ModelConfig
+from offload.config.next_token import head_of
 from offload.config.quantisers import read_quantisation
 from offload.config.schemes import Quantisation, Rule, Scheme
 from offload.errors import ModelError
@@ -38,7 +39,8 @@ def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelCon
     """`config` with the encodings that `source`, its quantization_config, describes. scales: their dtype if it is
     known. ModelError."""
     found = _with_scales(read_quantisation(source, config.dtype), scales)
-    stored = matrices(config)
+    head = head_of(config)
+    stored = matrices(config) | (matrices(head) if head is not None else {})
     schemes = {name: scheme_of(name, found, config) for name in stored}
 
     def encoding_of(name: str) -> str:

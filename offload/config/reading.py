@@ -7,12 +7,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from offload.config import next_token
 from offload.config.config_json import config_of
 from offload.config.families.common import token_ids
 from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
 from offload.config.model import ModelConfig
+from offload.config.next_token import head_of
 from offload.errors import ModelError
 from offload.fields import Fields
 from offload.strict_json import read_json
@@ -33,9 +33,9 @@ def read_config(path: str | Path) -> ModelConfig:
             "merge_and_unload, then save_pretrained) and give the new folder, or remove it"
         )
     path = folder / "config.json"
-    scales, stacks = stored_scales(folder), _stacks_experts(folder)
-    config = config_of(read_json(path), name=str(path), scales=scales, stacks_experts=stacks)
-    if config.next_token is not None and not _has_head(folder):
+    scales, stacked = stored_scales(folder), _stacked_experts(folder)
+    config = config_of(read_json(path), name=str(path), scales=scales, stacked=stacked)
+    if config.next_token is not None and not _has_matrix(folder, config.names.next_token.join):
         config = replace(config, next_token=None)
     generation = folder / "generation_config.json"
     if not generation.is_file():
@@ -56,14 +56,14 @@ def draft_config(draft: Path, target: Path) -> ModelConfig:
     """The config of the draft in `draft`: of the target's next-token head, if that is the target itself and has one.
     ModelError."""
     config = read_config(draft)
-    alone = next_token.head_of(config) if draft.samefile(target) else None
+    alone = head_of(config) if draft.samefile(target) else None
     return alone or config
 
 
 _SINGLE_FILE = "model.safetensors"
 _MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
 _NAME = re.compile(r"\.(scales|weight_scale)$")
-_STACKED = re.compile(rb'"(?!mtp\.)[^"]*experts\.gate_up_proj"')
+_STACKED = re.compile(rb'"([^"]*experts\.gate_up_proj)"')
 _ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16|BF16|F32)"')
 
 
@@ -81,27 +81,27 @@ def stored_scales(folder: Path) -> str:
     return found[1].decode() if found else ""
 
 
-def _has_head(folder: Path) -> bool:
-    """Whether the folder has the weights of a next-token head, as its config.json says, or has no weights yet: many
-    programs that convert or quantise a model leave them out."""
-    path = folder / _SINGLE_FILE
+def _has_matrix(folder: Path, name: str) -> bool:
+    """Whether the folder has this matrix, or no weights yet. Many programs that convert or quantise a model leave out
+    its next-token head, which config.json still names."""
+    path, whole = folder / _SINGLE_FILE, f"{name}.weight"
     try:
         if path.is_file():
-            return f'"{next_token.JOIN}"'.encode() in _header(path)
+            return f'"{whole}"'.encode() in _header(path)
         shards = _shards(folder)
-        return not shards or next_token.JOIN in shards
+        return not shards or whole in shards
     except (OSError, ModelError, ValueError):
         return False
 
 
-def _stacks_experts(folder: Path) -> bool:
-    """Whether the folder has one tensor for the gates and ups of all of a layer's experts, in plain numbers."""
+def _stacked_experts(folder: Path) -> list[str]:
+    """The names of the tensors that hold the gates and ups of all of a layer's experts, in plain numbers."""
     path = folder / _SINGLE_FILE
     try:
         names = _header(path) if path.is_file() else json.dumps([*_shards(folder)]).encode()
     except (OSError, ModelError, ValueError):
-        return False
-    return _STACKED.search(names) is not None
+        return []
+    return [name.decode() for name in _STACKED.findall(names)]
 
 
 def _shards(folder: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ def load_decoders(
     sums: Sums | None = None,
 ) -> dict[str, Decoder]:
     """Check each folder's checkpoint and load it: onto the device, except for the offloaded layers of "target". A draft
-    in the target's folder is its next-token head.
+    in the target's folder is its next-token head, whose experts are where those of "target" are.
 
     shard, sums: this rank's shard of "target", and the sums over all ranks; other models are whole.
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
@@ -58,7 +58,15 @@ def load_decoders(
     for name, folder in folders.items():
         with Checkpoint.open(folder) as checkpoint:
             if configs[name].is_head:
-                loaded = load_next_token(checkpoint, configs[name], memory, dtype=dtype, on_bytes=count)
+                loaded = load_next_token(
+                    checkpoint,
+                    configs[name],
+                    memory,
+                    dtype=dtype,
+                    link=link,
+                    expert_slots=plan.placement.expert_slots,
+                    on_bytes=count,
+                )
                 found = of_model(memory.device, configs[name])
                 decoders[name] = NextTokenDecoder(configs[name], loaded, decoders["target"].weights, found)
                 continue

@@ -23,6 +23,7 @@ from offload.model.decoder import Decoder, Segment
 from offload.model.graphs import GraphPool, Tensors
 from offload.model.level import Level
 from offload.model.passes import Pass
+from offload.transfer.link import Link
 from offload.transfer.memory import sent
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.linear import Linear, Parts
@@ -38,7 +39,7 @@ class NextTokenDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, own: NextTokenWeights, model: Weights, kernels: DeviceKernels) -> None:
         layers, head = ResidentLayers([own.layer], own.nbytes), _first_rows(model.head, config.vocab_size)
-        weights = replace(model, layers=layers, final_norm=own.norm, head=head, scoring=())
+        weights = replace(model, layers=layers, final_norm=own.norm, head=head, scoring=(), experts=own.experts)
         super().__init__(config, weights, None, kernels)
         self._own, self._model_norm = own, model.final_norm
         self._hidden = torch.empty(0)
@@ -93,9 +94,10 @@ class NextTokenLevel(Level):
         hidden: LastHidden,
         *,
         vocab_size: int,
+        link: Link | None = None,
         pool: GraphPool | None = None,
     ) -> None:
-        super().__init__(name, decoder, cache, vocab_size=vocab_size, pool=pool)
+        super().__init__(name, decoder, cache, vocab_size=vocab_size, link=link, pool=pool)
         self._head, self._window, self._model = decoder, cache, hidden
         self._last = torch.empty(0)  # output of the last row, normed, [1, hidden]
         self._sure = 0  # first rows whose hidden rows were the model's

@@ -106,7 +106,9 @@ class Cost(Passes):
 
     @cached_property
     def draft_pass(self) -> float:
-        return 0.0 if self.sizing.draft is None or not self.composition.draft else self.device.draft()
+        if self.sizing.draft is None or not self.composition.draft:
+            return 0.0
+        return self.device.draft() + self.draft_fetching
 
     def full_pass(self, rows: int, *, masses: bool = False) -> float:
         """Seconds of a pass over the full cache: the longer of computation with its sums, block by block, and the

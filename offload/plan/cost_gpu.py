@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.config.next_token import read_bytes
+from offload.config.next_token import rest_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
 from offload.plan.routing import layers_read_bytes, layers_wanted_bytes
@@ -61,8 +61,14 @@ class GpuPasses(DevicePasses):
     def draft(self) -> float:
         draft, sizing = self.passes.sizing.draft, self.passes.sizing
         assert draft is not None
-        read = read_bytes(draft, sizing.itemsize) / self._rate
-        return self.passes.num_sequences * (self._graph_calls(draft.num_layers) + read)
+        of_model = draft.head.nbytes(sizing.itemsize) if draft.is_head else 0  # rows of the head that it shares
+        num_bytes = layers_read_bytes(draft, sizing.itemsize, 1) + rest_bytes(draft, sizing.itemsize) + of_model
+        if draft.experts is not None and "draft" not in self.passes.graphs:
+            calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
+        else:
+            brings = draft.experts is not None and draft.is_head and self.passes.placement.expert_slots > 0
+            calls = self._graph_calls(draft.num_layers) + brings * draft.num_layers * GPU.piece_seconds
+        return self.passes.num_sequences * (calls + num_bytes / self._rate)
 
     def prefill(self, num_tokens: int) -> float:
         sizing = self.passes.sizing

@@ -187,6 +187,15 @@ class Passes:
         sizing = self.sizing
         return self.times.experts or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
 
+    @property
+    def draft_fetching(self) -> float:
+        """Seconds of fetching experts in the draft's passes: those of a next-token head are where the target's are."""
+        draft, slots = self.sizing.draft, self.placement.expert_slots
+        if draft is None or not (draft.is_head and slots):
+            return 0.0
+        of_pass = layers_wanted_bytes(draft, self.sizing.itemsize, 1, slots)
+        return self.num_sequences * of_pass / self.link_rate
+
 
 @dataclass(frozen=True)
 class DevicePasses(ABC):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
@@ -138,6 +137,7 @@ def _fill(
     home = sizing.home_bytes(weight_bits)
     table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
     fixed = sizing.fixed_bytes(capacity, composition)
+    experts_of_head, slot_of_head = sizing.head_experts(composition)
 
     def of_tiles(tiles: int) -> dict[str, int]:
         """Device bytes that depend on the number of resident tiles."""
@@ -147,11 +147,18 @@ def _fill(
 
     least_slots = min(LEAST_SLOTS, sizing.num_experts) if "weights" in offload else 0
     cpu_experts = cpu_experts if least_slots else 0
-    slots_bytes = partial(sizing.slots_bytes, cpu_experts=cpu_experts)
 
-    def device(layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots) -> dict[str, int]:
-        sizes = {**fixed, "target layers": sizing.layers_bytes(layers), "expert slots": slots_bytes(slots)}
+    def slots_bytes(slots: int, *, first: bool = True) -> int:
+        return sizing.slots_bytes(slots, cpu_experts) + (slots * slot_of_head if first else 0)
+
+    def device(
+        layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots, *, first: bool = True
+    ) -> dict[str, int]:
+        sizes = {**fixed, "target layers": sizing.layers_bytes(layers)}
+        sizes["expert slots"] = slots_bytes(slots, first=first)
         sizes["target experts"] = 0 if slots else sizing.experts_bytes
+        if experts_of_head and first:
+            sizes["draft experts"] = 0 if slots else experts_of_head
         sizes["target embeddings"] -= table
         if layers < num_layers:
             sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
@@ -174,7 +181,7 @@ def _fill(
     slots = least_slots
     if slots:
         least_tiles = 0 if "kv" in offload else tiles
-        others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes
+        others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes - experts_of_head
         slots = max(slots, most(sizing.num_experts, others, slots_bytes))
     if "kv" in offload:
         beside = sum(device(layers, 0, slots=slots).values()) - slots_bytes(slots)
@@ -195,6 +202,7 @@ def _fill(
         "state checkpoints": sizing.checkpoint_bytes * devices,
         "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
         "target experts": sizing.experts_bytes * devices if slots else 0,
+        "draft experts": experts_of_head if slots else 0,
         "target embeddings": table * devices,
         "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
         "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
@@ -206,7 +214,7 @@ def _fill(
         resident_layers=layers,
         resident_tiles=tiles,
         device_bytes=device(layers, tiles, slots=slots),
-        other_device_bytes=device(layers, tiles, of_others, slots) if devices > 1 else {},
+        other_device_bytes=device(layers, tiles, of_others, slots, first=False) if devices > 1 else {},
         host_bytes=host,
         page_tokens=PAGE_TOKENS,
         window_pages=sizing.window_pages(capacity),

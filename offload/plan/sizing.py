@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.config.model import ModelConfig
-from offload.config.next_token import own_bytes
+from offload.config.next_token import rest_bytes
 from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
@@ -266,6 +266,14 @@ class Sizing:
         """The number of layers that have experts."""
         return len(self._first_experts) - 1
 
+    def head_experts(self, composition: Composition) -> tuple[int, int]:
+        """Bytes of all experts of the next-token head that drafts, and of one of them; 0 without any. They are where
+        the target's are, on the first device or for it on the host."""
+        draft = self.draft
+        if draft is None or not (draft.is_head and composition.draft):
+            return 0, 0
+        return draft.experts_bytes(self.itemsize), draft.expert_bytes(self.itemsize)
+
     @property
     def num_experts(self) -> int:
         """Experts of a layer that has some; 0 if none has."""
@@ -347,12 +355,15 @@ class Sizing:
         return sizes
 
     def _draft_bytes(self, draft: ModelConfig, composition: Composition) -> dict[str, int]:
-        """Bytes of a draft's weights. A next-token head has the model's embeddings, and hidden rows of it."""
+        """Bytes of a draft's weights. A next-token head has the model's embeddings, and hidden rows of it; for its
+        experts see `head_experts`."""
+        layers = draft.all_layers(lambda layer: layer.layer_weight_bytes(self.itemsize))
+        rest = rest_bytes(draft, self.itemsize)
         if draft.is_head:
             rows = self._draft_tokens(composition) * draft.hidden_size * self.itemsize
-            return {"draft layers": own_bytes(draft, self.itemsize), "hidden rows of drafts": rows}
-        layers = draft.layers_weight_bytes(self.itemsize)
-        return {"draft layers": layers, "draft embeddings": draft.weight_bytes(self.itemsize) - layers}
+            return {"draft layers": layers + rest, "hidden rows of drafts": rows}
+        experts = draft.all_layers(lambda layer: layer.experts_bytes(self.itemsize))
+        return {"draft layers": layers, "draft experts": experts, "draft embeddings": rest}
 
     def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
         """Bytes of the layers and, on the first device, the head, with matrices in `bits` bits per element. A head in

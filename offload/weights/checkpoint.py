@@ -221,16 +221,6 @@ class Checkpoint:
         for name in expected:
             self.dtype(name)
 
-    def check_head(self, config: ModelConfig) -> None:
-        """ModelError unless the checkpoint holds the weights of a next-token head, of this config."""
-        if config.quantisation is not None:
-            self.gather(config)
-        expected = expected_tensors(config)
-        try:
-            self.check(expected, beside=self._entries.keys() - expected.keys())
-        except ModelError as error:
-            raise ModelError(f"{error}; --draft none does without this next-token head") from error
-
     def close(self) -> None:
         """Unmap all files. Idempotent."""
         self._files.close()
@@ -296,11 +286,7 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """
     expected = expected_tensors(config)
     checkpoint.rename(_other_names(checkpoint.names(), config))
-    checkpoint.rename(_bare_names(checkpoint.names(), expected))
-    if config.names.experts.by_inputs:
-        checkpoint.by_outputs(name for name in expected if name.endswith(".weight") and ".experts." in name)
-    if config.quantisation is not None:
-        checkpoint.gather(config)
+    _join_parts(checkpoint, config, expected)
     names = checkpoint.names()
     head, embeddings = config.names.head, config.names.embeddings
     is_whole = expected.keys() <= set(names)  # otherwise the unexpected tensors may explain the fault
@@ -313,6 +299,26 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
             f"{checkpoint.folder}: tie_word_embeddings is true, but {head} differs from {embeddings}; "
             "set it to false in config.json if the model has its own head"
         )
+
+
+def check_head(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises ModelError unless `checkpoint` holds the weights of a next-token head, of this config, which then have the
+    names of `expected_tensors`."""
+    expected = expected_tensors(config)
+    try:
+        _join_parts(checkpoint, config, expected)
+        checkpoint.check(expected, beside=set(checkpoint.names()))
+    except ModelError as error:
+        raise ModelError(f"{error}; --draft none does without this next-token head") from error
+
+
+def _join_parts(checkpoint: Checkpoint, config: ModelConfig, expected: Collection[str]) -> None:
+    """Give matrices without a suffix theirs, and join the parts of quantised ones. expected: the names from then on."""
+    checkpoint.rename(_bare_names(checkpoint.names(), expected))
+    if config.names.experts.by_inputs:
+        checkpoint.by_outputs(name for name in expected if name.endswith(".weight") and ".experts." in name)
+    if config.quantisation is not None:
+        checkpoint.gather(config)
 
 
 def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:

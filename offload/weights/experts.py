@@ -75,14 +75,14 @@ def _read(
 ) -> None:
     """Read a shard of all experts of a layer of the model `whole` into `content`, uint8 [experts, layout.num_bytes],
     which is zeroed."""
-    own, body = whole.layer(index), f"{whole.names.body}layers.{index}."
+    own, layer = whole.layer(index), whole.layer_name(index)
     for number, buffer in enumerate(content):
         for name, view in layout.views.items():
             target, row, kind = view.of(buffer), 0, layout.stored.get(name)
             read = checkpoint.read_stored if kind else checkpoint.read_into
             for source in expert_sources(own, shard, number, name.replace(".stored", ".weight")):
                 rows = target[row : row + len(source.rows)]
-                read(body + source.name, rows, rows=source.rows, columns=source.columns)
+                read(layer + source.name, rows, rows=source.rows, columns=source.columns)
                 row += len(source.rows)
             held = StoredMatrix(target, encoding(kind)) if kind else target
             check_range(held, f"expert {number} of layer {index}", dtype)

@@ -49,7 +49,7 @@ def load_layer(
             source = parts.pop(0)
             rows = target[row : row + len(source.rows)]
             read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
-            read(f"{whole.names.body}layers.{index}.{source.name}", rows, rows=source.rows, columns=source.columns)
+            read(whole.layer_name(index) + source.name, rows, rows=source.rows, columns=source.columns)
             if order is not None and source.rotates:
                 _order_heads(rows.flatten() if name in layout.norms else rows, order)
             row += len(source.rows)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from offload.config.model import ModelConfig
-from offload.config.next_token import BODY, JOIN, NORMS, join_of
+from offload.config.next_token import join_of
+from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.transfer.link import Link
 from offload.transfer.memory import Memory
-from offload.weights.checkpoint import Checkpoint
+from offload.weights.checkpoint import Checkpoint, check_head
+from offload.weights.experts import load_experts
 from offload.weights.layers import load_layer
 from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.linear import Linear
@@ -22,11 +25,12 @@ PURPOSE = "draft layers"
 
 @dataclass(frozen=True)
 class NextTokenWeights:
-    """The weights of a next-token head. join: [hidden, 2 * hidden], of an embedding and a hidden row, which have norms
-    of their own before it. norm: of the output."""
+    """The weights of a next-token head. experts: of its layer, see `Weights`. join: [hidden, 2 * hidden], of an
+    embedding and a hidden row, which have norms of their own before it. norm: of the output."""
 
     layer: LayerWeights
     nbytes: int
+    experts: tuple[ExpertHomes | None, ...]
     join: Linear
     embedding_norm: NormWeights
     hidden_norm: NormWeights
@@ -39,11 +43,15 @@ def load_next_token(
     memory: Memory,
     *,
     dtype: torch.dtype,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    link: Link | None,
+    expert_slots: int,
+    on_bytes: Callable[[int], None],
 ) -> NextTokenWeights:
-    """Load the head from its model's checkpoint onto the device. config: of the head alone. Raises ModelError where
-    tensors are missing or have other shapes, DoesNotFit."""
-    checkpoint.check_head(config)
+    """Load the head from its model's checkpoint onto the device, but for its experts if `expert_slots` is not 0, see
+    `load_weights`. config: of the head alone. Raises ModelError where tensors are missing or have other shapes,
+    DoesNotFit."""
+    check_head(checkpoint, config)
+    names = config.names.next_token
 
     def place(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         block = memory.allocate(shape, kind, tier="device", purpose=PURPOSE)
@@ -52,16 +60,20 @@ def load_next_token(
         return block
 
     def norm(name: str) -> NormWeights:
-        weight = place(f"{BODY}{name}.weight", (config.hidden_size,), dtype_of(config.norm, dtype))
+        weight = place(f"{name}.weight", (config.hidden_size,), dtype_of(config.norm, dtype))
         return NormWeights(config.norm, weight.add_(1) if config.norm.plus_one else weight)
 
     layout, join = LayerLayout.of(config, dtype), join_of(config)
     buffer = memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=PURPOSE)
     load_layer(checkpoint, config, layout, 0, buffer)
     on_bytes(buffer.nbytes)
+    experts = load_experts(
+        checkpoint, config, memory, dtype=dtype, name="draft", link=link, slots=expert_slots, on_bytes=on_bytes
+    )
     return NextTokenWeights(
         layout.bind(buffer),
         layout.num_bytes,
-        Linear(place(JOIN, (join.outputs, join.inputs), dtype), None),
-        *map(norm, NORMS),
+        experts,
+        Linear(place(f"{names.join}.weight", (join.outputs, join.inputs), dtype), None),
+        *map(norm, names.norms),
     )

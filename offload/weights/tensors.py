@@ -8,11 +8,11 @@ from itertools import chain
 
 import torch
 
-from offload.config import next_token
 from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig, layer_norms
 from offload.config.names import ExpertNames
+from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
@@ -191,17 +191,16 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face names -> shapes of all weights, matrices as [out, in]. Only tensors that `config` implies; of a
     next-token head its own."""
     layers = {kind.block: _layer_tensors(kind) for kind, _ in config.kinds}
-    names, table = config.names, (config.vocab_size, config.hidden_size)
-    tensors: dict[str, tuple[int, ...]] = {} if config.is_head else {names.embeddings: table}
+    names, table, row = config.names, (config.vocab_size, config.hidden_size), (config.hidden_size,)
+    tensors: dict[str, tuple[int, ...]] = {}
     for index, block in enumerate(config.blocks):
-        tensors |= {f"{names.body}layers.{index}.{name}": shape for name, shape in layers[block].items()}
-    tensors[f"{names.norm}.weight"] = (config.hidden_size,)
-    if config.norm.bias:
-        tensors[f"{names.norm}.bias"] = (config.hidden_size,)
+        tensors |= {config.layer_name(index) + name: shape for name, shape in layers[block].items()}
     if config.is_head:
-        join = next_token.join_of(config)
-        tensors |= {f"{next_token.BODY}{name}.weight": (config.hidden_size,) for name in next_token.NORMS}
-        return tensors | {next_token.JOIN: (join.outputs, join.inputs)}
+        own, join = names.next_token, join_of(config)
+        norms = {f"{norm}.weight": row for norm in own.norms}
+        return tensors | norms | {f"{own.join}.weight": (join.outputs, join.inputs)}
+    tensors |= {names.embeddings: table, f"{names.norm}.weight": row}
+    tensors |= {f"{names.norm}.bias": row} if config.norm.bias else {}
     return tensors if config.tie_embeddings else tensors | {names.head: table}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from offload.config.model import ModelConfig
-from offload.config.reading import read_config
+from offload.config.reading import draft_config, read_config
 from offload.errors import ModelError
 from offload.formats.layout import home_bytes
 from offload.interrupts import poll
@@ -66,7 +66,7 @@ class LoadedModels:
         sum_in_fp32(memory.device)
         link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
         try:
-            memory.pin_ahead(_host_blocks(plan, shard.config(read_config(folders["target"])), memory))
+            memory.pin_ahead(_host_blocks(plan, *_models(folders, shard), memory))
             on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
             decoders = load_decoders(folders, plan, memory, link, on_read, shard=shard, sums=sums)
             memory.wait_pinned(on_pinned)
@@ -145,9 +145,15 @@ def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | 
     )
 
 
-def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
+def _models(folders: Mapping[str, Path], shard: Shard) -> tuple[ModelConfig, ModelConfig | None]:
+    """The shard of the target, and its draft."""
+    draft = draft_config(folders["draft"], folders["target"]) if "draft" in folders else None
+    return shard.config(read_config(folders["target"])), draft
+
+
+def _host_blocks(plan: Plan, config: ModelConfig, draft: ModelConfig | None, memory: Memory) -> list[int]:
     """The sizes in bytes of the plan's allocations on the host, in their order: each layer, the experts of each, the
-    hidden rows, then each block of the full cache."""
+    embedding's table, the experts of a next-token head, the hidden rows, then each block of the full cache."""
     placement, blocks = plan.placement, list[int]()
     itemsize = DTYPES[plan.request.dtype].itemsize
     if "weights" in placement.offload:
@@ -160,6 +166,8 @@ def _host_blocks(plan: Plan, config: ModelConfig, memory: Memory) -> list[int]:
         blocks += filter(None, each)
     if placement.embeds_on_host:
         blocks.append(config.vocab_size * config.hidden_size * itemsize)
+    if placement.expert_slots and draft is not None and draft.is_head:
+        blocks += filter(None, [draft.experts_bytes(itemsize)])
     if "kv" in placement.offload:
         blocks.append(plan.request.capacity * config.hidden_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS

@@ -154,7 +154,8 @@ class Worker:
         """The link's totals since the worker was loaded; zeros without a link."""
         if self.link is None:
             return LinkStats()
-        each = (own.stats for own in self.target.weights.streamed_experts)
+        every = (decoder.weights.streamed_experts for decoder in self.models.decoders.values())
+        each = (own.stats for experts in every for own in experts)
         return replace(self.link.stats, experts=sum(each, start=ExpertStats()))
 
     def rank_stats(self) -> list[RankStats]:
@@ -297,8 +298,8 @@ class Worker:
     def _draft_level(self, draft: Decoder, cache: StreamingCache) -> Level:
         if isinstance(draft, NextTokenDecoder):
             assert self.hidden is not None
-            pool = self.models.graphs
-            return NextTokenLevel("draft", draft, cache, self.hidden, vocab_size=self.vocab_size, pool=pool)
+            more: dict[str, Any] = {"link": self.link if draft.streams else None, "pool": self.models.graphs}
+            return NextTokenLevel("draft", draft, cache, self.hidden, vocab_size=self.vocab_size, **more)
         return StreamingLevel("draft", draft, cache, vocab_size=self.vocab_size, pool=self.models.graphs)
 
     def _mixed(self, growing: Cache, *, drafts: bool = True) -> Cache:

@@ -1,5 +1,5 @@
 """GLM-4.5 to 4.7 (Zhipu): mixtures of experts beside one that every row runs through, after a few dense layers. Experts
-are chosen by the sigmoids of their scores plus a bias. The next-token head, in a further layer, is left alone."""
+are chosen by the sigmoids of their scores plus a bias. The next-token head is a further layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
-from offload.config.names import ExpertNames, TensorNames
+from offload.config.names import ExpertNames, NextTokenNames, TensorNames
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields, whole
 
@@ -34,15 +34,25 @@ def describe(source: Fields) -> ModelConfig:
     )  # fmt: skip
     beside = experts.network.size * source.integer(_SHARED, 1 << 12, default=1)
     dense = range(source.get(_DENSE, whole(0), 1))
-    return with_experts(replace(config, names=_names(source, config)), experts, beside=beside, dense=dense)
-
-
-def _names(source: Fields, config: ModelConfig) -> TensorNames:
-    """The tensor names; those of next-token heads are of the layers after the last one."""
     key = next((key for key in _HEADS if source.data.get(key) is not None), _HEADS[0])
-    further = range(config.num_layers, config.num_layers + source.get(key, whole(0, 64), 1))
+    heads = source.get(key, whole(0, 64), 1)
+    extended = replace(config, blocks=config.blocks + config.blocks[-1:], names=_names(config.num_layers, heads))
+    described = with_experts(extended, experts, beside=beside, dense=dense)
+    *blocks, further = described.blocks
+    return replace(described, blocks=tuple(blocks), next_token=further if heads == 1 else None)
+
+
+def _names(num_layers: int, heads: int) -> TensorNames:
+    """The tensor names; those of next-token heads are of the layers after the last one. embed_tokens and
+    shared_head.head of such a layer are unused: copies of the model's own tables, with which a head runs here as in
+    SGLang."""
+    layer = f"{TensorNames.body}layers.{num_layers}."
     return TensorNames(
-        experts=ExpertNames(network="mlp.shared_experts."), unused=tuple(f"layers.{layer}.*" for layer in further)
+        experts=ExpertNames(network="mlp.shared_experts."),
+        next_token=NextTokenNames(
+            layer, f"{layer}eh_proj", f"{layer}enorm", f"{layer}hnorm", f"{layer}shared_head.norm"
+        ),
+        unused=tuple(f"layers.{further}.*" for further in range(num_layers, num_layers + heads)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Block, Norm
+from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
 from offload.config.families.gemma2 import NORM
 from offload.config.families.states import read_delta_rule, stateful_layers, with_states
@@ -23,9 +23,7 @@ _DEFAULTS = Defaults(
 
 
 def describe(source: Fields) -> ModelConfig:
-    config = described(source, "qwen3_5_text")
-    [attends, *_] = (config.blocks[layer] for layer in config.attending)
-    return replace(config, next_token=_next_token(source, attends))
+    return with_next_token(source, described(source, "qwen3_5_text"))
 
 
 def described(source: Fields, family: str) -> ModelConfig:
@@ -42,12 +40,13 @@ def described(source: Fields, family: str) -> ModelConfig:
     return with_states(config, delta, stateful_layers(source, "full_attention_interval", _PERIOD))
 
 
-def _next_token(source: Fields, attends: Block) -> Block | None:
-    """The layer of the next-token head, one that attends; None where there is none, or where it needs a table of
-    embeddings of its own."""
+def with_next_token(source: Fields, config: ModelConfig) -> ModelConfig:
+    """`config` with its next-token head, whose layer is one that attends. Without one where there is none, or where it
+    needs a table of embeddings of its own."""
     own_table = source.flag("mtp_use_dedicated_embeddings", False)
     layers = source.get("mtp_num_hidden_layers", whole(0, 64), 0)
-    return attends if layers == 1 and not own_table else None
+    attends = config.blocks[config.attending[0]]
+    return replace(config, next_token=attends if layers == 1 and not own_table else None)
 
 
 READS = frozenset(("partial_rotary_factor", _GATE))

@@ -1,6 +1,5 @@
 """Qwen3.5, 3.6 and 3.8 (Alibaba), mixtures of experts: Qwen3.5's layers with experts in place of the feed-forward
-network, and beside them one that every row runs through, with a gate. The next-token head, whose layer has as many
-experts as any other, is left alone."""
+network, and beside them one that every row runs through, with a gate. So has the layer of the next-token head."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def describe(source: Fields) -> ModelConfig:
     config = qwen3_5.described(Fields({**source.data, "intermediate_size": beside}, source.where), "qwen3_5_moe_text")
     names = replace(config.names, experts=ExpertNames(network="mlp.shared_expert."))
     experts = read_experts(source, config, gates_network=True)
-    return with_experts(replace(config, names=names), experts, beside=beside)
+    return qwen3_5.with_next_token(source, with_experts(replace(config, names=names), experts, beside=beside))
 
 
 _SIZES = sizes(248320, 2048, 512, 40, 16) | {

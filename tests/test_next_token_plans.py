@@ -49,7 +49,7 @@ def head(model: ModelConfig) -> ModelConfig:
 def planned(model: ModelConfig, *, num_devices: int = 1, memory: int = 24, tokens: int = 8192) -> Plan:
     """A plan with the head as its draft. memory: GB of each device."""
     hardware = replace(GPU, num_devices=num_devices, device_free_bytes=memory * 10**9)
-    options = Options(gamma=3, kv_bits=16)
+    options = Options(gamma=3, kv_bits=16, cpu_experts=0)
     return make_plan(model, head(model), options, hardware, num_prompt_tokens=tokens, max_tokens=256)
 
 

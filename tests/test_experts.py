@@ -24,6 +24,7 @@ from offload.kernels.experts_cpu import MOST_ROWS, scratch_bytes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.composition import PLAIN
+from offload.plan.fixed import fixed_bytes
 from offload.plan.options import Options
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
@@ -277,7 +278,7 @@ def test_plans_count_the_scratch_of_a_block(name: str) -> None:
     experts = MIXTURES[name]
     hardware, config = replace(CPU, packs=True), config_of(experts)
     with_experts, without = (
-        Sizing(each, None, Options(), hardware, "bf16").fixed_bytes(200, PLAIN)["workspace"]
+        fixed_bytes(Sizing(each, None, Options(), hardware, "bf16"), 200, PLAIN)["workspace"]
         for each in (config, config.mapped(lambda block: replace(block, experts=None)))
     )
     used = scratch_bytes(experts, PREFILL_BLOCK, HIDDEN, torch.bfloat16)

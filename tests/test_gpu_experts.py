@@ -29,6 +29,7 @@ from offload.kernels.gpu.experts import (
 from offload.plan.composition import PLAIN as PLAIN_LEVELS
 from offload.plan.cost import Cost
 from offload.plan.cost_gpu import GPU as COSTS
+from offload.plan.fixed import fixed_bytes
 from offload.plan.options import Options
 from offload.plan.passes import graph_levels
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
@@ -153,7 +154,7 @@ def test_plans_count_the_scratch_of_a_block(encodings: Sequence[str]) -> None:
     used = scratch_bytes(config.experts, PREFILL_BLOCK, config.hidden_size, alike=len(set(encodings[:2])) < 2)
     sizing = Sizing(config, None, Options(), replace(GPU, has_kernels=True), "bf16")
     with_experts, without = (
-        each.fixed_bytes(200, PLAIN_LEVELS)["workspace"]
+        fixed_bytes(each, 200, PLAIN_LEVELS)["workspace"]
         for each in (sizing, replace(sizing, target=config.mapped(lambda block: replace(block, experts=None))))
     )
     assert 0.97 * used <= with_experts - without <= 1.03 * used

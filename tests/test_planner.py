@@ -20,6 +20,7 @@ from offload.plan.cost import LOOKUP_TOKENS, Cost, Prediction
 from offload.plan.cost_cpu import SHARED
 from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.cost_gpu import NCCL
+from offload.plan.fixed import fixed_bytes
 from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.pass_times import ROWS, Times
 from offload.plan.passes import NETWORK, SumCosts
@@ -315,7 +316,7 @@ def test_there_is_room_for_the_numbers_of_the_largest_stored_matrix() -> None:
     stored = encoded(wide, lambda name: "Q8_0" if "mlp." in name or "embed" in name or "lm_head" in name else "")
 
     def workspace(model: ModelConfig, hardware: Hardware, dtype: str = "bf16") -> int:
-        return Sizing(model, None, Options(), hardware, dtype).fixed_bytes(4000, PLAIN)["workspace"]
+        return fixed_bytes(Sizing(model, None, Options(), hardware, dtype), 4000, PLAIN)["workspace"]
 
     rows, numbers = 512 * (3 * 40_000 + 6 * 2048), 2 * 40_000 * 2048
     assert workspace(wide, GPU) < rows * 2 + numbers
@@ -331,7 +332,7 @@ def test_there_is_room_for_the_numbers_of_the_largest_stored_matrix() -> None:
 def test_prefill_has_room_for_what_the_other_ranks_have_of_a_block() -> None:
     wide = DEMO.changed(hidden_size=8192, num_heads=8, num_kv_heads=8, head_dim=16)
     two, eight = (
-        Sizing(wide, None, Options(), replace(GPU, num_devices=number), "bf16").fixed_bytes(4000, PLAIN)["workspace"]
+        fixed_bytes(Sizing(wide, None, Options(), replace(GPU, num_devices=number), "bf16"), 4000, PLAIN)["workspace"]
         for number in (2, 8)
     )
     rows = 512 * 8192

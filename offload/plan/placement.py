@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
+from offload.plan.fixed import fixed_bytes
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.routing import layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
@@ -136,7 +137,7 @@ def _fill(
     weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
     home = sizing.home_bytes(weight_bits)
     table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
-    fixed = sizing.fixed_bytes(capacity, composition)
+    fixed = fixed_bytes(sizing, capacity, composition)
     experts_of_head, slot_of_head = sizing.head_experts(composition)
 
     def of_tiles(tiles: int) -> dict[str, int]:
@@ -196,7 +197,7 @@ def _fill(
         slots = _best_slots(sizing, composition, least_slots, slots, streamed, cpu_experts) if slots else 0
         tiles = most_tiles(slots)
     devices = sizing.num_devices
-    of_others = sizing.fixed_bytes(capacity, composition, first=False) if devices > 1 else {}
+    of_others = fixed_bytes(sizing, capacity, composition, first=False) if devices > 1 else {}
     cache = sizing.host_cache_bytes(capacity, tiles, bits)
     host = {
         "state checkpoints": sizing.checkpoint_bytes * devices,

@@ -8,17 +8,15 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.config.model import ModelConfig
-from offload.config.next_token import rest_bytes
 from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
 from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.routing import SHARED_SLOTS, layers_read_bytes, read_bytes
 from offload.plan.shards import Shard
-from offload.plan.states import checkpoint_bytes, held_rows, level_bytes, num_checkpoints
+from offload.plan.states import checkpoint_bytes, num_checkpoints
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
-PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
 BLOCK_ROWS = 16  # rows per block of torch's products: a GPU's matrix units take 16 at the price of one
 CPU_ROWS = 32  # rows of a pass on a CPU that are priced as one block
@@ -27,10 +25,7 @@ NUM_ROW_SLOTS = 3  # prefill blocks on the device if hidden rows are on the host
 STORED_TEMPORARY = 16  # bytes per number that torch's operators need to decode blocks (formats/stored.py)
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # granularity of the retrieval cache's tail, at least one chunk
-FEW_ROWS = 64  # rows that attend at a time at the lower levels
-MASS_TOKENS = 32  # tokens over which a GPU sums masses before they are joined by chunks
 KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that stay exact
-KV_ROWS = 16  # rows that attend to the quantised cache at a time
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
@@ -42,7 +37,6 @@ OF_EACH_SEQUENCE = frozenset(
         *("states", "state checkpoints", "hidden rows of drafts"),
     )
 )
-_GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
 
 
 def ring_pages(window: int, rows: int, *, page: int, undo: int) -> int:
@@ -323,47 +317,22 @@ class Sizing:
         target = self.target
         return 0 if target.tie_embeddings else target.head.nbytes(self.itemsize)
 
-    def fixed_bytes(self, capacity: int, composition: Composition, *, first: bool = True) -> dict[str, int]:
-        """Bytes that do not depend on the placement of layers and tiles, by purpose, on the first device or on each
-        other one, which has neither head nor draft."""
-        sizes = {
-            "target embeddings": self.embedding_bytes - (0 if first else self.head_bytes),
-            "rope tables": self._rope_bytes(self.target, capacity),
-            "workspace": self._workspace(capacity, composition.gamma if first else None),
-        }
-        if self.target.windowed:
-            sizes["window cache"] = self.window_bytes(self.window_pages(capacity) * PAGE_TOKENS)
-        if self.target.stateful:  # of the target, and of the level where it drafts for itself
-            of_level = level_bytes(self.shard, held_rows(composition, self.rows), self.itemsize)
-            sizes["states"] = of_level * (2 if composition.inner else 1)
-        if composition.weight_bits < 16:
-            sizes["quantised weights"] = self.low_bit_bytes(composition.weight_bits, first=first)
-        if composition.keeps_all_codes:
-            sizes["quantised cache"] = self.quantised_cache_bytes(capacity, composition)
-        if composition.mass_chunk:
-            sizes["selection"] = self._selection_bytes(capacity, composition)
-        if composition.keeps_copies:
-            sizes["fetched chunks"] = 2 * self.fetched_bytes(capacity, composition)  # in arrival order, and sorted
-        if first and composition.draft and self.draft is not None:
-            sizes |= self._draft_bytes(self.draft, composition)
-            per_token = self.draft.all_layers(lambda layer: layer.layer_kv_bytes(self.itemsize))
-            sizes["draft cache"] = self._draft_tokens(composition) * per_token
-            sizes["rope tables"] += self._rope_bytes(self.draft, capacity)
-        if not self.hardware.is_cpu:
-            sizes["attention scratch"] = self._attention_bytes(capacity, composition, first=first)
-            sizes["reserve"] = _GPU_RESERVE
-        return sizes
+    @cached_property
+    def decoded_bytes(self) -> tuple[int, int]:
+        """Bytes of temporaries of products with matrices in blocks: the largest matrix of a layer decoded, as a prefill
+        uses it, and the decoded head if there is no kernel that multiplies a few rows by its blocks."""
+        parts = (part for kind, _ in self.shard.kinds for each in kind.layer_matrices().values() for part in each)
+        largest = max((part.outputs * part.inputs for part in parts if part.encoding), default=0)
+        hardware, head = self.hardware, self.target.head
+        has_kernels = hardware.packs if hardware.is_cpu else hardware.has_kernels
+        each = self.itemsize if has_kernels else STORED_TEMPORARY
+        takes_rows = has_kernels and (hardware.is_cpu or self.itemsize == 2)
+        return largest * each, 0 if takes_rows or not head.encoding else head.outputs * head.inputs * each
 
-    def _draft_bytes(self, draft: ModelConfig, composition: Composition) -> dict[str, int]:
-        """Bytes of a draft's weights. A next-token head has the model's embeddings, and hidden rows of it; for its
-        experts see `head_experts`."""
-        layers = draft.all_layers(lambda layer: layer.layer_weight_bytes(self.itemsize))
-        rest = rest_bytes(draft, self.itemsize)
-        if draft.is_head:
-            rows = self._draft_tokens(composition) * draft.hidden_size * self.itemsize
-            return {"draft layers": layers + rest, "hidden rows of drafts": rows}
-        experts = draft.all_layers(lambda layer: layer.experts_bytes(self.itemsize))
-        return {"draft layers": layers, "draft experts": experts, "draft embeddings": rest}
+    @cached_property
+    def caps_scores(self) -> bool:
+        """Whether some layer caps its scores, which no fused kernel of a CPU supports."""
+        return any(block.attends and block.attention.cap for block in self.target.blocks)
 
     def low_bit_bytes(self, bits: int, *, first: bool = True) -> int:
         """Bytes of the layers and, on the first device, the head, with matrices in `bits` bits per element. A head in
@@ -413,119 +382,7 @@ class Sizing:
             return self.quantised_cache_bytes(capacity, composition)
         return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
 
-    def _rope_bytes(self, model: ModelConfig, capacity: int) -> int:
-        return sum(dim for _, dim in model.tables) * 2 * (capacity + MAX_ROWS) * self.itemsize
-
-    def _workspace(self, capacity: int, gamma: int | None) -> int:
-        """Bytes of the largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities.
-        gamma: None without logits."""
-        target, item, heads = self.shard, self.itemsize, self.shard.num_heads
-        tile_tokens = self.tile_tokens(capacity)
-        block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
-            self._network_bytes(kind) for kind, _ in target.kinds
-        )
-        score = 2 * item + 4  # raw, in fp32 and as weights
-        width = max(kind.block.mixer.out_size for kind, _ in target.kinds)
-        attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
-        if self.hardware.is_cpu and not self._capped:  # a tile's pages, joined and then ordered for matrix units
-            scores = 2 * self.tile_bytes(capacity) + attended
-        else:
-            scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
-            if self.fused_prefill and not self.hardware.is_cpu:
-                # A tile's pages or, by flash-attn, all tiles, attended apart before they are merged, with their sums.
-                # Triton's kernel has less: its fp32 accumulator with its sums, and the result.
-                tiles = self.num_tiles(capacity) * PREFILL_BLOCK * (width * item + 2 * heads * 4)
-                scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
-        if self.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
-            parts = self.num_devices * item + (4 if self.num_devices > 2 else 0)
-            width = target.hidden_size * (1 + any(kind.block.joins_normed for kind, _ in target.kinds))
-            scores = max(scores, PREFILL_BLOCK * width * parts)
-        tile = self.most_rows * tile_tokens * heads * score
-        logits = 0 if gamma is None else self._padded(gamma + 1) * target.vocab_size * (item * self.num_sequences + 36)
-        whole, of_head = self._decoded_bytes
-        return max(block + max(scores, whole), tile, logits + (0 if gamma is None else of_head))
-
-    @cached_property
-    def _decoded_bytes(self) -> tuple[int, int]:
-        """Bytes of temporaries of products with matrices in blocks: the largest matrix of a layer decoded, as a prefill
-        uses it, and the decoded head if there is no kernel that multiplies a few rows by its blocks."""
-        parts = (part for kind, _ in self.shard.kinds for each in kind.layer_matrices().values() for part in each)
-        largest = max((part.outputs * part.inputs for part in parts if part.encoding), default=0)
-        hardware, head = self.hardware, self.target.head
-        has_kernels = hardware.packs if hardware.is_cpu else hardware.has_kernels
-        each = self.itemsize if has_kernels else STORED_TEMPORARY
-        takes_rows = has_kernels and (hardware.is_cpu or self.itemsize == 2)
-        return largest * each, 0 if takes_rows or not head.encoding else head.outputs * head.inputs * each
-
-    @cached_property
-    def _capped(self) -> bool:
-        """Whether some layer caps its scores, which no fused kernel of a CPU supports."""
-        return any(block.attends and block.attention.cap for block in self.target.blocks)
-
-    def _network_bytes(self, layer: ModelConfig) -> int:
-        """Bytes of a prefill block's rows in the feed-forward network of `layer.block`."""
-        experts, hidden, item = layer.block.experts, layer.hidden_size, self.itemsize
-        dense = PREFILL_BLOCK * 3 * layer.block.feed_forward.size * item
-        if experts is None:
-            return dense
-        beside = layer.block.feed_forward.size
-        held = PREFILL_BLOCK * (beside + hidden) * item if beside else 0  # while experts run
-        size, pairs = experts.network.size, PREFILL_BLOCK * experts.used
-        if self.hardware.packs and self.hardware.is_cpu:
-            lines = pairs + min(pairs, experts.count) * 15
-            return max(dense, held + lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
-        if self.hardware.has_kernels and not self.hardware.is_cpu and item == 2:  # scores, and pairs of row and expert
-            first = set(layer.block.encodings.experts[:-1])
-            inner = size * (3 if len(first) > 1 else 1)  # gate and up in two encodings are multiplied apart
-            return max(dense, held + PREFILL_BLOCK * experts.count * 4 + pairs * (inner + hidden) * item)
-        inner = PREFILL_BLOCK * 3 * size * item
-        return max(dense, held + inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
-
-    def _selection_bytes(self, capacity: int, composition: Composition) -> int:
-        """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a
-        GPU, in bf16, and of the temporaries of choosing chunks."""
-        chunks = self._all_tokens(capacity) // composition.chunk
-        heads, item = self.shard.num_kv_heads, 4 if self.hardware.is_cpu else 2
-        return (item * self._padded(composition.gamma + 1) + 24) * heads * chunks * self.num_growing
-
-    def _attention_bytes(self, capacity: int, composition: Composition, *, first: bool) -> int:
-        """Bytes of scratch for a GPU kernel's attention at each level: fp32 results per span of two runs (or of the
-        only run) and merged, and the masses of one layer, with room to grow by a half."""
-        rows, target = self._padded(composition.gamma + 1), self.shard
-        spans = 2 * max(self.tile_tokens(capacity) // PAGE_TOKENS, self.window_pages(capacity))
-        size = _partial_bytes(target, rows, spans)
-        if composition.mass_chunk:
-            parts = self._all_tokens(capacity) // min(composition.chunk, MASS_TOKENS)
-            size += rows * target.num_heads * parts * 4 * 3 // 2
-        if composition.budget and composition.kv_bits == 16:
-            held = composition.budget + tail_tokens(composition)
-            size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
-        if composition.kv_bits < 16:
-            coded = composition.budget or capacity
-            spans = 1 + -(-low_bit_tail(composition.drafted) // PAGE_TOKENS) + -(-coded // PAGE_TOKENS)
-            size += _partial_bytes(target, KV_ROWS, spans)
-        if first and composition.draft and self.draft is not None:
-            held = self._draft_tokens(composition)
-            size += _partial_bytes(self.draft, FEW_ROWS, 1 + -(-held // PAGE_TOKENS))
-        return size
-
-    def _all_tokens(self, capacity: int) -> int:
-        """The number of tokens that the tiles of a layer hold."""
-        return self.num_tiles(capacity) * self.tile_tokens(capacity)
-
-    def _draft_tokens(self, composition: Composition) -> int:
-        slack = composition.gamma + composition.draft_gamma + 2 * self.rows
-        return max(composition.sinks, 1) + 2 * (composition.window + slack)
-
-    def _padded(self, num_rows: int) -> int:
-        return -(-num_rows // self.most_rows) * self.most_rows
-
 
 def timed_layers(config: ModelConfig, itemsize: int) -> float:
     """The number of layers like `config.block` of whose weights a row reads as many bytes as of all layers."""
     return layers_read_bytes(config, itemsize, 1) / read_bytes(config, itemsize, 1)
-
-
-def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:
-    """Bytes of the fp32 attention results of `rows` rows: of `num_spans` spans, and merged."""
-    return rows * model.num_heads * (num_spans + 1) * (model.head_dim + 2) * 4

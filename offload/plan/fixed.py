@@ -1,0 +1,164 @@
+"""Bytes of a request on a device that do not depend on where layers and tiles are, temporaries among them (derived in
+docs/memory.md)."""
+
+from __future__ import annotations
+
+from offload.config.model import ModelConfig
+from offload.config.next_token import rest_bytes
+from offload.plan.composition import Composition
+from offload.plan.options import PAGE_TOKENS
+from offload.plan.sizing import MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, tail_tokens
+from offload.plan.states import held_rows, level_bytes
+
+PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
+FEW_ROWS = 64  # rows that attend at a time at the lower levels
+MASS_TOKENS = 32  # tokens over which a GPU sums masses before they are joined by chunks
+KV_ROWS = 16  # rows that attend to the quantised cache at a time
+_GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
+
+
+def fixed_bytes(sizing: Sizing, capacity: int, composition: Composition, *, first: bool = True) -> dict[str, int]:
+    """Bytes that do not depend on the placement of layers and tiles, by purpose, on the first device or on each
+    other one, which has neither head nor draft."""
+    sizes = {
+        "target embeddings": sizing.embedding_bytes - (0 if first else sizing.head_bytes),
+        "rope tables": _rope_bytes(sizing, sizing.target, capacity),
+        "workspace": _workspace(sizing, capacity, composition.gamma if first else None),
+    }
+    if sizing.target.windowed:
+        sizes["window cache"] = sizing.window_bytes(sizing.window_pages(capacity) * PAGE_TOKENS)
+    if sizing.target.stateful:  # of the target, and of the level where it drafts for itself
+        of_level = level_bytes(sizing.shard, held_rows(composition, sizing.rows), sizing.itemsize)
+        sizes["states"] = of_level * (2 if composition.inner else 1)
+    if composition.weight_bits < 16:
+        sizes["quantised weights"] = sizing.low_bit_bytes(composition.weight_bits, first=first)
+    if composition.keeps_all_codes:
+        sizes["quantised cache"] = sizing.quantised_cache_bytes(capacity, composition)
+    if composition.mass_chunk:
+        sizes["selection"] = _selection_bytes(sizing, capacity, composition)
+    if composition.keeps_copies:
+        sizes["fetched chunks"] = 2 * sizing.fetched_bytes(capacity, composition)  # in arrival order, and sorted
+    if first and composition.draft and sizing.draft is not None:
+        sizes |= _draft_bytes(sizing, sizing.draft, composition)
+        per_token = sizing.draft.all_layers(lambda layer: layer.layer_kv_bytes(sizing.itemsize))
+        sizes["draft cache"] = _draft_tokens(sizing, composition) * per_token
+        sizes["rope tables"] += _rope_bytes(sizing, sizing.draft, capacity)
+    if not sizing.hardware.is_cpu:
+        sizes["attention scratch"] = _attention_bytes(sizing, capacity, composition, first=first)
+        sizes["reserve"] = _GPU_RESERVE
+    return sizes
+
+
+def _draft_bytes(sizing: Sizing, draft: ModelConfig, composition: Composition) -> dict[str, int]:
+    """Bytes of a draft's weights. A next-token head has the model's embeddings, and hidden rows of it; for its
+    experts see `head_experts`."""
+    layers = draft.all_layers(lambda layer: layer.layer_weight_bytes(sizing.itemsize))
+    rest = rest_bytes(draft, sizing.itemsize)
+    if draft.is_head:
+        rows = _draft_tokens(sizing, composition) * draft.hidden_size * sizing.itemsize
+        return {"draft layers": layers + rest, "hidden rows of drafts": rows}
+    experts = draft.all_layers(lambda layer: layer.experts_bytes(sizing.itemsize))
+    return {"draft layers": layers, "draft experts": experts, "draft embeddings": rest}
+
+
+def _rope_bytes(sizing: Sizing, model: ModelConfig, capacity: int) -> int:
+    return sum(dim for _, dim in model.tables) * 2 * (capacity + MAX_ROWS) * sizing.itemsize
+
+
+def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
+    """Bytes of the largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities.
+    gamma: None without logits."""
+    target, item, heads = sizing.shard, sizing.itemsize, sizing.shard.num_heads
+    tile_tokens = sizing.tile_tokens(capacity)
+    block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
+        _network_bytes(sizing, kind) for kind, _ in target.kinds
+    )
+    score = 2 * item + 4  # raw, in fp32 and as weights
+    width = max(kind.block.mixer.out_size for kind, _ in target.kinds)
+    attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
+    if sizing.hardware.is_cpu and not sizing.caps_scores:  # a tile's pages, joined and then ordered for matrix units
+        scores = 2 * sizing.tile_bytes(capacity) + attended
+    else:
+        scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
+        if sizing.fused_prefill and not sizing.hardware.is_cpu:
+            # A tile's pages or, by flash-attn, all tiles, attended apart before they are merged, with their sums.
+            # Triton's kernel has less: its fp32 accumulator with its sums, and the result.
+            tiles = sizing.num_tiles(capacity) * PREFILL_BLOCK * (width * item + 2 * heads * 4)
+            scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
+    if sizing.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
+        parts = sizing.num_devices * item + (4 if sizing.num_devices > 2 else 0)
+        width = target.hidden_size * (1 + any(kind.block.joins_normed for kind, _ in target.kinds))
+        scores = max(scores, PREFILL_BLOCK * width * parts)
+    tile = sizing.most_rows * tile_tokens * heads * score
+    logits = 0 if gamma is None else _padded(sizing, gamma + 1) * target.vocab_size * (item * sizing.num_sequences + 36)
+    whole, of_head = sizing.decoded_bytes
+    return max(block + max(scores, whole), tile, logits + (0 if gamma is None else of_head))
+
+
+def _network_bytes(sizing: Sizing, layer: ModelConfig) -> int:
+    """Bytes of a prefill block's rows in the feed-forward network of `layer.block`."""
+    experts, hidden, item = layer.block.experts, layer.hidden_size, sizing.itemsize
+    dense = PREFILL_BLOCK * 3 * layer.block.feed_forward.size * item
+    if experts is None:
+        return dense
+    beside = layer.block.feed_forward.size
+    held = PREFILL_BLOCK * (beside + hidden) * item if beside else 0  # while experts run
+    size, pairs = experts.network.size, PREFILL_BLOCK * experts.used
+    if sizing.hardware.packs and sizing.hardware.is_cpu:
+        lines = pairs + min(pairs, experts.count) * 15
+        return max(dense, held + lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
+    if sizing.hardware.has_kernels and not sizing.hardware.is_cpu and item == 2:  # scores, and pairs of row and expert
+        first = set(layer.block.encodings.experts[:-1])
+        inner = size * (3 if len(first) > 1 else 1)  # gate and up in two encodings are multiplied apart
+        return max(dense, held + PREFILL_BLOCK * experts.count * 4 + pairs * (inner + hidden) * item)
+    inner = PREFILL_BLOCK * 3 * size * item
+    return max(dense, held + inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
+
+
+def _selection_bytes(sizing: Sizing, capacity: int, composition: Composition) -> int:
+    """Bytes of the masses of the last verification, for each row, KV head and chunk of each layer, in fp32 or, on a
+    GPU, in bf16, and of the temporaries of choosing chunks."""
+    chunks = _all_tokens(sizing, capacity) // composition.chunk
+    heads, item = sizing.shard.num_kv_heads, 4 if sizing.hardware.is_cpu else 2
+    return (item * _padded(sizing, composition.gamma + 1) + 24) * heads * chunks * sizing.num_growing
+
+
+def _attention_bytes(sizing: Sizing, capacity: int, composition: Composition, *, first: bool) -> int:
+    """Bytes of scratch for a GPU kernel's attention at each level: fp32 results per span of two runs (or of the
+    only run) and merged, and the masses of one layer, with room to grow by a half."""
+    rows, target = _padded(sizing, composition.gamma + 1), sizing.shard
+    spans = 2 * max(sizing.tile_tokens(capacity) // PAGE_TOKENS, sizing.window_pages(capacity))
+    size = _partial_bytes(target, rows, spans)
+    if composition.mass_chunk:
+        parts = _all_tokens(sizing, capacity) // min(composition.chunk, MASS_TOKENS)
+        size += rows * target.num_heads * parts * 4 * 3 // 2
+    if composition.budget and composition.kv_bits == 16:
+        held = composition.budget + tail_tokens(composition)
+        size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
+    if composition.kv_bits < 16:
+        coded = composition.budget or capacity
+        spans = 1 + -(-low_bit_tail(composition.drafted) // PAGE_TOKENS) + -(-coded // PAGE_TOKENS)
+        size += _partial_bytes(target, KV_ROWS, spans)
+    if first and composition.draft and sizing.draft is not None:
+        held = _draft_tokens(sizing, composition)
+        size += _partial_bytes(sizing.draft, FEW_ROWS, 1 + -(-held // PAGE_TOKENS))
+    return size
+
+
+def _all_tokens(sizing: Sizing, capacity: int) -> int:
+    """The number of tokens that the tiles of a layer hold."""
+    return sizing.num_tiles(capacity) * sizing.tile_tokens(capacity)
+
+
+def _draft_tokens(sizing: Sizing, composition: Composition) -> int:
+    slack = composition.gamma + composition.draft_gamma + 2 * sizing.rows
+    return max(composition.sinks, 1) + 2 * (composition.window + slack)
+
+
+def _padded(sizing: Sizing, num_rows: int) -> int:
+    return -(-num_rows // sizing.most_rows) * sizing.most_rows
+
+
+def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:
+    """Bytes of the fp32 attention results of `rows` rows: of `num_spans` spans, and merged."""
+    return rows * model.num_heads * (num_spans + 1) * (model.head_dim + 2) * 4

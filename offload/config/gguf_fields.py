@@ -95,8 +95,8 @@ class Metadata(Fields):
         """Whether a layer has this tensor, such as attn_q.bias."""
         return f"blk.{layer}.{tensor}" in self.header.tensors
 
-    def factors(self, tensor: str) -> list[float] | None:
-        """The numbers of a short fp32 vector, None if there is no such tensor."""
+    def factors(self, tensor: str, most: float = 1e6) -> list[float] | None:
+        """The numbers of a short fp32 vector, over 0 and below `most`; None if there is no such tensor."""
         info = self.header.tensors.get(tensor)
         if info is None:
             return None
@@ -108,6 +108,8 @@ class Metadata(Fields):
                 found = [shortest(each) for each in struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes))]
         except (OSError, struct.error) as error:
             raise unreadable(info.path, error if isinstance(error, OSError) else OSError(str(error))) from error
-        if not all(0 < each < 1e6 for each in found):
-            raise ModelError(f"{info.path}: {tensor} has numbers that are not over 0; download it again")
+        if not all(0 < each < most for each in found):
+            raise ModelError(
+                f"{info.path}: {tensor} has numbers that are not over 0 and below {most:g}; download it again"
+            )
         return found

@@ -91,7 +91,7 @@ def write_gguf(
         assert renamed, name
         changed = converted(name, tensor, config, arch) if numbers is None else torch.from_numpy(numbers[name])
         stored[name] = _add(writer, renamed, changed, kind if isinstance(kind, str) else kind(name))
-    for name, factors in _rope_tensors(config, arch).items():
+    for name, factors in rope_tensors(config, arch).items():
         writer.add_tensor(name, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -379,7 +379,7 @@ def _rope_scaling(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[st
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(most / original) / math.log(original)))
 
 
-def _rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
+def rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
     rope = _rope(config)
     if rope.get("rope_type") == "longrope":
         return {
@@ -400,6 +400,17 @@ def _rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
         smooth = min(max((original / wavelength - low) / (high - low), 0), 1)
         factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return {"rope_freqs.weight": torch.tensor(factors, dtype=torch.float32).numpy()}
+
+
+def add_tokens(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+    """The tokenizer of these metadata, by the last part of each key."""
+    writer.add_tokenizer_model(values["model"])
+    writer.add_token_list(values["tokens"])
+    writer.add_token_types(values["token_type"])
+    writer.add_token_scores(values["scores"])
+    writer.add_token_merges(values["merges"])
+    for name in ("bos", "eos", "unknown"):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", values[f"{name}_token_id"])
 
 
 def _tokenizer(writer: gguf.GGUFWriter, kind: str, count: int) -> None:

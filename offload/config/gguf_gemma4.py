@@ -20,7 +20,7 @@ GEMMA4 = EXPERTS | WINDOWS | {KV_HEADS, _CAP}
 def gemma4(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Gemma 4. Layers without a window have heads and rotary positions of their own, and values that are the
     keys if the first of them has no projection of values."""
-    types = layer_types(values, common, _EVERY)
+    window, types = values.integer(WINDOW), layer_types(values, common, _EVERY)
     if types[-1] != FULL:
         values.refuse(PATTERN, "false for the last layer")
     heads = _head_dims(values, int(number(common, "head_dim")))
@@ -33,7 +33,7 @@ def gemma4(values: Metadata, common: Mapping[str, object]) -> Fields:
         "num_key_value_heads": kv_heads.get(WINDOWED, kv_heads[FULL]),
         "per_layer_config": {str(layer): full for layer, kind in enumerate(types) if kind == FULL},
         "attention_k_eq_v": not values.has("attn_v.weight", types.index(FULL)),
-        "sliding_window": values.integer(WINDOW),
+        "sliding_window": window,
         "layer_types": types,
         "rope_parameters": _ropes(values, common, heads[FULL]),
         _CAP: values.optional(_CAP),
@@ -42,7 +42,7 @@ def gemma4(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 
 def _head_dims(values: Metadata, full: int) -> dict[str, int]:
-    """The sizes of heads by the type of their layer, all of which is rotary as far as these keys say."""
+    """The sizes of heads by the type of their layer, which are rotated whole as far as metadata say."""
     windowed = values.integer("attention.key_length_swa", default=full)
     for key, size in (
         ("attention.value_length_swa", windowed), ("rope.dimension_count_swa", windowed), ("rope.dimension_count", full)

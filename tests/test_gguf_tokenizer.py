@@ -324,9 +324,11 @@ def gemma_texts(count: int) -> Iterator[str]:
         yield "".join(random.choices([*parts, *GEMMA_SPECIAL, *GEMMA_NAMED, "<0x41>"], k=random.randint(0, 25)))
 
 
-def test_tokens_of_gemma_4_are_those_of_its_tokenizer_json() -> None:
-    """Spaces are letters, lines do not part, and what has no token is bytes."""
-    ours, theirs = gemma(), gemma_json()
+@pytest.mark.parametrize("spaced", [False, True])
+def test_tokens_of_gemma_4_are_those_of_its_tokenizer_json(spaced: bool) -> None:
+    """Spaces are letters, lines do not part, and what has no token is bytes. No space is put before a text, whatever
+    the file says."""
+    ours, theirs = gemma(add_space_prefix=spaced), gemma_json()
     for text in gemma_texts(400):
         expected = theirs.encode(text)
         assert ours.encode(text) == expected.ids

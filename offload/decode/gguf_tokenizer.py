@@ -135,8 +135,8 @@ def values_of(header: Header) -> dict[str, Any]:
 
 
 def of_values(values: Mapping[str, Any], *, ranked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """The pipeline, and the settings (names of special tokens, chat templates). ranked: a pipeline
-    that a tokenizer.json can express. Raises ModelError."""
+    """The pipeline, and the settings (names of special tokens, chat templates). ranked: one that a tokenizer.json can
+    express. Raises ModelError."""
     kind, tokens = values.get("model"), values.get("tokens")
     if kind not in _KNOWN or not isinstance(tokens, list) or not all(type(each) is str for each in tokens):
         what = "no tokens" if tokens is None else f"tokens of kind {kind!r}"

@@ -42,15 +42,15 @@ YARN: dict[str, object] = {
 }  # fmt: skip
 
 
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": THETA}
+GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": PROPORTIONAL,
+}
 GEMMA4 = {
     "hidden_size_per_layer_input": 0, "global_head_dim": 12, "sliding_window": 9, "hidden_act": ...,
     "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        "full_attention": {
-            "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": THETA, "factor": 2.0
-        },
-    },
+    "rope_parameters": {**GEMMA4_ROPES, "full_attention": {**PROPORTIONAL, "factor": 2.0}},
 }  # fmt: skip
 
 

@@ -27,13 +27,17 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
     "exaone4": "exaone4", "starcoder2": "starcoder2", "nemotron": "nemotron", "ministral3": "mistral3",
     "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss",
-    "glm4_moe": "glm4moe",
+    "glm4_moe": "glm4moe", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
 STATEFUL = ("qwen35", "qwen35moe")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
     "fc": "eh_proj", "norm": "shared_head_norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+}  # fmt: skip
+WHOLE_NAMES = {  # in a layer; the package has none for them
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
 }  # fmt: skip
 LAYER_NORM = {
     "cohere": "layer_norm_eps",
@@ -56,10 +60,12 @@ def write_gguf(
     split: int = 0,
     numbers: Mapping[str, np.ndarray] | None = None,
     arch: str = "",
+    fused: bool | None = None,
 ) -> dict[str, np.ndarray]:
     """The model in `folder` as `path`. kind: of its matrices, of those of one name if it is a function; vectors are
     F32. tokenizer: "gpt2", "llama" or "" for none. split: tensors of a file. numbers: of tensors as the file has them.
-    arch: another architecture's name. Returns the numbers of the tensors, in fp32, by Hugging Face's names."""
+    arch: another architecture's name. fused: whether experts' gates and ups are in one tensor; None: Gemma 4's are.
+    Returns the numbers of the tensors, in fp32, by Hugging Face's names."""
     config = json.loads((folder / "config.json").read_text())
     named, arch = arch or ARCHITECTURES[config["model_type"]], ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, named, split_max_tensors=split)
@@ -73,14 +79,21 @@ def write_gguf(
     tensors = {
         name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
     }
-    for name, tensor in sorted(stacked(tensors).items()):
+    stacks = stacked(tensors)
+    if fused or (fused is None and arch == "gemma4"):
+        stacks = joined(stacks)
+    for name, tensor in sorted(stacks.items()):
         if without in name or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue
-        renamed = of_head(name, config) or names.get_name(block_name(name, config), (".weight", ".bias"))
+        renamed = (
+            of_head(name, config)
+            or in_layer(block_name(name, config))
+            or names.get_name(block_name(name, config), (".weight", ".bias"))
+        )
         assert renamed, name
         changed = converted(name, tensor, config, arch) if numbers is None else torch.from_numpy(numbers[name])
         stored[name] = _add(writer, renamed, changed, kind if isinstance(kind, str) else kind(name))
-    for name, factors in _rope_tensors(config, arch).items():
+    for name, factors in rope_tensors(config, arch).items():
         writer.add_tensor(name, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -100,8 +113,10 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor
         elif number.isdecimal():
             parts.setdefault(f"{before}.experts.{part}", {})[int(number)] = tensor
-        else:
+        elif before.endswith(".mlp"):
             found |= of_gpt_oss(f"{before}.experts.", rest, tensor)
+        else:
+            found |= of_gemma4(f"{before}.experts.", rest, tensor)
     return found | {name: torch.stack([own[at] for at in range(len(own))]) for name, own in parts.items()}
 
 
@@ -112,6 +127,34 @@ def of_gpt_oss(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
     if part.startswith("down_proj"):
         return {f"{prefix}down_proj.{kind}": rows}
     return {f"{prefix}gate_proj.{kind}": rows[:, ::2], f"{prefix}up_proj.{kind}": rows[:, 1::2]}
+
+
+def of_gemma4(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors made of one of all experts: gates and ups apart."""
+    if part == "down_proj":
+        return {f"{prefix}down_proj.weight": tensor}
+    gate, up = tensor.chunk(2, 1)
+    return {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+
+
+def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With one tensor for gates and ups of all experts, each gate before its up."""
+    gate, up, both = (f".experts.{part}_proj." for part in ("gate", "up", "gate_up"))
+    found = {name: tensor for name, tensor in tensors.items() if gate not in name and up not in name}
+    return found | {
+        name.replace(gate, both): torch.cat([tensor, tensors[name.replace(gate, up)]], 1)
+        for name, tensor in tensors.items()
+        if gate in name
+    }
+
+
+def in_layer(name: str) -> str:
+    """llama.cpp's name of a tensor of a layer that the package has no name for: of all experts, and WHOLE_NAMES."""
+    number, _, part = name.removeprefix("model.layers.").partition(".")
+    matrix, _, kind = f".{part}".partition(".experts.")[2].partition(".")
+    if matrix:
+        return f"blk.{number}.ffn_{matrix.removesuffix('_proj')}_exps.{kind}"
+    return f"blk.{number}.{WHOLE_NAMES[part]}" if part in WHOLE_NAMES else ""
 
 
 def num_blocks(config: dict[str, Any]) -> int:
@@ -211,12 +254,13 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if arch != "gemma4":
+        writer.add_head_count_kv(config["num_key_value_heads"])
     if config["model_type"] in LAYER_NORM:
         writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if config.get("head_dim") and arch != "granite":
+    if config.get("head_dim") and arch not in ("granite", "gemma4"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope.get("rope_theta") is not None:
@@ -227,12 +271,14 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if count := next(filter(None, counts), None):
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if arch == "qwen35moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if arch == "glm4moe":
         _glm_experts(writer, config)
+    if arch == "gemma4":
+        _gemma4(writer, config)
     if arch in STATEFUL:
         _states(writer, config, rope)
     if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "nemotron", "cohere2", *STATEFUL):
@@ -247,9 +293,9 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
         if config.get(key) is not None:
             add(config[key])
     window, types = config.get("sliding_window"), config.get("layer_types")
-    if window is not None and arch in ("gemma2", "gemma3", "olmo2", "cohere2", "exaone4", "phi3", "gpt-oss"):
+    if window is not None and arch in ("gemma2", "gemma3", "olmo2", "cohere2", "exaone4", "phi3", "gpt-oss", "gemma4"):
         writer.add_sliding_window(window)
-        if types and arch in ("olmo2", "exaone4"):
+        if types and arch in ("olmo2", "exaone4", "gemma4"):
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
     elif arch == "phi3":
         writer.add_sliding_window(0)
@@ -264,6 +310,29 @@ def _glm_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_group_count(config["n_group"])
     writer.add_expert_group_used_count(config["topk_group"])
     writer.add_nextn_predict_layers(num_drafts(config))
+
+
+def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Heads by layer. transformers writes those of layers without a window as `per_layer_config`."""
+    full, kv_heads = full_heads(config), []
+    for kind in config["layer_types"]:
+        heads = full if kind == "full_attention" else config
+        kv_heads.append(heads["num_key_value_heads"])
+    writer.add_head_count_kv(kv_heads if len({*kv_heads}) > 1 else kv_heads[0])
+    writer.add_key_length(full["head_dim"])
+    writer.add_value_length(full["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(full["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_shared_kv_layers(0)
+
+
+def full_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of heads of Gemma 4's layers without a window."""
+    own = next(iter(config["per_layer_config"].values()), {})
+    return {key: own.get(key, config[key]) for key in ("head_dim", "num_key_value_heads")}
 
 
 def _states(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -312,12 +381,16 @@ def _rope_scaling(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[st
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(most / original) / math.log(original)))
 
 
-def _rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
+def rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
     rope = _rope(config)
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{which}.weight": np.array(rope[f"{which}_factor"], np.float32) for which in ("long", "short")
         }
+    if rope.get("rope_type") == "proportional":
+        pairs = full_heads(config)["head_dim"] // 2
+        rotated = int(rope["partial_rotary_factor"] * pairs)
+        return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32)}
     if rope.get("rope_type") != "llama3":
         return {}
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -329,6 +402,17 @@ def _rope_tensors(config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
         smooth = min(max((original / wavelength - low) / (high - low), 0), 1)
         factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return {"rope_freqs.weight": torch.tensor(factors, dtype=torch.float32).numpy()}
+
+
+def add_tokens(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+    """The tokenizer of these metadata, by the last part of each key."""
+    writer.add_tokenizer_model(values["model"])
+    writer.add_token_list(values["tokens"])
+    writer.add_token_types(values["token_type"])
+    writer.add_token_scores(values["scores"])
+    writer.add_token_merges(values["merges"])
+    for name in ("bos", "eos", "unknown"):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", values[f"{name}_token_id"])
 
 
 def _tokenizer(writer: gguf.GGUFWriter, kind: str, count: int) -> None:

@@ -1,5 +1,6 @@
-"""GGUF files of mixtures of experts with parts beside them (`gpt-oss`, `qwen35moe`, `glm4moe`): in blocks they say what
-their numbers say, on one rank and on two; what a file claims and this program has not is refused by its name."""
+"""GGUF files of mixtures of experts with parts beside them (`gpt-oss`, `qwen35moe`, `glm4moe`, `gemma4`): in blocks
+they say what their numbers say, on one rank and on two; what a file claims and this program has not is refused by its
+name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import gguf_models
-from families import save_tiny
+from families import GEMMA4_ROPES, save_tiny
 from forked import Forked, forked_ranks
 from gguf_models import ARCHITECTURES, write_gguf
 from models import GREEDY, TOKENIZER_SIZE, Sizes, load, random_model, random_tokens, save, target_cache
@@ -39,15 +40,20 @@ FIELDS: dict[str, dict[str, object]] = {
     "gpt_oss": WIDE,
     "qwen3_5_moe": {**WIDE, **STATES, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     "glm4_moe": {**WIDE, "moe_intermediate_size": 512},
-}
+    "gemma4, sparse": {
+        **WIDE, "moe_intermediate_size": 512, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES,
+    },
+}  # fmt: skip
 KINDS: dict[str, str | Callable[[str], str]] = {
+    "F16": "F16",
     "Q8_0": "Q8_0",
+    "Q4_0": "Q4_0",
     "Q4_K": lambda name: "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name else "Q4_K",
     "MXFP4": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
 }
 FORMS = [
-    *(("gpt_oss", kind) for kind in KINDS), ("qwen3_5_moe", "Q8_0"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0"),
-    ("glm4_moe", "Q4_K"),
+    *(("gpt_oss", kind) for kind in ("Q8_0", "Q4_K", "MXFP4")), ("qwen3_5_moe", "Q8_0"), ("qwen3_5_moe", "Q4_K"),
+    ("glm4_moe", "Q8_0"), ("glm4_moe", "Q4_K"), *(("gemma4, sparse", kind) for kind in ("F16", "Q8_0", "Q4_0")),
 ]  # fmt: skip
 MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
     "draft and retrieval": (DRAFTED, frozenset()),
@@ -111,7 +117,8 @@ def test_every_mode_says_what_plain_decoding_says(files: Files, draft: Path, nam
         (path, draft if name == "qwen3_5_moe" else path), sizes, prompt_tokens=400, offload=offload
     ) as engine:
         homes = [each for each in engine.worker.models.target.weights.experts if each is not None]
-        assert all(isinstance(own.down, StoredMatrix) for each in homes for own in each.bank.places)
+        stored = [isinstance(own.down, StoredMatrix) for each in homes for own in each.bank.places]
+        assert {*stored} == {kind != "F16"}
         assert say(engine) == alone(path, "bf16")
         assert level_stats(engine, "target").accepted > 0 or sizes.lookup
 
@@ -124,7 +131,9 @@ def forked_here() -> Iterator[list[Forked]]:
 
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("forked_here")
-@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "MXFP4"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt_oss", "MXFP4"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0"), ("gemma4, sparse", "Q4_0")]
+)
 def test_two_ranks_say_the_same(files: Files, name: str, kind: str) -> None:
     path, _ = files(name, kind)
     with engine_of((path, path), replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
@@ -139,6 +148,30 @@ def logits(path: Path) -> torch.Tensor:
 def made(name: str, root: Path, change: Change | None = None) -> Path:
     write_gguf(save_tiny(name, root / "folder"), root / "model.gguf", change=change)
     return root / "model.gguf"
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "glm4_moe", "gemma4, sparse"])
+def test_gates_and_ups_in_one_tensor_are_those_of_two(tmp_path: Path, name: str, kind: str) -> None:
+    """As llama.cpp's converter writes them for Gemma 4, and for others when it is told to."""
+    folder = save_tiny(name, tmp_path / "folder", moe_intermediate_size=32)
+    apart, fused = tmp_path / "apart.gguf", tmp_path / "fused.gguf"
+    write_gguf(folder, apart, kind=kind, fused=False)
+    write_gguf(folder, fused, kind=kind, fused=True)
+    assert torch.equal(logits(apart), logits(fused))
+
+
+def test_gates_and_ups_in_one_tensor_and_in_two_are_refused(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        for part in ("gate", "up"):
+            writer.add_tensor(f"blk.0.ffn_{part}_exps.weight", np.ones((8, 16, 32), np.float32))
+
+    path = made("gemma4, sparse", tmp_path, change)
+    with (
+        Checkpoint.open(path) as checkpoint,
+        pytest.raises(ModelError, match=r"2 unexpected \(model\.layers\.0\.mlp\.experts\.gate_proj.*up_proj"),
+    ):
+        check_model(checkpoint, read_config(path))
 
 
 def test_a_gate_stored_as_a_matrix_of_one_row_is_the_vector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +310,8 @@ def test_shapes_that_the_metadata_deny_are_refused(tmp_path: Path, name: str, ke
 @pytest.mark.parametrize(
     ("name", "without"),
     [("gpt_oss", "sinks"), ("gpt_oss", "router.bias"), ("glm4_moe", "correction_bias"),
-     ("qwen3_5_moe", "shared_expert_gate")],
+     ("qwen3_5_moe", "shared_expert_gate"), ("gemma4, sparse", "router.scale"), ("gemma4, sparse", "per_expert_scale"),
+     ("gemma4, sparse", "layernorm_2")],
 )  # fmt: skip
 def test_a_part_that_is_not_there_is_missing(tmp_path: Path, name: str, without: str) -> None:
     write_gguf(save_tiny(name, tmp_path / "folder"), path := tmp_path / "model.gguf", without=without)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from families import GEMMA4_ROPES, save_tiny
 from fuzzing import damaged_bytes, growth_under, outcomes, put
-from gguf_models import write_gguf
+from gguf_models import add_tokens, write_gguf
 from models import random_model, save
 from offload.config.gguf_header import MAX_HEADER_BYTES, Items, read_header
 from offload.config.reading import read_config
@@ -23,6 +24,7 @@ from offload.errors import ModelError
 from offload.weights import gguf_file
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.gguf_file import MappedFile
+from test_gguf_tokenizer import gemma_values
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 40}
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K")
@@ -43,6 +45,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("small")
     write_gguf(save(random_model(vocab_size=258), made), made / "small.gguf")
     return made / "small.gguf"
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole file of Gemma 4 with experts and its tokenizer."""
+    made, values = tmp_path_factory.mktemp("gemma"), gemma_values()
+    fields = {"vocab_size": len(values["tokens"]), "rope_parameters": GEMMA4_ROPES}
+    folder = save_tiny("gemma4, sparse", made, **fields)
+    write_gguf(folder, made / "gemma.gguf", tokenizer="", change=lambda writer: add_tokens(writer, values))
+    return made / "gemma.gguf"
 
 
 @pytest.mark.parametrize("kind", [*NUMBERS, *BLOCKS, *OTHERS])
@@ -254,9 +266,13 @@ def damaged(data: bytes, random: Random, header_bytes: int) -> bytes:
             return bytes(head) + rest
 
 
-def test_damaged_files(small: Path, tmp_path: Path, num_cases: Callable[[int], int]) -> None:
-    path, whole = tmp_path / "damaged.gguf", small.read_bytes()
-    first = min(each.start for each in read_header(small).tensors.values())
+@pytest.mark.parametrize("name", ["small", "gemma"])
+def test_damaged_files(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, num_cases: Callable[[int], int]
+) -> None:
+    file: Path = request.getfixturevalue(name)
+    path, whole = tmp_path / "damaged.gguf", file.read_bytes()
+    first = min(each.start for each in read_header(file).tensors.values())
 
     def read() -> None:
         config = read_config(path)

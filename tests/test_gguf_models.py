@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from families import TINY, save_tiny
+from families import GEMMA4_ROPES, TINY, save_tiny
 from gguf_models import ARCHITECTURES, write_gguf
 from models import TOKENIZER_SIZE, Sizes, load, perturbed, random_model, random_tokens, save, target_cache, tiny_plan
 from offload.config.block import Block, Encodings, Mixer, Norm
@@ -20,7 +20,7 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
 from offload.config.model import ModelConfig
-from offload.config.names import DeltaNames, ExpertNames
+from offload.config.names import DeltaNames, ExpertNames, NextTokenNames
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
@@ -38,8 +38,11 @@ UNSAID = (
     "cohere2, other windows", "gemma2, without caps", "starcoder2, a window", "ministral3, a window",
     "gemma, biased and untied", "hunyuan, stretched", "cohere, biased and untied", "qwen3_moe, some dense",
 )  # fmt: skip
-SCALED = {name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")}  # as llama.cpp's, by the heads' size
+SCALED: dict[str, dict[str, object]] = {
+    name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")
+}  # as llama.cpp's, by the heads' size
 SCALED["gpt_oss, top 1"] = {"sliding_window": 256}  # that no context exceeds: a file has windows in each other layer
+SCALED |= {name: {"rope_parameters": GEMMA4_ROPES} for name, tiny in TINY.items() if "gemma4" in tiny.family}
 NAMES = [
     name for name, tiny in TINY.items() if tiny.family in ARCHITECTURES and not tiny.wrapped and name not in UNSAID
 ]
@@ -64,7 +67,7 @@ def plain(config: ModelConfig) -> ModelConfig:
     config = with_rope(config, neighbours=False).mapped(block)
     return replace(
         config,
-        names=replace(config.names, delta=DeltaNames(), experts=ExpertNames(), unused=()),
+        names=replace(config.names, delta=DeltaNames(), experts=ExpertNames(), next_token=NextTokenNames(), unused=()),
         norm=norm(config.norm) or config.norm,
         dtype="",
         table_encoding="",
@@ -101,8 +104,8 @@ def test_config_and_logits_are_the_folders(folders: Callable[[str], Path], name:
     file, config = folder.with_suffix(".gguf"), read_config(folder)
     found = read_config(file)
     ours, theirs = plain(found), plain(config)
-    if name == "mistral":
-        ours = replace(ours, family="mistral")
+    if name in ("mistral", "gemma4_unified"):
+        ours = replace(ours, family=theirs.family)
     assert ours == theirs
     with Checkpoint.open(file) as checkpoint:
         check_model(checkpoint, found)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from math import nan
 from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from offload.decode import gguf_tokenizer
-from offload.decode.tokenizer import Tokenizer
+from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.errors import ModelError
 
 TEXT = "It'S 12345 Ab9 x.\n\n  y"
@@ -256,10 +257,130 @@ def test_a_long_text_without_a_cut_is_encoded_in_time_that_grows_with_it() -> No
     assert with_scores(tokens, None).decode(with_scores(tokens, None).encode(text)) == text
 
 
+GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+GEMMA_NAMED = ["<|tool_call>", '<|"|>']  # which have a text
+GEMMA_LETTERS = ["\n", "\u2581", *"abcde.1\u00e9\u65e5"]
+
+
+def gemma_values(**more: object) -> dict[str, Any]:
+    """Gemma 4's, small: of each token that is no letter all pairs that make it are merges, by the tokens' order."""
+    random, letters = Random(4), GEMMA_LETTERS[1:]
+    longer = {"".join(random.choices(letters, k=random.randint(2, 4))): None for _ in range(80)}
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    runs = ["\n" * count for count in range(2, 6)] + ["\u2581" * count for count in range(2, 6)]
+    words = [*GEMMA_LETTERS, *dict.fromkeys((*runs, *longer))]
+    merges = [
+        f"{word[:at]} {word[at:]}"
+        for word in words
+        for at in range(1, len(word))
+        if word[:at] in words and word[at:] in words
+    ]
+    types = [3] * len(GEMMA_SPECIAL) + [4] * len(GEMMA_NAMED) + [6] * 256 + [1] * len(words)
+    return {
+        "model": "gemma4", "tokens": [*GEMMA_SPECIAL, *GEMMA_NAMED, *bytes_, *words], "merges": merges,
+        "token_type": types, "scores": [0.0] * len(types), "eos_token_id": 1, "bos_token_id": 2, "unknown_token_id": 3,
+        "add_bos_token": True, "add_space_prefix": False, "tokenizer.chat_template": "{{ bos_token }}{{ x }}", **more,
+    }  # fmt: skip
+
+
+def gemma_json() -> RawTokenizer:
+    """The same as the tokenizer.json of Gemma 4 has it."""
+    values = gemma_values()
+    ids = {token: i for i, token in enumerate(values["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in values["merges"]]
+    found = RawTokenizer(BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    found.normalizer = normalizers.Replace(" ", "\u2581")
+    found.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    found.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    found.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in GEMMA_SPECIAL])
+    found.add_tokens([AddedToken(token, normalized=False, special=False) for token in GEMMA_NAMED])
+    found.post_processor = processors.TemplateProcessing(single=["<bos>", "$A"], special_tokens=[("<bos>", 2)])
+    return found
+
+
+def gemma(**more: object) -> Tokenizer:
+    pipeline, settings = gguf_tokenizer.of_values(gemma_values(**more))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(BPE()), **settings), pipeline)
+
+
+def gemma_texts(count: int) -> Iterator[str]:
+    random = Random(0)
+    parts = [
+        "\n",
+        "\n\n",
+        "\n" * 9,
+        " ",
+        "   ",
+        *"abcde.1",
+        "\u00e9",
+        "\u65e5",
+        "\u2581",
+        "\u00fc",
+        "\t",
+        "\r\n",
+        "\U0001f600",
+    ]
+    for _ in range(count):
+        yield "".join(random.choices([*parts, *GEMMA_SPECIAL, *GEMMA_NAMED, "<0x41>"], k=random.randint(0, 25)))
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_tokens_of_gemma_4_are_those_of_its_tokenizer_json(spaced: bool) -> None:
+    """Spaces are letters, lines do not part, and what has no token is bytes. No space is put before a text, whatever
+    the file says."""
+    ours, theirs = gemma(add_space_prefix=spaced), gemma_json()
+    for text in gemma_texts(400):
+        expected = theirs.encode(text)
+        assert ours.encode(text) == expected.ids
+        assert ours.places(text) == [first for first, _ in expected.offsets]
+        assert ours.decode(expected.ids) == theirs.decode(expected.ids)
+    assert ours.decode(ours.encode(" a  \n\n \u00fc\U0001f600b")) == " a  \n\n \u00fc\U0001f600b"
+    assert ours.added_tokens(special=True) == {token: i for i, token in enumerate(GEMMA_SPECIAL)}
+    assert ours.decode(ours.encode("<|turn>a<|tool_call>b<turn|>")) == "a<|tool_call>b"
+
+
+def test_a_run_of_lines_that_is_a_token_of_gemma_4_is_that_token() -> None:
+    tokenizer = gemma()
+    for count in range(1, 6):
+        [_, found] = tokenizer.encode("\n" * count)
+        assert tokenizer.decode([found]) == "\n" * count
+
+
+def test_a_reply_of_gemma_4_is_whole_characters_as_it_streams() -> None:
+    tokenizer = gemma()
+    for text in gemma_texts(60):
+        tokens = tokenizer.encode(text)
+        shown = Detokenizer(tokenizer, [])
+        pieces_of_text = [*map(shown.push, tokens), shown.flush()]
+        assert "".join(pieces_of_text) == tokenizer.decode(tokens)
+        assert not any("\ufffd" in piece for piece in pieces_of_text)
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_text_of_gemma_4_always_begins_with_its_first_token(said: bool | None) -> None:
+    """As in llama.cpp, whatever the file says."""
+    assert gemma(add_bos_token=said).start_tokens() == [2]
+
+
+def test_the_tokenizer_of_gemma_4_is_written_as_a_tokenizer_json() -> None:
+    pipeline, settings = gguf_tokenizer.of_values(gemma_values(), ranked=True)
+    saved, theirs = RawTokenizer.from_str(pipeline.to_str()), gemma_json()
+    for text in gemma_texts(50):
+        assert saved.encode(text).ids == theirs.encode(text).ids
+    assert settings == {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ bos_token }}{{ x }}"}
+
+
+def test_a_tokenizer_of_gemma_4_without_merges_is_refused() -> None:
+    values = gemma_values()
+    del values["merges"]
+    with pytest.raises(ModelError, match=r"its tokenizer has no merges \(tokenizer\.ggml\.merges\)"):
+        gguf_tokenizer.of_values(values)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"model": "t5"}, "has tokens of kind 't5', and known are gpt2 and llama"),
+        ({"model": "t5"}, "has tokens of kind 't5', and known are gpt2, llama, gemma4"),
         ({"tokens": None}, "has no tokens"),
         ({"tokens": ["a", "a"]}, "has one token twice, 'a'"),
         ({"scores": [0.0]}, "267 tokens and 1 scores, not a number for each"),

@@ -20,7 +20,7 @@ from offload.decode import long_texts, tokenizer
 from offload.decode.long_texts import Coverage
 from offload.decode.tokenizer import Tokenizer
 from offload.errors import DoesNotFit
-from test_gguf_tokenizer import made, pieces
+from test_gguf_tokenizer import gemma, made, pieces
 from test_tokenizer import byte_fallback, byte_level, trained
 
 Make = Callable[[], Tokenizer]
@@ -138,6 +138,7 @@ COVERING: dict[str, Make] = {
     "without_some_bytes": without_some_bytes,
     "over_words": over_words,
     "pieces": cache(pieces),
+    "gemma": cache(gemma),
     **MADE,
 }
 LOSSES = {

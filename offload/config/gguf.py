@@ -18,7 +18,8 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
-from offload.config.gguf_names import HEAD, TABLE, renamed
+from offload.config.gguf_layers import KV_HEADS
+from offload.config.gguf_names import FUSED_EXPERTS, HEAD, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
@@ -34,7 +35,7 @@ def gguf_config(header: Header) -> ModelConfig:
     config = config_of(_fields(header, architecture), name=str(header.path))
     if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
         config = replace(config, next_token=None)
-    config = _stacked(with_factors(values, config))
+    config = _stacked(with_factors(values, config), header)
     if architecture.neighbours:
         config = with_rope(config, neighbours=True)
     if architecture.has_one:
@@ -103,7 +104,6 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "intermediate_size": _inner_size(values),
         "num_hidden_layers": values.head_layers().start,
         "num_attention_heads": heads,
-        "num_key_value_heads": values.alike("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": values.integer("context_length"),
         architecture.norm_field: values.number(architecture.norm_key),
@@ -112,6 +112,8 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "bos_token_id": values.token("bos"),
         "eos_token_id": values.ends(),
     }
+    if KV_HEADS not in architecture.reads:
+        common["num_key_value_heads"] = values.alike(KV_HEADS, heads)
     common |= rope_settings(values, head_dim)
     own = architecture.own(values, common)
     return {**common, **own, "model_type": own.get("model_type", architecture.family)}
@@ -133,11 +135,13 @@ def _dtype(header: Header) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _stacked(config: ModelConfig) -> ModelConfig:
-    """`config` with one tensor for each matrix of all experts, if it has some."""
+def _stacked(config: ModelConfig, header: Header) -> ModelConfig:
+    """`config` with one tensor for each matrix of all experts, if it has some, or one for their gates and ups."""
     if config.experts is None:
         return config
+    fused = any(name.endswith(FUSED_EXPERTS) for name in header.tensors)
     parts = {part: f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+    parts |= dict.fromkeys(("gate", "up"), "mlp.experts.gate_up_proj") if fused else {}
     names = replace(config.names.experts, **parts, alternate=False, by_inputs=False)
     return replace(config, names=replace(config.names, experts=names))
 

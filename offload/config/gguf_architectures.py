@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from offload.config.families.windows import FULL, WINDOWED
 from offload.config.gguf_experts import EXPERTS, GLM4MOE, GPT_OSS, QWEN35MOE, glm4moe, gpt_oss, qwen3moe, qwen35moe
 from offload.config.gguf_fields import Metadata
+from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
 from offload.config.gguf_states import STATES, qwen35
 
@@ -163,6 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", _gemma, has_one=True),
     "gemma2": Architecture("gemma2", _gemma2, has_one=True, reads=_CAPS | WINDOWS),
     "gemma3": Architecture("gemma3_text", _gemma3, has_one=True, reads=WINDOWS),
+    "gemma4": Architecture("gemma4_text", gemma4, reads=GEMMA4),
     "olmo2": Architecture("olmo2", _olmo2, reads=WINDOWS),
     "command-r": Architecture("cohere", _cohere, _LAYER, "layer_norm_eps", reads=frozenset(("logit_scale",))),
     "cohere2": Architecture("cohere2", _cohere2, _LAYER, "layer_norm_eps", reads=WINDOWS | {"logit_scale"}),

@@ -24,7 +24,7 @@ GLM4MOE = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_G
 def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Qwen3's mixtures of experts. Weights are those of the softmax over the experts in use: llama.cpp
     hardcodes that, and the file does not say it."""
-    return {**attention_bias(values, common), **_experts(values), "norm_topk_prob": True}
+    return {**attention_bias(values, common), **experts(values), "norm_topk_prob": True}
 
 
 def gpt_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -37,7 +37,7 @@ def gpt_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
         values.refuse(_LOCAL_THETA, f"absent or rope.freq_base, {rope['rope_theta']}: one base for all layers is known")
     return {
         **attention_bias(values, common),
-        **_experts(values),
+        **experts(values),
         "intermediate_size": values.integer("expert_feed_forward_length"),
         "sliding_window": values.integer(WINDOW),
         "layer_types": layer_types(values, common, 2),
@@ -49,7 +49,7 @@ def qwen35moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Qwen3.5's mixtures of experts."""
     size = common["intermediate_size"]
     shared = values.integer(_SHARED_SIZE, default=size if isinstance(size, int) else None)
-    return {**qwen35(values, common), **_experts(values), "shared_expert_intermediate_size": shared}
+    return {**qwen35(values, common), **experts(values), "shared_expert_intermediate_size": shared}
 
 
 def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -62,7 +62,7 @@ def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     factor = values.optional(_SCALE)
     return {
         **attention_bias(values, common),
-        **_experts(values),
+        **experts(values),
         "n_routed_experts": values.integer("expert_count"),
         "use_qk_norm": values.has("attn_q_norm.weight"),
         "n_shared_experts": values.integer(_SHARED_COUNT),
@@ -73,10 +73,10 @@ def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     }
 
 
-def _experts(values: Metadata) -> Fields:
-    """Fields of a mixture of experts."""
+def experts(values: Metadata, *, used: str = "num_experts_per_tok") -> Fields:
+    """Fields of a mixture of experts. used: the field of those that a row runs through."""
     return {
         "num_experts": values.integer("expert_count"),
-        "num_experts_per_tok": values.integer("expert_used_count"),
+        used: values.integer("expert_used_count"),
         "moe_intermediate_size": values.integer("expert_feed_forward_length"),
     }

@@ -99,8 +99,8 @@ class Metadata(Fields):
         """Whether the next-token head has this part, which no other layer has."""
         return self.has(f"nextn.{part}.weight", self.head_layers().start)
 
-    def factors(self, tensor: str) -> list[float] | None:
-        """The numbers of a short fp32 vector, None if there is no such tensor."""
+    def factors(self, tensor: str, most: float = 1e6) -> list[float] | None:
+        """The numbers of a short fp32 vector, over 0 and below `most`; None if there is no such tensor."""
         info = self.header.tensors.get(tensor)
         if info is None:
             return None
@@ -112,6 +112,8 @@ class Metadata(Fields):
                 found = [shortest(each) for each in struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes))]
         except (OSError, struct.error) as error:
             raise unreadable(info.path, error if isinstance(error, OSError) else OSError(str(error))) from error
-        if not all(0 < each < 1e6 for each in found):
-            raise ModelError(f"{info.path}: {tensor} has numbers that are not over 0; download it again")
+        if not all(0 < each < most for each in found):
+            raise ModelError(
+                f"{info.path}: {tensor} has numbers that are not over 0 and below {most:g}; download it again"
+            )
         return found

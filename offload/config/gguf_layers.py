@@ -11,6 +11,7 @@ from offload.config.gguf_header import Items
 Fields = dict[str, object]
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 WINDOWS = frozenset((WINDOW, PATTERN))
+KV_HEADS = "attention.head_count_kv"
 
 
 def attention_bias(values: Metadata, common: Mapping[str, object]) -> Fields:

@@ -9,6 +9,7 @@ from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # of all experts of a layer, each gate before its up
 NO_LAYERS = range(0)
 IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -59,6 +60,9 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
         "ssm_dt.bias": names.delta.time_bias,
         "attn_sinks.weight": names.sink_logits,
         "exp_probs_b.bias": names.experts.bias,
+        "ffn_gate_inp.scale": names.experts.norm,
+        "ffn_down_exps.scale": names.experts.scale,
+        "layer_output_scale.weight": "layer_scalar",
     }
 
 
@@ -69,6 +73,9 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "post_attention_norm": names.after_attention or names.before_feed_forward,  # the latter in seed_oss
         "ffn_norm": names.before_feed_forward,
         "post_ffw_norm": names.after_feed_forward,
+        "pre_ffw_norm_2": names.before_experts,
+        "post_ffw_norm_1": names.after_network,
+        "post_ffw_norm_2": names.after_experts,
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
         "attn_v": "self_attn.v_proj",
@@ -86,9 +93,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ffn_up": names.fused_gate_up or names.up,
         "ffn_down": names.down,
         "ffn_gate_inp": names.experts.router,
-        "ffn_gate_exps": names.experts.gate,
-        "ffn_up_exps": names.experts.up,
-        "ffn_down_exps": names.experts.down,
+        **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
         "ffn_gate_inp_shexp": names.experts.network_gate,
         **{f"ffn_{part}_shexp": f"{names.experts.network}{part}_proj" for part in ("gate", "up", "down")},
     }

@@ -8,12 +8,14 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from offload.config.model import ModelConfig
+from offload.config.rope import PROPORTIONAL
 from offload.errors import ModelError
 
 _THETA = 10000.0  # llama.cpp's default
 _KINDS = ("none", "linear", "yarn", "longrope")
 _ORIGINALS = (8192, 4096, 16384, 32768, 65536, 131072)  # llama3's pretrained lengths that are tried
 _LOW, _HIGH = 1.0, 4.0  # llama3's other numbers, the same in all models
+_STILL = 1e30  # the least factor of a pair that does not rotate
 _NEAR = 1e-5  # two numbers that differ by fp32's rounding alone
 
 
@@ -84,6 +86,8 @@ def _longrope(values: Metadata) -> dict[str, object]:
 def with_factors(values: Metadata, config: ModelConfig) -> ModelConfig:
     """`config` with frequencies divided by the file's ROPE_FACTORS, if it has some: as llama3's scaling if they match
     it, else one by one. Raises ModelError."""
+    if config.rope.kind == PROPORTIONAL:  # which follows from the factors
+        return config
     factors = values.factors(ROPE_FACTORS)
     if factors is None or set(factors) == {1.0}:
         return config
@@ -100,6 +104,20 @@ def with_factors(values: Metadata, config: ModelConfig) -> ModelConfig:
             return with_rope(config, kind="llama3", factor=max(factors), **fields)
     own = {"short_factors": tuple(factors), "long_factors": tuple(factors), "attention_factor": 1.0}
     return with_rope(config, kind="longrope", original_max_positions=config.max_positions, **own)
+
+
+def rotated_share(values: Metadata, head_dim: int) -> float:
+    """The share of a head that rotates by the file's ROPE_FACTORS: pairs with a factor of 1, before others whose
+    frequency is divided by so much that they stay as they are. Raises ModelError for any other factors."""
+    factors, pairs = values.factors(ROPE_FACTORS, math.inf) or [], head_dim // 2
+    rotated = next((at for at, factor in enumerate(factors) if factor != 1), len(factors))
+    if len(factors) != pairs or not rotated or any(factor < _STILL for factor in factors[rotated:]):
+        told = f", of which the first {rotated} are 1 and the least of the others {min(factors[rotated:], default=1):g}"
+        raise ModelError(
+            f"{values.header.path}: {ROPE_FACTORS} has {len(factors)} numbers{told if factors else ''}; it must have "
+            f"{pairs}, some of 1 and then others from {_STILL:g}; fetch the model as safetensors"
+        )
+    return min((rotated + 0.5) / pairs, 1.0)
 
 
 def _llama3(theta: float, rotated: int, factor: float, original: int) -> list[float]:

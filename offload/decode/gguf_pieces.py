@@ -1,7 +1,8 @@
-"""SentencePiece tokenizers of GGUF files: tokens with scores, and the merges that cut a text into them.
+"""SentencePiece tokenizers of GGUF files: tokens with scores or with merges, which cut a text into them.
 
-Of all neighbours that form a token together, the pair whose token has the highest score is merged first; of equal
-scores, the leftmost. All tokens count, whatever their type. Source: llama.cpp's llama-vocab.cpp (llm_tokenizer_spm).
+With scores, of all neighbours that form a token together, the pair whose token has the highest score is merged first;
+of equal scores, the leftmost. All tokens count, whatever their type. Source: llama.cpp's llama-vocab.cpp
+(llm_tokenizer_spm).
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from tokenizers import PreTokenizedString, Token, Tokenizer, decoders, normalize
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from offload.config.gguf_tokens import CONTROL, UNKNOWN, USER_DEFINED, token_id
+from offload.config.gguf_tokens import CONTROL, PIECES, UNKNOWN, USER_DEFINED, token_id
 from offload.errors import ModelError
 
 _SPACE = "\u2581"
 _NUM_WORDS = 1 << 14  # words whose tokens are cached
 
 
-def pieces(values: Mapping[str, Any], tokens: list[str], *, ranked: bool) -> Tokenizer:
-    """A pipeline for texts between special tokens. It puts a space before each text, unless the file says otherwise,
-    then merges. Characters without a token become their bytes, or the unknown token where bytes have none. ranked: a
-    pipeline that a tokenizer.json can express, with ranks of merges instead of scores. Raises ModelError where that
-    needs a rank between two mergeable tokens of equal score."""
-    unknown, scores = token_id(values, "unknown", len(tokens)), _scores(values, len(tokens))
+def pieces(values: Mapping[str, Any], tokens: list[str], merges: Sequence[tuple[str, str]] | None = None) -> Tokenizer:
+    """A pipeline for texts between special tokens. With scores it puts a space before each text, unless the file says
+    otherwise; then it merges. Characters without a token become their bytes, or the unknown token where bytes have
+    none. merges: by rank, as a tokenizer.json has them; None: by scores."""
+    unknown = token_id(values, "unknown", len(tokens))
     pipeline = Tokenizer(
         BPE(
             vocab=ids_of(tokens),
-            merges=_ranked(tokens, scores, values.get("token_type") or ()) if ranked else [],
+            merges=[*(merges or ())],
             unk_token=None if unknown is None else tokens[unknown] or None,
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    spaced = values.get("add_space_prefix") is not False
+    spaced = values.get("model") == PIECES and values.get("add_space_prefix") is not False
     written, read = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " "), decoders.ByteFallback()]
     pipeline.normalizer = normalizers.Sequence([*([normalizers.Prepend(_SPACE)] if spaced else []), *written])
-    if not ranked:
-        pipeline.pre_tokenizer = PreTokenizer.custom(PieceEncoder(tokens, scores, unknown))
+    if merges is None:
+        pipeline.pre_tokenizer = PreTokenizer.custom(PieceEncoder(tokens, _scores(values, len(tokens)), unknown))
     pipeline.decoder = decoders.Sequence([*read, decoders.Fuse(), *([decoders.Strip(" ", 1, 0)] if spaced else [])])
     return pipeline
 
 
-def _ranked(tokens: list[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+def ranked_merges(values: Mapping[str, Any], tokens: list[str]) -> list[tuple[str, str]]:
     """All pairs that form a token, the highest score first, without tokens that are split off before merges. Raises
     ModelError where two tokens of equal score can be merged."""
+    scores, kinds = _scores(values, len(tokens)), values.get("token_type") or ()
     taken = {token for token, kind in zip(tokens, kinds, strict=False) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
     ids = {token: i for token, i in ids_of(tokens).items() if token not in taken}
     of_score, found = dict[float, str](), []

@@ -18,10 +18,11 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from offload.config.gguf_header import Header, Items, read_header
 from offload.config.gguf_tokens import CONTROL, NORMAL, PIECES, UNKNOWN, USER_DEFINED, end_texts, token_id
-from offload.decode.gguf_pieces import ids_of, pieces
+from offload.decode.gguf_pieces import ids_of, pieces, ranked_merges
 from offload.errors import ModelError
 
-BYTE_LEVEL = "gpt2"  # the `tokenizer.ggml.model` of these files
+BYTE_LEVEL, MERGED_PIECES = "gpt2", "gemma4"  # the `tokenizer.ggml.model` of these files
+_KNOWN = (BYTE_LEVEL, PIECES, MERGED_PIECES)
 _SPECIAL = ("bos", "eos")
 _NAME = "general.name"
 _STRIPPING = ("phi-3", "phi3")  # parts of names of models whose special tokens include the white space after them
@@ -134,23 +135,19 @@ def values_of(header: Header) -> dict[str, Any]:
 
 
 def of_values(values: Mapping[str, Any], *, ranked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """The pipeline, and the settings (names of special tokens, chat templates). ranked: see `pieces`.
-    Raises ModelError."""
+    """The pipeline, and the settings (names of special tokens, chat templates). ranked: one that a tokenizer.json can
+    express. Raises ModelError."""
     kind, tokens = values.get("model"), values.get("tokens")
-    if (
-        kind not in (BYTE_LEVEL, PIECES)
-        or not isinstance(tokens, list)
-        or not all(type(each) is str for each in tokens)
-    ):
+    if kind not in _KNOWN or not isinstance(tokens, list) or not all(type(each) is str for each in tokens):
         what = "no tokens" if tokens is None else f"tokens of kind {kind!r}"
         raise ModelError(
-            f"its tokenizer has {what}, and known are {BYTE_LEVEL} and {PIECES}; pull the model's safetensors, which "
+            f"its tokenizer has {what}, and known are {', '.join(_KNOWN)}; pull the model's safetensors, which "
             "have a tokenizer.json"
         )
     _check_counts(values, tokens)
     ids = {name: token_id(values, name, len(tokens)) for name in _SPECIAL}
     special = {name: tokens[i] for name, i in ids.items() if i is not None and tokens[i]}
-    pipeline = _byte_level(values, tokens) if kind == BYTE_LEVEL else pieces(values, tokens, ranked=ranked)
+    pipeline = _byte_level(values, tokens) if kind == BYTE_LEVEL else _pieces(values, tokens, kind, ranked=ranked)
     _add_tokens(pipeline, values, tokens, special.get("bos") if _begins(values, kind) else None)
     settings: dict[str, Any] = {f"{name}_token": token for name, token in special.items()}
     if (templates := _templates(values)) is not None:
@@ -172,8 +169,8 @@ def _check_counts(values: Mapping[str, Any], tokens: list[str]) -> None:
 
 def _begins(values: Mapping[str, Any], kind: str) -> bool:
     """Whether texts begin with the first special token."""
-    said = values.get("add_bos_token")
-    return (kind == PIECES or values.get("pre") in _WHOLE_WORDS) if said is None else bool(said)
+    said = None if kind == MERGED_PIECES else values.get("add_bos_token")  # llama.cpp does not read it for these
+    return (kind in (PIECES, MERGED_PIECES) or values.get("pre") in _WHOLE_WORDS) if said is None else bool(said)
 
 
 def _templates(values: Mapping[str, Any]) -> str | dict[str, str] | None:
@@ -191,9 +188,7 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
             f"its tokenizer {named}, and other cuts would give other tokens; known are {', '.join(sorted(CUTS))}. "
             "Pull the model's safetensors, which have a tokenizer.json"
         )
-    ids = ids_of(tokens)
-    merges = _read_merges(values.get("merges") or [], ids)
-    model = BPE(vocab=ids, merges=merges, ignore_merges=pre in _WHOLE_WORDS)
+    model = BPE(vocab=ids_of(tokens), merges=_merges(values, tokens), ignore_merges=pre in _WHOLE_WORDS)
     pipeline = Tokenizer(model)
     if pre in _COMPOSED:
         pipeline.normalizer = normalizers.NFC()
@@ -201,11 +196,19 @@ def _byte_level(values: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     return pipeline
 
 
-def _read_merges(named: list[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _pieces(values: Mapping[str, Any], tokens: list[str], kind: str, *, ranked: bool) -> Tokenizer:
+    if kind == MERGED_PIECES and "merges" not in values:
+        raise ModelError("its tokenizer has no merges (tokenizer.ggml.merges); fetch it again")
+    if kind == MERGED_PIECES:
+        return pieces(values, tokens, _merges(values, tokens))
+    return pieces(values, tokens, ranked_merges(values, tokens) if ranked else None)
+
+
+def _merges(values: Mapping[str, Any], tokens: list[str]) -> list[tuple[str, str]]:
     """The merges of a file. Repeated pairs count once, at the first place. Pairs that form no token, or consist of
     none, are dropped. Raises ModelError."""
-    merges = dict[tuple[str, str], None]()
-    for merge in named:
+    merges, ids = dict[tuple[str, str], None](), ids_of(tokens)
+    for merge in values.get("merges") or []:
         at = merge.find(" ", 1)
         if at < 0:
             raise ModelError(f"its tokenizer merges {merge!r}, which is no pair; fetch it again")

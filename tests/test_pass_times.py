@@ -294,6 +294,11 @@ class TestMeasuring:
         assert timed(request) == request
         assert not rates_file().exists()
 
+    def test_needs_no_more_tokens_than_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pass_timer, "ENOUGH_SECONDS", 0.0)
+        monkeypatch.setattr(pass_timer, "CACHE_BYTES", 2**20)
+        assert time_passes(DRAFT.changed(vocab_size=20), "fp32") is not None
+
     @pytest.mark.deep
     def test_over_weights_in_few_bits_leaves_out_the_prefill(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if not cpu.kernels().usable:

@@ -222,7 +222,7 @@ class _Trial:
         def run(level: Level, rows: int, num_tokens: int, masses: bool = False) -> None:
             self._cache.record_mass = masses
             self._cache.restored(num_tokens)
-            forward(level, _tokens(rows), rows)
+            forward(level, _tokens(rows, self._vocab_size), rows)
 
         points: dict[Point, Run] = {("masses", MASS_ROWS): partial(run, whole, MASS_ROWS, self._num_tokens, True)}
         for rows in ROWS:
@@ -271,7 +271,7 @@ class _Trial:
         """Prefills of a block by one layer, after no tokens and after some; empty for quantised weights."""
         if self._coded:
             return {}
-        decoder, tokens = self._decoder(1), _tokens(self._prefill_rows)
+        decoder, tokens = self._decoder(1), _tokens(self._prefill_rows, self._vocab_size)
         dtype = self._weights.embedding.dtype
         rows = ResidentRows(self._cache.arena, self._config.hidden_size, dtype, block=len(tokens))
 
@@ -350,9 +350,10 @@ def _layer_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     return config.layer_weight_bytes(dtype_bytes) + config.experts_bytes(dtype_bytes)
 
 
-def _tokens(rows: int) -> list[int]:
-    """The tokens of a pass of `rows` rows: as many different ones as rows of a text choose experts independently."""
-    distinct = round(independent_rows(rows))
+def _tokens(rows: int, vocab_size: int) -> list[int]:
+    """The tokens of a pass of `rows` rows: as many different ones as rows of a text choose experts independently, of a
+    vocabulary that may be smaller."""
+    distinct = min(round(independent_rows(rows)), vocab_size)
     return [row % distinct for row in range(rows)]
 
 

@@ -273,7 +273,7 @@ class TestSeconds:
 
     def test_of_a_busy_cpu_are_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         best()
-        monkeypatch.setattr(expert_timer, "MOST_SECONDS", 0.0)
+        monkeypatch.setattr(expert_timer, "LIMIT_SECONDS", 0.0)
         monkeypatch.setattr(expert_timer, "BANK_BYTES", 2**20)
         assert time_experts(MIXTURE, "bf16") is None
         request = Request(MIXTURE, None, Options(), linked(2.0))

@@ -29,7 +29,7 @@ from offload.plan.options import Options
 from offload.plan.pass_times import ROWS, PassTimes, estimated, key_of, load_times, save_times
 from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
 from offload.plan.request import Request
-from offload.worker import pass_timer
+from offload.worker import pass_timer, turns
 from offload.worker.pass_timer import time_again, time_passes, timed
 from triforce_cli.choice import choose_models
 
@@ -295,7 +295,7 @@ class TestMeasuring:
         assert not rates_file().exists()
 
     def test_needs_no_more_tokens_than_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pass_timer, "ENOUGH_SECONDS", 0.0)
+        monkeypatch.setattr(turns, "ENOUGH_SECONDS", 0.0)
         monkeypatch.setattr(pass_timer, "CACHE_BYTES", 2**20)
         assert time_passes(DRAFT.changed(vocab_size=20), "fp32") is not None
 

@@ -41,7 +41,7 @@ from offload.ranks.team import Team
 from offload.session.folder import Folder, Lock
 from offload.transfer.ahead import Ahead
 from offload.worker import models as worker_models
-from offload.worker import pass_timer
+from offload.worker import turns as worker_turns
 from test_architecture import sources
 from triforce_cli import consent, inputs, outfile
 from triforce_cli.answering.request import Wanted
@@ -183,8 +183,8 @@ def measuring(place: Place, turn: Turn) -> None:
 
 
 def timing(place: Place, turn: Turn) -> None:
-    place.patch.setattr(pass_timer, "MAX_TURNS", 10**9)
-    pass_timer._least_seconds({("a", 1): turn}, 1e9)
+    place.patch.setattr(worker_turns, "MAX_TURNS", 10**9)
+    worker_turns.least_seconds({("a", 1): turn}, 1e9)
 
 
 def planning(place: Place, turn: Turn) -> None:
@@ -277,7 +277,7 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.hub.pickles._verify": verify_shard,
     "offload.bench.measure._best_seconds": measuring,
     "offload.bench.reference._Clock.put": listen_to_transformers,
-    "offload.worker.pass_timer._least_seconds": timing,
+    "offload.worker.turns.least_seconds": timing,
     "offload.plan.request.Request.plan": planning,
     "offload.ranks.sums.Sums.connect": meet,
     "offload.ranks.team.Team._reply": reply,

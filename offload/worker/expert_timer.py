@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from offload.config.model import ModelConfig
-from offload.interrupts import poll
 from offload.kernels.cpu import kernels
 from offload.kernels.experts import Mixture, Router
 from offload.model.loading import DTYPES
@@ -18,10 +17,10 @@ from offload.plan.curves import ROWS
 from offload.plan.expert_times import ExpertTimes, with_experts
 from offload.plan.routing import independent_rows
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.worker.turns import least_seconds
 
 BANK_BYTES = 512 * 2**20  # of experts, or all of a smaller layer's: more than the CPU's caches hold
-MOST_SECONDS = 5.0  # of two turns, beyond which the CPU is too busy
-_TURNS, _ENOUGH_SECONDS = 3, 0.5
+LIMIT_SECONDS = 5.0  # beyond which the CPU is too busy
 _VALUE = 0.01  # of all weights: a product's time does not depend on it
 
 
@@ -37,20 +36,17 @@ def time_experts(config: ModelConfig, dtype: str) -> ExpertTimes | None:
     bias = None if experts.bias == "none" else torch.zeros(experts.count)
     router = Router(torch.randn(experts.num_scores, layer.hidden_size, generator=random), bias)
     mixture = Mixture(experts, router)
-    taken = dict.fromkeys(ROWS, float("inf"))
-    start, turns = time.perf_counter(), 0
-    while turns < _TURNS or time.perf_counter() - start < _ENOUGH_SECONDS:
-        for num_rows in ROWS:
-            poll()
-            rows = torch.randn(round(independent_rows(num_rows)), layer.hidden_size, generator=random)
-            rows = rows.to(DTYPES[dtype])[torch.arange(num_rows) % len(rows)]
-            begun = time.perf_counter()
-            run(mixture, homes, rows)
-            taken[num_rows] = min(taken[num_rows], time.perf_counter() - begun)
-        if turns < 2 and time.perf_counter() - start > MOST_SECONDS:
-            return None
-        turns += 1
-    return ExpertTimes(tuple(taken.values()), kernels().name)
+    blocks = {num_rows: _rows(layer.hidden_size, num_rows, random).to(DTYPES[dtype]) for num_rows in ROWS}
+    points = {("experts", num_rows): partial(run, mixture, homes, rows) for num_rows, rows in blocks.items()}
+    if (taken := least_seconds(points, LIMIT_SECONDS)) is None:
+        return None
+    return ExpertTimes(tuple(taken["experts", num_rows] for num_rows in ROWS), kernels().name)
+
+
+def _rows(size: int, count: int, random: torch.Generator) -> Tensor:
+    """Rows [count, size], of which as many differ as rows of a text choose experts independently."""
+    different = torch.randn(round(independent_rows(count)), size, generator=random)
+    return different[torch.arange(count) % len(different)]
 
 
 def made_up_experts(layer: ModelConfig, dtype: torch.dtype, count: int) -> ResidentExperts:

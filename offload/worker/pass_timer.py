@@ -7,8 +7,7 @@ whole, in consecutive runs, as passes follow each other. A measurement takes les
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from offload.decode.verify import verify
 from offload.decode.warp import warp
 from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
 from offload.formats.stored import StoredMatrix
-from offload.interrupts import poll
 from offload.kernels.cpu import kernels, of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights, dtype_of
@@ -54,6 +52,7 @@ from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
 from offload.worker.expert_timer import made_up_experts, time_experts
+from offload.worker.turns import Point, Run, least_seconds
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold
@@ -62,13 +61,10 @@ MAX_TOKENS = 16384
 MASS_ROWS, MASS_CHUNK = 8, 16
 CODED_ROWS = ROWS[:5]  # the time of more rows is proportional to their number
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
-MAX_TURNS, ENOUGH_SECONDS = 4, 0.25  # of all measurements
 LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # beyond these seconds, plus a layer's bytes at this rate, the CPU is too busy
 _VALUE = 0.01  # of all weights: a product's time does not depend on it
 _LEAST = 1e-13  # seconds: below a clock's resolution
 
-Point = tuple[str, int]  # the measured part, and its rows or tokens
-Run = Callable[[], object]
 Model = tuple[ModelConfig, int]  # a model, and the bits of its weights; 16 where they are not quantised
 
 
@@ -179,7 +175,7 @@ class _Trial:
         points = {**self._passes(), **self._logits_and_draws(), **self._prefills()}
         if self._is_whole:  # runs of a kind follow each other, the one of a single row comes last
             points = dict(sorted(points.items(), key=lambda point: (point[0][0], -point[0][1])))
-        if (taken := _least_seconds(points, self._limit)) is None:
+        if (taken := least_seconds(points, self._limit)) is None:
             return None
 
         def of(part: str) -> list[float]:
@@ -364,23 +360,6 @@ def _kernels_name(config: ModelConfig) -> str:
 
 def _kernels(config: ModelConfig) -> DeviceKernels:
     return of_model(torch.device("cpu"), config)
-
-
-def _least_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, float] | None:
-    """The seconds of the shortest run of each point, since other load only makes runs longer. Points take turns, since
-    a machine has pauses. None where two turns took more than `limit` seconds."""
-    taken, start, num_turns = dict.fromkeys(points, inf), time.perf_counter(), 0
-    while num_turns < 2 or (num_turns < MAX_TURNS and time.perf_counter() - start < ENOUGH_SECONDS):
-        for point, run in points.items():
-            poll()
-            begun = time.perf_counter()
-            run()
-            end = time.perf_counter()
-            taken[point] = min(taken[point], end - begun)
-            if num_turns < 2 and end - start > limit:
-                return None
-        num_turns += 1
-    return taken
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from offload.plan.hardware import Hardware
 from offload.plan.rates import Rates, change_records, read_records
 from offload.plan.routing import distinct_experts
 
-_READ_SHARE = 0.75  # of the host's read rate, over experts: reached with 4-bit ones (docs/log.md)
+_READ_SHARE = 0.6  # of the host's read rate, over experts (docs/log.md)
 _ROW_SHARE = {False: 0.05, True: 0.3}  # of the seconds of one row, for each further row; with stored experts
 
 

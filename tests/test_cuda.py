@@ -356,6 +356,37 @@ def test_texts_of_a_model_with_states_are_the_same_drafted_for_and_as_graphs() -
     assert all(each == texts[0] for each in texts), texts
 
 
+def test_texts_of_mixtures_are_the_same_wherever_experts_are_and_as_graphs() -> None:
+    """With experts on the GPU and in slots, drafted for or not; where the CPU runs some, as graphs or not."""
+    from families import save_tiny
+
+    fields = {
+        "vocab_size": 264, "max_position_embeddings": 2048, "hidden_size": 128, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64,
+    }  # fmt: skip
+    tokens = torch.randint(250, (900,), generator=torch.Generator().manual_seed(5)).tolist()
+    for name, root in ((name, tempfile.TemporaryDirectory()) for name in ("qwen3_moe", "glm4_moe")):
+        with root:
+            folder, texts = save_tiny(name, Path(root.name, "model"), tokenizer=True, **fields), {}
+            for graphs, (slots, by_cpu), few in product(
+                ("on", "off"), ((0, 0), (3, 0), (3, 1)), ({"speculation": False}, {"gamma": 7, "kv_bits": 4})
+            ):
+                options = Options(device=DEVICE, dtype="bf16", **few)  # type: ignore[arg-type]
+                plan = plan_request(folder, None, options, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
+                if slots:
+                    moved = {"offload": ("weights",), "expert_slots": slots, "cpu_experts": by_cpu}
+                    plan = replace(plan, placement=replace(plan.placement, **moved))  # type: ignore[arg-type]
+                os.environ["TRIFORCE_GRAPHS"] = graphs
+                try:
+                    with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as engine:
+                        steps = engine.generate(GenerationRequest(tokens, GREEDY, max_tokens=MAX_TOKENS))
+                        text = [token for step in steps for token in step.tokens]
+                finally:
+                    del os.environ["TRIFORCE_GRAPHS"]
+                texts.setdefault(by_cpu, []).append(text)
+            assert all(each == own[0] for own in texts.values() for each in own), (name, texts)
+
+
 def test_planned_device_bytes_hold() -> None:
     """Without the reserve, which is for what an allocator cannot use; 96 MB for workspaces of the libraries."""
     tokens = prompt(LONGER)

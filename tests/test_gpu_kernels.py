@@ -56,7 +56,12 @@ CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
 INTERPRETED = ["gpu", "delta", "prefill", "codes", "stored", "experts", "kv_codes", "kv_residuals", "packed"]
-ENGINES = ["quantised", "graphs"]  # which run kernels that have small cases of their own
+ENGINES = [
+    "quantised",
+    "graphs",
+    "graph_bugs",
+    "mixture_graphs",
+]  # which run kernels that have small cases of their own
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 

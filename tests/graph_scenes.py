@@ -1,0 +1,183 @@
+"""Passes over whole caches as CUDA graphs, of an engine on a GPU on paper whose kernels run in Triton's interpreter. No
+tests in here.
+
+A graph is replayed with the numbers that it was recorded with, so a length, a place or a count that the host gave would
+show in other logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from families import save_tiny
+from interpreter import without_idle_work
+from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.config.reading import read_config
+from offload.engine.engine import Engine
+from offload.engine.request import GenerationRequest
+from offload.engine.sequences import Sequences
+from offload.model.graphs import Compute, Graphs, Tensors
+from offload.model.passes import forward
+from paper import PaperGpu, on_paper
+from paper.kernels import chunks_by_kernel
+from paper.programs import programs_by_interpreter
+from sunk import read_as_sunk, save_sunk
+from test_paper_bugs import Bug, plant
+
+PROMPT = random_tokens(100, seed=7)
+TOKENS = random_tokens(400, seed=3)
+PLAIN = Sizes(page=16, pages=2, capacity=256, rows=8, prefill_block=64)
+CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
+SUNK = ", sunk"
+FEW = {
+    "qwen3_5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+}
+
+without_idle_work()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A level's passes over its whole cache. model: a family's tiny model. slots: for experts, which are on the host
+    then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs."""
+
+    level: str
+    sizes: Sizes = PLAIN
+    model: str = "qwen2"
+    num_sequences: int = 1
+    dtype: str = "fp32"
+    slots: int = 0
+    by_cpu: int = 0
+
+
+Result = tuple[list[Tensor], int]
+
+
+def saved(root: Path) -> Callable[[str], Path]:
+    """The folder in `root` of each model, by its name, which is saved when it is asked for."""
+
+    @cache
+    def folder(name: str) -> Path:
+        if name != "qwen2":
+            fields = {"vocab_size": 264, "max_position_embeddings": 512, "hidden_size": 64, "head_dim": 16}
+            if name.endswith(SUNK):
+                return save_sunk(name.removesuffix(SUNK), root / name, tokenizer=True, **fields)
+            return save_tiny(name, root / name, tokenizer=True, **fields, **FEW.get(name, {}))
+        model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
+        return save(model, root / name, tokenizer=True)
+
+    return folder
+
+
+def in_pairs(number: int, most: int) -> int:
+    """In place of `rounded_up`."""
+    return min(-(-number // 2) * 2, most)
+
+
+@contextmanager
+def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[Engine, PaperGpu]]:
+    """bug: planted into the source."""
+    number = case.num_sequences
+    options: dict[str, Any] = {"num_sequences": number, "dtype": case.dtype}
+    options["offload"] = frozenset({"weights"} if case.slots else ())
+    with pytest.MonkeyPatch.context() as families, on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
+        if case.model.endswith(SUNK):
+            read_as_sunk(families)
+        plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, **options)
+        for module in ("kv.full", "kv.quantised_attention"):
+            patch.setattr(f"offload.{module}.rounded_up", in_pairs)  # else only longer texts round
+        programs_by_interpreter(gpu, patch)
+        if bug is not None:
+            plant(bug, patch)
+        chunks_by_kernel(gpu, patch)
+        plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots, cpu_experts=case.by_cpu)
+        plan = changed(plan, resident_layers=read_config(folder).num_layers)
+        with tiny_engine(plan, folder) as engine:
+            yield engine, gpu
+
+
+def one_by_one(graphs: Graphs, key: object, given: Sequence[Tensor], compute: Compute, **_: object) -> list[Tensors]:
+    """In place of `Graphs.run`."""
+    return compute(*given)
+
+
+def passes(engine: Engine, gpu: PaperGpu, name: str) -> Result:
+    """Logits, and masses where they are kept, of passes of one row and of more, over a cache that grows past pages and
+    groups, that is refreshed or left behind, and from which rows are taken back; and how many were replayed."""
+    level, target, full, found = engine.levels[name], engine.levels["target"], engine.worker.full, []
+    gpu.launches.clear()
+    for turn in range(3):
+        for number, count in enumerate((1, 1, 3, 1, 12, 1, 3, 20)[turn:]):
+            if name != "target" and number == 2:  # tokens that it has not seen, some in drafted rows' places
+                level.truncate(target.length)
+                forward(target, TOKENS[number : number + 2], 1)
+            found.append(forward(level, TOKENS[number : number + count], min(count, 3)).cpu())
+            if name == "target" and full.mass_chunk is not None:
+                found.append(full.mass(count).cpu())
+        if name == "target":
+            level.truncate(len(PROMPT) + turn)
+        else:
+            level.truncate(target.length)
+            forward(target, TOKENS[:30], 1)
+            engine.worker.refresh(30)
+    return found, gpu.launches["graph"]
+
+
+@cache
+def expected(folder: Path, case: Case) -> list[Tensor]:
+    with pytest.MonkeyPatch.context() as patch, on_gpu(folder, case) as (engine, gpu):
+        patch.setattr(Graphs, "run", one_by_one)
+        engine.precompute(PROMPT)
+        found, replayed = passes(engine, gpu, case.level)
+    assert gpu.problems == []
+    assert replayed == 0
+    return found
+
+
+def as_graphs(folder: Path, case: Case, bug: Bug | None = None) -> tuple[Result, list[str]]:
+    with on_gpu(folder, case, bug) as (engine, gpu):
+        engine.precompute(PROMPT)
+        return passes(engine, gpu, case.level), gpu.problems
+
+
+def texts(folder: Path, case: Case, prompts: Sequence[list[int]]) -> tuple[list[list[int]], int]:
+    """Greedy texts of requests that run side by side."""
+    with on_gpu(folder, case) as (engine, gpu):
+        said: dict[int, list[int]] = {}
+        with Sequences[int](engine) as sequences:
+            for key, prompt in enumerate(prompts):
+                sequences.join(key, GenerationRequest(prompt, GREEDY, max_tokens=9))
+            while len(sequences):
+                for key, step in sequences.steps():
+                    said.setdefault(key, []).extend(step.tokens)
+                    if step.finish is not None:
+                        sequences.leave(key)
+        assert gpu.problems == []
+        return [said[key] for key in sorted(said)], gpu.launches["graph"]
+
+
+def assert_the_same(folder: Path, case: Case) -> None:
+    """Logits and masses are those of passes launched one by one."""
+    (found, replayed), problems = as_graphs(folder, case)
+    assert problems == []
+    assert replayed >= 4
+    assert all(ours.equal(theirs) for ours, theirs in zip(found, expected(folder, case), strict=True))
+
+
+def assert_seen(folder: Path, case: Case, bug: Bug) -> None:
+    """A planted bug shows: in other logits, in an error, or in what is reported."""
+    wanted = expected(folder, case)
+    try:
+        (found, _), problems = as_graphs(folder, case, bug)
+    except (RuntimeError, ValueError, IndexError):
+        return
+    assert problems or not all(ours.equal(theirs) for ours, theirs in zip(found, wanted, strict=True))

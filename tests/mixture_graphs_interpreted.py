@@ -1,0 +1,116 @@
+"""Passes of mixtures of experts as CUDA graphs, see `graph_scenes`: test_gpu_kernels.py runs
+this in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from graph_scenes import (
+    CODED,
+    PROMPT,
+    TOKENS,
+    Case,
+    assert_seen,
+    assert_the_same,
+    on_gpu,
+    saved,
+    texts,
+)
+from offload.model.passes import forward
+from test_paper_bugs import Bug
+
+EXPERTS = "offload.kernels.gpu.experts"
+CASES = {
+    "experts": Case("target", model="qwen3_moe", dtype="bf16"),
+    "experts in slots": Case("target", model="qwen3_moe", dtype="bf16", slots=2),
+    "experts that the CPU runs": Case("target", model="qwen3_moe", dtype="bf16", slots=2, by_cpu=1),
+    "experts in slots, drafted rows": Case("self", CODED, model="qwen3_moe", dtype="bf16", slots=3),
+}
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+BUGS = [
+    ("experts", Bug("the host says which experts run", EXPERTS, "lines = arranged(chosen, ",
+                    "lines = arranged(torch.tensor(chosen.tolist(), dtype=torch.int32, device=rows.device), ")),
+    ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
+                    "tiles = int((lines.expert_of >= 0).sum())")),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return saved(tmp_path_factory.mktemp("graphs"))
+
+
+@EVERY
+def test_logits_are_those_of_passes_launched_one_by_one(case: Case, folders: Callable[[str], Path]) -> None:
+    assert_the_same(folders(case.model), case)
+
+
+def test_a_pass_whose_experts_torchs_operators_run_is_no_graph(folders: Callable[[str], Path]) -> None:
+    """In fp32: the host asks which experts run."""
+    with on_gpu(folders("qwen3_moe"), Case("target", model="qwen3_moe")) as (engine, gpu):
+        engine.precompute(PROMPT[:20])
+        for token in TOKENS[:3]:
+            forward(engine.levels["target"], [token], 1)
+        assert gpu.launches["graph"] == gpu.num_graphs == 0
+        assert gpu.syncs["copy to host"] > 0
+    assert gpu.problems == []
+
+
+@pytest.mark.parametrize("slots", [3, 8])
+def test_experts_that_cross_the_link_say_what_resident_ones_say(slots: int, folders: Callable[[str], Path]) -> None:
+    """Their passes are several graphs; copies and computation are ordered."""
+    own = Case("target", model="qwen3_moe", dtype="bf16")
+    found = []
+    for case in (own, replace(own, slots=slots)):
+        found.append(texts(folders(case.model), case, [PROMPT[:30]]))
+    (said, replayed), (streamed, pieces) = found
+    assert streamed == said
+    assert pieces == 3 * replayed > 0  # two layers
+
+
+SLOTS = "offload.weights.experts"
+RACES = [
+    Bug("an expert is used before it has arrived", SLOTS, "                event.wait()", "                pass"),
+    Bug("an expert arrives in a slot that is still computed with", SLOTS, "(self._link.record(),)", "()"),
+    Bug("another slot runs", SLOTS, "torch.tensor([*slots.values()],", "torch.tensor([*slots.values()][::-1],"),
+]
+
+
+@pytest.mark.parametrize("bug", [None, *RACES], ids=lambda bug: bug.description if bug else "none")
+def test_a_race_for_an_experts_slot_is_seen(bug: Bug | None, folders: Callable[[str], Path]) -> None:
+    case, found = Case("target", model="qwen3_moe", dtype="bf16"), []
+    for own, planted in ((case, None), (replace(case, slots=3), bug)):
+        with on_gpu(folders(case.model), own, planted) as (engine, gpu):
+            engine.precompute(PROMPT[:9])
+            found.append([forward(engine.levels["target"], [token], 1).cpu() for token in TOKENS[:3]])
+            problems = gpu.problems
+    alike = all(map(torch.equal, *found))
+    assert (alike and problems == []) == (bug is None)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("by_cpu", [1, 2])
+def test_experts_that_the_cpu_runs_say_what_the_gpus_say(by_cpu: int, folders: Callable[[str], Path]) -> None:
+    """But for the order of their sums: the same routes, and copies that computation waits for."""
+    case, found, rows = Case("target", model="qwen3_moe", dtype="bf16"), [], []
+    for own in (case, replace(case, slots=3, by_cpu=by_cpu)):
+        with on_gpu(folders(case.model), own) as (engine, gpu):
+            engine.precompute(PROMPT[:20])  # the last 8 in a pass
+            rows.append(engine.worker.full.pages.store.home(1, 0).cpu()[:, 0, :, :12])
+            found.append([forward(engine.levels["target"], TOKENS[:n], n).cpu().float() for n in (1, 3, 1)])
+            assert gpu.problems == []
+            kinds = [type(each).__name__ for each in engine.worker.target.weights.experts]
+            assert kinds.count("HostExperts") == own.by_cpu
+    assert torch.equal(*rows)  # a prefill runs on the GPU
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("name", "bug"), BUGS, ids=[bug.description for _, bug in BUGS])
+def test_a_planted_bug_is_seen(name: str, bug: Bug, folders: Callable[[str], Path]) -> None:
+    assert_seen(folders(CASES[name].model), CASES[name], bug)

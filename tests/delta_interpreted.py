@@ -218,7 +218,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("acts", DIVIDED.values(), ids=DIVIDED)
 @pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -222,7 +222,7 @@ def sink_logits(num_heads: int) -> Tensor:
     return torch.linspace(-3.0, 7.0, num_heads)[torch.randperm(num_heads, generator=torch.Generator().manual_seed(1))]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("counts", [(5,), (2, 1, 2), (1,) * 5])
 def test_sink_logits_are_a_further_column_of_the_scores(dtype: torch.dtype, counts: tuple[int, ...]) -> None:

@@ -86,6 +86,7 @@ class TestThePlan:
         assert by_cpu(linked(2.0), None, slow) == 0
         assert by_cpu(linked(25.0), None, fast) == NUM_LAYERS
 
+    @pytest.mark.few(3)
     @pytest.mark.parametrize(
         "options",
         [{"speculation": False}, {"gamma": 3}, {"lookup": False}, {"kv_bits": 16}, {"budget": 512}, {"masses": True}],
@@ -163,20 +164,23 @@ def said(folder: Path, sampling: SamplingParams, **options: Any) -> tuple[list[i
         return tokens, engine, {**allocated["device"], **allocated["host"]}
 
 
+@pytest.mark.few(6)
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)])
+@pytest.mark.parametrize("options", [{"cpu_experts": 99}, {"cpu_experts": 1}, {"cpu_experts": 1, "speculation": False}])
 @pytest.mark.parametrize("name", MODELS)
-def test_text_is_the_same_wherever_experts_run(name: str, folders: Callable[[str], Path]) -> None:
+def test_text_is_the_same_wherever_experts_run(
+    name: str, options: dict[str, Any], sampling: SamplingParams, folders: Callable[[str], Path]
+) -> None:
     """On a CPU, whose link is emulated, the device and the host round alike."""
     best()
     folder = folders(name)
-    for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)):
-        for options in ({"cpu_experts": 99}, {"cpu_experts": 1}, {"cpu_experts": 1, "speculation": False}):
-            expected, *_ = said(folder, sampling, **{**options, "cpu_experts": None})
-            found, engine, allocated = said(folder, sampling, offload=WEIGHTS, **options)
-            assert found == expected, options
-            placement, stats = engine.plan.placement, engine.stats.decode_link.experts
-            for purpose, tier in (("expert slots", placement.device_bytes), ("target experts", placement.host_bytes)):
-                assert allocated[purpose] == tier[purpose]
-            assert (stats.hits + stats.misses == 0) == (options["cpu_experts"] == 99)
+    expected, *_ = said(folder, sampling, **options | {"cpu_experts": None})
+    found, engine, allocated = said(folder, sampling, offload=WEIGHTS, **options)
+    assert found == expected
+    placement, stats = engine.plan.placement, engine.stats.decode_link.experts
+    for purpose, tier in (("expert slots", placement.device_bytes), ("target experts", placement.host_bytes)):
+        assert allocated[purpose] == tier[purpose]
+    assert (stats.hits + stats.misses == 0) == (options["cpu_experts"] == 99)
 
 
 def test_the_last_layers_are_the_cpus(folders: Callable[[str], Path]) -> None:

@@ -441,7 +441,7 @@ def alone(folder: Path) -> list[int]:
         return say(made, PROMPT)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_mode_says_what_the_target_says_alone(folders: Callable[[str], Path], name: str, mode: str) -> None:
@@ -505,6 +505,7 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(
 
 
 @pytest.mark.usefixtures("forked_here")
+@pytest.mark.few(3)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_two_ranks_say_the_same(folders: Callable[[str], Path], name: str, streams: bool) -> None:
@@ -520,7 +521,7 @@ def test_two_ranks_say_the_same(folders: Callable[[str], Path], name: str, strea
         assert level_stats(made, "target").drafted_by["draft"] > 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [replace(SIZES, budget=0), replace(SIZES, budget=0, kv_bits=4)])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("name", FORMS)

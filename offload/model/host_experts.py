@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.cpu import kernels
-from offload.kernels.experts import ExpertHomes, Mixture, RunExperts
+from offload.kernels.experts import ExpertHomes, Mixture, Room, RunExperts
 from offload.kernels.norms import NormWeights
 from offload.native.host_work import between
 from offload.transfer.memory import sent
@@ -22,7 +22,7 @@ class HostMixes:
 
     def __init__(self) -> None:
         self._copies: dict[int, Mixture] = {}  # by layer, on the host
-        self._outs: dict[torch.Size, Tensor] = {}  # by shape, used by all layers in turns
+        self._room = Room()
 
     def __call__(
         self, layer: int, mixture: Mixture, homes: ExpertHomes, rows: Tensor, beside: Tensor | None, real: Tensor | None
@@ -31,9 +31,7 @@ class HostMixes:
         host waits for the device, so what is not needed there stays."""
         if layer not in self._copies:  # weights that cross the link are overwritten by the next layer's
             self._copies[layer] = _copied_to_host(mixture)
-        if rows.shape not in self._outs:
-            self._outs[rows.shape] = torch.empty_like(rows)
-        gated, out = mixture.experts.gates_network, self._outs[rows.shape]
+        gated, out = mixture.experts.gates_network, self._room.take("out", rows)
         given = rows, beside if gated else None, real
 
         def work() -> None:

@@ -104,11 +104,12 @@ def _run(
     chosen, weights = choose(experts, router, scores, real, room=room)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first), room=room)
-    made = _taken(room, "made", rows.new_empty(chosen.numel(), rows.shape[1]))
+    sizes = experts.network.size, rows.shape[1]
+    inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
+    inner, made = _taken(room, "inner", inner), _taken(room, "made", made)
     normed = normed if room is None else room.take("normed", normed).copy_(normed)
 
     def multiply() -> None:
-        inner = rows.new_empty(chosen.numel(), experts.network.size)
         for places in homes.batches(chosen):
             _inner(experts, first, lines, places, homes.bank, normed, inner)
             _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)

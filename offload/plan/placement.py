@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
@@ -75,7 +76,7 @@ def place(sizing: Sizing, capacity: int, composition: Composition, cpu_experts: 
     It may exceed the machine's memory, see `shortage`.
     """
     if sizing.options.offload is not None:
-        return _fill(sizing, capacity, composition, sizing.options.offload, cpu_experts)
+        return _Filling(sizing, capacity, composition, sizing.options.offload, cpu_experts).placement()
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
     if sizing.num_experts:  # of which a token reads a few, while it reads all of its cache
         choices[1] = frozenset({"weights"})
@@ -85,10 +86,10 @@ def place(sizing: Sizing, capacity: int, composition: Composition, cpu_experts: 
         choices = choices[:1]  # one memory: offloading frees nothing
     for offload in choices[:-1]:
         if _least_device_bytes(sizing, capacity, offload) <= device_room(sizing):
-            placement = _fill(sizing, capacity, composition, offload, cpu_experts)
+            placement = _Filling(sizing, capacity, composition, offload, cpu_experts).placement()
             if shortage(sizing, placement) is None:
                 return placement
-    return _fill(sizing, capacity, composition, choices[-1], cpu_experts)
+    return _Filling(sizing, capacity, composition, choices[-1], cpu_experts).placement()
 
 
 def _least_device_bytes(sizing: Sizing, capacity: int, offload: frozenset[str]) -> int:
@@ -124,131 +125,196 @@ def device_room(sizing: Sizing) -> int:
     return free if cap is None else min(free, int(cap * 1e9))
 
 
-def _fill(
-    sizing: Sizing, capacity: int, composition: Composition, offload: frozenset[str], cpu_experts: int
-) -> Placement:
-    """The placement with as much on the device as fits; the parts in `offload` may be on the host. Layers are counted
-    once for the model, tiles for each sequence."""
-    num_layers, growing, count = sizing.target.num_layers, sizing.num_growing, sizing.num_tiles(capacity)
-    tile = sizing.tile_bytes(capacity)
-    streams = sizing.hardware.is_cpu and sizing.options.device_memory is None  # then all named parts are offloaded
+@dataclass(frozen=True)
+class _Filling:
+    """A device filled with as much of a request as fits; the parts in `offload` may be on the host. Layers and slots
+    are counted once for the model, tiles for each sequence. on_cpu: see `Placement.cpu_experts`."""
 
-    bits = link_bits(sizing, composition) if "kv" in offload else 16
-    weight_bits = weight_link_bits(sizing, composition) if "weights" in offload else 16
-    home = sizing.home_bytes(weight_bits)
-    table = sizing.table_bytes if offload and sizing.may_embed_on_host else 0
-    fixed = fixed_bytes(sizing, capacity, composition)
-    experts_of_head, slot_of_head = sizing.head_experts(composition)
+    sizing: Sizing
+    capacity: int
+    composition: Composition
+    offload: frozenset[str]
+    on_cpu: int
 
-    def of_tiles(tiles: int) -> dict[str, int]:
-        """Device bytes that depend on the number of resident tiles."""
-        rows, moved = (0, count - tiles // growing) if "kv" in offload else (capacity, 0)
-        arena = sizing.arena_bytes(capacity, composition, rows=rows, prefill_tiles=moved)
-        return sizing.of_all({"arena": arena, "kv cache": tiles * tile})
+    def placement(self) -> Placement:
+        sizing, layers = self.sizing, self._most_layers()
+        tiles, slots = self._all_tiles, self._most_slots(layers)
+        if "kv" in self.offload:
+            slots = self._best_slots(layers, slots) if slots else 0
+            tiles = self._most_tiles(layers, slots)
+        bits = self._link_bits
+        several = sizing.num_devices > 1
+        return Placement(
+            offload=tuple(sorted(self.offload)),
+            resident_layers=layers,
+            resident_tiles=tiles,
+            device_bytes=self._device(layers, tiles, slots),
+            other_device_bytes=self._device(layers, tiles, slots, first=False) if several else {},
+            host_bytes=self._host(layers, tiles, slots),
+            page_tokens=PAGE_TOKENS,
+            window_pages=sizing.window_pages(self.capacity),
+            checkpoints=sizing.num_checkpoints,
+            tile_tokens=sizing.tile_tokens(self.capacity),
+            rows=sizing.rows,
+            prefill_block=PREFILL_BLOCK,
+            fused_prefill=sizing.fused_prefill,
+            link_bytes_per_second=_link_rate(sizing),
+            link_bits=bits,
+            raw_pages=sizing.raw_pages(self.capacity, tiles) if bits < 16 else 0,
+            weight_link_bits=self._weight_link_bits(layers),
+            staging_tiles=NUM_STAGING,
+            expert_slots=slots,
+            cpu_experts=self._cpu_experts,
+            embeds_on_host=self._table > 0,
+        )
 
-    least_slots = min(LEAST_SLOTS, sizing.num_experts) if "weights" in offload else 0
-    cpu_experts = cpu_experts if least_slots else 0
+    def _most_layers(self) -> int:
+        """The first layers that stay, without their experts: all of them if they have room, which need no staging."""
+        every, least_tiles = self.sizing.target.num_layers, self._least_tiles
+        if "weights" not in self.offload:
+            return every
+        if not self._streams and self._total(every, least_tiles, self._least_slots) <= device_room(self.sizing):
+            return every
+        others = self._total(0, least_tiles, self._least_slots)
+        return self._most(every - 1, others, self.sizing.layers_bytes)
 
-    def slots_bytes(slots: int, *, first: bool = True) -> int:
-        return sizing.slots_bytes(slots, cpu_experts) + (slots * slot_of_head if first else 0)
+    def _most_slots(self, layers: int) -> int:
+        """Slots for the experts of each layer beside so many layers and the fewest tiles; 0 if all experts stay."""
+        if not self._least_slots:
+            return 0
+        others = self._total(layers, self._least_tiles, self._least_slots) - self._slots_bytes(self._least_slots)
+        return max(self._least_slots, self._most(self.sizing.num_experts, others, self._slots_bytes))
 
-    def device(
-        layers: int, tiles: int, fixed: Mapping[str, int] = fixed, slots: int = least_slots, *, first: bool = True
-    ) -> dict[str, int]:
-        sizes = {**fixed, "target layers": sizing.layers_bytes(layers)}
-        sizes["expert slots"] = slots_bytes(slots, first=first)
-        sizes["target experts"] = 0 if slots else sizing.experts_bytes
-        if experts_of_head and first:
-            sizes["draft experts"] = 0 if slots else experts_of_head
-        sizes["target embeddings"] -= table
-        if layers < num_layers:
-            sizes["weight staging"] = NUM_STAGING * home + (sizing.layer_bytes if weight_bits < 16 else 0)
-        if "kv" in offload:
-            sizes["kv staging"] = (NUM_STAGING + (bits < 16)) * tile
-            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
-        return {name: size for name, size in (sizing.of_all(sizes) | of_tiles(tiles)).items() if size}
+    def _most_tiles(self, layers: int, slots: int) -> int:
+        """Tiles that have room beside so many layers and slots."""
+        others = self._total(layers, 0, slots) - sum(self._of_tiles(0).values())
+        return self._most(self._all_tiles, others, lambda number: sum(self._of_tiles(number).values()))
 
-    def most(total: int, others: int, used: Callable[[int], int]) -> int:
+    def _best_slots(self, layers: int, most: int) -> int:
+        """The number of slots, up to `most`, with which the fewest bytes cross the link in a round: experts in every
+        pass with the target's weights, the cache once."""
+        sizing, composition = self.sizing, self.composition
+        drafted = composition.gamma if composition.inner is not None else 0
+        share, tile = 1.0 - self._cpu_experts / sizing.num_expert_layers, sizing.tile_bytes(self.capacity)
+
+        def crossing(slots: int) -> float:
+            of_row, of_rows = (
+                layers_wanted_bytes(sizing.shard, sizing.itemsize, rows, slots) for rows in (1, drafted + 1)
+            )
+            streamed = (self._all_tiles - self._most_tiles(layers, slots)) * tile
+            return share * (drafted * of_row + of_rows) + streamed
+
+        least = self._least_slots
+        tried = [least + (most - least) * step // _SPLITS for step in range(_SPLITS + 1)]
+        return min(reversed(tried), key=crossing)
+
+    def _most(self, total: int, others: int, used: Callable[[int], int]) -> int:
         """The largest number, up to `total`, that fits beside `others` bytes."""
-        room = device_room(sizing) - others
-        return 0 if streams else largest(lambda number: used(number) <= room, total)
+        room = device_room(self.sizing) - others
+        return 0 if self._streams else largest(lambda number: used(number) <= room, total)
 
-    layers, tiles = num_layers, growing * count
-    if "weights" in offload:
-        least_tiles = 0 if "kv" in offload else tiles
-        if streams or sum(device(num_layers, least_tiles).values()) > device_room(sizing):
-            layers = most(num_layers - 1, sum(device(0, least_tiles).values()), sizing.layers_bytes)
-    weight_bits = weight_bits if layers < num_layers else 16
-    slots = least_slots
-    if slots:
-        least_tiles = 0 if "kv" in offload else tiles
-        others = sum(device(layers, least_tiles, slots=0).values()) - sizing.experts_bytes - experts_of_head
-        slots = max(slots, most(sizing.num_experts, others, slots_bytes))
-    if "kv" in offload:
-        beside = sum(device(layers, 0, slots=slots).values()) - slots_bytes(slots)
+    def _total(self, layers: int, tiles: int, slots: int) -> int:
+        return sum(self._device(layers, tiles, slots).values())
 
-        def most_tiles(slots: int) -> int:
-            others = beside - sum(of_tiles(0).values()) + slots_bytes(slots)
-            return most(growing * count, others, lambda number: sum(of_tiles(number).values()))
+    def _device(self, layers: int, tiles: int, slots: int, *, first: bool = True) -> dict[str, int]:
+        """Bytes by purpose of the first device, or of each other one."""
+        sizing, bits = self.sizing, self._weight_link_bits(layers)
+        sizes = {**(self._fixed if first else self._fixed_of_others)}
+        sizes["target layers"] = sizing.layers_bytes(layers)
+        sizes["expert slots"] = self._slots_bytes(slots, first=first)
+        sizes["target experts"] = 0 if slots else sizing.experts_bytes
+        if first and self._of_head[0]:
+            sizes["draft experts"] = 0 if slots else self._of_head[0]
+        sizes["target embeddings"] -= self._table
+        if layers < sizing.target.num_layers:
+            opened = sizing.layer_bytes if bits < 16 else 0
+            sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
+        if "kv" in self.offload:
+            sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
+            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
+        return _some(sizing.of_all(sizes) | self._of_tiles(tiles))
 
-        def streamed(slots: int) -> int:
-            return (growing * count - most_tiles(slots)) * tile
+    def _of_tiles(self, tiles: int) -> dict[str, int]:
+        """Device bytes that depend on the number of resident tiles."""
+        sizing, moved = self.sizing, 0
+        rows = self.capacity
+        if "kv" in self.offload:
+            rows, moved = 0, sizing.num_tiles(self.capacity) - tiles // sizing.num_growing
+        arena = sizing.arena_bytes(self.capacity, self.composition, rows=rows, prefill_tiles=moved)
+        return sizing.of_all({"arena": arena, "kv cache": tiles * sizing.tile_bytes(self.capacity)})
 
-        slots = _best_slots(sizing, composition, least_slots, slots, streamed, cpu_experts) if slots else 0
-        tiles = most_tiles(slots)
-    devices = sizing.num_devices
-    of_others = fixed_bytes(sizing, capacity, composition, first=False) if devices > 1 else {}
-    cache = sizing.host_cache_bytes(capacity, tiles, bits)
-    host = {
-        "state checkpoints": sizing.checkpoint_bytes * devices,
-        "target layers": sizing.homes_bytes(layers, weight_bits) * devices,
-        "target experts": sizing.experts_bytes * devices if slots else 0,
-        "draft experts": experts_of_head if slots else 0,
-        "target embeddings": table * devices,
-        "hidden rows": sizing.hidden_bytes(capacity) * devices if "kv" in offload else 0,
-        "gathered chunks": sizing.fetched_bytes(capacity, composition) * devices if "kv" in offload else 0,
-        **{name: size * devices for name, size in cache.items()},
-    }
-    host = {name: size for name, size in sizing.of_all(host).items() if size}
-    return Placement(
-        offload=tuple(sorted(offload)),
-        resident_layers=layers,
-        resident_tiles=tiles,
-        device_bytes=device(layers, tiles, slots=slots),
-        other_device_bytes=device(layers, tiles, of_others, slots, first=False) if devices > 1 else {},
-        host_bytes=host,
-        page_tokens=PAGE_TOKENS,
-        window_pages=sizing.window_pages(capacity),
-        checkpoints=sizing.num_checkpoints,
-        tile_tokens=sizing.tile_tokens(capacity),
-        rows=sizing.rows,
-        prefill_block=PREFILL_BLOCK,
-        fused_prefill=sizing.fused_prefill,
-        link_bytes_per_second=_link_rate(sizing),
-        link_bits=bits,
-        raw_pages=sizing.raw_pages(capacity, tiles) if bits < 16 else 0,
-        weight_link_bits=weight_bits,
-        staging_tiles=NUM_STAGING,
-        expert_slots=slots,
-        cpu_experts=cpu_experts,
-        embeds_on_host=table > 0,
-    )
+    def _slots_bytes(self, slots: int, *, first: bool = True) -> int:
+        return self.sizing.slots_bytes(slots, self._cpu_experts) + (slots * self._of_head[1] if first else 0)
+
+    def _host(self, layers: int, tiles: int, slots: int) -> dict[str, int]:
+        """Bytes by purpose on the hosts, for all devices."""
+        sizing, streams_cache = self.sizing, "kv" in self.offload
+        each = {
+            "state checkpoints": sizing.checkpoint_bytes,
+            "target layers": sizing.homes_bytes(layers, self._weight_link_bits(layers)),
+            "target experts": sizing.experts_bytes if slots else 0,
+            "target embeddings": self._table,
+            "hidden rows": sizing.hidden_bytes(self.capacity) if streams_cache else 0,
+            "gathered chunks": sizing.fetched_bytes(self.capacity, self.composition) if streams_cache else 0,
+            **sizing.host_cache_bytes(self.capacity, tiles, self._link_bits),
+        }
+        host = {name: size * sizing.num_devices for name, size in each.items()}
+        return _some(sizing.of_all(host | {"draft experts": self._of_head[0] if slots else 0}))
+
+    @cached_property
+    def _streams(self) -> bool:
+        """Whether all named parts are on the host: on a CPU whose device has no bytes of its own."""
+        return self.sizing.hardware.is_cpu and self.sizing.options.device_memory is None
+
+    @cached_property
+    def _link_bits(self) -> int:
+        return link_bits(self.sizing, self.composition) if "kv" in self.offload else 16
+
+    def _weight_link_bits(self, layers: int) -> int:
+        return self._fewest_weight_bits if layers < self.sizing.target.num_layers else 16
+
+    @cached_property
+    def _fewest_weight_bits(self) -> int:
+        return weight_link_bits(self.sizing, self.composition) if "weights" in self.offload else 16
+
+    @cached_property
+    def _table(self) -> int:
+        """Bytes of the embedding's table if it is on the host."""
+        return self.sizing.table_bytes if self.offload and self.sizing.may_embed_on_host else 0
+
+    @cached_property
+    def _fixed(self) -> dict[str, int]:
+        return fixed_bytes(self.sizing, self.capacity, self.composition)
+
+    @cached_property
+    def _fixed_of_others(self) -> dict[str, int]:
+        return fixed_bytes(self.sizing, self.capacity, self.composition, first=False)
+
+    @cached_property
+    def _of_head(self) -> tuple[int, int]:
+        """See `Sizing.head_experts`."""
+        return self.sizing.head_experts(self.composition)
+
+    @property
+    def _all_tiles(self) -> int:
+        return self.sizing.num_growing * self.sizing.num_tiles(self.capacity)
+
+    @property
+    def _least_tiles(self) -> int:
+        return 0 if "kv" in self.offload else self._all_tiles
+
+    @cached_property
+    def _least_slots(self) -> int:
+        return min(LEAST_SLOTS, self.sizing.num_experts) if "weights" in self.offload else 0
+
+    @cached_property
+    def _cpu_experts(self) -> int:
+        return self.on_cpu if self._least_slots else 0
 
 
-def _best_slots(
-    sizing: Sizing, composition: Composition, least: int, most: int, streamed: Callable[[int], int], cpu_experts: int
-) -> int:
-    """The number of expert slots with which the fewest bytes cross the link in a round: experts in every pass with the
-    target's weights, the cache once. streamed: bytes of the cache beside so many slots."""
-    drafted = composition.gamma if composition.inner is not None else 0
-    share = 1.0 - cpu_experts / sizing.num_expert_layers
-
-    def crossing(slots: int) -> float:
-        of_row, of_rows = (layers_wanted_bytes(sizing.shard, sizing.itemsize, rows, slots) for rows in (1, drafted + 1))
-        return share * (drafted * of_row + of_rows) + streamed(slots)
-
-    tried = [least + (most - least) * step // _SPLITS for step in range(_SPLITS + 1)]
-    return min(reversed(tried), key=crossing)
+def _some(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those that are not 0."""
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _link_rate(sizing: Sizing) -> float | None:

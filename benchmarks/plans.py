@@ -204,7 +204,7 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
             continue
         predicted, slots = plan.predicted, plan.placement.expert_slots
         assert config.experts is not None
-        by_cpu, layers = plan.placement.cpu_experts, sum(block.experts is not None for block in config.blocks)
+        by_cpu, layers = plan.placement.cpu_experts, config.num_expert_layers
         run = f"CPU {by_cpu} of {layers} layers, " if by_cpu else ""
         if not slots:
             here = "all experts, 0"

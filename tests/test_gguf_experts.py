@@ -18,7 +18,7 @@ import torch
 import gguf_models
 from families import GEMMA4_ROPES, save_tiny
 from forked import Forked, forked_ranks
-from gguf_models import ARCHITECTURES, write_gguf
+from gguf_models import ARCHITECTURES, pairs_of, write_gguf
 from models import GREEDY, TOKENIZER_SIZE, Sizes, load, random_model, random_tokens, save, target_cache
 from offload.config.reading import read_config
 from offload.engine.engine import Engine
@@ -68,18 +68,7 @@ Change = Callable[[gguf.GGUFWriter], None]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """A file of a kind, and the same numbers in F32."""
-    root = tmp_path_factory.mktemp("experts")
-
-    @cache
-    def pair(name: str, kind: str) -> Pair:
-        folder = root / name
-        if not folder.exists():
-            save_tiny(name, folder, tokenizer=True, **FIELDS[name])
-        path, plain = root / f"{name}-{kind}.gguf", root / f"{name}-{kind}-plain.gguf"
-        write_gguf(folder, plain, numbers=write_gguf(folder, path, kind=KINDS[kind]))
-        return path, plain
-
-    return pair
+    return pairs_of(tmp_path_factory.mktemp("experts"), FIELDS, KINDS)
 
 
 @pytest.fixture(scope="module")

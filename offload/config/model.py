@@ -263,6 +263,11 @@ class ModelConfig:
         """The mixture of experts of the layers that have one."""
         return next((kind.block.experts for kind, _ in self.kinds if kind.block.experts is not None), None)
 
+    @cached_property
+    def num_expert_layers(self) -> int:
+        """The number of layers that have a mixture of experts."""
+        return sum(block.experts is not None for block in self.blocks)
+
     def layer_matrices(self) -> dict[str, tuple[Matrix, ...]]:
         """The weight matrices of the products of `block`, see `matrices.layer_matrices`."""
         return self._matrices

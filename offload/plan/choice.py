@@ -21,15 +21,15 @@ _CPU_STEPS = 12  # numbers of layers with experts that are weighed for the CPU
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
-def choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
+def choose(sizing: Sizing, capacity: int, times: Times, cpu_experts: int) -> tuple[Cost, Cost]:
     """The cost of the planned composition, and that of the part of its levels that is predicted to be the fastest, such
     as the draft and the target alone. If no composition fits, both are the smallest one.
 
     A retrieval level is planned if it is predicted to be not much slower: draft and lookups propose to the target
     directly, too, and the proposer that suits a text is found during generation. An unused level costs only memory. On
-    a GPU, where a budget displaces layers and tiles, more budgets near the planned one are weighed.
+    a GPU, where a budget displaces layers and tiles, more budgets near the planned one are weighed. cpu_experts: see
+    `choose_cpu_experts`.
     """
-    cpu_experts = _cpu_experts(sizing, capacity, times)
     costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times, cpu_experts))
     fitting = _fitting(costs)
     if not fitting:
@@ -43,7 +43,7 @@ def choose(sizing: Sizing, capacity: int, times: Times) -> tuple[Cost, Cost]:
 
 def least_shortage(sizing: Sizing, capacity: int) -> str | None:
     """The memory that is short for `capacity` tokens with the smallest composition; None: some composition fits."""
-    tried, cpu_experts = list[Cost](), min(sizing.options.cpu_experts or 0, sizing.num_expert_layers)
+    tried, cpu_experts = list[Cost](), _asked_of_cpu(sizing)
     for cost in _placed(sizing, capacity, _candidates(sizing, capacity), UNKNOWN, cpu_experts):
         if _fitting([cost]):
             return None
@@ -80,16 +80,16 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     )
 
 
-def _cpu_experts(sizing: Sizing, capacity: int, times: Times) -> int:
+def choose_cpu_experts(sizing: Sizing, capacity: int, times: Times) -> int:
     """The number of layers whose experts the CPU runs: the user's, or that with which a token is predicted to take the
     least time, plain or as the target proposes to itself where the CPU runs none.
 
     The CPU rounds in another order than a GPU, and a seed is to give the same text with every way to speculate. So the
     number depends on the model, the memory and the machine, not on drafts and the options of levels.
     """
-    asked, every, hardware = sizing.options.cpu_experts, sizing.num_expert_layers, sizing.hardware
-    if asked is not None or hardware.is_cpu or not cpu_runs(sizing.target, hardware):
-        return min(asked or 0, every)
+    hardware, every = sizing.hardware, sizing.target.num_expert_layers
+    if sizing.options.cpu_experts is not None or hardware.is_cpu or not cpu_runs(sizing.target, hardware):
+        return _asked_of_cpu(sizing)
     own = replace(sizing, draft=None, options=_without_levels(sizing.options))
     found = list(_placed(own, capacity, _candidates(own, capacity, times), times, 0))
     if not any(cost.placement.expert_slots for cost in found):
@@ -101,6 +101,10 @@ def _cpu_experts(sizing: Sizing, capacity: int, times: Times) -> int:
 
     number = min(sorted({every * step // _CPU_STEPS for step in range(_CPU_STEPS + 1)}), key=seconds)
     return number if seconds(number) < _WORTH_THE_CPU * seconds(0) else 0
+
+
+def _asked_of_cpu(sizing: Sizing) -> int:
+    return min(sizing.options.cpu_experts or 0, sizing.target.num_expert_layers)
 
 
 def _without_levels(options: Options) -> Options:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.config.model import ModelConfig
 from offload.config.next_token import rest_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
@@ -66,8 +67,7 @@ class GpuPasses(DevicePasses):
         if draft.experts is not None and "draft" not in self.passes.graphs:
             calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds
         else:
-            brings = draft.experts is not None and draft.is_head and self.passes.placement.expert_slots > 0
-            calls = self._graph_calls(draft.num_layers) + brings * draft.num_layers * GPU.piece_seconds
+            calls = self._graph_calls(draft, brings=draft.is_head and self.passes.placement.expert_slots > 0)
         return self.passes.num_sequences * (calls + num_bytes / self._rate)
 
     def prefill(self, num_tokens: int) -> float:
@@ -150,13 +150,13 @@ class GpuPasses(DevicePasses):
     @property
     def _target_calls(self) -> float:
         """Seconds that a pass of the target as graphs takes beside its bytes, with the host's work in the middle."""
-        sizing = self.passes.sizing
-        pieces = sizing.num_expert_layers if self.passes.placement.expert_slots else 0
-        return self._graph_calls(sizing.target.num_layers) + pieces * GPU.piece_seconds
+        return self._graph_calls(self.passes.sizing.target, brings=self.passes.placement.expert_slots > 0)
 
-    def _graph_calls(self, num_layers: int) -> float:
-        """Seconds that a pass of so many layers as a graph takes beside its bytes."""
-        return GPU.graph_seconds + num_layers * GPU.graph_layer_seconds
+    def _graph_calls(self, model: ModelConfig, *, brings: bool) -> float:
+        """Seconds that a pass of a model as graphs takes beside its bytes. brings: whether the host works in the middle
+        of each layer with experts."""
+        pieces = model.num_expert_layers if brings else 0
+        return GPU.graph_seconds + model.num_layers * GPU.graph_layer_seconds + pieces * GPU.piece_seconds
 
     @property
     def _calls(self) -> float:

@@ -170,7 +170,7 @@ class Passes:
     @property
     def share_on_cpu(self) -> float:
         """The share of the layers with experts whose experts the CPU runs."""
-        return self.placement.cpu_experts / max(self.sizing.num_expert_layers, 1)
+        return self.placement.cpu_experts / max(self.sizing.target.num_expert_layers, 1)
 
     def awaiting_experts(self, rows: int) -> float:
         """Seconds in which layers wait for experts in a pass, since only a layer's router says which ones: until they

@@ -28,9 +28,9 @@ class Placement:
     offload: the parts, "weights" or "kv", that may be on the host. resident_layers, resident_tiles: the number of
     layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: of
     each layer, for experts on the device; 0 if all are there. cpu_experts: the number of layers whose experts the CPU
-    runs in a pass, the last ones that have some. The rest crosses the link. Bytes are by
-    purpose: of the first device, of each other device if there are several, and of all ranks on the hosts. They are for
-    all sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
+    runs in a pass, the last ones that have some. The rest crosses the link. Bytes are by purpose: of the first device,
+    of each other device if there are several, and of all ranks on the hosts. They are for all sequences that run at a
+    time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
 
     offload: tuple[str, ...]
@@ -195,7 +195,7 @@ class _Filling:
         pass with the target's weights, the cache once."""
         sizing, composition = self.sizing, self.composition
         drafted = composition.gamma if composition.inner is not None else 0
-        share, tile = 1.0 - self._cpu_experts / sizing.num_expert_layers, sizing.tile_bytes(self.capacity)
+        share, tile = 1.0 - self._cpu_experts / sizing.target.num_expert_layers, sizing.tile_bytes(self.capacity)
 
         def crossing(slots: int) -> float:
             of_row, of_rows = (

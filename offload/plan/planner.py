@@ -16,7 +16,7 @@ from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
 from offload.fields import fields_of, record, shown, versioned
 from offload.plan.bits import ALL_WINDOWS, check_quantised
-from offload.plan.choice import choose, least_shortage
+from offload.plan.choice import choose, choose_cpu_experts, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
 from offload.plan.expert_times import cpu_runs
@@ -133,7 +133,9 @@ def make_plan(
     notes += target.quantisation.remarks if target.quantisation else []
     capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
-    cost, best = choose(sizing, capacity, times)
+    cpu_experts = choose_cpu_experts(sizing, capacity, times)
+    cost, best = choose(sizing, capacity, times, cpu_experts)
+    plain, _ = choose(_without_speculation(sizing), capacity, times, cpu_experts)
     check_link(options, cost.placement)
     return Plan(
         request=PlannedRequest(
@@ -148,7 +150,7 @@ def make_plan(
         ),
         composition=cost.composition,
         placement=cost.placement,
-        predicted=predict(cost, best, choose(_without_speculation(sizing), capacity, times)[0], num_prompt_tokens),
+        predicted=predict(cost, best, plain, num_prompt_tokens),
         notes=(*notes, *_unused(options, cost), *_advice(cost)),
     )
 

@@ -240,7 +240,7 @@ class Sizing:
     def slots_bytes(self, slots: int, cpu_experts: int) -> int:
         """Bytes of slots for experts on each device: so many of each layer, but for the layers whose experts the CPU
         runs, which share a few."""
-        apart = self._first_experts[max(self.num_expert_layers - cpu_experts, 0)]
+        apart = self._first_experts[max(self.target.num_expert_layers - cpu_experts, 0)]
         shared = min(SHARED_SLOTS, self.num_experts) if slots and cpu_experts else 0
         return slots * apart + shared * self.largest_expert_bytes
 
@@ -254,11 +254,6 @@ class Sizing:
     def largest_expert_bytes(self) -> int:
         """Bytes of the largest expert, on each device."""
         return max(kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds)
-
-    @property
-    def num_expert_layers(self) -> int:
-        """The number of layers that have experts."""
-        return len(self._first_experts) - 1
 
     def head_experts(self, composition: Composition) -> tuple[int, int]:
         """Bytes of all experts of the next-token head that drafts, and of one of them; 0 without any. They are where

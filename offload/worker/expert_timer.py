@@ -17,11 +17,12 @@ from offload.plan.curves import ROWS
 from offload.plan.expert_times import ExpertTimes, with_experts
 from offload.plan.routing import independent_rows
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.weights.layout import LayerLayout
 from offload.worker.turns import least_seconds
 
 BANK_BYTES = 512 * 2**20  # of experts, or all of a smaller layer's: more than the CPU's caches hold
 LIMIT_SECONDS = 5.0  # beyond which the CPU is too busy
-_VALUE = 0.01  # of all weights: a product's time does not depend on it
+VALUE = 0.01  # of all weights: a product's time does not depend on it
 
 
 @torch.inference_mode()
@@ -54,9 +55,14 @@ def made_up_experts(layer: ModelConfig, dtype: torch.dtype, count: int) -> Resid
     layout = layout_of(layer, dtype)
     content = torch.empty(count, layout.num_bytes, dtype=torch.uint8)
     for buffer in content:
-        for view in layout.views.values():
-            view.of(buffer).fill_(_VALUE)
+        fill(layout, buffer)
     return ResidentExperts(bank_of(layout, content))
+
+
+def fill(layout: LayerLayout, buffer: Tensor) -> None:
+    """Set all weights in `buffer`, uint8 [layout.num_bytes], to VALUE."""
+    for view in layout.views.values():
+        view.of(buffer).fill_(VALUE)
 
 
 class _SharedPlaces(ResidentExperts):

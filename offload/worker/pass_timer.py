@@ -51,7 +51,7 @@ from offload.weights.embedding import Embedding
 from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
-from offload.worker.expert_timer import made_up_experts, time_experts
+from offload.worker.expert_timer import VALUE, fill, made_up_experts, time_experts
 from offload.worker.turns import Point, Run, least_seconds
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
@@ -62,7 +62,6 @@ MASS_ROWS, MASS_CHUNK = 8, 16
 CODED_ROWS = ROWS[:5]  # the time of more rows is proportional to their number
 PREFILL_FLOPS = 2e10  # of the products of a measured prefill
 LIMIT_SECONDS, LIMIT_RATE = 2.0, 1e8  # beyond these seconds, plus a layer's bytes at this rate, the CPU is too busy
-_VALUE = 0.01  # of all weights: a product's time does not depend on it
 _LEAST = 1e-13  # seconds: below a clock's resolution
 
 Model = tuple[ModelConfig, int]  # a model, and the bits of its weights; 16 where they are not quantised
@@ -247,7 +246,7 @@ class _Trial:
 
         points: dict[Point, Run] = {}
         for rows in ROWS:
-            hidden = torch.full((rows + -rows % self._block, config.hidden_size), _VALUE, dtype=dtype)
+            hidden = torch.full((rows + -rows % self._block, config.hidden_size), VALUE, dtype=dtype)
             logits = torch.zeros(rows, config.vocab_size, dtype=dtype)
             logits[:, 0] = 50.0  # a sure distribution, as most are
             points["logits", rows] = partial(decoder.logits, hidden, block=self._block)
@@ -308,7 +307,7 @@ class _Trial:
         )
         cache.reserve(room)
         for layer in range(self._num_layers):
-            cache.pages.store.home(layer, 0).fill_(_VALUE)  # an unwritten page has no physical memory
+            cache.pages.store.home(layer, 0).fill_(VALUE)  # an unwritten page has no physical memory
         return cache
 
 
@@ -318,8 +317,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
     layers, scoring = list[LayerWeights](), list[ScoringWeights]()
     for _ in range(num_layers):
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        for view in layout.views.values():
-            view.of(buffer).fill_(_VALUE)
+        fill(layout, buffer)
         layers.append(layout.bind(buffer))
         scoring.append(scoring_weights(config.block.attention, layout, buffer, buffer.device))
         if (router := layers[-1].router) is not None:  # what layers add is the same in all numbers of a row
@@ -327,7 +325,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
 
     def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
         if not encoded:
-            return torch.full((outputs, config.hidden_size), _VALUE, dtype=dtype)
+            return torch.full((outputs, config.hidden_size), VALUE, dtype=dtype)
         kind = encoding(encoded)
         return StoredMatrix(torch.zeros(outputs, kind.row_bytes(config.hidden_size), dtype=torch.uint8), kind)
 

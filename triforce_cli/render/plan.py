@@ -189,8 +189,7 @@ def _slots(plan: Plan, target: ModelConfig) -> str:
     """What slots for experts are of."""
     if target.experts is None:
         return ""
-    by_cpu, layers = plan.placement.cpu_experts, sum(block.experts is not None for block in target.blocks)
-    if by_cpu == layers:
+    if plan.placement.cpu_experts == target.num_expert_layers:
         return "of a prefill"
     return f"{plan.placement.expert_slots:,} of each layer's {target.experts.count:,} experts"
 

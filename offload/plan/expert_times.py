@@ -5,16 +5,16 @@ Measured seconds are kept in the file of rates, as those of passes are.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offload.config.model import ModelConfig
 from offload.fields import fields_of
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.plan.curves import CURVE, KERNELS_NAME, ROWS, at
 from offload.plan.hardware import Hardware
-from offload.plan.rates import Rates, change_records, read_records
+from offload.plan.measured import Measured
+from offload.plan.rates import Rates, change_records
 from offload.plan.routing import distinct_experts
 
 _READ_SHARE = 0.6  # of the host's read rate, over experts (docs/log.md)
@@ -57,28 +57,12 @@ def estimated(config: ModelConfig, itemsize: int, rates: Rates) -> ExpertTimes:
 def load_expert_times(machine: str, device: str, key: str) -> ExpertTimes | None:
     """The measured seconds of the experts of the model `key` on `device`, a CPU, of `machine`; None if there are none
     or the record is damaged."""
-    models = read_records(machine).get(experts_record(device))
-    return _times(models.get(key)) if isinstance(models, dict) else None
+    return EXPERTS.load(machine, device, key)
 
 
 def save_expert_times(machine: str, device: str, key: str, times: ExpertTimes) -> Path:
-    """Add `times` to the file of rates, and return its path. Times of the same kernels that another process stored
-    meanwhile stay, since plans may already follow from them. OSError."""
-
-    def change(records: dict[str, Any]) -> dict[str, Any]:
-        known = records.get(experts_record(device))
-        models = known if isinstance(known, dict) else {}
-        there = _times(models.get(key))
-        if there is not None and there.kernels == times.kernels:
-            return records
-        return records | {experts_record(device): models | {key: asdict(times)}}
-
-    return change_records(machine, change)
-
-
-def experts_record(device: str) -> str:
-    """The name of the record of all models' experts on `device`."""
-    return f"{device}, experts"
+    """Add `times` to the file of rates, see `Measured.added`, and return its path. OSError."""
+    return change_records(machine, lambda records: EXPERTS.added(records, device, {key: times}))
 
 
 def _times(record: object) -> ExpertTimes | None:
@@ -88,3 +72,6 @@ def _times(record: object) -> ExpertTimes | None:
         return ExpertTimes(tuple(source.get("seconds", CURVE)), source.get("kernels", KERNELS_NAME))
     except ValueError:
         return None
+
+
+EXPERTS = Measured("experts", _times)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 from offload.config.model import ModelConfig
 from offload.fields import Kind, fields_of, number, whole
 from offload.plan.curves import CURVE, KERNELS_NAME, ROWS, SECONDS, at
-from offload.plan.expert_times import ExpertTimes, experts_record
+from offload.plan.expert_times import EXPERTS, ExpertTimes
 from offload.plan.machine import KERNELS
-from offload.plan.rates import Rates, change_records, read_records
+from offload.plan.measured import Measured
+from offload.plan.rates import Rates, change_records
 from offload.plan.routing import read_bytes
 
 _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -178,36 +179,22 @@ def key_of(config: ModelConfig, dtype: str, weight_bits: int = 16) -> str:
 def load_times(machine: str, device: str, key: str) -> PassTimes | None:
     """The measured times of the model `key` on `device` of `machine`; None if there are none or the record is
     damaged."""
-    models = read_records(machine).get(_passes(device))
-    return _times(models.get(key)) if isinstance(models, dict) else None
+    return _PASSES.load(machine, device, key)
 
 
 def save_times(machine: str, device: str, measured: Mapping[str, PassTimes], *, anew: bool = False) -> Path:
-    """Add the times `measured`, by `key_of`, to the file of rates, and return its path. Times of the same kernels that
-    another process stored meanwhile stay, since plans may already follow from them. OSError.
+    """Add the times `measured`, by `key_of`, to the file of rates, see `Measured.added`, and return its path. OSError.
 
     anew: replace existing times, and drop the other models of this device and the times of experts, since the machine
     may have changed.
     """
+    dropped = (_PASSES.record(device), EXPERTS.record(device)) if anew else ()
 
     def change(records: dict[str, Any]) -> dict[str, Any]:
-        known = records.get(_passes(device))
-        models = known if isinstance(known, dict) and not anew else {}
-        missing = {key: asdict(times) for key, times in measured.items() if not _is_of(models.get(key), times.kernels)}
-        kept = {name: each for name, each in records.items() if not (anew and name == experts_record(device))}
-        return kept | {_passes(device): models | missing}
+        kept = {name: each for name, each in records.items() if name not in dropped}
+        return _PASSES.added(kept, device, measured)
 
     return change_records(machine, change)
-
-
-def _passes(device: str) -> str:
-    return f"{device}, passes"
-
-
-def _is_of(record: object, kernels: str) -> bool:
-    """Whether a record has times of `kernels`."""
-    times = _times(record)
-    return times is not None and times.kernels == kernels
 
 
 def _times(record: object) -> PassTimes | None:
@@ -218,3 +205,6 @@ def _times(record: object) -> PassTimes | None:
     except ValueError:
         return None
     return PassTimes(**values | {name: tuple(values[name]) for name in (*_CURVES, _CODED)})
+
+
+_PASSES = Measured("passes", _times)

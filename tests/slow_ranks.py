@@ -30,8 +30,9 @@ def attend_slowly(cache, *rows):
         (folder / "{PREFILLS}").touch()
     if os.getpid() == rank_0:
         # A signal is heard after a block, which therefore has to end.
-        wait_while("{HOLD_PREFILL}", lambda: cache._phase == "prefill" and interrupts._requested is None)
-        wait_while("{HOLD_DECODE}", lambda: (folder / "said").stat().st_size > 2)
+        held = lambda so: so and interrupts._requested is None
+        wait_while("{HOLD_PREFILL}", lambda: held(cache._phase == "prefill"))
+        wait_while("{HOLD_DECODE}", lambda: held((folder / "said").stat().st_size > 2))
     return attend(cache, *rows)
 def sync_slowly(file):
     time.sleep(0.05)

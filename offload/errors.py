@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 
@@ -31,6 +32,17 @@ class ModelError(TriforceError):
 
     exit_code = 4
     kind = "model"
+
+
+def shell_line(*words: str) -> str:
+    """A command for a person to paste into a shell, which takes each word as it is, whatever it holds."""
+    return shlex.join(words)
+
+
+def quoted_line(*words: str) -> str:
+    """`shell_line` in the middle of a sentence: in quotes, unless it has some."""
+    line = shell_line(*words)
+    return line if "'" in line else f"'{line}'"
 
 
 def unreadable(path: Path, error: OSError) -> ModelError:

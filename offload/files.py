@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from offload.errors import UsageError
+from offload.errors import UsageError, shell_line
 from offload.interrupts import waiting
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -44,10 +44,8 @@ def expanded(text: str) -> Path:
     """The path that the user wrote, with "~" expanded to the home folder. Raises UsageError if there is no such home,
     and for a network address."""
     if address := address_in(text):
-        raise UsageError(
-            f"{address} is an address and nothing is fetched from it; download it first (curl -LO {address}) and name "
-            "the file"
-        )
+        remedy = f"download it first ({shell_line('curl', '-LO', address)}) and name the file"
+        raise UsageError(f"{address} is an address and nothing is fetched from it; {remedy}")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from offload.errors import UsageError
+from offload.errors import ModelError, UsageError, quoted_line
+from offload.hub.names import pull_command
+from offload.weights.checkpoint import Checkpoint
 from triforce_cli.answering.citations import Citation
-from triforce_cli.documents.selection import Named, select
+from triforce_cli.documents.selection import Named, select, without
 from triforce_cli.render import chat as render_chat
 from triforce_cli.render.text import line_text, visible
 from triforce_cli.texts import read_texts
@@ -136,3 +139,38 @@ def test_sentences_below_the_table_of_tokens_fit_the_window(
         _, out, _ = triforce("tokens", str(folder / "d.txt"))
         assert max(map(len, out.splitlines())) <= columns
         assert "context of demo-target: 32,768 tokens, these are" in " ".join(out.split())
+
+
+HOSTILE = "a;touch pwned 'b"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("tokens", f"https://x.y/{HOSTILE}"),
+        ("generate", "--prompt", "x", "--prompt-file", f"https://x.y/{HOSTILE}"),
+        ("convert", f"https://x.y/{HOSTILE}"),
+        ("ask", "What", HOSTILE),
+    ],
+)
+def test_a_command_to_paste_is_quoted_for_the_shell(args: tuple[str, ...], triforce: Run) -> None:
+    """The remedy was curl -LO https://x.y/a;touch pwned, which runs two commands."""
+    _, _, err = triforce(*args)
+    assert shlex.quote(args[-1] if "://" in args[-1] else " ".join(args[1:])) in err
+
+
+def test_every_remedy_with_a_name_is_quoted_for_the_shell(tmp_path: Path) -> None:
+    model, quoted = tmp_path / HOSTILE, shlex.quote(str(tmp_path / HOSTILE))
+    model.mkdir()
+    (model / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError) as error:
+        Checkpoint.open(model)
+    assert str(error.value).endswith(f"triforce convert {quoted}")
+    assert f"--revision {shlex.quote(HOSTILE)}" in pull_command("a/b", HOSTILE)
+    assert f"--file {shlex.quote(HOSTILE)}" in pull_command("a/b", file=HOSTILE)
+    assert shlex.quote(f"!{HOSTILE}") in without(HOSTILE)
+
+
+def test_a_command_in_a_sentence_is_in_quotes_unless_it_has_some() -> None:
+    assert quoted_line("triforce", "pull", "a/b") == "'triforce pull a/b'"
+    assert quoted_line("triforce", "convert", "a b") == "triforce convert 'a b'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hi
 
 from rich.markup import escape
 
-from offload.errors import UsageError
+from offload.errors import UsageError, shell_line
 from triforce_cli import options
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.choice import NONE, Models, choose_models
@@ -160,7 +159,7 @@ def question_of(text: str, more: Sequence[str], files: Sequence[Path] | None) ->
     """The question. more: words after it, from a question without quotes or a pattern after --file that the shell has
     expanded. Raises UsageError if there are any."""
     if more:
-        remedy = f"put the question in quotes: triforce ask {shlex.quote(' '.join([text, *more]))}"
+        remedy = f"put the question in quotes: {shell_line('triforce', 'ask', ' '.join([text, *more]))}"
         remedy = "quote the question, and give each document, or their folder, a --file of its own" if files else remedy
         raise UsageError(f"{more[0]!r} is unexpected here; {remedy}")
     return decode_argument("QUESTION", text)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offload.config.reading import read_config
-from offload.errors import ModelError, UsageError
+from offload.errors import ModelError, UsageError, quoted_line, shell_line
 from offload.hub import files
 from offload.hub.disk import check_room, disk_error
 from offload.hub.gguf import dequantise
@@ -46,7 +46,7 @@ def convert(source: Path, output: Path, *, report: Report) -> None:
             names = tuple(sorted(path.name for path in folder.iterdir()))
             Origin(source=str(source.absolute()), files=names).write(folder)
     except OSError as error:
-        raise disk_error(error, output, f"run 'triforce convert {source}' again") from error
+        raise disk_error(error, output, f"run {quoted_line('triforce', 'convert', str(source))} again") from error
 
 
 def _converter(source: Path) -> Callable[[Path, Report], None]:
@@ -59,7 +59,9 @@ def _converter(source: Path) -> Callable[[Path, Report], None]:
     if name in (files.BIN_FILE, files.BIN_INDEX_FILE):
         return lambda folder, report: _convert_pickles(source, folder, source / str(name), report)
     if name is not None:
-        raise ModelError(f"{source} holds safetensors and needs no conversion; use it: --model {source}")
+        raise ModelError(
+            f"{source} holds safetensors and needs no conversion; use it: {shell_line('--model', str(source))}"
+        )
     found = sorted(source.glob("*.gguf"))
     if len(found) > 1:
         raise ModelError(f"{source} holds {len(found)} GGUF files; give one of them, such as {found[0]}")

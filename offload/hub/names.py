@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.errors import UsageError
+from offload.errors import UsageError, quoted_line
 from offload.files import user_folder
 
 FOLDER_VARIABLE = "TRIFORCE_MODELS_DIR"
@@ -95,9 +95,10 @@ def repository_of(name: str) -> str:
 
 
 def pull_command(model_id: str, revision: str = MAIN, file: str = "") -> str:
-    """The command that pulls the model, or a GGUF file of its repository, quoted for a shell."""
-    named = f" --file {file}" if file else ""
-    return f"'triforce pull {short_name(model_id)}{named}{'' if revision == MAIN else f' --revision {revision}'}'"
+    """The command that pulls the model, or a GGUF file of its repository."""
+    further = {"--file": file, "--revision": "" if revision == MAIN else revision}
+    options = [word for option, value in further.items() if value for word in (option, value)]
+    return quoted_line("triforce", "pull", short_name(model_id), *options)
 
 
 def short_name(model_id: str) -> str:

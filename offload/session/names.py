@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from offload.errors import SessionError, UsageError
+from offload.errors import SessionError, UsageError, quoted_line
 from offload.files import user_folder
 
 FOLDER_VARIABLE = "TRIFORCE_SESSIONS_DIR"
@@ -38,5 +38,5 @@ def damaged(path: Path, what: str) -> SessionError:
 def remedy(folder: Path) -> str:
     """The remedy in an error message: how to remove the session in `folder`, or avoid it."""
     if folder.parent == sessions_folder() and is_name(folder.name):
-        return f"remove it with 'triforce sessions rm {folder.name}', or start with another name"
+        return f"remove it with {quoted_line('triforce', 'sessions', 'rm', folder.name)}, or start with another name"
     return f"remove the folder {folder}, or name another one"

@@ -23,7 +23,7 @@ from torch import Tensor
 from offload.config.gguf_header import is_gguf
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
-from offload.errors import ModelError, unreadable
+from offload.errors import ModelError, shell_line, unreadable
 from offload.fields import TEXT, Fields, Kind, list_of
 from offload.formats.layout import encoding, is_encoding
 from offload.formats.stored import StoredMatrix
@@ -410,7 +410,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         if any(folder.glob("pytorch_model*.bin")):
             raise ModelError(
                 f"{folder} holds only pytorch_model*.bin; safetensors is required, so convert it once: "
-                f"triforce convert {folder}"
+                f"{shell_line('triforce', 'convert', str(folder))}"
             )
         raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; is the download complete?")
     if single:

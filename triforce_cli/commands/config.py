@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from offload.errors import UsageError
+from offload.errors import UsageError, quoted_line
 from triforce_cli import completion, options, tree
 from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
 from triforce_cli.flags import ProgramFlags, spread
@@ -182,9 +182,8 @@ def unset(
         raise UsageError(f"{named} is a section of {file}; name one of its keys: {named}.{next(iter(found), 'KEY')}")
     if named.is_of_template and named.parts[2:] == (PROMPT,):
         template = ".".join(named.parts[:2])
-        raise UsageError(
-            f"a template needs its {PROMPT}; 'triforce config unset {template}' removes the whole template"
-        )
+        remedy = quoted_line("triforce", "config", "unset", template)
+        raise UsageError(f"a template needs its {PROMPT}; {remedy} removes the whole template")
     return Change(
         file=file, edit=lambda text: without(text, named.parts), done=f"removed {named} from {file}", quiet=quiet
     )

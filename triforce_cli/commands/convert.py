@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from offload.errors import shell_line
 from triforce_cli import options
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import option
@@ -51,7 +52,7 @@ class Conversion:
             convert(self.source, folder, report=output.report)
             output.text(f"{path_text(folder)}\n")
             name = path_text(folder) if self.output else f"{folder.parent.name}/{folder.name}"
-            output.note(f"next: triforce generate --model {name} --prompt-file FILE")
+            output.note(f"next: {shell_line('triforce', 'generate', '--model', name, '--prompt-file', 'FILE')}")
 
 
 @spread

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from offload.errors import UsageError
+from offload.errors import UsageError, shell_line
 from offload.interrupts import poll
 from offload.units import size
 from triforce_cli.documents.kinds import Kind, kind_of
@@ -138,7 +138,7 @@ def _source(path: Path, name: str) -> Source:
 
 def without(name: str) -> str:
     """The remedy that leaves one of several files out."""
-    return f"--include '{NOT}{name}' leaves it out"
+    return f"{shell_line('--include', f'{NOT}{name}')} leaves it out"
 
 
 def _check(asked: Path, sources: Sequence[Source], left_out: Counter[str], include: Sequence[str]) -> None:

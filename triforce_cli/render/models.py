@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.errors import shell_line
 from offload.hub.names import short_name
 from offload.units import size
 from triforce_cli import __version__
@@ -158,7 +159,7 @@ def pull_plan(plan: PullPlan) -> Iterator[str]:
 def next_command(plan: PullPlan, *, config_only: bool) -> str:
     """The command to run after a pull."""
     name = short_name(plan.listing.repository)
-    return f"next: triforce plan --model {name}" if config_only else f"next: triforce chat --model {name}"
+    return f"next: {shell_line('triforce', 'plan' if config_only else 'chat', '--model', name)}"
 
 
 def pulled_document(plan: PullPlan) -> dict[str, Any]:

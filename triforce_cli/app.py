@@ -35,13 +35,20 @@ from triforce_cli.commands.store import store
 from triforce_cli.commands.text import text
 from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
+from triforce_cli.elsewhere import Group
 from triforce_cli.errors import debugging, describe, wants_json
 from triforce_cli.flags import flowing
 from triforce_cli.output import Output
 
 INTERRUPTED = 130
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 app.command()(generate)
 app.command()(ask)
 app.command()(chat)

@@ -13,6 +13,7 @@ import typer
 from offload.errors import UsageError, quoted_line
 from triforce_cli import completion, options, tree
 from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
+from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.prompt_templates import PROMPT, PromptTemplate
@@ -28,7 +29,9 @@ KeyToUnset = Annotated[
 ]
 ASKING = ("ask",)  # the command that takes templates
 
-config = typer.Typer(no_args_is_help=True, help="Look at the configuration file and what it changes, or change it.")
+config = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Look at the configuration file and what it changes, or change it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import typer
 from offload.errors import UsageError
 from triforce_cli import options
 from triforce_cli.consent import REMOVAL, Yes, agreed
+from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import MOST, count, option, switch, whole
 from triforce_cli.output import Output
@@ -27,7 +28,9 @@ Search = Annotated[
 Number = Annotated[int, option("--number", "List at most so many.", CHOICE, short="-n", metavar="N", parser=whole)]
 All = Annotated[bool, switch("--all", "Remove all of them, and a damaged file.", REMOVAL)]
 
-log = typer.Typer(no_args_is_help=True, help="Look at past questions and answers (--no-log), or remove them.")
+log = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Look at past questions and answers (--no-log), or remove them."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

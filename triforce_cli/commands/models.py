@@ -15,6 +15,7 @@ from triforce_cli import completion, options
 from triforce_cli.aliases import Aliases
 from triforce_cli.choice import embedded_model
 from triforce_cli.consent import Yes, agreed
+from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import models as render_models
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from offload.hub.removal import Stored
 
 
-models = typer.Typer(invoke_without_command=True)
+models = typer.Typer(cls=Group, invoke_without_command=True)
 
 Families = Annotated[
     bool, options.switch("--families", "List the families of models that run here instead.", options.OUTPUT)

@@ -17,6 +17,7 @@ from offload.session.names import session_folder, sessions_folder
 from offload.units import size
 from triforce_cli import completion, options
 from triforce_cli.consent import REMOVAL, Yes, agreed
+from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.options import number, option, switch, whole
 from triforce_cli.output import Output
@@ -43,7 +44,9 @@ MaxSize = Annotated[
 ]
 DryRun = Annotated[bool, switch("--dry-run", "Show what would be removed, and remove nothing.", REMOVAL)]
 
-sessions = typer.Typer(no_args_is_help=True, help="Look at sessions that were kept (--session NAME), or remove them.")
+sessions = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Look at sessions that were kept (--session NAME), or remove them."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,14 @@ from offload.session.store_files import clear as clear_store
 from offload.session.store_files import store_folder, summaries
 from offload.units import size
 from triforce_cli import options
+from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import store as render_store
 
-store = typer.Typer(no_args_is_help=True, help="Look at what is kept of long prompts (--no-store), or remove it.")
+store = typer.Typer(
+    cls=Group, no_args_is_help=True, help="Look at what is kept of long prompts (--no-store), or remove it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

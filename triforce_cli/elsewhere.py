@@ -1,0 +1,50 @@
+"""Commands as other programs call them, and ours that do the same: for a person who types one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from offload.errors import UsageError, quoted_line
+
+HELP = "help"
+_OURS = {
+    "run": ("chat", "ask", "generate"),
+    "list": ("models", "ls", "show"),
+    "ls": ("models", "show"),
+    "ps": ("serve", "models"),
+    "stop": ("serve",),
+    "server": ("serve",),
+    "show": ("models", "info", "ls"),
+    "info": ("models", "show", "version"),
+    "rm": ("models", "clear", "unset"),
+    "remove": ("models", "rm", "clear", "unset"),
+    "delete": ("models", "rm", "clear", "unset"),
+    "download": ("pull",),
+    "create": ("convert",),
+    "complete": ("generate",),
+    "prompt": ("ask", "generate"),
+    "logs": ("log",),
+    "history": ("log",),
+    "tokenize": ("tokens",),
+    "eval": ("score",),
+    "get": ("show",),
+}
+
+
+class Group(TyperGroup):
+    """A group of commands. An unknown one that other programs have is refused with ours that do the same."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and (ours := self._ours(*args)):
+            lines = " or ".join(quoted_line(*ctx.command_path.split(), *name.split()) for name in ours)
+            raise UsageError(f"there is no command {args[0]!r} in {ctx.command_path}; try {lines}")
+        return super().resolve_command(ctx, args)
+
+    def _ours(self, name: str, *more: str) -> list[str]:
+        """The words of the commands in place of `name`; [""] for the group itself."""
+        if name == HELP:
+            return [f"{more[0]} --help" if more and more[0] in self.commands else "--help"]
+        found = [ours for ours in _OURS.get(name, ()) if ours in self.commands]
+        return found or [""] * (name in _OURS and self.invoke_without_command)

@@ -201,16 +201,10 @@ class TestJson:
 
 
 class TestStandardError:
-    def test_says_start_and_end_of_the_stages_when_it_is_no_terminal(self, model):
+    def test_of_a_short_run_in_a_pipe_has_no_progress(self, model):
+        """Fourteen lines on stages of a second stood over an answer of nine words."""
         done = run("--model", model, "--prompt", "x" * 500)
-        lines = done.stderr.decode().splitlines()
-        assert [line.split(" in ")[0] for line in lines] == [
-            "load: 67.1 MB",
-            "load: 67.1 MB",
-            "prefill: 500 tokens",
-            "prefill: 500 tokens",
-            "the text ends here, at --max-tokens 256",
-        ]
+        assert done.stderr.decode().splitlines() == ["the text ends here, at --max-tokens 256"]
 
     def test_is_empty_when_quiet(self, model):
         done = run("--model", model, "--prompt", "x", "--quiet", script={"notes": ["a note"]})

@@ -137,18 +137,45 @@ def test_stats_table_fits_80_columns_with_large_numbers_and_no_numbers():
         assert max(map(len, stats_table(stats, plan).splitlines())) <= 80
 
 
-def test_plain_progress_says_start_now_and_then_and_end():
+def plain_lines(stage: str, unit: str, *updates: tuple[float, int, int]) -> list[str]:
+    """The lines on a stage. updates: (time, done, total)."""
     lines: list[str] = []
-    times = iter([0.0, 1.0, 5.0, 6.0, 9.9, 10.0, 20.0, 21.0])
+    times = iter([at for at, _, _ in updates])
     display = PlainDisplay(lines.append, clock=lambda: next(times))
-    for done in (0, 100, 250, 300, 400, 500, 1000, 1000):
-        display.update("prefill", done, 1000, "tokens")
-    assert lines == [
-        "prefill: 1,000 tokens",
-        "prefill: 25% of 1,000 tokens, 50.0 tokens/s, 15 s left",
-        "prefill: 50% of 1,000 tokens, 50.0 tokens/s, 10 s left",
-        "prefill: 1,000 tokens in 20 s, 50.0 tokens/s",
+    for _, done, total in updates:
+        display.update(stage, done, total, unit)
+    return lines
+
+
+def test_plain_progress_says_ever_more_seldom_how_far_it_is_and_the_end():
+    """A line every five seconds, and two for each short stage, stood over an answer of nine words."""
+    seconds = [0, *range(1, 200), 200, 201]
+    assert plain_lines("prefill", "tokens", *((at, min(at, 200), 200) for at in seconds)) == [
+        "prefill: 2% of 200 tokens, 1.00 tokens/s, 3 min 15 s left",
+        "prefill: 5% of 200 tokens, 1.00 tokens/s, 3 min 10 s left",
+        "prefill: 10% of 200 tokens, 1.00 tokens/s, 3 min 00 s left",
+        "prefill: 20% of 200 tokens, 1.00 tokens/s, 2 min 40 s left",
+        "prefill: 40% of 200 tokens, 1.00 tokens/s, 2 min 00 s left",
+        "prefill: 70% of 200 tokens, 1.00 tokens/s, 1 min 00 s left",
+        "prefill: 200 tokens in 3 min 20 s, 1.00 tokens/s",
     ]
+
+
+def test_plain_progress_says_nothing_of_a_short_stage():
+    assert plain_lines("load", "bytes", (0, 0, 100), (4, 50, 100), (4.9, 100, 100)) == []
+
+
+def test_a_stage_that_begins_again_is_told_again():
+    """Of a batch's prompts only the first one's prefill was shown."""
+    once = [(0, 0, 100), (6, 100, 100)]
+    again = [(at + 10, done, total) for at, done, total in once]
+    assert plain_lines("prefill", "tokens", *once, *again) == ["prefill: 100 tokens in 6.0 s, 16.7 tokens/s"] * 2
+
+
+def test_a_save_is_said_in_one_number():
+    """It said 99.2 MB, the most that pages take, and then 78.0 MB."""
+    lines = plain_lines("save", "bytes", (0, 0, 99_200_000), (5, 39_000_000, 78_000_000), (10, 78_000_000, 78_000_000))
+    assert lines == ["save: 50% 7.80 MB/s, 5.0 s left", "save: 78.0 MB in 10 s, 7.80 MB/s"]
 
 
 def test_a_bar_is_of_what_is_to_come_after_all():
@@ -174,22 +201,16 @@ def test_a_spinner_is_drawn_before_anything_else_can_be_written():
 
 def test_plain_progress_starts_anew_with_each_stage():
     lines: list[str] = []
-    display = PlainDisplay(lines.append, clock=lambda: 1.0)
-    display.update("load", 512, 1024, "bytes")
-    display.update("load", 1024, 1024, "bytes")
-    display.update("prefill", 0, 10, "tokens")
-    assert lines == ["load: 1.02 kB", "load: 1.02 kB in 0.00 s", "prefill: 10 tokens"]
+    times = iter([0.0, 4.0, 4.0, 8.0, 9.0])
+    display = PlainDisplay(lines.append, clock=lambda: next(times))
+    for stage, done in (("load", 512), ("load", 1024), ("prefill", 0), ("prefill", 512), ("prefill", 1024)):
+        display.update(stage, done, 1024, "bytes")
+    assert lines == ["prefill: 1.02 kB in 5.0 s, 205 B/s"]
 
 
 def test_plain_progress_reckons_with_what_was_done_since_it_began():
     """A fetch that goes on from half of a file said twice the speed."""
-    lines: list[str] = []
-    times = iter([0.0, 10.0, 20.0])
-    display = PlainDisplay(lines.append, clock=lambda: next(times))
-    for done in (5000, 7500, 10000):
-        display.update("restore", done, 10000, "tokens")
-    assert lines == [
-        "restore: 10,000 tokens",
+    assert plain_lines("restore", "tokens", (0, 5000, 10000), (10, 7500, 10000), (20, 10000, 10000)) == [
         "restore: 75% of 10,000 tokens, 250 tokens/s, 10 s left",
         "restore: 10,000 tokens in 20 s, 250 tokens/s",
     ]
@@ -200,4 +221,4 @@ def test_plain_progress_invents_no_time_for_what_was_done_before_anybody_looked(
     display = PlainDisplay(lines.append, clock=lambda: 1.0)
     for _ in range(3):
         display.update("restore", 1024, 1024, "bytes")
-    assert lines == ["restore: 1.02 kB"]
+    assert lines == []

@@ -62,8 +62,17 @@ def test_the_question_or_piped_text_is_the_input(said, tmp_path) -> None:
     assert said("-t", "letter", "Late {{x}}.", *VARS) == (wanted, [])
     (tmp_path / "late.txt").write_text("Late {{x}}.\n")
     assert said("-t", "letter", "--prompt-file", str(tmp_path / "late.txt"), *VARS) == (wanted, [])
-    assert said("-t", "letter", *VARS, stdin="Late {{x}}.\n") == (wanted, [])
     assert said("-t", "letter", "Late {{x}}.", *VARS, stdin="a text") == (wanted, ["a text"])
+
+
+@pytest.mark.parametrize("template", [(), ("-t", "letter")])
+@pytest.mark.parametrize("source", [(), ("--prompt-file", "-")])
+def test_piped_text_is_data_whose_braces_stay(said, template: tuple[str, ...], source: tuple[str, ...]) -> None:
+    """A program's text beside --var was refused for a placeholder {name}, and lost a brace of each two."""
+    code = 'f"{name} {whom} {{x}}"'
+    prompt = f"To Ann, {{so}}:\n{code}" if template else code
+    (texts, documents) = said(*template, *source, *VARS, stdin=f"{code}\n")
+    assert (texts.prompt, documents) == (prompt, [])
 
 
 def test_a_template_without_input_is_the_question_and_piped_text_a_document(said) -> None:

@@ -1,4 +1,4 @@
-"""Display of a long stage's progress (load, prefill): a bar at a terminal, otherwise a line every few seconds."""
+"""Display of a long stage's progress (load, prefill): a bar at a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from triforce_cli.render import text
 
-LINE_SECONDS = 5.0  # between two lines
+LINE_SECONDS, MOST_SECONDS = 5.0, 60.0  # before a stage's first line; between two later ones at most
 BAR_WIDTH = 16
 
 
@@ -23,7 +23,8 @@ class ProgressDisplay(Protocol):
         ...
 
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
-        """`done` of `total` "bytes" or "tokens" of `stage`. A new stage replaces the one before."""
+        """`done` of `total` "bytes" or "tokens" of `stage`. A new stage replaces the one before. A total that has
+        changed since the stage began is not certain, and not shown."""
         ...
 
     def stop(self) -> None:
@@ -40,38 +41,31 @@ class SilentDisplay:
 
 
 class PlainDisplay:
-    """A line when a stage starts, one at most every few seconds, and one when it is done."""
+    """Lines on a stage that takes a while: how far it is, ever more seldom, and one when it is done."""
 
     def __init__(self, write_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._write_line = write_line
         self._clock = clock
         self._stage = ""
-        self._started = 0.0
-        self._written = 0.0
-        self._first = 0
+        self._started = self._next = 0.0
+        self._first = self._total = 0
 
     def wait(self, label: str) -> None: ...
 
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
         now = self._clock()
-        if stage != self._stage:
-            seen_whole = done >= total  # finished before the first update: its duration is unknown
-            self._stage, self._started, self._written = stage, now, math.inf if seen_whole else now
-            self._first = done
-            self._write_line(f"{stage}: {text.amount(total, unit)}")
+        if stage != self._stage or (self._next == math.inf and done < total):  # or it begins again
+            self._stage, self._started, self._next = stage, now, now + LINE_SECONDS
+            self._first, self._total = done, total
         seconds = now - self._started
         if done >= total:
-            self._finish(text.stage_done(stage, total, unit, seconds, first=self._first))
-        elif now - self._written >= LINE_SECONDS:
-            self._written = now
-            pace = text.pace(done, total, unit, seconds, first=self._first)
+            if seconds >= LINE_SECONDS and self._next < math.inf:
+                self._write_line(text.stage_done(stage, total, unit, seconds, first=self._first))
+            self._next = math.inf
+        elif now >= self._next:
+            self._next = now + min(seconds, MOST_SECONDS)
+            pace = text.pace(done, total, unit, seconds, first=self._first, is_certain=total == self._total)
             self._write_line(f"{stage}: {text.percent(done, total)}% {pace}")
-
-    def _finish(self, line: str) -> None:
-        """Write the stage's last line, once."""
-        if self._written < math.inf:
-            self._write_line(line)
-            self._written = math.inf
 
     def stop(self) -> None: ...
 
@@ -113,7 +107,7 @@ class TerminalDisplay:
         self.stop()
         self._stage = stage
         self._bar = self._new(TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _PaceColumn())
-        self._bar.add_task(stage, completed=first, total=total, unit=unit, first=first)
+        self._bar.add_task(stage, completed=first, total=total, unit=unit, first=first, foreseen=total)
         self._bar.start()
 
     def _new(self, *columns: ProgressColumn) -> Progress:
@@ -123,8 +117,10 @@ class TerminalDisplay:
 class _PaceColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         total = task.total or 0
-        first = task.fields["first"]
-        pace = text.pace(task.completed, total, task.fields["unit"], task.elapsed or 0.0, first=first)
+        first, is_certain = task.fields["first"], total == task.fields["foreseen"]
+        pace = text.pace(
+            task.completed, total, task.fields["unit"], task.elapsed or 0.0, first=first, is_certain=is_certain
+        )
         return Text(f"{text.percent(task.completed, total):3d}% {pace}", no_wrap=True)
 
 

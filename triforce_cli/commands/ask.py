@@ -95,7 +95,8 @@ Variables = Annotated[
     list[str] | None,
     option(
         "--var",
-        "Fill {NAME} in question, system message and begin-reply; @FILE is a file's text. Can be repeated.",
+        "Fill {NAME} in question, system message and begin-reply, not in piped text; @FILE is a file's text. Can be "
+        "repeated.",
         QUESTION,
         metavar="NAME=TEXT",
     ),
@@ -172,7 +173,7 @@ class Ask:
 
     def _texts(self, output: Output) -> PromptTemplate:
         """The question, the system message and the beginning of the reply, in the template's place where given."""
-        question = filled(self._question(output), self.fillings, "the question") if self._takes_question else ""
+        question = self._question(output) if self._takes_question else ""
         system = filled(self.system, self.fillings, "the system message")
         begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
         if self.template is None:
@@ -181,13 +182,16 @@ class Ask:
         return replace(texts, system=system or texts.system, begin_reply=begin or texts.begin_reply)
 
     def _question(self, output: Output) -> str:
+        """The question, its placeholders filled. Piped text has none: it is data, and its braces stay."""
         if self.question is not None and self.question_file is not None:
             raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
         if self.question is not None:
-            return self.question
+            return filled(self.question, self.fillings, "the question")
         if self.question_file is None and stdin_is_terminal():
             raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
-        return without_line_end(read_input(self.question_file or STDIN, "the question", note=output.note))
+        file = self.question_file or STDIN
+        text = without_line_end(read_input(file, "the question", note=output.note))
+        return text if file == STDIN else filled(text, self.fillings, "the question")
 
     def _piped(self, output: Output) -> list[Document]:
         """Standard input as a document, if the question is on the command line."""

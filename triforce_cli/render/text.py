@@ -67,9 +67,10 @@ def percent(done: float, total: float) -> int:
     return int(100 * done / total) if total else 100
 
 
-def pace(done: float, total: float, unit: str, seconds: float, *, first: float = 0) -> str:
-    """A stage's progress, `seconds` after `first` of it was done: "of 32,768 tokens, 812 tokens/s, 23 s left"."""
-    parts = [f"of {amount(total, unit)}"]
+def pace(done: float, total: float, unit: str, seconds: float, *, first: float = 0, is_certain: bool = True) -> str:
+    """A stage's progress, `seconds` after `first` of it was done: "of 32,768 tokens, 812 tokens/s, 23 s left". A total
+    that is not certain is left out."""
+    parts = [f"of {amount(total, unit)}"] * is_certain
     if done > first and seconds > 0:
         parts += [rate(done - first, unit, seconds), f"{duration((total - done) * seconds / (done - first))} left"]
     return ", ".join(parts)

@@ -234,6 +234,14 @@ def test_words_are_searched_in_any_case_in_questions_answers_and_names(log: Answ
     assert triforce("log", "ls", "--search", "mieter")[1].splitlines()[1].startswith(" 2  ")
 
 
+def test_texts_are_searched_and_not_their_json(log: AnswerLog) -> None:
+    """--search '"' found every entry with a document, and a name with a backslash was not found."""
+    log.add(replace(ENTRY, documents=("a.txt", r"C:\lease.pdf")))
+    log.add(replace(ENTRY, question='Who said "hello"?', documents=()))
+    for word, found in (('"', [2]), ("[", []), (",", []), (r"C:\lease", [1]), ("\\\\", [])):
+        assert [entry.id for entry in log.newest(5, [word])[0]] == found, word
+
+
 def test_the_list_fits_the_terminal_newest_first(
     log: AnswerLog, triforce: Triforce, monkeypatch: pytest.MonkeyPatch
 ) -> None:

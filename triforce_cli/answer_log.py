@@ -7,7 +7,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,7 +113,7 @@ class AnswerLog:
             if connection is None:
                 return [], 0
             wanted = [word.casefold() for word in words]
-            connection.create_function("has_words", 3, lambda *texts: _has(wanted, texts), deterministic=True)
+            connection.create_function("has_words", 3, lambda *texts: _has(wanted, *texts), deterministic=True)
             where = "WHERE has_words(question, answer, documents)" if words else ""
             (count,) = connection.execute(f"SELECT count(*) FROM answers {where}").fetchone()
             rows = connection.execute(f"{_SELECT} {where} ORDER BY id DESC LIMIT ?", [most]).fetchall()
@@ -217,9 +217,18 @@ def _stored(name: str, value: Any) -> Any:
     return text.encode("utf-8", "replace").decode("utf-8") if isinstance(text, str) else text
 
 
-def _has(words: Sequence[str], texts: Sequence[str]) -> bool:
-    folded = [text.casefold() for text in texts]
-    return all(any(word in text for text in folded) for word in words)
+def _has(words: Sequence[str], question: str, answer: str, documents: str) -> bool:
+    """Whether each word is in one of the texts. documents: their names, in JSON."""
+    texts = [text.casefold() for text in (question, answer, *_listed(documents))]
+    return all(any(word in text for text in texts) for word in words)
+
+
+def _listed(names: str) -> list[str]:
+    """The texts of a list in JSON; the text itself where it is none, for an entry that `show` reports."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := strict_json.parse(names), list):
+            return [name for name in found if isinstance(name, str)]
+    return [names]
 
 
 def _failure(file: Path, error: sqlite3.Error) -> LogError:

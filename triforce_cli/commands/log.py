@@ -124,7 +124,8 @@ def ls(
 ) -> Listing:
     """List past questions, the newest first.
 
-    They are in the user's state folder, or in the folder that TRIFORCE_LOG_DIR names. Batches keep none.
+    They are in the user's state folder, or in the folder that TRIFORCE_LOG_DIR names, with the values of options
+    (--system, --var) in clear. Batches keep none.
 
     Example: triforce log ls --search 'tenant lease' -n 5
     """

@@ -237,7 +237,7 @@ def test_a_conversation_of_a_session_has_the_capacity_it_had_before(models: Mode
         with ChatEngine(prepared, session=tmp_path / "session", on_note=lambda line: None) as engine:
             assert engine.ready(num_tokens, ignore).plan.request.capacity == 2 * LEAST_CAPACITY
             engine.precompute([65], ignore)
-            engine.keep({}, ignore)
+            engine.keep({}, [], ignore)
 
 
 @pytest.mark.parametrize(("stage", "ends"), [("prefill", False), ("save", False), ("restore", True)])

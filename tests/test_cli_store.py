@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -45,6 +46,17 @@ def run(pair: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch, tmp_pat
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         yield run
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have a person at a terminal type an answer."""
+
+    def answer(text: str) -> None:
+        monkeypatch.setattr(Output, "has_person", True)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{text}\n"))
+
+    return answer
 
 
 def stats(document: str) -> dict[str, Any]:
@@ -125,7 +137,7 @@ def test_a_small_store_has_what_fits(run: Triforce, pair: Path, triforce: Trifor
     args = ("generate", "--prompt-file", str(pair / "text.txt"), "--json")
     run(*args)
     page = json.loads(triforce("store", "show", "--json")[1])["bytes"] / 2
-    triforce("store", "clear")
+    triforce("store", "clear", "--yes")
     run(*args, "--store-size", str(1.5 * page / 1e9))
     assert json.loads(triforce("store", "show", "--json")[1])["bytes"] == page
     assert stats(run(*args)[1])["stored_tokens"] == 512
@@ -167,8 +179,48 @@ def test_what_is_kept_can_be_seen_and_removed(run: Triforce, pair: Path, triforc
     assert "1,024" in triforce("store", "show")[1]
     [kept] = json.loads(triforce("store", "show", "--json")[1])["kept"]
     assert (kept["model"], kept["dtype"], kept["num_tokens"]) == ("target", "fp32", 1024)
-    assert "removed" in triforce("store", "clear")[2]
+    assert kept["documents"] == ["text.txt"]
+    assert "\n                    of text.txt\n" in triforce("store", "show")[1]
+    assert "removed" in triforce("store", "clear", "-y")[2]
     assert not (tmp_path / "cache" / "store").exists()
+    assert "nothing is kept in" in triforce("store", "clear")[2]
+
+
+def test_removal_asks_and_one_model_or_document_can_be_named(
+    run: Triforce, pair: Path, triforce: Triforce, tmp_path: Path, answers: Callable[[str], None]
+) -> None:
+    """store clear removed all at once, without a question."""
+    (tmp_path / "other.txt").write_text(TEXT[::-1])
+    for file in (pair / "text.txt", tmp_path / "other.txt"):
+        run("generate", "--prompt-file", str(file))
+
+    def documents() -> list[str]:
+        return [
+            name for kept in json.loads(triforce("store", "show", "--json")[1])["kept"] for name in kept["documents"]
+        ]
+
+    assert triforce("store", "clear")[0] == 2  # nobody can be asked
+    answers("n")
+    code, _, err = triforce("store", "clear", "text.txt")
+    assert (code, "remove what is kept of text.txt, " in err, "nothing was removed" in err) == (0, True, True)
+    assert documents() == ["other.txt", "text.txt"]
+    code, _, err = triforce("store", "clear", "nobody", "text.txt", "-y")
+    assert (code, "nothing is kept of 'nobody' in" in err, documents()) == (2, True, ["other.txt", "text.txt"])
+    answers("y")
+    assert triforce("store", "clear", "text.txt")[0] == 0
+    assert documents() == ["other.txt"]
+    assert triforce("store", "clear", "target", "-y")[0] == 0
+    assert documents() == []
+
+
+def test_what_is_not_kept_is_not_said_to_be(run: Triforce, pair: Path, tmp_path: Path) -> None:
+    """What the model has read is kept, said a store that had no room for a page, and a file size limit."""
+    args = ("generate", "--prompt-file", str(pair / "text.txt"))
+    err = run(*args, "--store-size", "0.000001")[2]
+    assert "what the model has read is not kept: " in err
+    assert "the store may take 1.00 kB" in err
+    assert "is kept in" not in err
+    assert "what the model has read is kept in" in run(*args)[2]  # the first that is kept is said
 
 
 @pytest.mark.parametrize(
@@ -176,9 +228,9 @@ def test_what_is_kept_can_be_seen_and_removed(run: Triforce, pair: Path, triforc
 )
 def test_rows_are_kept_after_an_interrupt_and_not_after_an_error(error: BaseException | None, is_kept: bool) -> None:
     """What failed may be the engine, whose next error would hide the first."""
-    kept = list[object]()
+    kept = list[dict[str, Any]]()
     engine = SimpleNamespace(keep=lambda **settings: kept.append(settings))
-    with suppress(KeyboardInterrupt, OSError), rows_kept(engine, Output(quiet=True)):  # type: ignore[arg-type]
+    with suppress(KeyboardInterrupt, OSError), rows_kept(engine, ["a"], Output(quiet=True)):  # type: ignore[arg-type]
         if error is not None:
             raise error
-    assert bool(kept) is is_kept
+    assert [each["documents"] for each in kept] == [["a"]] * is_kept

@@ -24,7 +24,8 @@ from offload.plan.planner import Plan
 from offload.progress import Progress
 from offload.session.conditions import Conditions
 from offload.session.prefix_store import PrefixStore
-from offload.session.store_files import clear, shrink, summaries
+from offload.session.store_files import clear, nbytes, pages_of, remove, shrink, summaries
+from offload.units import size
 from sessions import IDENTITY, PAGE, Rows, bits
 from store_users import CONDITIONS, ENOUGH, TOKENS, keep, keep_forever, no_progress, opened, read, text, use
 
@@ -146,10 +147,23 @@ def test_the_least_used_pages_go_first_and_of_a_text_the_last_ones(tmp_path: Pat
 def test_a_text_that_has_no_room_is_kept_as_far_as_it_has(tmp_path: Path) -> None:
     keep(tmp_path / "all")
     page = files(tmp_path / "all")[0].stat().st_size
-    keep(tmp_path / "some", limit=3 * page + 1)
-    store, _ = opened(tmp_path / "some")
+    store, notes = opened(tmp_path / "some", limit=3 * page + 1)
+    for _ in range(2):
+        assert store.keep(Rows(TOKENS), None, TOKENS, no_progress) == 3 * PAGE
     assert store.stored(TOKENS).num_tokens == 3 * PAGE
     assert len(files(tmp_path / "some")) == 3
+    [note] = notes  # once
+    assert f"only the first {3 * PAGE} tokens of what the model has read are kept: {size(6 * page)} are needed" in note
+    assert f"the store may take {size(3 * page + 1)}; --store-size GB" in note
+
+
+def test_a_text_that_has_no_room_at_all_is_said(tmp_path: Path) -> None:
+    """It was said that what the model has read is kept, and nothing was."""
+    store, notes = opened(tmp_path, limit=10)
+    assert store.keep(Rows(TOKENS), None, TOKENS, no_progress) == 0
+    assert notes[0].startswith("what the model has read is not kept: ")
+    assert "are needed, and the store may take 10 B" in notes[0]
+    assert opened(tmp_path)[0].keep(Rows(TOKENS), None, TOKENS, no_progress) == 6 * PAGE
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +172,43 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, mon
 
     monkeypatch.setattr("offload.session.page.write_all", full)
     store, notes = opened(tmp_path)
-    store.keep(Rows(TOKENS), None, TOKENS, no_progress)
-    assert "No space left on device" in notes[0]
+    assert store.keep(Rows(TOKENS), None, TOKENS, no_progress) == 0
+    assert notes[0].startswith("what the model has read is not kept: ")
+    assert notes[0].endswith("No space left on device")
     assert not files(tmp_path)
     assert not list(tmp_path.glob("*/*.tmp"))
+
+
+def kept_of(root: Path, seed: int, *documents: str) -> list[int]:
+    """The tokens of a prompt with documents that is kept at `root`."""
+    tokens = text(seed)
+    assert opened(root)[0].keep(Rows(tokens), None, tokens, no_progress, documents=documents) == len(tokens)
+    return tokens
+
+
+def test_pages_are_removed_by_a_documents_name_and_by_the_models(tmp_path: Path) -> None:
+    lease, book, other = kept_of(tmp_path, 1, "lease.pdf"), kept_of(tmp_path, 2, "lease.pdf", "b"), kept_of(tmp_path, 3)
+    kept_of(tmp_path, 1, "copy.pdf")  # the same text by another name
+    assert summaries(tmp_path)[0].documents == ("b", "copy.pdf", "lease.pdf")
+    assert pages_of(tmp_path, "a") == {}
+    assert sum(pages_of(tmp_path, IDENTITY.model_name).values()) == nbytes(tmp_path)
+    assert pages_of(tmp_path, "copy.pdf").keys() < pages_of(tmp_path, "lease.pdf").keys()
+    remove(tmp_path, pages_of(tmp_path, "lease.pdf"))
+    assert [opened(tmp_path)[0].stored(tokens).num_tokens for tokens in (lease, book, other)] == [0, 0, len(other)]
+    assert summaries(tmp_path)[0].documents == ()
+    assert [file.name for file in tmp_path.glob("*/*.json")] == ["about.json"]
+    remove(tmp_path, pages_of(tmp_path, IDENTITY.model_name))
+    assert not tmp_path.exists()
+
+
+def test_a_name_goes_with_the_last_page_that_had_to_make_room(tmp_path: Path) -> None:
+    kept_of(tmp_path, 1, "old")
+    kept_of(tmp_path, 2, "new")
+    shrink(tmp_path, nbytes(tmp_path) // 2)
+    assert summaries(tmp_path)[0].documents == ("new",)
+    for file in tmp_path.glob("*/*.json"):
+        file.write_text("{")
+    assert summaries(tmp_path)[0].documents == ()
 
 
 def test_clear_removes_all_that_is_the_stores_own(tmp_path: Path) -> None:

@@ -307,10 +307,11 @@ class Engine:
         """
         self.prefix.save(store, extra, on_progress)
 
-    def keep(self, *, on_progress: OnProgress = ignore) -> None:
-        """Write the rows of the last prompt's prefill to the prefix store, for later prompts that begin alike. Does
-        nothing without one."""
-        self.prefix.keep(on_progress)
+    def keep(self, *, on_progress: OnProgress = ignore, documents: Sequence[str] = ()) -> int:
+        """Write the rows of the last prompt's prefill to the prefix store, for later prompts that begin alike.
+        documents: names of the prompt's, see `PrefixStore.keep`. Returns the number of tokens that are kept; 0 without
+        a store."""
+        return self.prefix.keep(on_progress, documents)
 
     def beside(self) -> Engine:
         """An engine of the same plan for another sequence: with its own caches, over the same models. Raises

@@ -176,11 +176,12 @@ class PrefixCache:
         report(total)
         self._num_saved = len(self.tokens)
 
-    def keep(self, on_progress: OnProgress) -> None:
+    def keep(self, on_progress: OnProgress, documents: Sequence[str]) -> int:
         """See `Engine.keep`."""
         worker, own = self._worker, self.tokens[: self._num_own]
-        if (store := self._store_for(own)) is not None:
-            store.keep(worker.rows, worker.window_rows, own, on_progress, worker.state_rows)
+        if (store := self._store_for(own)) is None:
+            return 0
+        return store.keep(worker.rows, worker.window_rows, own, on_progress, worker.state_rows, documents)
 
     def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns

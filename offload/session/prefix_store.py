@@ -28,10 +28,12 @@ from offload.session.layout import PageFile
 from offload.session.manifest import Page
 from offload.session.page import PagedRows, WindowRows, read_page, write_page
 from offload.session.states import StateRows, read_state, write_state
-from offload.session.store_files import PageName, make_folder, nbytes, shrink, unfinished
+from offload.session.store_files import PageName, make_folder, nbytes, note_documents, shrink, unfinished
+from offload.units import size
 
 MOST_BYTES, FREE_SHARE = 20 * 10**9, 10  # of the store: at most so much, and this part of what the disk has free
 _USUAL_RATE, _TELLING_BYTES = 0.5e9, 32 << 20  # bytes a second of an SSD; bytes whose reading tells the rate
+NOT_KEPT = "what the model has read is not kept"
 _RATE = "store_read"  # key of the measured rate, bytes a second
 
 Key = tuple[str, int]  # "rows", "windows" or "states", see `PageName`, and the number of a page
@@ -62,6 +64,7 @@ class PrefixStore:
         self._formats = {"rows": identity.page_format, "windows": identity.window_format}
         self._state_format = identity.state_format
         self._damaged = set[str]()  # files
+        self._has_told = False  # that a prompt could not be kept
 
     def stored(self, tokens: Sequence[int]) -> Stored:
         """The longest beginning of `tokens` with which a sequence can begin from the store."""
@@ -108,20 +111,26 @@ class PrefixStore:
         tokens: Sequence[int],
         on_progress: OnProgress,
         states: StateRows | None = None,
-    ) -> None:
+        documents: Sequence[str] = (),
+    ) -> int:
         """Write the missing whole pages of `tokens`, the first ones of `rows` and `windows`, which one prefill has
         computed, and `states` at ends of pages, up to the last of them. Nothing is written where a window has lost rows
-        that a sequence needs to go on from there, or where there are no such states."""
+        that a sequence needs to go on from there, or where there are no such states. documents: names of the prompt's,
+        by which its pages can be removed. Returns the number of tokens with which a sequence can begin from the store
+        then. Fewer than there is no room for are said, once."""
         links = self._conditions.links(tokens)
         ends: Sequence[int] = ()
         if states is not None:
             ends = [place // self._page_tokens for place in states.places if place % self._page_tokens == 0]
             links = links[: max((end for end in ends if end <= len(links)), default=0)]
             if not links:
-                return
+                return 0
         stop, first = len(links) * self._page_tokens, 0 if windows is None else windows.first_page
         if windows is not None and first > self._conditions.first_seen(stop):
-            return
+            return 0
+        needed = sum(self._most_nbytes(kind) for kind, _ in self._wanted(len(links), first))
+        needed += self._most_nbytes("states")
+        why = ""
         try:
             identity = self._conditions.identity
             make_folder(self.root, self.path, model_name=identity.model_name, dtype=identity.dtype)
@@ -139,9 +148,20 @@ class PrefixStore:
                     cache = rows if windows is None or kind == "rows" else windows
                     self._write(folder, cache, kind, number, links[number], report)
             self._touch(self.stored(tokens), tokens)
-            shrink(self.root, self._most_bytes())
+            shrink(self.root, most := self._most_bytes())
+            if needed > most:
+                why = f"the store may take {size(most)}; --store-size GB sets another limit"
         except OSError as error:
-            self._on_note(f"{self.path}: what the model has read could not be kept ({error.strerror})")
+            why = f"{self.path}: {error.strerror}"
+        kept = self.stored(tokens).num_tokens
+        if kept:
+            with contextlib.suppress(OSError):
+                note_documents(self.path, documents, self._conditions.links(tokens[:kept]))
+        if why and not self._has_told:
+            some = f"only the first {kept:,} tokens of what the model has read are kept" if kept else NOT_KEPT
+            self._on_note(f"{some}: {size(needed)} are needed, and {why}")
+            self._has_told = True
+        return kept
 
     def _wanted(self, count: int, first: int) -> list[Key]:
         """The pages of `count` pages of tokens, in layers with a window from page `first` on."""

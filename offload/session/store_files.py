@@ -1,6 +1,7 @@
 """The files of the prefix store: their names, their sizes, and their removal.
 
-Each folder of the store has the pages of one set of conditions, and about.json with the model's name.
+Each folder of the store has the pages of one set of conditions, about.json with the model's name, and for each prompt
+with documents a file with their names and the links of its pages.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from offload.errors import ModelError
+from offload.fields import TEXT, Fields, list_of
 from offload.files import user_folder, write_whole
 from offload.plan.rates import FOLDER_VARIABLE
 from offload.strict_json import read_json
@@ -24,7 +27,9 @@ _OLD_SECONDS = 3600.0  # since a page was begun that is not finished: its writer
 _FOLDER = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _PAGE = re.compile(r"([0-9a-f]{32})-(rows|windows|states)-([0-9a-f]{32})-([0-9a-f]{0,1024})\.safetensors", re.ASCII)
 _UNFINISHED = re.compile(r"[0-9a-f]{16}\.tmp", re.ASCII)
+_RECORD = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 _ABOUT, _MODEL, _DTYPE = "about.json", "model", "dtype"
+_DOCUMENTS, _LINKS = "documents", "links"
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,14 @@ def store_folder() -> Path:
 @dataclass(frozen=True)
 class Summary:
     """The rows that the store has of one model under one set of conditions. num_pages: pages of tokens. used: the time
-    of the last use, in seconds since the epoch."""
+    of the last use, in seconds since the epoch. documents: names of those in its prompts."""
 
     model_name: str
     dtype: str
     num_pages: int
     nbytes: int
     used: float
+    documents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,14 @@ def make_folder(root: Path, folder: Path, *, model_name: str, dtype: str) -> Non
         write_whole(about, json.dumps({_MODEL: model_name, _DTYPE: dtype}))
 
 
+def note_documents(folder: Path, documents: Sequence[str], links: Sequence[str]) -> None:
+    """Note that a prompt with these documents has pages with these links. OSError."""
+    if documents:
+        record = folder / f"{links[-1]}.json"
+        names = dict.fromkeys((*_record(record)[0], *documents))
+        write_whole(record, json.dumps({_DOCUMENTS: list(names), _LINKS: list(links)}), mode=0o600)
+
+
 def nbytes(root: Path) -> int:
     """Bytes of all pages."""
     return sum(file.nbytes for file in _files(root))
@@ -102,6 +116,8 @@ def shrink(root: Path, limit: int) -> int:
             with contextlib.suppress(OSError):  # another process removes it, too
                 file.path.unlink()
             removed += file.nbytes
+    if removed:
+        _forget(root)
     return removed
 
 
@@ -109,6 +125,31 @@ def clear(root: Path) -> int:
     """Remove all of the store at `root`. Returns the number of bytes removed. Other files stay, and pages that are
     being written."""
     removed = shrink(root, -1)
+    _tidy(root)
+    return removed
+
+
+def pages_of(root: Path, name: str) -> dict[Path, int]:
+    """The pages of all prompts to the model `name`, and of those with a document of this name, and their bytes."""
+    found: dict[Path, int] = {}
+    for folder in _folders(root):
+        of_document = {link for names, links in _records(folder).values() if name in names for link in links}
+        is_model = _about(folder).get(_MODEL) == name
+        files = [file for file in _files_of(folder) if file.is_page]
+        found |= {file.path: file.nbytes for file in files if is_model or _link(file.path) in of_document}
+    return found
+
+
+def remove(root: Path, pages: Iterable[Path]) -> None:
+    """Remove pages of the store at `root`."""
+    for page in pages:
+        page.unlink(missing_ok=True)  # another process may remove it, too
+    _tidy(root)
+
+
+def _tidy(root: Path) -> None:
+    """Remove folders without pages, and all that is in them."""
+    _forget(root)
     for folder in _folders(root):
         with contextlib.suppress(OSError):  # a page is being written, or was just now
             if os.listdir(folder) == [_ABOUT]:
@@ -116,7 +157,6 @@ def clear(root: Path) -> int:
             folder.rmdir()
     with contextlib.suppress(OSError):
         root.rmdir()
-    return removed
 
 
 def summaries(root: Path) -> list[Summary]:
@@ -126,15 +166,51 @@ def summaries(root: Path) -> list[Summary]:
         files = [file for file in _files_of(folder) if file.is_page]
         if not files:
             continue
-        try:
-            about = read_json(folder / _ABOUT)
-        except ModelError:
-            about = {}
+        about = _about(folder)
         name, dtype = (str(about.get(key, "")) for key in (_MODEL, _DTYPE))
-        links = {file.path.name.partition("-")[0] for file in files}
+        links = {_link(file.path) for file in files}
         used = max(file.used for file in files)
-        found.append(Summary(name, dtype, len(links), sum(file.nbytes for file in files), used))
+        documents = sorted({document for names, _ in _records(folder).values() for document in names})
+        found.append(Summary(name, dtype, len(links), sum(file.nbytes for file in files), used, tuple(documents)))
     return sorted(found, key=lambda summary: -summary.used)
+
+
+def _forget(root: Path) -> None:
+    """Remove the names of documents whose pages have gone."""
+    for folder in _folders(root):
+        links = {_link(file.path) for file in _files_of(folder) if file.is_page}
+        for record, (_, linked) in _records(folder).items():
+            if links.isdisjoint(linked):
+                with contextlib.suppress(OSError):
+                    record.unlink()
+
+
+def _link(page: Path) -> str:
+    return page.name.partition("-")[0]
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        return read_json(folder / _ABOUT)
+    except ModelError:
+        return {}
+
+
+def _records(folder: Path) -> dict[Path, tuple[list[str], list[str]]]:
+    """(names of documents, links of pages) of each prompt with documents, by its file."""
+    try:
+        return {folder / name: _record(folder / name) for name in os.listdir(folder) if _RECORD.fullmatch(name)}
+    except OSError:
+        return {}
+
+
+def _record(file: Path) -> tuple[list[str], list[str]]:
+    """(names of documents, links of pages); none of a missing or damaged file."""
+    try:
+        fields = Fields(read_json(file), str(file))
+        return fields.get(_DOCUMENTS, list_of(TEXT)), fields.get(_LINKS, list_of(TEXT))
+    except ModelError:
+        return [], []
 
 
 def _folders(root: Path) -> list[Path]:

@@ -114,7 +114,7 @@ class Run:
             engine = stack.enter_context(open_engine(prepared, plan, on_progress=self._on_progress))
             self._writer.begin(engine, answer, text)
             if store is None:
-                stack.enter_context(rows_kept(engine, self.output))
+                stack.enter_context(rows_kept(engine, [document.name for document in prompt.documents], self.output))
             else:
                 stack.enter_context(kept(store, engine, answer, self.output))
             request = prompt.request(wanted, max_tokens=plan.request.max_tokens, reuse=store is not None)

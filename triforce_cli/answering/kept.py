@@ -61,21 +61,21 @@ def _extra(answer: Answer, rows: Sequence[int]) -> dict[str, object]:
 
 
 @contextmanager
-def rows_kept(engine: Engine, output: Output) -> Iterator[None]:
+def rows_kept(engine: Engine, documents: Sequence[str], output: Output) -> Iterator[None]:
     """At the end, also after an interrupt, keep the rows of the prompt's prefill in the prefix store, if there is one.
-    After an error nothing is kept: the engine may have caused it. The first use of the store is said."""
-    from offload.session.store_files import store_folder
+    After an error nothing is kept: the engine may have caused it. The first use of the store is said. documents: their
+    names."""
+    from offload.session.store_files import nbytes, store_folder
 
-    is_new = not (folder := store_folder()).exists()
+    is_new = not nbytes(folder := store_folder())
     try:
         yield
     except (KeyboardInterrupt, Terminated, TimedOut, BrokenPipeError):
-        engine.keep()  # in silence: the line of text is still open
+        engine.keep(documents=documents)  # in silence: the line of text is still open
         raise
     else:
         output.end_shown_line()
-        engine.keep(on_progress=output.progress)
-        if is_new and folder.exists():
+        if engine.keep(on_progress=output.progress, documents=documents) and is_new:
             output.note(
                 f"what the model has read is kept in {folder}, so that it is not read again; --no-store leaves it out"
             )

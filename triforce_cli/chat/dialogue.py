@@ -226,7 +226,7 @@ class Dialogue:
 
         def work(on_progress: OnProgress) -> None:
             self.engine.precompute(tokens, on_progress)
-            self.engine.keep(_session_data(conversation), on_progress)
+            self.engine.keep(_session_data(conversation), _names(conversation), on_progress)
 
         self._background.start(work, conversation, follows=self._follows(tokens))
         self._precomputed = tokens
@@ -259,7 +259,7 @@ class Dialogue:
         with self.output:
             self._background.break_off(self._show)
             self.engine.restore(self._certain(self.conversation), self._show)
-            self.engine.keep(_session_data(self.conversation), self._show)
+            self.engine.keep(_session_data(self.conversation), _names(self.conversation), self._show)
 
     def status(self) -> str:
         """The status line: context used, speed of the last reply, progress of the background work."""
@@ -362,6 +362,10 @@ class Dialogue:
 
 def _no_command(typed: str) -> str:
     return f"/{typed}" if typed.startswith("/") else typed
+
+
+def _names(conversation: Conversation) -> list[str]:
+    return [document.name for document in conversation.documents]
 
 
 def _session_data(conversation: Conversation) -> dict[str, object]:

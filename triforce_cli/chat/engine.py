@@ -97,10 +97,11 @@ class ChatEngine:
             self.restore(tokens, on_progress)
             engine.precompute(tokens, on_progress=on_progress)
 
-    def keep(self, extra: Mapping[str, object], on_progress: OnProgress) -> None:
-        """Save the engine's rows in the session; without one, keep those of a prefill in the prefix store."""
+    def keep(self, extra: Mapping[str, object], documents: Sequence[str], on_progress: OnProgress) -> None:
+        """Save the engine's rows in the session; without one, keep those of a prefill in the prefix store. documents:
+        names of those in the conversation."""
         if self.store is None and self._engine is not None:
-            self._engine.keep(on_progress=on_progress)
+            self._engine.keep(on_progress=on_progress, documents=documents)
         if self.store is not None and not self.store.read_only and self._engine is not None:
             self._engine.save(self.store, extra, on_progress=on_progress)
 

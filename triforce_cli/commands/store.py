@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from offload.errors import UsageError
 from offload.session.store_files import clear as clear_store
-from offload.session.store_files import store_folder, summaries
+from offload.session.store_files import nbytes, pages_of, remove, store_folder, summaries
 from offload.units import size
 from triforce_cli import options
+from triforce_cli.consent import Yes, agreed
 from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
 from triforce_cli.render import store as render_store
+from triforce_cli.render.sessions import named
 
 store = typer.Typer(
     cls=Group, no_args_is_help=True, help="Look at what is kept of long prompts (--no-store), or remove it."
 )
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME]...", help="Models or documents, as store show names them.", show_default=False),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +52,40 @@ class Showing:
 
 @dataclass(frozen=True, kw_only=True)
 class Clearing:
-    """One `triforce store clear`, parsed."""
+    """One `triforce store clear`, parsed. names: of models and documents, distinct; empty: all that is kept."""
 
+    names: Sequence[str]
+    yes: bool
     quiet: bool
 
     def run(self) -> None:
+        """Remove all that is named, or nothing if there is nothing of one of the names."""
+        folder = store_folder()
         with Output(quiet=self.quiet) as output:
-            removed = clear_store(store_folder())
-            output.note(f"removed {size(removed)} from {store_folder()}")
+            pages = {page: count for name in self.names for page, count in self._pages(folder, name).items()}
+            total = sum(pages.values()) if self.names else nbytes(folder)
+            if not total:
+                output.note(f"nothing is kept in {folder}")
+            which = f"what is kept of {named(list(self.names))}" if self.names else f"all that is kept in {folder}"
+            if total and not self.yes and not agreed(output, f"remove {which}, {size(total)}, for good?"):
+                return
+            if self.names:
+                remove(folder, pages)
+            else:
+                clear_store(folder)
+            output.note(f"removed {size(total)} from {folder}" if total else "")
+
+    def _pages(self, folder: Path, name: str) -> dict[Path, int]:
+        """The pages of a model or a document. Raises UsageError if there are none."""
+        if not (found := pages_of(folder, name)):
+            raise UsageError(f"nothing is kept of {name!r} in {folder}; 'triforce store show' lists what is")
+        return found
 
 
 @store.command()
 @spread
 def show(*, json: options.AsJson = False, quiet: options.Quiet = False, program: ProgramFlags) -> Showing:
-    """Show what is kept of long prompts, by model: tokens, size, last use.
+    """Show what is kept of long prompts, by model: tokens, size, last use, names of documents.
 
     Every command that reads a prompt of a thousand tokens or more keeps what it computes of it, and no later prompt
     that begins alike is computed again. It is in the user's cache folder, or in the folder that TRIFORCE_CACHE_DIR
@@ -67,11 +98,13 @@ def show(*, json: options.AsJson = False, quiet: options.Quiet = False, program:
 
 @store.command()
 @spread
-def clear(*, quiet: options.Quiet = False, program: ProgramFlags) -> Clearing:
-    """Remove all that is kept of prompts. The next one is read again, and kept again (--no-store).
+def clear(names: Names = None, *, yes: Yes = False, quiet: options.Quiet = False, program: ProgramFlags) -> Clearing:
+    """Remove what is kept of prompts: all of it, or that of models or of documents. The next prompt is read again, and
+    kept again (--no-store).
 
-    It holds the prompts' content in the model's own numbers. Sessions and models stay.
+    It holds the prompts' content in the model's own numbers. Sessions and models stay. Of a prompt with one of the
+    documents all is removed, what other prompts share with it, too.
 
-    Example: triforce store clear
+    Example: triforce store clear lease.pdf --yes
     """
-    return Clearing(quiet=quiet)
+    return Clearing(names=tuple(dict.fromkeys(names or ())), yes=yes, quiet=quiet)

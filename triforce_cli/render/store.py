@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offload.plan.options import PAGE_TOKENS
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.sessions import moment, timestamp
+from triforce_cli.render.sessions import moment, named, timestamp
 from triforce_cli.render.text import NOTHING, line_text, path_text
 
 if TYPE_CHECKING:
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def table(found: Sequence[Summary]) -> str:
-    """One line for each model and dtype, and for each change of what its numbers depend on."""
-    rows = [("tokens", "size", "last used", "dtype", "model"), *map(_cells, found)]
-    return "".join(f"{row[0]:>9}  {row[1]:>7}  {row[2]:<16}  {row[3]:<5}  {row[4]}\n" for row in rows)
+    """One line for each model and dtype, and for each change of what its numbers depend on; below it the documents."""
+    lines = [_line("tokens", "size", "last used", "dtype", "model")]
+    for each in found:
+        lines.append(_line(*_cells(each)))
+        lines += [f"{'':>20}of {line_text(named(each.documents))}"] * bool(each.documents)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def document(folder: Path, found: Sequence[Summary]) -> dict[str, Any]:
@@ -33,6 +36,7 @@ def document(folder: Path, found: Sequence[Summary]) -> dict[str, Any]:
                 "dtype": each.dtype,
                 "num_tokens": each.num_pages * PAGE_TOKENS,
                 "bytes": each.nbytes,
+                "documents": list(each.documents),
                 "used": timestamp(each.used),
             }
             for each in found
@@ -43,6 +47,11 @@ def document(folder: Path, found: Sequence[Summary]) -> dict[str, Any]:
 
 def footnote(folder: Path, found: Sequence[Summary]) -> str:
     return f"{size(sum(each.nbytes for each in found))}, in {path_text(folder)}; 'triforce store clear' removes it"
+
+
+def _line(*cells: str) -> str:
+    tokens, size, used, dtype, model = cells
+    return f"{tokens:>9}  {size:>7}  {used:<16}  {dtype:<5}  {model}"
 
 
 def _cells(each: Summary) -> tuple[str, ...]:

@@ -290,6 +290,104 @@ def test_hidden_text_of_a_page_is_left_out_and_counted(how: str, is_hidden: bool
     assert heard.notes == (["a.html (web page): 16 hidden characters are left out"] if is_hidden else [])
 
 
+PARTS = "<h2 id=related>Related</h2><p>First.</p>{}<p>Last of a main text that is long enough to be one.</p>"
+NAMED = "<h2>Title</h2><p>In a part.</p>"
+
+
+@pytest.mark.parametrize(
+    ("around", "part", "is_text"),
+    [
+        ("<main>{}</main>", "<section id=comments>", True),
+        ("<main>{}</main>", "<section id=Comments class=level2>", True),
+        ("<main>{}</main>", "<div id=sharing class=section>", True),
+        ("<main>{}</main>", "<div id=related>", True),
+        ("<div role=main>{}</div>", "<div id=comments>", True),
+        ("<main><article>{}</article></main>", "<section id=share>", True),
+        ("<main><article>A.</article><article>{}</article></main>", "<div id=comments>", True),
+        ("<article>{}</article>", "<div id=social>", True),
+        ("<main><article>A.</article></main><main>{}</main>", "<div id=comments>", True),
+        ("<div>{}</div>", "<section id=comments>", True),
+        ("<div>{}</div>", "<div class=section id=comments>", True),
+        ("<main>{}</main>", "<aside role=note>", True),
+        ("<main>{}</main>", "<aside class='footnote brackets'>", True),
+        ("<article>{}</article>", "<aside role=doc-endnotes>", True),
+        ("<main>{}</main>", "<footer id=cookies>", True),
+        ("<div>{}</div>", "<div id=comments>", False),
+        ("<div>{}</div>", "<ul id=related>", False),
+        ("<main>{}</main>", "<section class=comments id=x>", False),
+        ("<main>{}</main>", "<div id=comments class=comments-area>", False),
+        ("<main><article>{}</article></main>", "<div id=disqus_thread>", False),
+        ("<main><article>A.</article>{}</main>", "<div id=comments>", False),
+        ("<main>{}</main>", "<aside>", False),
+        ("<main>{}</main>", "<nav id=structure>", False),
+        ("<main>{}</main>", "<section role=navigation>", False),
+        ("<div>{}</div>", "<aside class=note>", False),
+    ],
+)
+def test_an_id_in_the_main_text_is_the_place_of_a_heading(
+    around: str, part: str, is_text: bool, heard: Heard, tmp_path: Path
+) -> None:
+    """A manual's section about comments was taken for comments of readers."""
+    inside = PARTS.format(f"{part}{NAMED}</{part[1:].split()[0].rstrip('>')}>")
+    text = heard.text(page(tmp_path / "a.html", around.format(inside)))
+    assert ("Title\n\nIn a part." in text) == is_text
+    assert "Related" in text
+
+
+def math(inside: str, prefix: str = "") -> str:
+    tags = inside.replace("</", f"\0{prefix}").replace("<", f"<{prefix}").replace("\0", "</")
+    return f'<{prefix}math xmlns:m="http://www.w3.org/1998/Math/MathML" alttext="x^2">{tags}</{prefix}math>'
+
+
+MI = "<msup><mi>x</mi><mn>2</mn></msup>"
+TEX = '<annotation encoding="application/x-tex">x^2</annotation>'
+SEMANTICS = f"<semantics><mrow>{MI}</mrow>{TEX}</semantics>"
+CONTENT = (
+    f'<semantics>{MI}<annotation-xml encoding="MathML-Content"><ci>x</ci><cn>2</cn></annotation-xml>{TEX}</semantics>'
+)
+DRAWN = "<span aria-hidden=true><span>x</span><span><span>2</span></span></span>"
+
+
+@pytest.mark.parametrize(
+    ("formula", "text"),
+    [
+        (math(MI), "x2"),
+        (math(SEMANTICS), "x2"),
+        (math(SEMANTICS, "m:"), "x2"),
+        (math(CONTENT), "x2"),
+        (math(f"<semantics>{TEX}</semantics>"), "x^2"),  # what stands first is shown
+        (math(f"<semantics><annotation-xml>{MI}</annotation-xml>{TEX}</semantics>"), "x2"),
+        (math(f"<maction><mi>a</mi><mi>b</mi></maction><mphantom><mi>c</mi></mphantom>{MI}"), "ax2"),
+        (f"<span class=katex><span class=katex-mathml>{math(SEMANTICS)}</span>{DRAWN}</span>", "x2"),
+        (f"<span class=katex>{DRAWN}</span>", "x2"),
+        (f"{math(SEMANTICS)} <b aria-hidden=true>!</b>", "x2"),
+        (f"{math(SEMANTICS)} or <b aria-hidden=true>y</b>", "x2 or y"),
+        (f"<b>so</b> <b aria-hidden=true>*</b>{math(MI)}", "so *x2"),
+        (f"<span>{DRAWN}<span class=MJX_Assistive_MathML role=presentation>{math(MI)}</span></span>", "x2"),
+        (f"<mjx-container><svg></svg><mjx-assistive-mml>{math(MI)}</mjx-assistive-mml></mjx-container>", "x2"),
+        (f"<mjx-container>{DRAWN}<mjx-assistive-mml>{math(MI)}</mjx-assistive-mml></mjx-container>", "x2"),
+        (f"<span class=mwe-math-mathml-a11y style='display: none;'>{math(SEMANTICS)}</span><img alt='x^2'>", "x2"),
+        (f"{math(SEMANTICS)}, {math(CONTENT)}", "x2, x2"),
+    ],
+)
+def test_a_formula_is_read_once(formula: str, text: str, heard: Heard, tmp_path: Path) -> None:
+    """It was read as MathML, once more as the TeX beside it, and once more as scripts draw it."""
+    assert heard.text(page(tmp_path / "a.html", f"<p>With {formula} here.")) == f"With {text} here.\n"
+
+
+@pytest.mark.parametrize(
+    ("cases", "text"),
+    [
+        (f'<epub:case required-namespace="http://www.w3.org/1998/Math/MathML">{math(MI)}</epub:case>', "x2"),
+        ('<epub:case required-namespace="urn:of-tomorrow">new</epub:case>', "old"),
+        ("", "old"),
+    ],
+)
+def test_one_case_of_a_switch_is_read(cases: str, text: str, heard: Heard, tmp_path: Path) -> None:
+    chapter = f"<p>With <epub:switch>{cases}<epub:default>old</epub:default></epub:switch> here.</p>"
+    assert heard.text(epub(tmp_path / "a.epub", {"a.xhtml": chapter})) == f"With {text} here.\n"
+
+
 def test_table_that_lays_out_a_page_is_no_row(heard: Heard, tmp_path: Path) -> None:
     text = f"<table><tr><td>Left<td>{''.join(f'<p>{text}</p>' for text in STORY)}</table>"
     assert heard.text(page(tmp_path / "a.htm", text)) == "\n\n".join(["Left", *STORY]) + "\n"

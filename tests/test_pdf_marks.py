@@ -18,16 +18,25 @@ def heard() -> Heard:
     return Heard()
 
 
-def raw(path: Path, annotations: list[str], *, catalog: str = "", contents: str = "Page", num_pages: int = 1) -> Path:
+def raw(
+    path: Path,
+    annotations: list[str],
+    *,
+    catalog: str = "",
+    contents: str = "Page",
+    page: str = "",
+    resources: str = "",
+    num_pages: int = 1,
+) -> Path:
     """Of a page with annotations, as its objects are written, from object 6 on, and objects that they name."""
     drawn = f"BT /F1 12 Tf 72 720 Td ({contents}) Tj ET"
     named = " ".join(f"{6 + number} 0 R" for number, each in enumerate(annotations) if "/Annot " in each)
-    font = "/Resources << /Font << /F1 5 0 R >> >>"
-    page = f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R {font} /Annots [{named}] >>"
+    font = f"/Resources << /Font << /F1 5 0 R >> {resources} >>"
+    whole = f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R {font} /Annots [{named}] {page} >>"
     objects = [
         f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
         f"<< /Type /Pages /Kids [{'3 0 R' if num_pages else ''}] /Count {num_pages} >>",
-        page,
+        whole,
         f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
         "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
         *annotations,
@@ -133,3 +142,68 @@ def test_damaged_annotations_do_not_keep_a_page_from_being_read(heard: Heard, tm
 def test_a_pdf_without_pages_is_no_scan(heard: Heard, tmp_path: Path) -> None:
     said = heard.refused(raw(tmp_path / "a.pdf", [], num_pages=0))
     assert said.endswith("a.pdf has no pages; fetch it again, or save it anew")
+
+
+def actual(text: str, inside: str = "(x) Tj") -> str:
+    """Content of an ActualText, within the text of a page: it ends a string, and begins one."""
+    return f") Tj /Span << /ActualText {text} >> BDC {inside} EMC ("
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [
+        (f"Of{actual('(fi)')}ce", "Office"),
+        (f"a{actual('()')}b", "ab"),
+        (f"a{actual('<FEFF00E9D83DDE00>')}b", "aé😀b"),
+        (f"a{actual('<FFFEE900>')}b", "aéb"),
+        (f"a{actual('<EFBBBFC3A9>')}b", "aéb"),
+        (f"a{actual('<FEFF001B0065006E001B0062>')}c", "abc"),  # its language is no text
+        (f"a{actual('(b)', '[(x) 20 (y)] TJ')}c", "abc"),
+        (f"a{actual('(b)', '/Span << /ActualText (no) >> BDC (x) Tj EMC (y) Tj')}c", "abc"),
+        (f"a{actual('(b)', '/Art BMC (x) Tj EMC (y) Tj')}c", "abc"),
+        (f"a{actual('(b)', '12 TL (x) Tj (y) ' + chr(39))}c", "ab\nc"),
+        (f"a{actual('(b)', '1 2 (y) ' + chr(34))}c", "abc"),
+        (f"a{actual('(b)', '/Form Do')}c", "a\nbc"),
+        (f"{actual('(b)')}{actual('(c)')}d", "bcd"),
+        (f"a{actual('7')}b", "axb"),
+        (f"a{actual('<FEFFD8>')}b", "axb"),  # half a character
+        ("a) Tj /Span << /Lang (en) >> BDC (x) Tj EMC (b", "axb"),
+        ("a) Tj /Span /Named BDC (x) Tj EMC (b", "anamedb"),
+        ("a) Tj /Span /NoSuch BDC (x) Tj EMC EMC BDC (y) Tj EMC (b", "axyb"),
+        ("a) Tj /Form Do /Span /Named BDC (x) Tj EMC (b", "a\nin a formnamedb"),
+    ],
+)
+def test_an_actual_text_is_read_in_place_of_what_is_drawn(
+    contents: str, text: str, heard: Heard, tmp_path: Path
+) -> None:
+    """A ligature without a code of its own was read as another character, and a hyphen at a line's end as one."""
+    drawn = "BT /F1 12 Tf 72 720 Td (in a ) Tj /Span /Named BDC (x) Tj EMC ET"
+    own = "/Resources << /Font << /F1 5 0 R >> /Properties << /Named << /ActualText (form) >> >> >>"
+    form = f"<< /Type /XObject /Subtype /Form /BBox [0 0 612 792] {own} /Length {len(drawn)} >>"
+    named = "/XObject << /Form 6 0 R >> /Properties << /Named << /ActualText (named) >> >>"
+    assert (
+        heard.text(raw(tmp_path / "a.pdf", [f"{form}\nstream\n{drawn}\nendstream"], contents=contents, resources=named))
+        == f"{text}\n"
+    )
+
+
+def test_an_actual_text_of_the_structure_is_read_once_for_all_its_content(heard: Heard, tmp_path: Path) -> None:
+    objects = [
+        "<< /Type /StructTreeRoot /ParentTree 7 0 R >>",
+        "<< /Kids [<< /Limits [0 1] /Nums [0 [11 0 R]] >> "
+        "<< /Limits [2 9] /Nums [2 [8 0 R 9 0 R 10 0 R 11 0 R]] >>] >>",
+        "<< /S /Span /P 12 0 R /ActualText (ffi) >>",
+        "<< /S /Span /P 8 0 R /ActualText (inner) >>",
+        "<< /S /P /P 12 0 R >>",
+        "<< /S /Span /P 12 0 R /ActualText () >>",
+        "<< /S /Document >>",
+    ]
+    content = "".join(f") Tj /Span << /MCID {number} >> BDC ({number}) Tj EMC (-" for number in (0, 1, 2, 3, 9))
+    file = raw(tmp_path / "a.pdf", objects, catalog="/StructTreeRoot 6 0 R", contents=content, page="/StructParents 2")
+    assert heard.text(file) == "ffi--2--9-\n"
+
+
+def test_an_actual_text_of_an_annotation_is_read(heard: Heard, tmp_path: Path) -> None:
+    stamp = annotation("Stamp", "/AP << /N 7 0 R >>")
+    drawn = appearance(f"a{actual('(b)')}c")
+    assert heard.text(raw(tmp_path / "a.pdf", [stamp, drawn])) == "Page\nabc\n"

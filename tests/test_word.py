@@ -222,6 +222,47 @@ def test_a_text_box_is_read_once(heard: Heard, tmp_path: Path) -> None:
     assert heard.text(file) == "In the box\n\nAround 0\n\nOnly in the box\n\nAround 1\n"
 
 
+SHAPE = 'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+CANVAS = 'xmlns:wpc="http://schemas.microsoft.com/office/word/2010/wordprocessingCanvas"'
+EMOJI = 'xmlns:w16se="http://schemas.microsoft.com/office/word/2015/wordml/symex"'
+
+
+@pytest.mark.parametrize(
+    ("requires", "declared", "is_read"),
+    [
+        ("wps", SHAPE, True),
+        ("wps wpc", f"{SHAPE} {CANVAS}", True),
+        ("a", SHAPE.replace("wps=", "a="), True),  # a prefix is a name alone
+        ("wps new", f'{SHAPE} xmlns:new="urn:of-tomorrow"', False),
+        ("new wps", f'{SHAPE} xmlns:new="urn:of-tomorrow"', False),
+        ("wps", 'xmlns:wps="urn:of-tomorrow"', False),
+        ("wps", 'xmlns:wps="http://schemas.microsoft.com/office/word/2099/wordprocessingShape"', False),
+        ("w16se", EMOJI, False),
+        ("undeclared", SHAPE, False),
+        ("", "", True),
+    ],
+)
+def test_a_choice_is_read_if_all_that_it_requires_is_known(
+    requires: str, declared: str, is_read: bool, heard: Heard, tmp_path: Path
+) -> None:
+    """A choice for readers of tomorrow was taken, and the fallback with its text left out."""
+    choice = f'<mc:Choice Requires="{requires}">{run("Choice")}</mc:Choice>'
+    other = f'<mc:Choice Requires="wps" {SHAPE}>{run("Second")}</mc:Choice>'
+    for others, instead in ((f"<mc:Fallback>{run('Fallback')}</mc:Fallback>", "Fallback"), (other, "Second"), ("", "")):
+        branches = f"<mc:AlternateContent {declared}>{choice}{others}</mc:AlternateContent>"
+        file = document(tmp_path / "a.docx", paragraph(branches, run("|End")))
+        assert heard.text(file) == f"{'Choice' if is_read else instead}|End\n"
+
+
+def test_a_prefix_ends_with_the_element_that_declares_it(heard: Heard, tmp_path: Path) -> None:
+    inner = paragraph(
+        f'<mc:AlternateContent xmlns:x="urn:of-tomorrow"><mc:Fallback>{run("a")}</mc:Fallback></mc:AlternateContent>'
+    )
+    outer = f'<mc:AlternateContent><mc:Choice Requires="x">{run("b")}</mc:Choice></mc:AlternateContent>'
+    body = f"<w:sdt {SHAPE.replace('wps=', 'x=')}><w:sdtContent>{inner}{paragraph(outer)}</w:sdtContent></w:sdt>"
+    assert heard.text(document(tmp_path / "a.docx", body)) == "a\n\nb\n"
+
+
 def test_paragraphs_whose_mark_is_deleted_or_hidden_are_one(heard: Heard, tmp_path: Path) -> None:
     body = "".join(
         paragraph(run("One "), properties=f"<w:rPr><w:{gone}/></w:rPr>") + paragraph(run("line"))

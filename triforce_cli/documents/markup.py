@@ -4,7 +4,7 @@ nothing outside it is fetched."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from offload.errors import UsageError
 from triforce_cli.documents.limits import Meter, library
@@ -22,6 +22,15 @@ class Listener(Protocol):
     def text(self, text: str) -> None: ...
 
 
+@runtime_checkable
+class NamespaceListener(Listener, Protocol):
+    """A listener that also hears which prefixes stand for which namespaces, around the elements that declare them."""
+
+    def start_ns(self, prefix: str, namespace: str) -> None: ...
+
+    def end_ns(self, prefix: str) -> None: ...
+
+
 class _Events:
     """The parser's target: counts the depth of nested elements, and refuses entity definitions."""
 
@@ -30,6 +39,8 @@ class _Events:
         self._depth = 0
         self.data = listener.text
         self.is_over = False
+        if isinstance(listener, NamespaceListener):
+            self.start_ns, self.end_ns = listener.start_ns, listener.end_ns
 
     def start(self, tag: str, attributes: Attributes) -> None:
         self._depth += 1

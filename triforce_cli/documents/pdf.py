@@ -1,7 +1,7 @@
 """PDFs: the text of their pages, in drawing order, with a blank line between two pages.
 
 Values of form fields and the text of annotations come after the text of their page. Ligatures that a font draws as one
-character become the letters they stand for.
+character become the letters they stand for; an ActualText is read in place of what is drawn.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from offload.errors import UsageError
 from triforce_cli.documents.limits import Meter, OnPart, library
+from triforce_cli.documents.pdf_actual import ActualTexts
 from triforce_cli.documents.pdf_marks import Marks
 from triforce_cli.documents.places import Place
 
@@ -31,8 +32,9 @@ def read_pdf(path: Path, meter: Meter, on_part: OnPart) -> tuple[str, tuple[Plac
     pypdf = library("pypdf", meter.name)
     with path.open("rb") as stream, _warnings() as warnings:
         reader = _opened(pypdf, stream, meter)
-        marks = Marks(reader, meter)
-        pages = list(_page_texts(reader, marks, meter, on_part))
+        texts = ActualTexts(reader, meter.name)
+        marks = Marks(reader, texts, meter)
+        pages = list(_page_texts(reader, texts, marks, meter, on_part))
         remarks = _remarks(marks, meter)
     if not pages:
         raise UsageError(f"{meter.name} has no pages; fetch it again, or save it anew")
@@ -79,18 +81,19 @@ def _opened(pypdf: Any, stream: IO[bytes], meter: Meter) -> Any:
     return reader
 
 
-def _page_texts(reader: Any, marks: Marks, meter: Meter, on_part: OnPart) -> Iterator[str]:
+def _page_texts(reader: Any, texts: ActualTexts, marks: Marks, meter: Meter, on_part: OnPart) -> Iterator[str]:
     num_pages = len(reader.pages)
     for number in range(num_pages):
         meter.check()
-        text, around = _page_text(reader, number, meter), _marks_text(reader, number, marks, meter)
+        text, around = _page_text(reader, number, texts, meter), _marks_text(reader, number, marks, meter)
         yield "\n".join(filter(None, (text, around)))
         on_part((number + 1) / num_pages)
 
 
-def _page_text(reader: Any, number: int, meter: Meter) -> str:
+def _page_text(reader: Any, number: int, texts: ActualTexts, meter: Meter) -> str:
     try:
-        text = reader.pages[number].extract_text(visitor_operand_before=lambda *drawn: meter.check())
+        page = reader.pages[number]
+        text = page.extract_text(**texts.visitors(page, meter.check))
     except UsageError:
         raise
     except Exception as error:

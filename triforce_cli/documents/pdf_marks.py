@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from triforce_cli.documents.limits import Meter
+from triforce_cli.documents.pdf_actual import ActualTexts, entry
 
 _UNSEEN = 1 << 1 | 1 << 5  # flags of an annotation: hidden, no view
 _PASSWORD, _RADIO, _BUTTON = 1 << 13, 1 << 15, 1 << 16  # flags of a field
@@ -21,8 +22,8 @@ _MOST_PARENTS = 32  # of nested fields
 class Marks:
     """The reader of pages' form fields and annotations. remarks: the kinds of content that were not read."""
 
-    def __init__(self, reader: Any, meter: Meter) -> None:
-        self._reader, self._meter = reader, meter
+    def __init__(self, reader: Any, texts: ActualTexts, meter: Meter) -> None:
+        self._reader, self._texts, self._meter = reader, texts, meter
         self._unread: Counter[str] = Counter()
 
     @property
@@ -34,18 +35,18 @@ class Marks:
             yield "it has attached files, which are not read"
         if "/XFA" in _dictionary(root, "/AcroForm"):
             yield "its form is an XFA form, of which only the pages' own text and fields are read"
-        off = _found(_found(_dictionary(root, "/OCProperties"), "/D"), "/OFF")
-        if names := ", ".join(str(_found(layer.get_object(), "/Name")) for layer in off or ()):
+        off = entry(entry(_dictionary(root, "/OCProperties"), "/D"), "/OFF")
+        if names := ", ".join(str(entry(layer.get_object(), "/Name")) for layer in off or ()):
             yield f"layers that are not shown are read as well ({names[:80]})"
 
     def text(self, page: Any) -> str:
         """The text as lines, in the order of the annotations; "" for none."""
-        found = _found(page, "/Annots")
+        found = entry(page, "/Annots")
         lines: list[str] = []
         for each in found or ():
             self._meter.check()
             annotation = each.get_object()
-            if annotation is not None and not int(_found(annotation, "/F") or 0) & _UNSEEN:
+            if annotation is not None and not int(entry(annotation, "/F") or 0) & _UNSEEN:
                 lines.append(self._line(page, annotation))
         return "\n".join(filter(None, lines))
 
@@ -54,8 +55,8 @@ class Marks:
         self._unread["page with damaged annotations"] += 1
 
     def _line(self, page: Any, annotation: Any) -> str:
-        kind = _found(annotation, "/Subtype")
-        contents = str(_found(annotation, "/Contents") or "")
+        kind = entry(annotation, "/Subtype")
+        contents = str(entry(annotation, "/Contents") or "")
         if kind in _IN_A_WINDOW:
             self._unread["comment"] += bool(contents.strip())
             return ""
@@ -67,12 +68,12 @@ class Marks:
 
     def _shown(self, page: Any, annotation: Any) -> str:
         """The text that the annotation's appearance draws."""
-        drawn = _found(_found(annotation, "/AP"), "/N")
+        drawn = entry(entry(annotation, "/AP"), "/N")
         if drawn is not None and not hasattr(drawn, "get_data"):  # one appearance for each state
-            drawn = _found(drawn, str(_found(annotation, "/AS")))
+            drawn = entry(drawn, str(entry(annotation, "/AS")))
         if drawn is None or not hasattr(drawn, "get_data"):
             return ""
-        return str(page.extract_xform_text(drawn, visitor_operand_before=lambda *of: self._meter.check())).strip()
+        return str(page.extract_xform_text(drawn, **self._texts.visitors(drawn, self._meter.check))).strip()
 
 
 def _field(widget: Any) -> str:
@@ -91,7 +92,7 @@ def _field(widget: Any) -> str:
 
 def _box(widget: Any, name: str, value: Any, *, is_radio: bool) -> str:
     states = [str(state) for state in _dictionary(_dictionary(widget, "/AP"), "/N") if state != "/Off"]
-    state = _found(widget, "/AS") or (value if str(value) in states else "/Off")
+    state = entry(widget, "/AS") or (value if str(value) in states else "/Off")
     of_these = f" {states[0].lstrip('/')}" if is_radio and states else ""
     return f"{'☐' if state == '/Off' else '☒'} {name}{of_these}".strip()
 
@@ -99,13 +100,13 @@ def _box(widget: Any, name: str, value: Any, *, is_radio: bool) -> str:
 def _of_field(widget: Any, key: str) -> Any:
     """The entry `key` of a field or of its nearest parent that has it."""
     for field in _with_parents(widget):
-        if (found := _found(field, key)) is not None:
+        if (found := entry(field, key)) is not None:
             return found
     return None
 
 
 def _full_name(widget: Any) -> str:
-    names = [str(_found(field, "/T")) for field in _with_parents(widget) if _found(field, "/T")]
+    names = [str(entry(field, "/T")) for field in _with_parents(widget) if entry(field, "/T")]
     return ".".join(reversed(names))
 
 
@@ -114,7 +115,7 @@ def _with_parents(widget: Any) -> Iterator[Any]:
         if widget is None:
             return
         yield widget
-        widget = _found(widget, "/Parent")
+        widget = entry(widget, "/Parent")
 
 
 def _options(widget: Any) -> list[Any]:
@@ -128,14 +129,6 @@ def _plain(value: Any) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _found(dictionary: Any, key: str) -> Any:
-    """The entry of a dictionary; None if it is missing or `dictionary` is none."""
-    if not hasattr(dictionary, "get"):
-        return None
-    found = dictionary.get(key)
-    return None if found is None else found.get_object()
-
-
 def _dictionary(dictionary: Any, key: str) -> Any:
-    found = _found(dictionary, key)
+    found = entry(dictionary, key)
     return found if hasattr(found, "keys") else {}

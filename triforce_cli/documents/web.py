@@ -1,7 +1,7 @@
 """Web pages: their main text, without navigation, margins and comments, or all visible text.
 
 Paragraphs, headings and code are blocks, items of lists begin with a dash, cells of a table's row are separated by
-bars.
+bars. Of several versions of a formula one is read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from triforce_cli.documents.encoding import decoded
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.markup import Attributes, local, parse
 from triforce_cli.documents.places import Place
+from triforce_cli.documents.versions import Versions, unprefixed
 
 
 def _words(text: str) -> frozenset[str]:
@@ -24,15 +25,21 @@ def _words(text: str) -> frozenset[str]:
 
 _UNSEEN = _words(
     "head script style noscript template svg button select option datalist textarea iframe object audio video canvas "
-    "dialog"
+    "dialog mphantom"
 )
 _MARGINS = frozenset(("nav", "aside"))
 _ENDS = frozenset(("header", "footer"))  # margins of a page; within an article they are content
 _MARGIN_ROLES = _words("navigation banner contentinfo complementary search dialog")
 _MARGIN_NAMES = _words(
-    "comments comment-list disqus_thread sidebar breadcrumb breadcrumbs cookie-banner cookies related related-articles "
-    "share sharing social newsletter advertisement ads"
+    "comments comments-area comments-wrapper comment-list commentlist comment-respond disqus_thread sidebar breadcrumb "
+    "breadcrumbs cookie-banner cookies related related-articles share sharing social newsletter advertisement ads"
 )
+_NO_ANCHORS = frozenset(("disqus_thread",))  # ids that no heading's text gives
+_CONTAINERS = _words("div ul ol form table")  # an id of another element is where a link leads to
+_NOTES = _words(
+    "note tip hint warning important caution danger admonition callout footnote footnotes footnote-list topic"
+)
+_SHOWN = frozenset(("mwe-math-mathml-a11y",))  # hidden MathML beside a picture of the formula
 _NEVER_MARGINS = _words("html body main article")
 _BLOCKS = _words(
     "address article aside blockquote body caption center dd details div dl dt fieldset figcaption figure footer form "
@@ -58,7 +65,7 @@ class _Place(NamedTuple):
     is_hidden: bool = False  # by an attribute
     is_margin: bool = False
     is_main: bool = False
-    is_inner: bool = False  # in an article, or in the main element
+    is_article: bool = False  # in an article
     is_code: bool = False
     is_heading: bool = False
     num_lists: int = 0
@@ -126,6 +133,8 @@ class _Listener:
 
     def __init__(self) -> None:
         self._places = [_Place()]
+        self._versions = Versions()
+        self._is_after_article = False  # in this main element, or outside of any
         self._pieces: list[str] = []
         self._prefix = ""  # of the next block: a dash
         self._anchors: list[str] = []  # of the next block
@@ -134,12 +143,15 @@ class _Listener:
         self.num_hidden = 0
 
     def start(self, tag: str, attributes: Attributes) -> None:
-        tag = local(tag).lower()
+        tag = unprefixed(local(tag).lower())
         if tag == "br":
             self._pieces.append("\n")
         if tag in _BLOCKS:
             self._end_block()
-        self._places.append(_inner(self._places[-1], tag, attributes))
+        outer, is_again = self._places[-1], self._versions.is_again(tag, attributes)
+        is_text = outer.is_article or (outer.is_main and not self._is_after_article)
+        place = _inner(outer, tag, attributes, is_text=is_text)
+        self._places.append(place._replace(is_unseen=True) if is_again else place)
         if anchor := attributes.get("id") or (attributes.get("name") if tag == "a" else ""):
             self._anchors.append(anchor)
         if tag == "li":
@@ -157,10 +169,14 @@ class _Listener:
             self._prefix = ""
         elif tag == "tr" and self._rows:
             self._end_row(self._rows.pop())
+        elif tag in ("article", "main"):
+            self._is_after_article = tag == "article"
+        self._versions.end()
         self._places.pop()
 
     def text(self, text: str) -> None:
         place = self._places[-1]
+        self._versions.text(text)
         if place.is_hidden and not place.is_unseen:
             self.num_hidden += len(" ".join(text.split()))
         elif not place.is_unseen:
@@ -203,26 +219,40 @@ class _Listener:
             self._blocks.append(block)
 
 
-def _inner(place: _Place, tag: str, attributes: Attributes) -> _Place:
-    """The state inside an element."""
+def _inner(place: _Place, tag: str, attributes: Attributes, *, is_text: bool) -> _Place:
+    """The state inside an element. is_text: around it is an article, or the main element before any article ends."""
     if not attributes and tag not in _TOLD:
         return place
-    role = attributes.get("role", "").lower()
-    names = {attributes.get("id", "").lower(), *attributes.get("class", "").lower().split()}
-    is_inner = place.is_inner or tag in ("article", "main") or role == "main"
-    is_end = tag in _ENDS and not place.is_inner
-    is_margin = tag in _MARGINS or is_end or role in _MARGIN_ROLES or bool(names & _MARGIN_NAMES)
     is_hidden = "hidden" in attributes or bool(_HIDDEN_STYLE.search(attributes.get("style", "")))
+    is_main = tag == "main" or attributes.get("role", "").lower() == "main"
     return _Place(
         is_unseen=place.is_unseen or tag in _UNSEEN,
-        is_hidden=place.is_hidden or is_hidden,
-        is_margin=place.is_margin or (is_margin and tag not in _NEVER_MARGINS),
-        is_main=place.is_main or tag == "main" or role == "main",
-        is_inner=is_inner,
+        is_hidden=place.is_hidden or (is_hidden and not _classes(attributes) & _SHOWN),
+        is_margin=place.is_margin or _is_margin(place, tag, attributes, is_text=is_text),
+        is_main=place.is_main or is_main,
+        is_article=place.is_article or tag == "article",
         is_code=place.is_code or tag in ("pre", "listing"),
         is_heading=place.is_heading or tag in _HEADINGS,
         num_lists=place.num_lists + (tag in ("ul", "ol", "menu")),
     )
+
+
+def _is_margin(place: _Place, tag: str, attributes: Attributes, *, is_text: bool) -> bool:
+    """True for navigation, comments and the like, by the element, its role or a name. An id in the text is the place
+    of a heading."""
+    if tag in _NEVER_MARGINS:
+        return False
+    role, classes, anchor = attributes.get("role", "").lower(), _classes(attributes), attributes.get("id", "").lower()
+    is_named = (tag in _CONTAINERS and "section" not in classes and not is_text) or anchor in _NO_ANCHORS
+    if tag == "aside" and is_text and (role == "note" or role.startswith("doc-") or classes & _NOTES):
+        return False
+    is_end = tag in _ENDS and not (place.is_article or place.is_main)
+    by_name = bool(classes & _MARGIN_NAMES) or (is_named and anchor in _MARGIN_NAMES)
+    return tag in _MARGINS or is_end or role in _MARGIN_ROLES or by_name
+
+
+def _classes(attributes: Attributes) -> frozenset[str]:
+    return _words(attributes.get("class", "").lower())
 
 
 def _without_gaps(text: str) -> str:

@@ -32,6 +32,12 @@ _SYMBOLS = {  # symbol fonts: characters by code
     ),
 }
 _DEEPEST_LIST = 8
+_OFFICE = "http://schemas.microsoft.com/office/"
+_UNDERSTOOD = re.compile(  # namespaces of which a reader shows the content, and not what stands there for older ones
+    r"http://(?:schemas\.openxmlformats\.org|purl\.oclc\.org/ooxml)/.*|urn:schemas-microsoft-com:(?:vml|office:\w+)"
+    rf"|{re.escape(_OFFICE)}word/(?:2006/wordml|2010/wordprocessing(?:Canvas|Group|Ink|Shape|Drawing)|201[028]/wordml)"
+    rf"|{re.escape(_OFFICE)}drawing/(?:2010/main|2014/chartex|201[56](?:/\d+)+/chartex|2016/ink|2017/model3d)"
+)
 
 
 @dataclass
@@ -74,7 +80,8 @@ class Body:
         self._writer, self._styles = Writer(), styles
         self._path: list[str] = []  # names of the open elements
         self._num_skipped = 0  # open elements inside one that is left out
-        self._branches: list[int] = []  # number of branches so far, for each open alternative
+        self._branches: list[bool] = []  # for each open alternative: True if one of its branches was read
+        self._namespaces: dict[str, list[str]] = {}  # by prefix, the innermost declaration last
         self._paragraphs: list[_Paragraph] = []
         self._runs: list[_Run] = []
         self._tables: list[_Table] = []
@@ -117,9 +124,15 @@ class Body:
             self._num_unended = 0
         self._fields.clear()
 
+    def start_ns(self, prefix: str, namespace: str) -> None:
+        self._namespaces.setdefault(prefix, []).append(namespace)
+
+    def end_ns(self, prefix: str) -> None:
+        self._namespaces[prefix].pop()
+
     def start(self, tag: str, attributes: Attributes) -> None:
         name = local(tag)
-        if self._num_skipped or self._is_left_out(name):
+        if self._num_skipped or self._is_left_out(name, attributes):
             self._num_skipped += 1
             return
         if name == "p":
@@ -135,7 +148,7 @@ class Body:
         elif name == "tc" and self._tables and self._tables[-1].rows:
             self._tables[-1].rows[-1].append([])
         elif name == "AlternateContent":
-            self._branches.append(0)
+            self._branches.append(False)
         elif name == "sdt":
             self._controls.append(None)
         else:
@@ -170,13 +183,19 @@ class Body:
         if self._path and self._path[-1] == "t" and not self._num_skipped:
             self._write(text)
 
-    def _is_left_out(self, name: str) -> bool:
-        if name in ("Choice", "Fallback") and self._branches:
-            self._branches[-1] += 1
-            return self._branches[-1] > 1  # another version of the same content
+    def _is_left_out(self, name: str, attributes: Attributes) -> bool:
+        if name in ("Choice", "Fallback") and self._path[-1:] == ["AlternateContent"]:
+            is_read = not self._branches[-1] and (name == "Fallback" or self._is_understood(attributes))
+            self._branches[-1] |= is_read
+            return not is_read  # another version of the same content
         if name in _GONE and self._path[-2:] == ["pPr", "rPr"] and self._paragraphs:
             self._paragraphs[-1].is_joined = True
         return name in _LEFT_OUT
+
+    def _is_understood(self, attributes: Attributes) -> bool:
+        """True if all namespaces that a choice requires are known (ECMA-376 part 3, 7.6)."""
+        declared = (self._namespaces.get(prefix, [""]) for prefix in value(attributes, "Requires").split())
+        return all(found and _UNDERSTOOD.fullmatch(found[-1]) for found in declared)
 
     def _part(self, name: str, attributes: Attributes) -> None:
         """Handle an element of a paragraph, a run or a field."""

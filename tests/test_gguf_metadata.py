@@ -13,6 +13,7 @@ from models import random_model, save
 from offload.config.gguf_architectures import ARCHITECTURES
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header, Value
+from offload.config.gguf_rope import rope_settings
 from offload.config.reading import read_config
 from offload.kernels.rope import inverse_frequencies
 
@@ -54,6 +55,15 @@ def test_yarns_factor_of_attention_is_one_on_what_follows_from_the_scaling(tmp_p
     write_gguf(folder, tmp_path / "model.gguf", change=add)
     _, attention = inverse_frequencies(read_config(tmp_path / "model.gguf"), 500)
     assert attention == pytest.approx((1.0 if told is None else told) * (1 + 0.1 * math.log(4.0)))
+
+
+def test_as_many_numbers_of_a_head_rotate_as_the_file_says() -> None:
+    """transformers takes a share of the head, rounded down: of 100 numbers it would take 57 for 58 / 100."""
+    for head_dim in range(2, 258, 2):
+        for rotated in range(2, head_dim + 1, 2):
+            found = rope_settings(metadata("llama", {"rope.dimension_count": rotated}), head_dim)["rope_parameters"]
+            assert isinstance(found, dict)
+            assert int(head_dim * found["partial_rotary_factor"]) == rotated
 
 
 @pytest.mark.parametrize(("most", "few"), [("F16", "F32"), ("F32", "F16")])

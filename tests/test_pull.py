@@ -601,13 +601,14 @@ def test_a_pickled_shard_needs_room_beside_its_converted_file(hub, triforce, pla
         assert triforce("pull", NAME)[0] == code
 
 
-def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch):
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch, reason):
     hub.put(NAME, plain)
     write = fetch.PartialFile.write
 
     def full(self, data):
         if self.tell() >= 4 * CHUNK:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(reason, os.strerror(reason))
         return write(self, data)
 
     with monkeypatch.context() as patch:

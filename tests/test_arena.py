@@ -60,6 +60,15 @@ def test_what_does_not_fit_comes_from_memory_and_goes_back() -> None:
     assert memory.allocated()["device"] == {}
 
 
+def test_tensors_begin_at_whole_multiples_of_256_bytes() -> None:
+    """A GPU's kernels copy 16 bytes at once."""
+    arena = Arena(Memory(torch.device("cpu")), 2000)
+    arena.begin(lambda: None)
+    taken = [arena.take((size,), torch.uint8) for size in (3, 257, 16, 1)]
+    assert [each.data_ptr() - taken[0].data_ptr() for each in taken] == [0, 256, 768, 1024]
+    assert arena.take((5,), torch.float32).data_ptr() - taken[0].data_ptr() == 1280
+
+
 def request(**options: object) -> Plan:
     asked = Options(device="cpu", gamma=7, draft_gamma=2, chunk=16, **options)  # type: ignore[arg-type]
     return plan_request(TARGET, DRAFT, asked, num_prompt_tokens=len(PROMPT), max_tokens=24)

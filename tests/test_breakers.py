@@ -88,6 +88,39 @@ def test_a_repetition_of_any_length_costs_its_power(length: int) -> None:
     assert {token: cost for token, cost in found.items() if token == 5} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 11, 12, 13, 40])
+def test_a_breaker_ends_a_repetition_however_far_back_it_is(length: int) -> None:
+    """`length` tokens follow it, and before it the texts are alike, too."""
+    repeated = [*range(20, 30), B, *range(30, 30 + length)]
+    tokens = [*repeated, 5, 98, *repeated]
+    for window in (0, len(tokens)):
+        found = costs(breakers("b"), tokens, allowed_length=1, base=1.5, window=window)
+        assert found == {5: pytest.approx(1.5 ** (length - 1))}
+
+
+@pytest.mark.parametrize("window", [9, 13, 30, 31, 32, 100])
+def test_a_window_of_any_length_is_looked_at(window: int) -> None:
+    """The token before stands at its beginning: 30 tokens from the end."""
+    tokens = [7, 5, *range(20, 48), 7]
+    found = costs(breakers(), tokens, allowed_length=1, window=window)
+    assert found == ({5: 1.0} if window >= len(tokens) else {})
+
+
+@pytest.mark.parametrize("allowed", [1, 8, 9, 12, 13, 29, 30, 31])
+def test_a_repetition_of_any_length_may_be_allowed(allowed: int) -> None:
+    tokens = [*range(20, 50), 5, 98, *range(20, 50)]
+    found = costs(breakers(), tokens, allowed_length=allowed, base=1.1)
+    assert found == ({5: pytest.approx(1.1 ** (30 - allowed))} if allowed <= 30 else {})
+
+
+@pytest.mark.parametrize("allowed", [1, 40, 200])
+def test_a_penalty_is_a_number_however_long_the_repetition_is(allowed: int) -> None:
+    """Of base 4 the 64th power is the first that fp32 does not have: longer repetitions cost as much as the last."""
+    tokens = [9] * 300
+    (cost,) = costs(breakers(), tokens, allowed_length=allowed, base=4.0).values()
+    assert cost == pytest.approx(4.0**63)
+
+
 def test_an_empty_breaker_is_refused() -> None:
     """It was in every token, so nothing was ever a repetition."""
     with pytest.raises(UsageError, match="dry-breaker is empty, it must be at least one character"):

@@ -652,6 +652,16 @@ def test_rows_are_copied_once_all_are_home(late: str) -> None:
     assert torch.equal(own.pages.reader.tokens(0, count), other.pages.reader.tokens(0, count))
 
 
+def test_the_first_rows_of_another_cache_are_copied_alone() -> None:
+    tape = Tape()
+    own, other = make_full(tape), make_full(tape)
+    Driver(other, tape, padding=ROWS).extend([0] * (2 * TILE))
+    for count in (TILE + 1, TILE, 3):
+        own.copy_from(other, count)
+        assert own.length == count
+        assert torch.equal(own.pages.reader.tokens(0, count), other.pages.reader.tokens(0, count))
+
+
 @pytest.mark.few(1)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's alone")
 def test_memory_of_freed_tensors_is_kept_for_the_next_ones() -> None:

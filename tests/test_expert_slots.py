@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from offload.config.block import Experts, FeedForward
-from offload.kernels.experts import ExpertHomes
+from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
-from offload.transfer.link import PacedLink
+from offload.transfer.link import CudaLink, PacedLink
+from offload.transfer.memory import Memory
 from offload.weights import experts as module
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from processor import on_this_machine
@@ -141,6 +142,49 @@ def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None
     (places,) = own.batches(torch.tensor([6]))
     assert torch.equal(slots.content[int(places[6]), : layout.num_bytes], homes.of_host[0][6])
     link.close()
+
+
+RACES = [
+    ("an expert is used before it has arrived", "                event.wait()", "                pass"),
+    ("an expert arrives in a slot that is still computed with", "(self._link.record(),)", "()"),
+]
+
+
+@pytest.mark.parametrize("race", [None, *RACES], ids=lambda race: race[0] if race else "none")
+def test_on_a_gpu_copies_and_computation_are_ordered(
+    homes: Homes, race: tuple[str, str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU on paper sees each wait that is missing, planted here."""
+    pytest.importorskip("triton")
+    from paper import on_paper
+    from test_paper_bugs import Bug, plant
+
+    device, own, layout = torch.device("cuda:0"), homes.scenes[0], layout_of(config_of(EXPERTS), torch.bfloat16)
+    if race:
+        plant(Bug(race[0], module.__name__, *race[1:]), monkeypatch)
+    with torch.inference_mode(), on_paper() as gpu:
+        memory = Memory(device)
+        home = memory.allocate(homes.of_host[0].shape, torch.uint8, tier="host", purpose="experts")
+        home.copy_(homes.of_host[0])
+        content = memory.allocate((2, layout.num_bytes), torch.uint8, tier="device", purpose="slots")
+        given = module.StreamedExperts(home, module.ExpertSlots(content, CudaLink(device)), layout)
+        norm = replace(own.norm, weight=own.norm.weight.to(device))
+        mixture = Mixture(EXPERTS, Router(own.router.matrix.to(device)), norm)
+        for first in range(0, 12, 3):
+            made = of("torch")(mixture, given, own.rows[first : first + 3].to(device)).cpu()
+            assert torch.equal(made, own.by(of("torch"), own.rows[first : first + 3]))
+        problems = list(gpu.problems)
+    assert all("race: " in problem for problem in problems)
+    assert bool(problems) == bool(race)
+
+
+def test_padding_brings_no_expert(homes: Homes) -> None:
+    """Its number is that of all experts."""
+    with streamed(homes, 8) as given:
+        (places,) = given[0].batches(torch.tensor([[8, 2], [5, 8]]))
+        assert (places >= 0).nonzero()[:, 0].tolist() == [2, 5]
+        assert list(given[0].batches(torch.tensor([8, 8]))) == []
+        assert given[0].stats.misses == 2
 
 
 def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:

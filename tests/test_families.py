@@ -151,6 +151,14 @@ def text(**fields: object) -> dict[str, object]:
         ),
         (TINY["qwen3_5_moe"].config() | {"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
         (TINY["qwen3_5_moe"].config() | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        *(
+            (
+                TINY["qwen3_5"].config() | {"linear_num_key_heads": 4, "linear_num_value_heads": heads},
+                f"linear_num_value_heads is {heads}; it must be a multiple of linear_num_key_heads 4",
+            )
+            for heads in (2, 6)
+        ),
+        (TINY["qwen3_5"].config() | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be 2 or more"),
         (TINY["gemma4_unified"].config() | {"enable_moe_block": True}, "enable_moe_block is true"),
         (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
         (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from models import random_model, save
 from offload.config.gguf_architectures import ARCHITECTURES
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header, Value
+from offload.config.gguf_rope import rope_settings, rotated_share
 from offload.config.reading import read_config
 from offload.kernels.rope import inverse_frequencies
 
@@ -54,6 +57,26 @@ def test_yarns_factor_of_attention_is_one_on_what_follows_from_the_scaling(tmp_p
     write_gguf(folder, tmp_path / "model.gguf", change=add)
     _, attention = inverse_frequencies(read_config(tmp_path / "model.gguf"), 500)
     assert attention == pytest.approx((1.0 if told is None else told) * (1 + 0.1 * math.log(4.0)))
+
+
+def test_as_many_numbers_of_a_head_rotate_as_the_file_says() -> None:
+    """transformers takes a share of the head, rounded down: of 100 numbers it would take 57 for 58 / 100."""
+    for head_dim in (64, 80, 96, 100, 128, 192, 256):
+        for rotated in range(2, head_dim + 1, 2):
+            found = rope_settings(metadata("llama", {"rope.dimension_count": rotated}), head_dim)["rope_parameters"]
+            assert isinstance(found, dict)
+            assert int(head_dim * found["partial_rotary_factor"]) == rotated
+
+
+def test_so_do_as_many_pairs_as_have_a_factor_of_one() -> None:
+    """Of 50 pairs 29 / 50 would be 28."""
+    for pairs in (1, 6, 50, 64, 100, 128):
+        for rotated in range(1, pairs + 1):
+            factors = [1.0] * rotated + [1e30] * (pairs - rotated)
+            values: Any = SimpleNamespace(factors=lambda name, most, found=factors: found)
+            share = rotated_share(values, 2 * pairs)
+            assert share <= 1
+            assert int(pairs * share) == rotated
 
 
 @pytest.mark.parametrize(("most", "few"), [("F16", "F32"), ("F32", "F16")])

@@ -105,6 +105,30 @@ def test_one_of_several_gguf_files_goes_alone(root: Path, triforce: Run) -> None
     assert not folder.exists()
 
 
+def test_of_a_gguf_file_in_parts_the_first_goes_last(
+    root: Path, triforce: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what names the others: a removal that is broken off is done by the next one."""
+    folder, unlink, gone = root / "some/quants", Path.unlink, list[str]()
+    folder.mkdir(parents=True)
+    for name in ("a-00001-of-00003.gguf", "a-00002-of-00003.gguf", "a-00003-of-00003.gguf", "b.gguf"):
+        (folder / name).write_bytes(b"GGUF" + bytes(20))
+
+    def broken_off(path: Path, missing_ok: bool = False) -> None:
+        if gone:
+            raise OSError(5, "Input/output error")
+        gone.append(path.name)
+        unlink(path, missing_ok)
+
+    first = "some/quants/a-00001-of-00003.gguf"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken_off)
+        assert triforce("models", "rm", first, "--yes")[0] == 4
+    assert gone == ["a-00003-of-00003.gguf"]
+    assert triforce("models", "rm", first, "--yes")[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["b.gguf"]
+
+
 def test_options_of_the_listing_are_not_lost_before_another_command(root: Path, triforce: Run) -> None:
     code, _, err = triforce("models", "--quiet", "rm", "local/mine", "--yes")
     assert (code, "--quiet stands before rm; put it behind triforce models rm" in err) == (2, True)

@@ -591,13 +591,24 @@ def test_too_small_a_disk_is_refused_before_weights_come(hub, triforce, folder, 
     assert triforce("pull", NAME)[0] == 0
 
 
-def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch):
+def test_a_pickled_shard_needs_room_beside_its_converted_file(hub, triforce, plain, tmp_path, monkeypatch):
+    files = pickled(plain, tmp_path, 2)
+    hub.put(NAME, files)
+    shards = [len(data) for name, data in files.items() if name.endswith(".bin")]
+    needed = weights_and_texts(files) - len(files["pytorch_model.bin.index.json"]) + max(shards)
+    for free, code in ((needed - 1, 3), (needed, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(1, 1, free))
+        assert triforce("pull", NAME)[0] == code
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch, reason):
     hub.put(NAME, plain)
     write = fetch.PartialFile.write
 
     def full(self, data):
         if self.tell() >= 4 * CHUNK:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(reason, os.strerror(reason))
         return write(self, data)
 
     with monkeypatch.context() as patch:

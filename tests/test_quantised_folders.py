@@ -620,6 +620,25 @@ def test_groups_of_several_schemes_are_told_by_their_targets() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["a", "model.a", "zeta.a"])
+def test_a_name_goes_before_an_expression_wherever_it_is_in_the_alphabet(name: str) -> None:
+    """Of expressions the alphabet's first one does, as in compressed-tensors."""
+    stored = {
+        "quant_method": "compressed-tensors", "format": "mixed-precision",
+        "config_groups": {
+            "0": {"targets": ["re:.*a"], "weights": ints(8, "channel"), "format": "int-quantized"},
+            "1": {"targets": [name], "weights": ints(4, "group 32"), "format": "pack-quantized"},
+            "2": {"targets": ["re:.*"], "weights": floats("channel"), "format": "float-quantized"},
+        },
+    }  # fmt: skip
+    read = config_of(plain_config() | {"quantization_config": stored}).quantisation
+    assert read is not None
+    for module, expected in ((name, (4, False)), ("another.a", (8, True))):
+        scheme = read.scheme((module,), "Linear")
+        assert scheme is not None
+        assert (scheme.bits, scheme.is_float) == expected
+
+
 @cache
 def _plain_config() -> dict[str, Any]:
     return random_model(**SIZES).config.to_dict() | {"architectures": ["LlamaForCausalLM"]}

@@ -57,6 +57,10 @@ def random_of(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
+def in_eighths(numbers: Tensor) -> Tensor:
+    return (8 * numbers).round() / 8
+
+
 def homes_of(dtype: torch.dtype, *, alike: bool = False) -> Homes:
     """Random experts, or all the same."""
     parts = [(SIZE, HIDDEN), (SIZE, HIDDEN), (HIDDEN, SIZE)]
@@ -82,7 +86,15 @@ def twin(
     return run_experts(Mixture(experts, router, norm), homes, rows, beside, multiply=linear)  # type: ignore[arg-type]
 
 
+def made_by(name: str, mixture: Mixture, homes: Homes, rows: Tensor, beside: Tensor | None = None) -> Tensor:
+    """By the kernels of that name, or by the twin."""
+    if name == "twin":
+        return run_experts(mixture, homes, rows, beside, multiply=linear)  # type: ignore[arg-type]
+    return experts_cpu.run_experts(mixture, homes, rows, beside, kernels=built(name))  # type: ignore[arg-type]
+
+
 NORM = NormWeights(Norm(1e-5, fp32=True), 1 + 0.2 * random_of(HIDDEN, seed=4))
+EXECUTORS = [*on_this_machine(), "twin"]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -106,23 +118,22 @@ def test_kernels_choose_weigh_and_add_as_the_twin(name: str, kind: str, dtype: t
 
 
 @pytest.mark.parametrize("kind", ["softmax", "softmax with a bias", "sigmoid with a bias", "all of them"])
-@pytest.mark.parametrize("name", [*on_this_machine(), "twin"])
+@pytest.mark.parametrize("name", EXECUTORS)
 def test_of_equal_ranks_the_first_expert_is_chosen(name: str, kind: str) -> None:
-    experts, homes, rows = KINDS[kind], homes_of(torch.float32), random_of(ROWS, HIDDEN)
-    matrix = random_of(3, HIDDEN)[torch.tensor([0, 1, 0, 2, 1, 0, 2, 2, 1, 0, 0])]  # alike: 0 2 5 9 10, 1 4 8, 3 6 7
+    """With numbers of few bits, whose sums are exact: torch's products with like rows may differ in their last bits."""
+    experts, homes, rows = KINDS[kind], homes_of(torch.float32), in_eighths(random_of(ROWS, HIDDEN))
+    few = in_eighths(random_of(3, HIDDEN))
+    matrix = few[torch.tensor([0, 1, 0, 2, 1, 0, 2, 2, 1, 0, 0])]  # alike: 0 2 5 9 10, 1 4 8, 3 6 7
     router = Router(matrix, torch.zeros(COUNT) if experts.bias == "ranks" else None, torch.ones(COUNT))
-    if name == "twin":
-        twin(experts, router, homes, NORM, rows)
-    else:
-        experts_cpu.run_experts(Mixture(experts, router, NORM), homes, rows, kernels=built(name))
-    of_kinds = NORM(rows) @ random_of(3, HIDDEN).T
+    made_by(name, Mixture(experts, router), homes, rows)
+    of_kinds = rows @ few.T
     groups = [[0, 2, 5, 9, 10], [1, 4, 8], [3, 6, 7]]
     for row, found in zip(of_kinds, homes.asked[0].tolist(), strict=True):
         ordered = [expert for group in row.argsort(descending=True) for expert in groups[group]]
         assert found == ordered[: experts.used]
 
 
-@pytest.mark.parametrize("name", [*on_this_machine(), "twin"])
+@pytest.mark.parametrize("name", EXECUTORS)
 def test_sigmoids_of_any_score_are_numbers(name: str) -> None:
     """Of scores of -60 the sum is below 1e-20, which keeps weights small; of 100 it is 1, and e^100 is no number."""
     experts, homes = replace(GLM, bias="none"), homes_of(torch.float32, alike=True)
@@ -133,16 +144,31 @@ def test_sigmoids_of_any_score_are_numbers(name: str) -> None:
     scale = 1 / plain(rows)[:, :1] * rows[:, :1]  # of scores, so that they are what rows begin with
     found = []
     for row, factor in zip(rows.split(1), scale[:, 0].nan_to_num(1.0).tolist(), strict=True):
-        scored = replace(experts, score_scale=factor)
-        if name == "twin":
-            made = twin(scored, router, homes, plain, row)
-        else:
-            made = experts_cpu.run_experts(Mixture(scored, router, plain), homes, row, kernels=built(name))
+        made = made_by(name, Mixture(replace(experts, score_scale=factor), router, plain), homes, row)
         whole = twin(replace(PLAIN, used=1), router, homes, plain, row)
         found.append(float((made / whole).mean()))
     sigmoid = torch.tensor([-60.0], dtype=torch.float64).sigmoid().item()
     small = USED * sigmoid / (USED * sigmoid + 1e-20)
     assert found == pytest.approx([small, 0.0, 1.0, 1.0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "softmax over all"])
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_softmaxes_of_any_score_are_numbers(name: str, kind: str) -> None:
+    """Of scores of 100 and more, of which e^x is no number, and of rows whose scores are all far below -100."""
+    experts, homes, rows = (
+        replace(KINDS[kind], score_scale=100.0),
+        homes_of(torch.float32, alike=True),
+        random_of(8, 64),
+    )
+    router, rows[:, 0] = router_of(experts), torch.tensor([0.0, 3.0]).repeat(4)
+    router.matrix[:, 0] = -2
+    scores = 100 * rows.double() @ router.matrix.double().T
+    assert scores.amax(1)[::2].min() > 100
+    assert scores.amax(1)[1::2].max() < -200
+    made, whole = (made_by(name, Mixture(each, router), homes, rows) for each in (experts, replace(PLAIN, used=1)))
+    shares = scores.softmax(1).topk(USED)[0].sum(1) if kind == "softmax over all" else torch.ones(8).double()
+    torch.testing.assert_close((made / whole).double().mean(1), shares, rtol=1e-2, atol=0)
 
 
 def by_expert(found: Tensor, weights: Tensor) -> Tensor:
@@ -187,10 +213,31 @@ def test_softmaxes_are_those_of_qwen_and_gemma() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", ["softmax", "a gate beside"])
-def test_what_is_beside_is_gated_and_added_with_a_rounding_each(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_what_is_beside_is_gated_and_added_with_a_rounding_each(name: str, kind: str, dtype: torch.dtype) -> None:
+    """The gate's score, of two numbers, is the same in any order of the sum."""
     experts, homes, rows = KINDS[kind], homes_of(dtype), random_of(ROWS, HIDDEN).to(dtype)
     router, beside = router_of(experts), random_of(ROWS, HIDDEN, seed=6).to(dtype)
-    made, joined = (twin(experts, router, homes, NORM, rows, each) for each in (None, beside))
+    router.matrix[COUNT:] = torch.zeros(HIDDEN).index_fill(0, torch.tensor([5, 7]), 0.75)
+    made, joined = (made_by(name, Mixture(experts, router), homes, rows, each) for each in (None, beside))
     if experts.gates_network:
-        beside = beside * (NORM(rows).float() @ router.matrix[COUNT:].T).to(dtype).sigmoid()
+        beside = beside * (rows.float() @ router.matrix[COUNT:].T).to(dtype).sigmoid()
     torch.testing.assert_close(joined, made + beside, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", ["softmax", "scaled", "all of them"])
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_the_sum_over_experts_is_rounded_once(name: str, kind: str, dtype: torch.dtype) -> None:
+    """It is as near to the exact one as a number of the dtype can be, but for fp32's rounding. Each expert by itself
+    has a weight of 1."""
+    experts, homes, rows = KINDS[kind], homes_of(dtype), random_of(ROWS, HIDDEN).to(dtype)
+    router, only = router_of(experts), replace(PLAIN, used=1, bias="ranks")
+    alone = [Router(router.matrix, torch.zeros(COUNT).index_fill(0, torch.tensor(e), 1e6)) for e in range(COUNT)]
+    of_each = torch.stack([made_by(name, Mixture(only, each), homes, rows) for each in alone], 1).double()
+    weights = by_expert(*chosen(experts, rows.float() @ router.matrix.T * experts.score_scale, None, router.scale))
+    terms = weights.double()[:, :, None] * of_each
+    exact, least = terms.sum(1), torch.finfo(dtype).eps
+    half_a_unit = torch.exp2(torch.frexp(exact)[1] - 1.0) * least / 2
+    error = (made_by(name, Mixture(experts, router), homes, rows).double() - exact).abs()
+    assert (error <= half_a_unit + 3e-6 * terms.abs().sum(1)).all()

@@ -127,6 +127,14 @@ def test_of_those_who_draft_the_cheapest_level_comes_first():
     assert sequences._cheapest(waiting) == waiting[1::2]
 
 
+def test_the_seconds_of_a_pass_are_shared_by_rows_and_what_is_fixed_equally():
+    sequences = Sequences.__new__(Sequences)
+    predicted = SimpleNamespace(full_pass_seconds=5.0, full_row_seconds=1.0)  # 4 of them fixed
+    sequences._engines = [SimpleNamespace(plan=SimpleNamespace(predicted=predicted))]
+    part = [SimpleNamespace(level_name="target", waits_for=SimpleNamespace(tokens=[7] * count)) for count in (1, 3)]
+    assert sequences._shares(part) == [3 / 8, 5 / 8]
+
+
 def test_streamed_weights_cross_the_link_once_for_all(folders, monkeypatch):
     """Ten more tokens of four texts take as many bytes as of one."""
     prompts = [random_tokens(50, seed=number) for number in range(4)]

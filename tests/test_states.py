@@ -88,9 +88,9 @@ class Modules:
     checkpoints: Any = checkpoints
     run: Callable[..., Tensor] | None = None  # in place of the kernels' delta rule
 
-    def cache(self, operators: str) -> StateCache:
+    def cache(self, operators: str, most: int = 3) -> StateCache:
         kept = self.checkpoints.Checkpoints(
-            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=3
+            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=most
         )
         made: StateCache = self.states.StateCache(self.layers(operators), kept)
         return made
@@ -168,13 +168,17 @@ class Script:
         self.cache.truncate(start)
         assert self.length == start
 
-    def _unfinished(self, count: int) -> None:
-        """A prefill that is broken off within its first layer."""
+    def _room(self, most: int) -> None:
+        """Begin anew with room for so many checkpoints."""
+        self.cache, self.tokens = self.modules.cache(self.operators, most), []
+
+    def _unfinished(self, count: int, back: int = 0) -> None:
+        """A prefill that is broken off within its first layer, and so many tokens before it are cut off, too."""
         self.cache.begin("prefill", count)
         self.cache.recur(0, rows(0, 2)[:count], weights(0))
         before = self.length
-        self._cut(before)
-        assert self.length == before
+        self._cut(before - back)
+        assert back or not self.cache.most or self.length == before
 
     def _undo(self, count: int) -> None:
         self._cut(max(self.length - count, 0))
@@ -238,6 +242,11 @@ LONGER = (  # scripts that some fault needs
     ("prefill 8", "pass 5 2", "prefill 7", "undo 6", "pass 3 3"),
     ("prefill 8", "undo 6", "pass 7 7", "pass 7 7", "pass 1 1", "undo 7", "pass 3 3"),
     ("prefill 8", "draft 3 0", "pass 5 2", "draft 3 0", "pass 3 3"),
+    ("prefill 8", "unfinished 1", "pass 3 3"),
+    ("room 0", "prefill 8", "unfinished 3", "pass 3 3"),
+    ("prefill 7", "prefill 8", "unfinished 3 2", "pass 3 3"),
+    ("prefill 7", "prefill 1", "undo 1", "pass 1 1", "unfinished 3", "pass 3 3"),
+    ("prefill 7", "prefill 1", "copy 1", "pass 1 1", "unfinished 3", "pass 3 3"),
 )
 
 
@@ -299,6 +308,30 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "a state that a broken prefill of one token has passed is gone on with",
+        "states",
+        "            if base > self._start:\n",
+        "            if base > self._start + 1:\n",
+    ),
+    Mutant(
+        "a prefill is taken back to where nothing is noted",
+        "checkpoints",
+        "return place in self._held or place in self._new",
+        "return True",
+    ),
+    Mutant(
+        "a broken prefill is taken back to its start where more is cut off",
+        "states",
+        'if self._phase == "prefill" and kept == self._start:',
+        'if self._phase == "prefill":',
+    ),
+    Mutant(
+        "a broken prefill can be cut anywhere below its start",
+        "states",
+        "wanted if wanted == self.length and self._begins_at_known else",
+        "wanted if self._begins_at_known else",
+    ),
+    Mutant(
         "the base of layers that ran before an interrupt is forgotten",
         "layer_states",
         "        self.bases[layer] = start + len(rows) * settles\n",
@@ -318,6 +351,18 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint of tokens that were cut off stays", "states", "        self.checkpoints.forget_after(kept)\n", ""
+    ),
+    Mutant(
+        "a checkpoint one token after a cut stays",
+        "checkpoints",
+        "in self._held.items() if place <= length}",
+        "in self._held.items() if place <= length + 1}",
+    ),
+    Mutant(
+        "a copy has checkpoints of tokens that it lacks",
+        "checkpoints",
+        "[place for place in other.places if place <= length]",
+        "[*other.places]",
     ),
     Mutant(
         "a copy has the state without the inputs after it",
@@ -407,6 +452,26 @@ def test_where_there_is_no_room_the_place_goes_that_is_missed_the_least() -> Non
     assert least_missed([7]) == 7
 
 
+def noting(kept: Checkpoints, place: int, layer: int) -> None:
+    kept.note(place, layer, torch.zeros(DELTA.state_shape), torch.zeros(DELTA.width - 1, DELTA.kept))
+
+
+def test_a_place_that_some_layers_alone_have_noted_is_no_checkpoint() -> None:
+    """A prefill that was broken off between two layers; each layer that noted it can go back there meanwhile."""
+    kept = Checkpoints(Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=3)
+    kept.begin([4, 9])
+    for layer in range(LAYERS):
+        noting(kept, 4, layer)
+    noting(kept, 9, 0)
+    assert [kept.of_layer(9, layer) is not None for layer in range(LAYERS)] == [True, False]
+    kept.commit()
+    assert kept.places == [4]
+    kept.begin([5])
+    noting(kept, 5, LAYERS - 1)
+    kept.commit()
+    assert kept.places == [4]
+
+
 @pytest.mark.parametrize("most", [2, 3, 8, 12])
 def test_what_is_run_again_is_at_most_about_twice_what_follows(most: int) -> None:
     """With room for enough places; never is there more than room for, and with less what is missed is far away."""
@@ -414,7 +479,7 @@ def test_what_is_run_again_is_at_most_about_twice_what_follows(most: int) -> Non
     places = places_of_prefill(0, 40_000, 512)
     kept.begin(places)
     for place in places:
-        kept.note(place, 0, torch.zeros(DELTA.state_shape), torch.zeros(DELTA.width - 1, DELTA.kept))
+        noting(kept, place, 0)
     kept.commit()
     assert len(kept.places) <= most
     assert kept.places[-1] == 40_000

@@ -153,6 +153,20 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
 
 
 @pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_mxfp4_are_powers_of_two(dtype: torch.dtype, instructions: str) -> None:
+    """Of 2 and more, too: a product has the same bits with a greater scale and a row that is less by as much."""
+    kernels, kind = built(instructions), encoding("MXFP4")
+    stored, x = made_up("MXFP4", 19, 9 * kind.numbers, seed=2), torch.randn(5, 9 * kind.numbers).to(dtype)
+    wanted = multiplied(kernels, x, stored)
+    for power in (-100, -1, 5, 8, 9, 10, 60, 110):
+        blocks = stored.rows.view(-1, kind.nbytes).clone()
+        blocks[:, 0] += power
+        found = multiplied(kernels, x * 2.0**-power, StoredMatrix(blocks.view_as(stored.rows), kind))
+        assert torch.equal(found, wanted), power
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
 @pytest.mark.few(4)
 def test_a_last_group_is_multiplied_without_a_second_one(instructions: str) -> None:
     kernels = built(instructions)

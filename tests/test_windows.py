@@ -223,27 +223,31 @@ def test_layers_of_several_windows_reach_as_far_as_the_longest_one() -> None:
     assert not cache.reaches(7 * PAGE + WINDOW - 2)
 
 
-def test_rows_that_were_drafted_far_ahead_took_the_place_of_pages_whatever_is_drafted_after_them() -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_rows_that_were_drafted_far_ahead_took_the_place_of_pages_whatever_is_drafted_after_them(phase: Any) -> None:
     """A planted fault lived: a second, shorter draft made the first one's pages forgotten."""
     cache, (q, k, v) = filled(4, 60), rows(200, 6)
     for count in (13, 1):
-        cache.begin("prefill", count, cache.length)
+        cache.begin(phase, count, cache.length)
         cache.attend(0, q[:count], k[:count], v[:count])
         cache.advance(count)
     for length in range(1, 61):
         assert has_all_seen(cache, length) or not cache.reaches(length)
 
 
-def test_what_was_copied_goes_on_with_the_same_bits() -> None:
+@pytest.mark.parametrize(("num_pages", "counts"), [(9, (50, 61, 64)), (4, (66, 77))])
+def test_what_was_copied_goes_on_with_the_same_bits(num_pages: int, counts: Sequence[int]) -> None:
+    """From a ring that has more pages, or that has lost some for which the copy has room."""
     qkv = rows(200, 5)
-    for count in (50, 61, 64):
-        source = filled(9, 80)
+    for count in counts:
+        source = filled(num_pages, 80)
         other = ring("torch", num_pages=5)
         go_on(other, qkv, 90)
         other.copy_from(source, count)
         assert other.length == count
+        oldest = max(-(-count // PAGE) - 5, 10 - num_pages) * PAGE
         for length in range(1, count + 1):
-            assert other.reaches(length) == (max(length + 1 - WINDOW, 0) >= (-(-count // PAGE) - 5) * PAGE)
+            assert other.reaches(length) == (max(length + 1 - WINDOW, 0) >= oldest)
             assert has_all_seen(other, length) or not other.reaches(length)
         assert torch.equal(go_on(other, qkv, 100), go_on(filled(5, count), qkv, 100))
 

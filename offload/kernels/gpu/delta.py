@@ -18,6 +18,7 @@ COLUMNS = 8  # of a head's state, of a program: they fit into one warp's registe
 NUMBERS = 128  # of an input, of a program that moves them
 ROWS = 8  # that it moves at a time
 MOST_ROWS = 128  # of a launch that settles: their outputs are fp32
+REGISTERS = 192  # at most, of a thread: ten programs on a multiprocessor; a compiler left alone may take 230
 ALIGNMENT = 16  # numbers, at multiples of which rows begin in their memory, which itself is aligned
 
 
@@ -81,6 +82,7 @@ def _run(
         (held.state, held.inputs, rows, *vectors, there, seen, *numbers),
         **state_constants(delta),
         num_warps=1,
+        maxnreg=REGISTERS,
         enable_fp_fusion=False,
     )
     launch(

@@ -15,6 +15,8 @@ from inspect import signature
 import triton
 import triton.language as tl
 
+from offload.kernels.gpu.programs import mask_if
+
 
 @triton.jit
 def _silu(x):
@@ -138,7 +140,7 @@ def advance_states(
             numbers = tl.fma(key[:, None], update[None, :], numbers)
             result = seen + tl.sum(query * key, 0) * update  # the query times the new state
             target = ((number - replayed).to(tl.int64) * HEADS + head) * VALUE_DIM + column
-            tl.store(out + target, result, mask=(column < VALUE_DIM) & (number >= replayed))
+            tl.store(out + target, result, mask=mask_if(number >= replayed, column < VALUE_DIM))
         begun = end
         if (part == 0) & (stored > 0):
             tl.store(state + own, numbers, mask=inside)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from offload.kernels.gpu.activation import activated, opened
+from offload.kernels.gpu.programs import mask_if
 from offload.kernels.gpu.stored_products import sum_blocks
 
 
@@ -325,7 +326,7 @@ def sum_pairs(
     total = tl.zeros([COLUMNS], tl.float32)
     for place in tl.range(0, USED, loop_unroll_factor=4):
         pair = row * USED + place
-        there = inside & (tl.load(chosen + pair) < EXPERTS)
+        there = mask_if(tl.load(chosen + pair) < EXPERTS, inside)
         part = tl.load(made + pair.to(tl.int64) * num_outputs + column, mask=there, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.full([COLUMNS], tl.load(weights + pair), tl.float32), total)
     kind = out.dtype.element_ty

@@ -8,7 +8,7 @@ running results are fp32. Logarithms are to the base 2, since a GPU computes pow
 import triton
 import triton.language as tl
 
-from offload.kernels.gpu.programs import capped
+from offload.kernels.gpu.programs import capped, mask_if
 
 
 @triton.jit
@@ -116,14 +116,14 @@ def attend_tile(
     if WIDEN:
         query = query.to(tl.float32)
     state = row.to(tl.int64) * tl.num_programs(1) + head
-    there = real & (begun != 0)
+    there = mask_if(begun != 0, real)
     top = tl.load(tops + state, mask=there, other=float("-inf"))
     total = tl.load(totals + state, mask=there, other=0.0)
     if SINKS:  # the first tile's rows begin with it
         sink = tl.load(sink_logits + head) * 1.4426950408889634
         top, total = tl.where(there, top, sink), tl.where(there, total, 1.0)
     place = state[:, None] * DIM + dims[None, :]
-    out = tl.load(running + place, mask=whole & (begun != 0), other=0.0)
+    out = tl.load(running + place, mask=mask_if(begun != 0, whole), other=0.0)
 
     own = own_first + row
     lowest = own_first + block * ROWS  # place of the block's first row

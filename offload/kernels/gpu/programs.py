@@ -10,6 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
+def mask_if(condition, mask):
+    """The mask, or an empty one unless the scalar condition holds. `mask & condition` is the same on a GPU, but in
+    Triton's interpreter a scalar comparison has the type of its operands, and the result is no boolean."""
+    return tl.where(condition, mask, False)
+
+
+@triton.jit
 def _folded_in(
     out,  # [ROWS, DIM_PADDED]: weighted values of the spans so far
     top,  # [ROWS]: largest log-sum-exp of the spans so far
@@ -70,7 +77,7 @@ def with_run(
     UNROLL: tl.constexpr,
 ):
     """The running result (out, top, total) of the earlier runs, with the spans of a run folded in."""
-    there = real & (begun != 0)
+    there = mask_if(begun != 0, real)
     top = tl.load(tops + row, mask=there, other=float("-inf"))
     total = tl.load(totals + row, mask=there, other=0.0)
     begun_rows = there[:, None] & (dims < DIM)[None, :]

@@ -7,6 +7,8 @@ Letters: T rows, H query heads, H_kv KV heads, D head dimension, P pages of S to
 import triton
 import triton.language as tl
 
+from offload.kernels.gpu.programs import mask_if
+
 
 @triton.jit
 def _rotated(
@@ -91,9 +93,9 @@ def rotate_rows(
     place = slot - first
     if RING:
         place = slot % (num_pages * page)
-    writes = inside & (place >= 0) & (place < num_pages * page)
+    writes = mask_if((place >= 0) & (place < num_pages * page), inside)
     if BOUNDED:
-        writes = writes & (slot >= tl.load(bounds + 1))
+        writes = mask_if(slot >= tl.load(bounds + 1), writes)
     turned = _rotated(k + row * key_stride + own * DIM, cos + position * DIM, sin + position * DIM, dims, DIM)
     if WEIGHED:
         turned = _times(turned, tl.load(key_weights + dims, mask=inside, other=0.0))

@@ -56,7 +56,8 @@ class Prompt:
     white space is removed. begin: text at the end of the prompt that belongs to the reply. marks: of thoughts in the
     reply, or None. begun: the chat template has opened thoughts. named: tokens that are marks by themselves, special or
     not, by their names. calls: the parser of tool calls; None if no tools are offered. end_tokens, stops: of the chat
-    template, besides the model's own end tokens. earlier: the beginning of the answer, if the prompt has one.
+    template, besides the model's own end tokens. earlier: the beginning of the answer, if the prompt has one. notes:
+    lines for the log on what was left out of the prompt, or changed for the template.
     """
 
     tokens: Sequence[int]
@@ -70,6 +71,7 @@ class Prompt:
     end_tokens: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
     earlier: Earlier = Earlier()
+    notes: tuple[str, ...] = ()
 
     def splitter(self) -> Splitter:
         names = frozenset(self.named.values())

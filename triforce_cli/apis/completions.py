@@ -24,6 +24,7 @@ from triforce_cli.apis.api import (
 )
 from triforce_cli.apis.chat_fields import IGNORED, check_same
 from triforce_cli.apis.openai_style import Chunks, OpenAiApi, error_body, includes_usage
+from triforce_cli.chat.messages import Note
 
 MAX_TOKENS = 16  # the API's default
 _SAME = {"n": 1, "best_of": 1, "suffix": ""}
@@ -35,12 +36,17 @@ class Completions(OpenAiApi):
 
     path = "/v1/completions"
 
-    def fields(self, body: Mapping[str, Any]) -> Fields:
+    def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name, value in _SAME.items():
             check_same(body, name, value, PLACE)
         for name in ("stream", "echo"):
             flag(body, name)
         includes_usage(body)
+        if flag(body, "echo") and body.get("logprobs") is not None:
+            raise UsageError(
+                f"{PLACE}: echo and logprobs are not answered together: only tokens of the answer have scores; leave "
+                "echo out, or score the text by triforce score"
+            )
         return {"max_tokens": MAX_TOKENS, "prompt": _prompt(body), **without(body, *_OF_WRITING, *_SAME, *IGNORED)}
 
     def reply(self, body: Mapping[str, Any], model: str) -> CompletionReply:

@@ -78,7 +78,7 @@ class Marks:
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _OF_CHANNEL = re.compile(rf"{re.escape(_CHANNEL)}\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=[^\s<]+")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Channels(Marks):
     the reply that are not the end of a message.
 
     The channel analysis has thoughts, any other one text of the answer. A message with a recipient is a tool call,
-    whatever its channel, and text that begins with the recipient: to=functions.NAME {...}.
+    whatever its channel, and text that begins with the recipient: to=functions.NAME {...}, also where the header leaves
+    out "functions.".
     """
 
     open: str = f"{_CHANNEL}analysis{_MESSAGE}"
@@ -115,7 +116,7 @@ class Channels(Marks):
             return "header", ""
         channel, recipient = _OF_CHANNEL.search(text), _RECIPIENT.search(text)
         if recipient is not None:
-            return "said", f"{recipient[0]} "
+            return "said", f"to=functions.{recipient[1]} "
         return "thought" if channel is not None and channel[1] == "analysis" else "said", ""
 
     def closes(self, *, may_call: bool) -> str:

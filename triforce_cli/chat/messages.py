@@ -136,8 +136,8 @@ def _call(call: Any, place: str, note: Note) -> dict[str, Any]:
     custom = call.get("custom") if isinstance(call, dict) else None
     if isinstance(custom, dict):
         others = {name: value for name, value in call.items() if name != "custom"}
-        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-        call = {**others, "type": "function", "function": function}
+        named: Any = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        call = {**others, "type": "function", "function": named}
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UsageError(f'{place} has a call that is not {{"function": {{"name": ..., "arguments": ...}}}}')

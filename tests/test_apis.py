@@ -756,6 +756,22 @@ def test_the_reason_of_the_end(calls: tuple[ToolCall, ...], finish: str) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason", "stop"),
+    [
+        ({"stop": "END", "calls": ()}, "stop_sequence", "END"), ({"stop": "END"}, "tool_use", None),
+        ({"stop": "", "calls": ()}, "end_turn", None), ({"finish": "length", "calls": ()}, "max_tokens", None),
+    ],
+)  # fmt: skip
+def test_the_stop_sequence_that_ended_a_message_is_named(changes: Json, reason: str, stop: str | None) -> None:
+    """It was not told from the model's own end."""
+    whole = MESSAGES.reply({}, "m").document(ended(**changes))
+    events = parse("".join(map(str, told(MESSAGES.reply({}, "m"), [], ended(**changes)))))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
+    assert CLIENTS[MESSAGES.path](events)["stop_reason"] == reason
+    assert CLIENTS[MESSAGES.path](events)["stop_sequence"] == stop
+
+
 @pytest.mark.parametrize("calls", [(), ENDED.calls])
 def test_a_reply_without_text(calls: tuple[ToolCall, ...]) -> None:
     whole = ended(text="", thoughts="", calls=calls)
@@ -766,12 +782,18 @@ def test_a_reply_without_text(calls: tuple[ToolCall, ...]) -> None:
     assert [block["type"] for block in MESSAGES.reply({}, "m").document(whole)["content"]] == ["tool_use"] * len(calls)
 
 
-SCORES = [score("é", "é", "e"), score("\ufffd"), score("b", "c")]
+SMILE = "😀".encode()
+HALF = {"token": 3, "text": "\ufffd", "logprob": -0.5, "bytes": [*SMILE[:2]]}
+OTHER = {"token": 4, "text": "\ufffd", "logprob": -1.5, "bytes": [*SMILE[2:]]}
+SCORES = [score("é", "é", "e"), {**HALF, "top": [HALF, OTHER]}, score("b", "c"), score("\ufffd")]
 OPENAI_SCORES = [
     {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9], "top_logprobs": [
         {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9]}, {"token": "e", "logprob": -0.25, "bytes": [101]}]},
-    {"token": "\ufffd", "logprob": -0.5, "bytes": None, "top_logprobs": []},
+    {"token": "\ufffd", "logprob": -0.5, "bytes": [0xF0, 0x9F], "top_logprobs": [
+        {"token": "\ufffd", "logprob": -0.5, "bytes": [0xF0, 0x9F]},
+        {"token": "\ufffd", "logprob": -1.5, "bytes": [0x98, 0x80]}]},
     {"token": "b", "logprob": -0.5, "bytes": [98], "top_logprobs": [{"token": "c", "logprob": -0.25, "bytes": [99]}]},
+    {"token": "\ufffd", "logprob": -0.5, "bytes": [0xEF, 0xBF, 0xBD], "top_logprobs": []},
 ]  # fmt: skip
 
 
@@ -783,8 +805,9 @@ def test_scores() -> None:
     assert item["content"][0]["logprobs"] == OPENAI_SCORES
     text = TEXT.reply({"prompt": "Well", "echo": True}, "m").document(whole)["choices"][0]
     assert text["logprobs"] == {
-        "tokens": ["é", "\ufffd", "b"], "token_logprobs": [-0.5] * 3, "text_offset": [4, 5, 6],
-        "top_logprobs": [{"é": -0.25, "e": -0.25}, {}, {"c": -0.25}],
+        "tokens": ["é", "bytes:\\xf0\\x9f", "b", "\ufffd"], "token_logprobs": [-0.5] * 4,
+        "text_offset": [4, 5, 6, 7], "top_logprobs": [
+            {"é": -0.25, "e": -0.25}, {"bytes:\\xf0\\x9f": -0.5, "bytes:\\x98\\x80": -1.5}, {"c": -0.25}, {}],
     }  # fmt: skip
 
 

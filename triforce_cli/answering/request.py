@@ -99,12 +99,16 @@ class Prompt:
         """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see
         GenerationRequest."""
         budget, begun = self.budget(wanted.thought_tokens), self.earlier.num_tokens
+        marks = () if self.marks is None else self.marks.tokens
+        anywhere = tuple(stop for stop in wanted.stops if not marks or any(mark in stop for mark in marks))
         sampling = replace(wanted.sampling, seed=seed_within(wanted.sampling.seed, begun))
         return GenerationRequest(
             list(self.tokens),
             sampling if budget is None else replace(sampling, thoughts=budget),
             max_tokens=min(wanted.max_tokens, max_tokens),
-            stop=(*wanted.stops, *self.stops),
+            stop=(*anywhere, *self.stops),
+            answer_stop=tuple(stop for stop in wanted.stops if stop not in anywhere),
+            answer=None if self.marks is None else self.splitter,
             end_tokens=self.end_tokens,
             begun=begun,
             reuse=reuse,

@@ -192,10 +192,24 @@ class Splitter:
         self._before: State = "thought" if begun else "said"  # the state if the reply opens no thoughts
         self.state: State = "said" if marks is None else marks.first
         self._held, self._num_past = begin, 0  # characters of the reply before the held ones
+        self._num_begin, self._said_from = (
+            len(begin),
+            0,
+        )  # said_from: the character at which the text in this state begins
         self._places = {found.start() for name in named for found in re.finditer(re.escape(name), begin)}
         self._trims = trims and not begin  # whether to remove the white space that follows
         self._is_new, self._shown = False, frozenset[bool]()  # behind a mark; kinds of text so far, True: thoughts
         self._tell()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not known yet if the text so far is an answer."""
+        return self.state == "start"
+
+    @property
+    def answer_from(self) -> int | None:
+        """The index, in all pushed text, of the answer's text that it ends with; None if it ends with another one."""
+        return max(self._said_from - self._num_begin, 0) if self.state == "said" else None
 
     def push(self, text: str, named: Iterable[int] = ()) -> list[Piece]:
         """The pieces that are certain after this text. named: indices in it of tokens that are marks."""
@@ -234,6 +248,7 @@ class Splitter:
         parts = self._out(shown, is_thought=is_thought)
         self.state, lead = marks.follows(self.state, text)
         self._taken(0 if self.state == "header" else len(mark))
+        self._said_from = self._num_past
         self._trims = self._is_new = True
         return parts + self._out(lead, is_thought=False)
 

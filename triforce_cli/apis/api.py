@@ -74,7 +74,8 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it."""
+    """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it. stop: the stop string that
+    ended it, or ""."""
 
     text: str
     thoughts: str
@@ -82,6 +83,7 @@ class Ended:
     scores: Sequence[Score]
     finish: Literal["stop", "length"]
     usage: Usage
+    stop: str = ""
 
 
 class Reply(Protocol):

@@ -120,7 +120,7 @@ class MessageReply:
         self._open = ""  # the type of the open block
 
     def begin(self, usage: Usage) -> Iterator[Event]:
-        yield _event("message_start", message=self._object([], None, _usage(usage)))
+        yield _event("message_start", message=self._object([], _usage(usage)))
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:
@@ -134,8 +134,7 @@ class MessageReply:
             yield from self._begin_block({**_call(call), "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             yield from self._close()
-        delta = {"stop_reason": _stop_reason(ended), "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage=_usage(ended.usage))
+        yield _event("message_delta", delta=_stopped(ended), usage=_usage(ended.usage))
         yield _event("message_stop")
 
     def fail(self, error: ApiError) -> Iterator[Event]:
@@ -148,7 +147,7 @@ class MessageReply:
         if ended.text:
             blocks.append({"type": "text", "text": ended.text})
         blocks += [_call(call) for call in ended.calls]
-        return self._object(blocks, _stop_reason(ended), _usage(ended.usage))
+        return self._object(blocks, _usage(ended.usage)) | _stopped(ended)
 
     def _more(self, kind: str, delta: str, text: str) -> Iterator[Event]:
         """More of a block; the open one is closed if it is of another type."""
@@ -171,14 +170,14 @@ class MessageReply:
             yield _event("content_block_stop", index=self._num_blocks - 1)
         self._open = ""
 
-    def _object(self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+    def _object(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._head.id,
             "type": "message",
             "role": "assistant",
             "model": self._head.model,
             "content": content,
-            "stop_reason": reason,
+            "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
         }
@@ -192,11 +191,13 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def _stop_reason(ended: Ended) -> str:
-    """The reason as the API names it. An end at a stop sequence is not told from the model's own."""
+def _stopped(ended: Ended) -> dict[str, Any]:
+    """The reason of the end as the API names it."""
     if ended.finish == "length":
-        return "max_tokens"
-    return "tool_use" if ended.calls else "end_turn"
+        reason = "max_tokens"
+    else:
+        reason = "tool_use" if ended.calls else "stop_sequence" if ended.stop else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": ended.stop if reason == "stop_sequence" else None}
 
 
 def _usage(used: Usage) -> dict[str, Any]:

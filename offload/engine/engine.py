@@ -427,6 +427,7 @@ class Engine:
             num_prompt=num_prompt,
             vocab_size=self.worker.vocab_size,
             end_tokens=end_tokens,
+            suppressed=self.worker.target.config.suppressed,
             device=self.worker.memory.device,
         )
 

@@ -78,5 +78,6 @@ def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Toke
     from offload.decode.distribution import distribution_of  # imports torch
 
     ends = end_tokens_of(model, tokenizer)
-    found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=model.vocab_size, end_tokens=ends)
+    size, never = model.vocab_size, model.suppressed
+    found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=size, end_tokens=ends, suppressed=never)
     return found.adjust is not None

@@ -7,6 +7,11 @@ import hashlib
 NUM_SEEDS = 2**63
 
 
+def seed_of(number: int) -> int | None:
+    """The seed of a whole number with a sign, as other programs take them: -1 draws one, None."""
+    return None if number == -1 else number + NUM_SEEDS if -NUM_SEEDS <= number < 0 else number
+
+
 def seed_after(seed: int | None, count: int) -> int | None:
     """The seed of the text that comes `count` texts after the one with `seed`: the highest seed is followed by 0."""
     if seed is None:

@@ -259,7 +259,9 @@ class Server:
         self.error: BaseException | None = None
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
         reader = Reader(Prompts(), wanted, names=names, context=context)  # type: ignore[arg-type]
-        self.service = Service(Served(names, 1_700_000_000, context, shows_thoughts), reader, self.scheduler)
+        self.notes: list[str] = []  # of the log
+        served = Served(names, 1_700_000_000, context, shows_thoughts)
+        self.service = Service(served, reader, self.scheduler, self.notes.append)
         self._bound = listening_socket("127.0.0.1", 0)
         self.client = Client(self._bound.getsockname()[1])
         application = web_application(self.service, access or Access("127.0.0.1"))

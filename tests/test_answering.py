@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from models import byte_tokenizer
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams, ThoughtBudget
+from offload.decode.tokenizer import Tokenizer
 from offload.engine.attended import Passage
 from offload.engine.engine import Step
 from triforce_cli.answering.answer import Answer, Part
@@ -98,6 +101,38 @@ def test_json_has_what_is_wanted_and_no_more() -> None:
     assert (more["logprobs"], more["tool_calls"], list(more)) == (
         scored, [], ["text", "tokens", "logprobs", "finish_reason", "tool_calls", "citations"],
     )  # fmt: skip
+
+
+def test_a_score_has_the_bytes_of_a_part_of_a_character() -> None:
+    """Its text is U+FFFD, of which its bytes cannot be told."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    smile, replacement = (list(text.encode()) for text in ("😀", "\ufffd"))
+    answer = Answer(REPLY, Wanted(max_tokens=9, sampling=SamplingParams(), logprobs=1), tokenizer)
+    tokens = [*tokenizer.encode_piece("a😀\ufffd")]
+    scores = tuple(TokenScore(token, -0.5, ((token, -0.5),)) for token in tokens)
+    found = answer.scores(answer.add(Step("a😀\ufffd", tokens, "stop", scores=scores)))
+    assert found[0] == {"token": tokens[0], "text": "a", "logprob": -0.5, "top": [
+        {"token": tokens[0], "text": "a", "logprob": -0.5}]}  # fmt: skip
+    assert [each["bytes"] for each in found[1:]] == [[byte] for byte in (*smile, *replacement)]
+    assert [each["top"][0]["bytes"] for each in found[1:]] == [[byte] for byte in (*smile, *replacement)]
+
+
+def test_stop_strings_count_in_the_answer_unless_they_name_a_mark_of_thoughts() -> None:
+    wanted = Wanted(max_tokens=9, sampling=SamplingParams(), stops=("END", "</think>"))
+    request = replace(REPLY, stops=("User:",)).request(wanted, max_tokens=9)
+    assert (request.stop, request.answer_stop) == (("</think>", "User:"), ("END",))
+    assert request.answer is not None
+    plain = Prompt([1], stops=("User:",)).request(wanted, max_tokens=9)
+    assert (plain.stop, plain.answer_stop, plain.answer) == (("END", "</think>", "User:"), (), None)
+
+
+def test_the_stop_string_that_ended_an_answer_is_one_that_was_wanted() -> None:
+    wanted = Wanted(max_tokens=9, sampling=SamplingParams(), stops=("END",))
+    for stop, named in (("END", "END"), ("User:", ""), ("", "")):
+        answer = answer_to(replace(REPLY, stops=("User:",)), wanted)
+        assert answer.stop == ""
+        answer.add(step("a", "stop", stop=stop))
+        assert answer.stop == named
 
 
 def test_an_answers_own_words_rank_its_citations() -> None:

@@ -43,9 +43,18 @@ READ: dict[Api, Json] = {
 }  # fmt: skip
 
 
+def unheard(note: str) -> None:
+    raise AssertionError(note)
+
+
+def fields_of(api: Api, body: Mapping[str, Any]) -> Json:
+    """The fields of a request of which nothing is left out."""
+    return api.fields(body, unheard)
+
+
 @EVERY
 def test_the_least_request_can_be_answered(api: Api) -> None:
-    assert api.fields(LEAST[api]) == READ[api]
+    assert fields_of(api, LEAST[api]) == READ[api]
     assert api.has_one_call(LEAST[api]) is False
     record = read_record(READ[api], 1, PLACE, DEFAULTS)
     assert (record.prompt, record.messages is None) == (("x", True) if api is TEXT else ("", False))
@@ -122,12 +131,16 @@ def test_the_least_request_can_be_answered(api: Api) -> None:
         (MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto", "stream": True}, {}),
         (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, {}),
         (MESSAGES, {"output_config": {"effort": "high"}}, {}),
+        (MESSAGES, {"diagnostics": {"previous_message_id": None}, "container": None, "mcp_servers": None}, {}),
+        (MESSAGES, {"cache_control": {"type": "ephemeral"}, "mcp_servers": []}, {}),
+        (CHAT, {"verbosity": "low"}, {}),
+        (RESPONSES, {"max_tool_calls": 3}, {}),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, {"json_schema": SCHEMA}),
     ],
 )  # fmt: skip
 def test_a_field_is_read_as_ours(api: Api, given: Json, found: Json) -> None:
-    assert api.fields(LEAST[api] | given) == READ[api] | found
-    read_record(api.fields(LEAST[api] | given), 1, PLACE, DEFAULTS)
+    assert fields_of(api, LEAST[api] | given) == READ[api] | found
+    read_record(fields_of(api, LEAST[api] | given), 1, PLACE, DEFAULTS)
 
 
 OPENAI_IGNORED = {
@@ -141,7 +154,7 @@ OPENAI_IGNORED = {
 @pytest.mark.parametrize("api", [CHAT, TEXT, RESPONSES], ids=lambda api: api.path)
 def test_what_does_not_affect_the_text_is_ignored(api: Api, name: str) -> None:
     if (api, name) != (RESPONSES, "n"):
-        assert api.fields(LEAST[api] | {name: OPENAI_IGNORED[name]}) == READ[api]
+        assert fields_of(api, LEAST[api] | {name: OPENAI_IGNORED[name]}) == READ[api]
 
 
 @EVERY
@@ -149,7 +162,7 @@ def test_null_is_as_absent(api: Api) -> None:
     names = ["temperature", "top_p", "stream", "model", "metadata", "service_tier"]
     if api is not MESSAGES:
         names += ["seed", "stop", "user", "stream_options", "store", "tool_choice", "logprobs", "tools"]
-    assert api.fields(LEAST[api] | dict.fromkeys(names)) == READ[api]
+    assert fields_of(api, LEAST[api] | dict.fromkeys(names)) == READ[api]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +246,12 @@ def test_null_is_as_absent(api: Api) -> None:
         (MESSAGES, {"messages": "hi"}, "messages are \"hi\""),
         (MESSAGES, {"messages": ["hi"]}, "message 1 is no object"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type "image"'),
+        (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": [
+            {"type": "text", "text": "see"}, {"type": "image"}]}]}, 'message 3 has a content of the type "image"'),
+        (RESPONSES, {"input": [{"role": "assistant", "content": "a"}, {"role": "user", "content": [
+            {"type": "input_image"}]}]}, 'item 2 of input has a content of the type "input_image"'),
+        (TEXT, {"echo": True, "logprobs": 0}, "echo and logprobs are not answered together"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 'tool 1 is of the type "custom"'),
         (MESSAGES, {"system": 3}, "system has a content that is no text"),
         (MESSAGES, {"n": 1}, "no field 'n'"),
         (MESSAGES, {"seed": 1}, "no field 'seed'"),
@@ -255,6 +274,24 @@ def test_a_field_that_is_not_supported_is_refused_by_its_name(api: Api, given: J
     assert str(error.value).startswith(PLACE)
 
 
+@pytest.mark.parametrize(
+    ("given", "seed"),
+    [(-1, None), (0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-2, 2**63 - 2), (-(2**63), 0), (None, None)],
+)
+@pytest.mark.parametrize("api", [CHAT, TEXT, RESPONSES], ids=lambda api: api.path)
+def test_a_seed_has_64_bits_and_a_sign(api: Api, given: int | None, seed: int | None) -> None:
+    """-1 draws one in other programs; it was refused, as all negative ones."""
+    fields = fields_of(api, LEAST[api] | {"seed": given})
+    defaults = Wanted(max_tokens=100, sampling=SamplingParams(seed=None if given is None else 5))
+    assert read_record(fields, 1, PLACE, defaults).wanted.sampling.seed == seed
+
+
+@pytest.mark.parametrize("given", [2**63, -(2**63) - 1, 1.0, True, "1"])
+def test_other_seeds_are_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="seed is"):
+        read(CHAT, LEAST[CHAT] | {"seed": given})
+
+
 def test_a_field_of_ours_does_not_replace_the_input_of_a_response() -> None:
     """`messages` beside `input` was answered, and `input` was ignored."""
     with pytest.raises(UsageError, match="messages"):
@@ -263,7 +300,7 @@ def test_a_field_of_ours_does_not_replace_the_input_of_a_response() -> None:
 
 def read(api: Api, body: Mapping[str, Any]) -> object:
     """As the server does."""
-    fields = api.fields(body)
+    fields = api.fields(body, str)
     check_known(fields, FIELDS, PLACE, "")
     return read_record(fields, 0, PLACE, DEFAULTS)
 
@@ -309,7 +346,7 @@ def test_items_of_a_response_become_messages_in_their_order() -> None:
         {"type": "function_call_output", "call_id": "c3", "output": ""},
         {"role": "developer", "content": [{"type": "input_text", "text": "Be"}, {"type": "text", "text": " brief."}]},
     ]
-    assert RESPONSES.fields({"input": items})["messages"] == [
+    assert fields_of(RESPONSES, {"input": items})["messages"] == [
         {"role": "user", "content": "Weather?"},
         {
             "role": "assistant", "content": "I ask.", "reasoning_content": "I look.",
@@ -323,11 +360,125 @@ def test_items_of_a_response_become_messages_in_their_order() -> None:
     ]  # fmt: skip
 
 
+CALLED_BEFORE = [
+    {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+    {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
+    {"type": "local_shell_call", "call_id": "c2", "action": {"type": "exec", "command": ["ls"]}, "status": "completed"},
+    {"type": "local_shell_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{"},
+    {"type": "function_call_output", "call_id": "c3", "output": [{"type": "input_image", "image_url": "data:"}]},
+    {"type": "function_call_output", "call_id": "c4", "output": None},
+    {"type": "function_call_output", "call_id": "c5", "output": {"exit": 0}},
+]  # fmt: skip
+LEFT_OUT = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+    {"type": "image_generation_call", "id": "ig_1", "result": "AAAA"},
+    {"type": "file_search_call", "id": "fs_1", "queries": ["x"]},
+    {"type": "code_interpreter_call", "id": "ci_1", "code": "1", "outputs": []},
+    {"type": "mcp_list_tools", "id": "l", "server_label": "s", "tools": []},
+    {"type": "computer_call_output", "call_id": "unknown", "output": {"type": "computer_screenshot"}},
+    {"type": "compaction", "encrypted_content": "x"},
+    {"type": "of_tomorrow"},
+]  # fmt: skip
+
+
+def test_items_that_other_tools_left_are_taken_or_left_out_with_a_note() -> None:
+    """One of them ended the talk."""
+    notes: list[str] = []
+    found = RESPONSES.fields({"input": [*HI, *LEFT_OUT, *CALLED_BEFORE, *HI]}, notes.append)["messages"]
+    assert [message["role"] for message in found] == ["user", *["assistant", "tool"] * 3, "tool", "tool", "user"]
+    assert [message["tool_calls"][0]["function"] for message in found if "tool_calls" in message] == [
+        {"name": "apply_patch", "arguments": {"input": "*** Begin"}},
+        {"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}},
+        {"name": "f", "arguments": "{"},
+    ]
+    assert [message["content"] for message in found if message["role"] == "tool"] == [
+        "Done", "a", "[input_image left out: only text can be read]", "", '{"exit": 0}',
+    ]  # fmt: skip
+    assert [note.split('"')[1] for note in notes] == [*(item["type"] for item in LEFT_OUT), "input_image"]
+    with pytest.raises(UsageError, match="the server keeps no items"):
+        RESPONSES.fields({"input": [*HI, {"type": "item_reference", "id": "x"}]}, unheard)
+
+
+def test_earlier_messages_of_a_response_are_taken_as_they_are() -> None:
+    notes: list[str] = []
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "See "}, {"type": "input_image"}]},
+        {"role": "assistant", "content": [
+            {"type": "refusal", "refusal": "No."}, {"type": "of_tomorrow"},
+            {"type": "output_text", "text": " Yes.", "annotations": [{"type": "url_citation"}], "logprobs": []}]},
+        {"role": "assistant", "content": None},
+        *HI,
+    ]  # fmt: skip
+    found = RESPONSES.fields({"input": items}, notes.append)["messages"]
+    assert [message["content"] for message in found] == [
+        "See [input_image left out: only text can be read]", "No. Yes.", "", "hi",
+    ]  # fmt: skip
+    assert [note.split('"')[1] for note in notes] == ["input_image", "of_tomorrow"]
+
+
+def test_blocks_that_other_tools_left_are_taken_or_left_out_with_a_note() -> None:
+    notes: list[str] = []
+    source = {"type": "text", "media_type": "text/plain", "data": "It rained."}
+    blocks = [
+        {"role": "user", "content": [
+            {"type": "document", "source": source, "title": "May", "citations": {"enabled": True}},
+            {"type": "search_result", "source": "http://x", "title": "T", "content": [{"type": "text", "text": "wet"}]},
+            {"type": "image", "source": {}}, {"type": "text", "text": "When?", "cache_control": {"type": "ephemeral"}},
+        ]},
+        {"role": "assistant", "content": [
+            {"type": "redacted_thinking", "data": "x"}, {"type": "server_tool_use", "id": "s", "name": "web_search",
+                                                         "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+            {"type": "text", "text": "In May.", "citations": [{"type": "char_location"}]},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {}, "caller": {"type": "direct"}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "is_error": False, "content": [
+            {"type": "text", "text": "a"}, {"type": "image", "source": {}},
+            {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}]}]},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": []},
+        *HI,
+    ]  # fmt: skip
+    found = MESSAGES.fields({"messages": blocks, "max_tokens": 1}, notes.append)["messages"]
+    assert [message["content"] for message in found] == [
+        "May\nIt rained.\n\nT\nhttp://x\nwet\n\n[image left out: only text can be read]When?", "In May.",
+        "a[image left out: only text can be read]b\n\n", "", "", "hi",
+    ]  # fmt: skip
+    assert [note.split('"')[1] for note in notes] == [
+        "image", "redacted_thinking", "server_tool_use", "web_search_tool_result", "image",
+    ]  # fmt: skip
+    assert found[1]["tool_calls"] == [called("f", {}, "c")]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("api", "function", "other"),
+    [
+        (CHAT, TOOL, {"type": "custom", "custom": {"name": "g"}}),
+        (CHAT, TOOL, {"type": "web_search"}),
+        (RESPONSES, FLAT, {"type": "web_search", "search_context_size": "low"}),
+        (RESPONSES, FLAT, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}),
+        (RESPONSES, FLAT, {"type": "local_shell"}),
+        (RESPONSES, FLAT, {"type": "image_generation"}),
+        (MESSAGES, CUSTOM, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}),
+        (MESSAGES, CUSTOM, {"type": "bash_20250124", "name": "bash"}),
+        (MESSAGES, CUSTOM, {"type": "mcp_toolset", "mcp_server_name": "x"}),
+    ],
+)
+def test_tools_that_cannot_be_offered_are_left_out_with_a_note(api: Api, function: Json, other: Json) -> None:
+    """Codex offers some beside its functions, and got no answer."""
+    notes: list[str] = []
+    assert api.fields(LEAST[api] | {"tools": [function, other]}, notes.append) == READ[api] | {"tools": [TOOL]}
+    assert [note[:30] for note in notes] == [f'tool 2 is of the type "{other["type"]}"'[:30]]
+    with pytest.raises(UsageError, match="tool 1 is of the type"):
+        api.fields(LEAST[api] | {"tools": [other]}, str)
+
+
 def test_thoughts_belong_to_the_reply_after_them() -> None:
     thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     items = [{"role": "user", "content": "a"}, thoughts, {"role": "user", "content": "b"},
              {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, thoughts]  # fmt: skip
-    found = RESPONSES.fields({"input": items})["messages"]
+    found = fields_of(RESPONSES, {"input": items})["messages"]
     assert [message["role"] for message in found] == ["user", "user", "assistant"]
     assert not any("reasoning_content" in message for message in found)
 
@@ -335,7 +486,7 @@ def test_thoughts_belong_to_the_reply_after_them() -> None:
 def test_calls_after_results_are_of_another_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "x"}
-    found = RESPONSES.fields({"input": [*HI, call, result, call, call, result]})["messages"]
+    found = fields_of(RESPONSES, {"input": [*HI, call, result, call, call, result]})["messages"]
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant", "tool"]
     assert [len(message.get("tool_calls", ())) for message in found] == [0, 1, 0, 2, 0]
 
@@ -361,7 +512,7 @@ def test_blocks_become_messages_with_results_before_the_text() -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c4", "name": "f", "input": {}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c4", "content": "x"}]},
     ]  # fmt: skip
-    assert MESSAGES.fields({"messages": blocks, "max_tokens": 1})["messages"] == [
+    assert fields_of(MESSAGES, {"messages": blocks, "max_tokens": 1})["messages"] == [
         {"role": "user", "content": "Weather?"},
         {
             "role": "assistant", "content": "I ask.", "reasoning_content": "I look.",
@@ -377,7 +528,7 @@ def test_blocks_become_messages_with_results_before_the_text() -> None:
 
 
 def test_tokens_are_counted_without_a_limit_of_the_answer() -> None:
-    assert MESSAGES.prompt_fields({"messages": HI, "system": "Be.", "tools": [CUSTOM]}) == {
+    assert MESSAGES.prompt_fields({"messages": HI, "system": "Be.", "tools": [CUSTOM]}, unheard) == {
         "messages": [{"role": "system", "content": "Be."}, *HI],
         "tools": [TOOL],
     }
@@ -605,6 +756,22 @@ def test_the_reason_of_the_end(calls: tuple[ToolCall, ...], finish: str) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason", "stop"),
+    [
+        ({"stop": "END", "calls": ()}, "stop_sequence", "END"), ({"stop": "END"}, "tool_use", None),
+        ({"stop": "", "calls": ()}, "end_turn", None), ({"finish": "length", "calls": ()}, "max_tokens", None),
+    ],
+)  # fmt: skip
+def test_the_stop_sequence_that_ended_a_message_is_named(changes: Json, reason: str, stop: str | None) -> None:
+    """It was not told from the model's own end."""
+    whole = MESSAGES.reply({}, "m").document(ended(**changes))
+    events = parse("".join(map(str, told(MESSAGES.reply({}, "m"), [], ended(**changes)))))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
+    assert CLIENTS[MESSAGES.path](events)["stop_reason"] == reason
+    assert CLIENTS[MESSAGES.path](events)["stop_sequence"] == stop
+
+
 @pytest.mark.parametrize("calls", [(), ENDED.calls])
 def test_a_reply_without_text(calls: tuple[ToolCall, ...]) -> None:
     whole = ended(text="", thoughts="", calls=calls)
@@ -615,12 +782,18 @@ def test_a_reply_without_text(calls: tuple[ToolCall, ...]) -> None:
     assert [block["type"] for block in MESSAGES.reply({}, "m").document(whole)["content"]] == ["tool_use"] * len(calls)
 
 
-SCORES = [score("é", "é", "e"), score("\ufffd"), score("b", "c")]
+SMILE = "😀".encode()
+HALF = {"token": 3, "text": "\ufffd", "logprob": -0.5, "bytes": [*SMILE[:2]]}
+OTHER = {"token": 4, "text": "\ufffd", "logprob": -1.5, "bytes": [*SMILE[2:]]}
+SCORES = [score("é", "é", "e"), {**HALF, "top": [HALF, OTHER]}, score("b", "c"), score("\ufffd")]
 OPENAI_SCORES = [
     {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9], "top_logprobs": [
         {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9]}, {"token": "e", "logprob": -0.25, "bytes": [101]}]},
-    {"token": "\ufffd", "logprob": -0.5, "bytes": None, "top_logprobs": []},
+    {"token": "\ufffd", "logprob": -0.5, "bytes": [0xF0, 0x9F], "top_logprobs": [
+        {"token": "\ufffd", "logprob": -0.5, "bytes": [0xF0, 0x9F]},
+        {"token": "\ufffd", "logprob": -1.5, "bytes": [0x98, 0x80]}]},
     {"token": "b", "logprob": -0.5, "bytes": [98], "top_logprobs": [{"token": "c", "logprob": -0.25, "bytes": [99]}]},
+    {"token": "\ufffd", "logprob": -0.5, "bytes": [0xEF, 0xBF, 0xBD], "top_logprobs": []},
 ]  # fmt: skip
 
 
@@ -632,8 +805,9 @@ def test_scores() -> None:
     assert item["content"][0]["logprobs"] == OPENAI_SCORES
     text = TEXT.reply({"prompt": "Well", "echo": True}, "m").document(whole)["choices"][0]
     assert text["logprobs"] == {
-        "tokens": ["é", "\ufffd", "b"], "token_logprobs": [-0.5] * 3, "text_offset": [4, 5, 6],
-        "top_logprobs": [{"é": -0.25, "e": -0.25}, {}, {"c": -0.25}],
+        "tokens": ["é", "bytes:\\xf0\\x9f", "b", "\ufffd"], "token_logprobs": [-0.5] * 4,
+        "text_offset": [4, 5, 6, 7], "top_logprobs": [
+            {"é": -0.25, "e": -0.25}, {"bytes:\\xf0\\x9f": -0.5, "bytes:\\x98\\x80": -1.5}, {"c": -0.25}, {}],
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from offload import strict_json
 from triforce_cli.answering import calls
+from triforce_cli.answering.bare_calls import BareCalls
 from triforce_cli.answering.calls import FORMS, MAX_DEPTH, MOST_BROKEN, Calls
 
 PARAMETERS = {
@@ -225,7 +226,114 @@ def test_a_reply_that_is_nothing_but_json_is_a_call_if_it_names_an_offered_tool(
 
 def test_marks_are_those_of_the_templates_forms() -> None:
     assert Calls(TOOLS, "<tool_call>").marks == {"<tool_call>", "</tool_call>"}
-    assert {mark for form in FORMS for mark in form.marks} == Calls(TOOLS, "").marks
+    assert {mark for form in FORMS for mark in (*form.marks, *form.around)} == Calls(TOOLS, "").marks
+
+
+@pytest.mark.parametrize("around", ["<seed:tool_call>", "<minimax:tool_call>", "<｜tool▁calls▁begin｜>"])
+def test_a_mark_around_calls_begins_them(around: str) -> None:
+    """Seed-OSS's was told as text before the call."""
+    assert around in Calls(TOOLS, "").openings
+
+
+BOX = {"type": "object", "properties": {"w": {"type": "integer"}}}
+OPEN: dict[str, Any] = {
+    "properties": {
+        "ref": {"$ref": "#/$defs/Box"}, "chain": {"$ref": "#/$defs/Chain"}, "text": {"$ref": "#/$defs/Name"},
+        "lost": {"$ref": "#/$defs/Nobody"}, "far": {"$ref": "http://x/y"}, "loop": {"$ref": "#/$defs/Loop"},
+        "any": {}, "said": {"description": "a size"}, "maybe": {"anyOf": [{"$ref": "#/$defs/Box"}, {"type": "null"}]},
+        "nested": {"anyOf": [{"oneOf": [{"type": "integer"}]}]}, "number": {"enum": [1, 2]}, "one": {"const": True},
+        "word": {"enum": ["1", "2"]}, "tilde": {"$ref": "#/$defs/a~1b~0c"}, "all": {"allOf": [{"type": "integer"}]},
+    },
+    "$defs": {
+        "Box": BOX, "Chain": {"$ref": "#/$defs/Box"}, "Name": {"type": "string"}, "a/b~c": {"type": "integer"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#"}]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        *((key, '{"w": 3}', {"w": 3}) for key in ("ref", "chain", "lost", "far", "loop", "any", "said", "maybe")),
+        ("ref", "[3]", "[3]"), ("chain", "3", "3"), ("text", '{"w": 3}', '{"w": 3}'), ("text", "None", "None"),
+        ("any", "3", 3), ("any", "[1]", [1]), ("any", "null", None), ("any", "True", True), ("any", "x", "x"),
+        ("any", '"x"', '"x"'), ("maybe", "null", None), ("maybe", "x", "x"), ("nested", "5", 5), ("number", "2", 2),
+        ("one", "true", True), ("word", "1", "1"), ("tilde", "4", 4), ("all", "6", 6), ("undeclared", "3", "3"),
+    ],
+)  # fmt: skip
+def test_an_argument_whose_type_is_not_written_out_is_json_where_it_is_json(key: str, text: str, value: Any) -> None:
+    """An object whose type was a reference came as a text."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": OPEN}}]
+    assert Calls(tools, "").read(tagged((key, text), name="f"))[0] == [{"name": "f", "arguments": {key: value}}]
+
+
+def test_whole_numbers_of_integers_are_integers_and_those_of_numbers_are_not() -> None:
+    """5 == 5.0 in Python, and not in JSON."""
+    (found,) = read(tagged(("days", "5.0"), ("scale", "5.0"), ("limit", "2.0")))
+    assert json.dumps(found["arguments"]) == '{"days": 5, "scale": 5.0, "limit": 2}'
+
+
+@pytest.mark.parametrize("value", ["x", "  x = 1", "x\n\n", "x\n", "\n\nx", "\n", "", " "])
+def test_line_ends_and_spaces_of_a_value_are_its_own(value: str) -> None:
+    """Only the line end between a value and each of its tags belongs to these; GLM writes none there."""
+    glm = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+    assert read(tagged(("city", value))) == read(glm) == [{"name": "get_weather", "arguments": {"city": value}}]
+    if not value.startswith("\n"):
+        seed = f"<function=get_weather><parameter=city>{value}</parameter></function>"
+        minimax = f'<invoke name="get_weather"><parameter name="city">{value}</parameter></invoke>'
+        assert read(seed) == read(minimax) == read(glm)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ('get_weather\n{"city": "Paris"}', [PARIS]),
+        ('\nget_weather \n{"city": "Paris"}\n', [PARIS]),
+        ('get_weather\n{"city": "Paris"}\nget_time\n{}', [PARIS, TIME]),
+        ('forecast\n{"city": "Paris"}', []), ('get_weather {"city": "Paris"}', []),
+        ('get_weather\n{"city": "Paris"} is it', []), ('I ask get_weather\n{"city": "Paris"}', []),
+        ('get_weather\n["Paris"]', []), ("get_weather\n{", []),
+    ],
+)  # fmt: skip
+def test_a_name_on_a_line_before_json_is_a_call_where_templates_have_no_marks(reply: str, expected: list[Any]) -> None:
+    """GLM-4-0414 writes calls so."""
+    assert read(reply) == expected
+    assert read(reply, "<tool_call>") == []
+
+
+def bare(*pieces: str, template: str = "") -> list[bool]:
+    calls = BareCalls(Calls(TOOLS, template))
+    return [calls.push(piece) for piece in pieces]
+
+
+STARTS = [
+    JSON, f" {JSON}; {TIME_JSON}", f"[{JSON}, {TIME_JSON}]", f"```json\n{JSON}\n```", f"```{JSON}```", LLAMA,
+    'get_weather(city="a)b")', "[get_weather(city='it\\'s'), get_time()]", "get_time()\nget_time()",
+    'get_weather\n{"city": "}"}', '{"name": "get_weather", "arguments": {"city": "\\"}"}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", STARTS)
+def test_a_reply_that_becomes_calls_can_become_calls_at_every_letter(reply: str) -> None:
+    assert read(reply)
+    assert bare(*reply) == [True] * len(reply)
+    assert bare(reply) == [True]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "template"),
+    [
+        (["`", "read"], ""), (["``", "`python"], ""), (["[", "1] says"], ""), (["[", "link](x)"], ""), (["The"], ""),
+        (["get", "s"], ""), (["get_weather", " is"], ""), (["get_weather", ", and"], ""), (["get_wea", "\n"], ""),
+        (['{"a": 1', "}"], ""), (["{x", "}"], ""), (["{", ")"], ""), ([JSON, " is it"], ""), (["-", " a"], ""),
+        (["get_weather", "(city)"], ""), ([JSON.replace("get_weather", "get_money")[:-1], "}"], ""),
+        (["get_weather", "("], "<tool_call>"), (["get_weather\n", "{"], "<tool_call>"),
+        (["]", ""], ""), (["[", "["], ""),
+    ],
+)  # fmt: skip
+def test_a_reply_is_held_back_only_while_it_can_become_calls(pieces: list[str], template: str) -> None:
+    """An answer that began with a backtick or a bracket came whole, at its end."""
+    assert bare(*pieces, template=template)[-1] is False
 
 
 class Counted:

@@ -49,6 +49,8 @@ CASES = [  # (reply, thoughts, text)
     (EARLIER.removeprefix(NEXT), "", f"to=functions.weather {CALL}"),
     (f"{THOUGHTS}hm{PREAMBLE}{LATER}", "hm", f"I look.\n\nto=functions.weather {CALL}"),
     (f"<|channel|>analysis to=functions.weather code<|message|>{CALL}", "", f"to=functions.weather {CALL}"),
+    (f"<|channel|>commentary to=weather <|constrain|>json<|message|>{CALL}", "", f"to=functions.weather {CALL}"),
+    (f" to=weather<|channel|>commentary json<|message|>{CALL}", "", f"to=functions.weather {CALL}"),
     ("<|message|>Yes.", "", "Yes."),
     (f"{THOUGHTS}hm{ANSWER}Yes.", "hm", "Yes."),  # marks that are missing, or too many
     (f"{THOUGHTS}hm<|start|>assistant{ANSWER}Yes.<|message|>No.", "hm", "Yes.\n\nNo."),

@@ -59,6 +59,7 @@ class Step:
     scores: tuple[Any, ...] = ()
     passages: tuple[Any, ...] = ()
     named: tuple[int, ...] = ()
+    stop: str = ""
 
 
 class Tokenizer:

@@ -187,6 +187,17 @@ def test_eos_ids_of_both_files_are_merged_in_order(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+def test_suppressed_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    """They were drawn."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    for value, found in ((None, ()), ([7, 2, 7], (7, 2)), ([], ())):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": value}))
+        assert read_config(tmp_path).suppressed == found
+    (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [32000]}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: suppress_tokens is \[32000\]"):
+        read_config(tmp_path)
+
+
 def test_absent_token_ids_stay_unknown() -> None:
     config = config_of(LLAMA_7B | {"eos_token_id": None, "bos_token_id": None})
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
+from models import Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.constraint import Constraint
 from offload.decode.distribution import Distribution, distribution_of, grammar_of
 from offload.decode.sampling import SETTINGS, SamplingParams, ThoughtBudget
 from offload.decode.sequence import Extended
 from offload.decode.tokenizer import Tokenizer
+from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from sampler_values import others
 from sampling_reference import Letters, probabilities
@@ -57,9 +60,17 @@ params = st.builds(
 )
 
 
-def made(sampling: SamplingParams, num_prompt: int, size: int = SIZE, ends: Sequence[int] = ENDS) -> Distribution:
+def made(
+    sampling: SamplingParams,
+    num_prompt: int,
+    size: int = SIZE,
+    ends: Sequence[int] = ENDS,
+    suppressed: Collection[int] = (),
+) -> Distribution:
     letters: Any = Letters(size)
-    return distribution_of(sampling, letters, num_prompt=num_prompt, vocab_size=size, end_tokens=ends)
+    return distribution_of(
+        sampling, letters, num_prompt=num_prompt, vocab_size=size, end_tokens=ends, suppressed=suppressed
+    )
 
 
 @given(params, st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=12), st.data())
@@ -71,7 +82,9 @@ def test_each_place_has_the_distribution_of_its_definition(
     rows = data.draw(
         st.lists(st.lists(numbers, min_size=SIZE, max_size=SIZE, unique=True), min_size=num_rows, max_size=num_rows)
     )
-    found = made(sampling, num_prompt).probs(torch.tensor(rows), tokens)
+    never = data.draw(st.sets(st.integers(0, SIZE - 1), max_size=2))
+    found = made(sampling, num_prompt, suppressed=never).probs(torch.tensor(rows), tokens)
+    sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -math.inf) for token in never)))
     for row, probs, place in zip(rows, found.tolist(), range(len(tokens) - num_rows + 1, len(tokens) + 1), strict=True):
         expected = probabilities(row, tokens[:place], num_prompt, sampling, end_tokens=ENDS)
         assert probs == pytest.approx(expected, abs=1e-4) or near_a_threshold(row, tokens[:place], num_prompt, sampling)
@@ -244,6 +257,29 @@ def test_no_step_behind_a_constraint_leaves_it(kind: str, later: str) -> None:
 def _of(sampling: SamplingParams, tokenizer: Tokenizer) -> Distribution:
     ends = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
     return distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=len(tokenizer), end_tokens=ends)
+
+
+def test_an_engine_never_draws_what_the_generation_config_suppresses(tmp_path: Path) -> None:
+    """With a draft whose own config suppresses nothing, too."""
+    model, prompt = random_model(vocab_size=258), random_tokens(40)
+    target, draft = save(model, tmp_path / "target", tokenizer=True), save(model, tmp_path / "draft", tokenizer=True)
+
+    def greedy(draft: Path | None) -> list[int]:
+        plan = tiny_plan(target, draft, Sizes(), num_prompt_tokens=len(prompt), max_tokens=12)
+        with tiny_engine(plan, target, draft) as engine:
+            steps = engine.generate(GenerationRequest(prompt, SamplingParams(temperature=0.0), 12))
+            return [token for step in steps for token in step.tokens]
+
+    free = greedy(None)
+    never = sorted({*free[:4]})
+    (target / "generation_config.json").write_text(json.dumps({"suppress_tokens": never}))
+    ids = torch.tensor([prompt])
+    found = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, suppress_tokens=never,
+        eos_token_id=None,
+    )  # fmt: skip
+    assert greedy(None) == greedy(draft) == found[0, len(prompt) :].tolist()
+    assert free != greedy(None)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,23 @@ def test_the_end_of_a_message_is_none_of_a_reply_in_gpt_oss(
     assert set(read_config(named).eos_token_ids) == set(ends)
 
 
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_a_word_of_html_is_no_end_in_gemma_4(tmp_path: Path, has_tools: bool) -> None:
+    """</s> ended replies about web pages, and had no text."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[3], tokens[5] = "<turn|>", "<|tool_response>" if has_tools else "x5"
+        tokens[257] = "</s>"
+        writer.kv_data[0]["tokenizer.ggml.token_type"].value[257] = 1
+        writer.kv_data[0].pop("tokenizer.ggml.eos_token_id")
+        writer.add_eos_token_id(3)
+
+    write_gguf(save(random_model(vocab_size=258), tmp_path), path := tmp_path / "model.gguf", change=change)
+    assert read_config(path).eos_token_ids == ((3, 5) if has_tools else (3, 257))
+    assert Tokenizer.from_folder(path).decode([257]) == ("</s>" if has_tools else "")
+
+
 def test_tokens_end_a_reply_by_their_texts(tmp_path: Path) -> None:
     """Bug: a file that names the end of a text alone ran on past the end of a turn, which llama.cpp knows by its
     text. What ends a file of code does so where the file names no other token for it."""

@@ -69,6 +69,29 @@ def test_a_special_token_counts_as_its_name_where_a_stop_string_names_it(
     assert stopped(text, *stops, size=size) == expected
 
 
+@pytest.mark.parametrize("cuts", [("xabcdef",), ("xab", "cdef"), ("xabcd", "ef"), tuple("xabcdef")])
+@pytest.mark.parametrize("stops", [["cd", "abcde"], ["abcde", "cd"]])
+def test_the_stop_string_that_is_complete_first_ends_the_text(cuts: tuple[str, ...], stops: list[str]) -> None:
+    """Of two that one token completes, too: the text does not depend on how it is cut into tokens."""
+    watch = StopStrings(stops)
+    assert "".join([*map(watch.push, cuts), watch.flush()]) == "xab"
+    assert watch.stop == "cd"
+
+
+def test_a_stop_string_of_the_answer_counts_only_there() -> None:
+    for cuts in (("one END two END",), ("one E", "ND two E", "ND"), tuple("one END two END three")):
+        watch, text, shown = StopStrings(["XX"], of_answer=["END"]), "", ""
+        for cut in cuts:
+            text += cut
+            shown += watch.push(cut, answer_from=6 if len(text) > 6 else None)
+        assert (shown + watch.flush(), watch.stop) == ("one END two ", "END")
+    watch = StopStrings(["XX"], of_answer=["END"])
+    assert [watch.push("aE", answer_from=None), watch.push("NDXX", answer_from=None)] == ["aE", "ND"]
+    watch = StopStrings([], {"<|im|>": 300}, of_answer=["<|im|>D"])
+    assert [watch.push("a", 1, answer_from=None), watch.push("", 300, answer_from=1)] == ["a", ""]
+    assert (watch.push("D", 2, answer_from=1), watch.stop) == ("", "<|im|>D")
+
+
 def test_the_letters_of_a_name_stop_too() -> None:
     watch = StopStrings(["<|im_start|>"], {"<|im_start|>": 300})
     assert (watch.push("a<|im_st", 1), watch.push("art|>b", 2), watch.found) == ("a", "", True)

@@ -254,6 +254,47 @@ def read(words: Any, tokens: Sequence[int], *, stops: Sequence[str] = (), **begi
     return thoughts, said
 
 
+def stopped(reply: Sequence[str], stops: Sequence[str], **begins: Any) -> tuple[str, str]:
+    """(the text of a reply of these tokens, the stop string that ended it). A stop string counts in the answer."""
+    words = Words(*dict.fromkeys(reply))
+    splitter = Splitter(THINK, **begins)
+    written = ReplyText(words, (), stops=["|"], named={}, answer=splitter, of_answer=stops)  # type: ignore[arg-type]
+    text = ""
+    for word in reply:
+        text += written.push([*dict.fromkeys(reply)].index(word))
+        if written.is_stopped:
+            return text, written.stop
+    return text + written.flush(), written.stop
+
+
+@pytest.mark.parametrize(
+    ("reply", "begins", "expected"),
+    [
+        (
+            ["[THINK]", "9.8 or 9.1", "[/TH", "INK]", "It is ", "9.", "8", "."],
+            {},
+            ("[THINK]9.8 or 9.1[/THINK]It is ", "9.8"),
+        ),
+        (["[TH", "INK]9.8[/THINK]It is 9.8."], {}, ("[THINK]9.8[/THINK]It is ", "9.8")),
+        (["9.8 or", "[/THINK]", "9.8"], {"begun": True}, ("9.8 or[/THINK]", "9.8")),
+        (["It is 9.8"], {}, ("It is ", "9.8")),
+        (["9.8", " it is"], {}, ("", "9.8")),
+        (["\n", "[TH", "9.8"], {}, ("\n[TH", "9.8")),
+        ([" ", "9", ".8"], {}, (" ", "9.8")),
+        (["[TH"], {}, ("[TH", "")),
+        (["9.8 or"], {"begun": True}, ("9.8 or", "")),
+        (["[THINK]a|b"], {}, ("[THINK]a", "|")),
+        (["so", "[/THINK]", "It is 9.8"], {"begun": True, "begin": "[THINK]And "}, ("so[/THINK]It is ", "9.8")),
+        ([".8", " 9.8"], {"begin": "[THINK]hm[/THINK]It is 9"}, (".8 ", "9.8")),
+    ],
+)
+def test_a_stop_string_within_thoughts_ends_nothing(
+    reply: list[str], begins: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    """The thoughts were cut where they named it, and no answer came."""
+    assert stopped(reply, ["9.8"], **begins) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_marks_are_found_whether_they_are_special_tokens_tokens_or_texts(kind: str) -> None:
     """Special tokens are no text: thoughts between them came out as the answer."""

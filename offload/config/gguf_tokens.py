@@ -6,7 +6,7 @@ Source: llama.cpp's llama-vocab.cpp, which knows more end tokens than the one th
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 PIECES = "llama"  # the `tokenizer.ggml.model` of SentencePiece's tokens
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
@@ -20,6 +20,8 @@ _ENDS = frozenset((
 ))  # fmt: skip
 # gpt-oss ends a reply with one of the latter; the former ends a message, after which another may follow.
 _OF_MESSAGE, _OF_REPLIES = "<|end|>", frozenset(("<|return|>", "<|call|>"))
+# Gemma 4 ends a turn with one of its own tokens; in its vocabulary </s> is a word of HTML.
+_WORD, _OF_GEMMA4 = "</s>", "<|tool_response>"
 # End-of-file tokens of code-infilling models: the metadata key that names each, and its texts if no key does.
 _CODE_ENDS: Mapping[str, frozenset[str]] = {
     "fim_pad": frozenset(("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
@@ -37,15 +39,19 @@ def token_id(named: Mapping[str, object], name: str, count: int) -> int | None:
     return default if default < count else None
 
 
-def end_texts(named: Mapping[str, object], count: int) -> frozenset[str]:
-    """The texts of the tokens that end a reply in any file."""
-    return _ENDS.union(*(texts for name, texts in _CODE_ENDS.items() if token_id(named, name, count) is None))
+def end_texts(named: Mapping[str, object], tokens: Collection[object]) -> frozenset[str]:
+    """The texts of the tokens that end a reply, if they are among `tokens`, the texts by id."""
+    count = len(tokens)
+    found = _ENDS.union(*(texts for name, texts in _CODE_ENDS.items() if token_id(named, name, count) is None))
+    return found - {_WORD} if _OF_GEMMA4 in tokens else found
 
 
-def end_ids(named: Mapping[str, object], tokens: Iterable[object], count: int) -> list[int]:
-    """The ids of all tokens that end a reply, with the end of a text first. tokens: texts by id."""
-    texts = end_texts(named, count)
-    known = {i: text for i, text in enumerate(tokens) if text in texts and i < count}
+def end_ids(named: Mapping[str, object], tokens: Sequence[object], count: int) -> list[int]:
+    """The ids of all tokens that end a reply, with the end of a text first. tokens: texts by id, `count` of which are
+    of the model."""
+    tokens = tokens[:count]
+    texts = end_texts(named, tokens)
+    known = {i: text for i, text in enumerate(tokens) if text in texts}
     found = [token_id(named, name, count) for name in (*_NAMED_ENDS, *_CODE_ENDS)]
     of_message = _OF_MESSAGE if _OF_REPLIES.issubset(known.values()) else None
     return list(dict.fromkeys(i for i in (*found, *known) if i is not None and known.get(i, "") != of_message))

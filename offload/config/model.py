@@ -37,12 +37,13 @@ class ModelConfig:
 
     blocks: the layers, first to last, of which one attends at least. Growing layers have heads of one shape, layers
     with a window too, and layers with a state one mixer. norm: the final norm. embedding_scale, logits_scale: factors
-    on embeddings and logits. rounds_embedding_scale: the factor is rounded to the dtype first. logits_cap: the cap of
-    scaled logits, as `Attention.cap` of scores. embedding_norm: the norm of embeddings. dtype: the dtype that the
-    weights are meant to be computed in. wrapper: the model_type of the model that contains this language model.
-    table_encoding, head_encoding: of the embedding's table and of the head, see `Encodings`; both are the same if the
-    head is the table. quantisation: the rules from which the encodings follow, if config.json has some. next_token: the
-    layer of its next-token head (MTP), if it has one. is_head: this is such a head by itself (config/next_token.py).
+    on embeddings and logits. rounds_embedding_scale: the factor is rounded to the dtype first. logits_cap: the cap
+    of scaled logits, as `Attention.cap` of scores. embedding_norm: the norm of embeddings. dtype: the dtype that
+    the weights are meant to be computed in. wrapper: the model_type of the model that contains this language model.
+    table_encoding, head_encoding: of the embedding's table and of the head, see `Encodings`; both are the same if
+    the head is the table. quantisation: the rules from which the encodings follow, if config.json has some.
+    next_token: the layer of its next-token head (MTP), if it has one. suppressed: tokens that are never drawn.
+    is_head: this is such a head by itself (config/next_token.py).
     """
 
     family: str
@@ -66,6 +67,7 @@ class ModelConfig:
     head_encoding: str = ""
     quantisation: Quantisation | None = field(default=None, compare=False)
     next_token: Block | None = None
+    suppressed: tuple[int, ...] = ()
     is_head: bool = False
 
     @property

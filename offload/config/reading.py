@@ -21,9 +21,9 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The config of the model in `path`: from `config.json` and the further eos ids of `generation_config.json`, or
-    from a GGUF file's metadata. ModelError, also if the folder is or holds an adapter: its weights would change every
-    token."""
+    """The config of the model in `path`: from `config.json` and the further eos ids and suppressed tokens of
+    `generation_config.json`, or from a GGUF file's metadata. ModelError, also if the folder is or holds an adapter:
+    its weights would change every token."""
     folder = Path(path)
     if is_gguf(folder):
         return gguf_config(read_header(folder))
@@ -40,8 +40,9 @@ def read_config(path: str | Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     if not generation.is_file():
         return config
-    more = token_ids(Fields(read_json(generation), str(generation)), "eos_token_id", config.vocab_size)
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    fields = Fields(read_json(generation), str(generation))
+    ends, suppressed = (token_ids(fields, name, config.vocab_size) for name in ("eos_token_id", "suppress_tokens"))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)), suppressed=suppressed)
 
 
 def has_next_token(model: Path) -> bool:

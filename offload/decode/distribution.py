@@ -108,12 +108,13 @@ def distribution_of(
     num_prompt: int,
     vocab_size: int,
     end_tokens: Collection[int],
+    suppressed: Collection[int] = (),
     device: torch.device = CPU,
 ) -> Distribution:
     """The distribution of a sequence that begins with a prompt of `num_prompt` tokens. end_tokens: the tokens that end
-    the text. device: of the logits. Raises UsageError where a bias names no token of the model, or where the constraint
-    cannot be used."""
-    biases = _biases(sampling, tokenizer, vocab_size, end_tokens)
+    the text. suppressed: the model's tokens that are never drawn, as by a bias of -inf. device: of the logits. Raises
+    UsageError where a bias names no token of the model, or where the constraint cannot be used."""
+    biases = _biases(sampling, tokenizer, vocab_size, end_tokens, suppressed)
     rows = BiasRows(biases, vocab_size, device) if biases else None
     warping = replace(sampling, seed=None)
     penalties, text = penalties_of(sampling, tokenizer, end_tokens), None
@@ -131,10 +132,17 @@ def grammar_of(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, en
     return Grammar.compiled(constraint, tokenizer, vocab_size, end_tokens)
 
 
-def _biases(sampling: SamplingParams, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> Biases:
-    ends = sorted(token for token in end_tokens if token < vocab_size) if sampling.ignore_eos else ()
+def _biases(
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    end_tokens: Collection[int],
+    suppressed: Collection[int],
+) -> Biases:
+    ends = end_tokens if sampling.ignore_eos else ()
+    never = sorted(token for token in {*suppressed, *ends} if token < vocab_size)
     named = ((_token(name, tokenizer, vocab_size), bias) for name, bias in sampling.logit_bias)
-    return (*named, *((token, -np.inf) for token in ends))
+    return (*named, *((token, -np.inf) for token in never))
 
 
 def _token(name: int | str, tokenizer: Tokenizer, vocab_size: int) -> int:

@@ -219,7 +219,7 @@ def _merges(values: Mapping[str, Any], tokens: list[str]) -> list[tuple[str, str
 
 
 def _add_tokens(pipeline: Tokenizer, values: Mapping[str, Any], tokens: list[str], begins: str | None) -> None:
-    name, ends = str(values.get(_NAME)).lower(), end_texts(values, len(tokens))
+    name, ends = str(values.get(_NAME)).lower(), end_texts(values, tokens)
     strips = any(part in name for part in _STRIPPING)
     added = []
     for token, kind in zip(tokens, values.get("token_type") or [NORMAL] * len(tokens), strict=False):

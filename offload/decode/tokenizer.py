@@ -179,6 +179,11 @@ class Tokenizer:
         """A token's string in the vocabulary; None for special tokens and ids without a token, which have no text."""
         return None if token in self._special_ids else cast("str | None", self._pipeline.id_to_token(token))
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that a token adds to a text, perhaps a part of a character; None if only `join` tells its text."""
+        written = self.written(token)
+        return None if written is None else self.characters().bytes_of(written)
+
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.added_tokens(special=True).values())

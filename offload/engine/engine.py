@@ -65,7 +65,7 @@ class Step:
     """Accepted tokens and the text that they complete. `finish` is set on the last step only: "length" where max_tokens
     cut the text, "stop" where it ended, or where a constraint allows only the end. scores: of each token, if requested.
     passages: on the last step, if requested. named: the places in `text` of tokens that the request has written by
-    name."""
+    name. stop: on the last step, the stop string that ended the text, or ""."""
 
     text: str
     tokens: list[int]
@@ -73,6 +73,7 @@ class Step:
     scores: tuple[TokenScore, ...] = ()
     passages: tuple[Passage, ...] = ()
     named: tuple[int, ...] = ()
+    stop: str = ""
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
@@ -186,7 +187,13 @@ class Engine:
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
         )
         written = ReplyText(
-            self.tokenizer, prompt[:num_prompt], stops=request.stop, named=request.named, end_tokens=end_tokens
+            self.tokenizer,
+            prompt[:num_prompt],
+            stops=request.stop,
+            named=request.named,
+            end_tokens=end_tokens,
+            answer=None if request.answer is None else request.answer(),
+            of_answer=request.answer_stop,
         )
         begun = "".join(map(written.push, prompt[num_prompt:]))
         num_pending = len(prompt) - self.prefix.num_prefilled(prompt)
@@ -421,6 +428,7 @@ class Engine:
             num_prompt=num_prompt,
             vocab_size=self.worker.vocab_size,
             end_tokens=end_tokens,
+            suppressed=self.worker.target.config.suppressed,
             device=self.worker.memory.device,
         )
 
@@ -453,4 +461,4 @@ def _show(run: generation.Run, written: ReplyText, text: str) -> Step:
         text += written.flush()
     if written.is_stopped:
         finish = "stop"
-    return Step(text, tokens, finish, named=written.named_in(text))
+    return Step(text, tokens, finish, named=written.named_in(text), stop=written.stop)

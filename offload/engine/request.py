@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 
 if TYPE_CHECKING:
+    from offload.decode.reply_text import AnswerPlace
     from offload.decode.tokenizer import Tokenizer
 
 MOST_LOGPROBS = 20
@@ -21,7 +22,8 @@ class GenerationRequest:
     """A request to continue `prompt`, token ids, for at most `max_tokens` tokens.
 
     stop: strings before which the text ends; tokens after the one that completes a string are dropped. A string that
-    names a special token also matches that token.
+    names a special token also matches that token. answer_stop: such strings that count only in the answer, behind
+    thoughts. answer: makes what tells where that is; None: all of the text.
     end_tokens: ids that end the text, besides the model's own.
     begun: the number of the prompt's last tokens that belong to the text, from an earlier request. Penalties,
     constraints, limits on thoughts and stop strings count them in; the first step's text begins with theirs.
@@ -39,6 +41,8 @@ class GenerationRequest:
     sampling: SamplingParams
     max_tokens: int
     stop: Sequence[str] = ()
+    answer_stop: Sequence[str] = ()
+    answer: Callable[[], AnswerPlace] | None = None
     end_tokens: Collection[int] = ()
     begun: int = 0
     reuse: bool = False
@@ -74,5 +78,6 @@ def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Toke
     from offload.decode.distribution import distribution_of  # imports torch
 
     ends = end_tokens_of(model, tokenizer)
-    found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=model.vocab_size, end_tokens=ends)
+    size, never = model.vocab_size, model.suppressed
+    found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=size, end_tokens=ends, suppressed=never)
     return found.adjust is not None

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from offload.engine.engine import Step
 
 INTERRUPTED, TIMEOUT = "interrupted", "timeout"  # finish reasons of an answer that ended early
+_REPLACEMENT = "\ufffd"  # in place of a part of a character
 
 
 @dataclass(frozen=True)
 class Part:
     """A step of an answer. text: the text after the thoughts; thoughts: the thoughts before it. A step's last
     characters may be held back for a later part, until it is certain which of the two they are. written: the step's own
-    text, with marks. scores, finish: see Step."""
+    text, with marks. scores, finish, stop: see Step."""
 
     text: str
     thoughts: str
@@ -31,6 +32,7 @@ class Part:
     tokens: Sequence[int] = ()
     scores: Sequence[TokenScore] = ()
     finish: str | None = None
+    stop: str = ""
 
 
 class Answer:
@@ -56,7 +58,7 @@ class Answer:
             pieces += self._splitter.flush()
         self.num_tokens += len(step.tokens)
         text, thoughts = self._told_apart(pieces)
-        self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish))
+        self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish, step.stop))
         if step.finish is not None and self.wanted.cites:
             read, documents = self.prompt.tokens, self.prompt.documents
             self.citations = citations(step.passages, read, documents, self._tokenizer, self.text)
@@ -71,7 +73,7 @@ class Answer:
 
     def scores(self, part: Part) -> list[dict[str, Any]]:
         """The scores of a part's tokens as JSON: ids, texts and log-probabilities in nats, also of the likeliest
-        tokens."""
+        tokens, and the bytes of one that is a part of a character."""
         return [self._score(score) for score in part.scores]
 
     @property
@@ -100,6 +102,12 @@ class Answer:
         """The finish reason; None before the end, and for an answer that ended early."""
         return self.parts[-1].finish if self.parts else None
 
+    @property
+    def stop(self) -> str:
+        """The wanted stop string that ended the answer, or ""."""
+        stop = self.parts[-1].stop if self.parts else ""
+        return stop if stop in self.wanted.stops else ""
+
     def as_dict(self, finish_reason: str, *, note: Callable[[str], None]) -> dict[str, Any]:
         """The answer as JSON, without parts that were not wanted. note: called with a note on unreadable tool calls."""
         text, thoughts = self.text, "".join(part.thoughts for part in self.parts)
@@ -127,7 +135,10 @@ class Answer:
 
     def _score(self, score: TokenScore) -> dict[str, Any]:
         def one(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": token, "text": self._tokenizer.decode([token]), "logprob": round(logprob, 6)}
+            text = self._tokenizer.decode([token])
+            found = {"token": token, "text": text, "logprob": round(logprob, 6)}
+            is_part = _REPLACEMENT in text and (data := self._tokenizer.bytes_of(token)) not in (None, text.encode())
+            return found | ({"bytes": list(data or b"")} if is_part else {})
 
         return one(score.token, score.logprob) | {"top": [one(*pair) for pair in score.likeliest]}
 

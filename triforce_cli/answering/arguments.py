@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,22 +16,20 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def schema_of(tools: Tools, name: str, key: str) -> Any:
-    """The schema of the argument `key` of the tool `name`; None if the tool has none for it."""
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            parameters = tool["function"].get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            return properties.get(key) if isinstance(properties, dict) else None
-    return None
+def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The schema of the arguments of the tool `name`; empty if the tool has none."""
+    found = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
+    return next((schema for schema in found if isinstance(schema, dict)), {})
 
 
-def typed(text: str, schema: Any) -> Any:
-    """The value of an argument's text. It is parsed as JSON (or Python's True, False, None) if the schema has a type
-    other than string, and stays text if it does not fit."""
-    wanted = _types(schema)
-    if not wanted:
-        return text
+def typed(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
+    """The value of the text of the argument `key`. It is parsed as JSON (or Python's True, False, None) if its schema
+    has a type other than string, or none is written out, and stays text if it does not fit."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    names = set(_types(schema, parameters, set()))
+    is_open = not names and isinstance(schema, dict) and "type" not in schema
+    wanted = tuple(kind for name in (_TYPES if is_open else names) for kind in _TYPES.get(name, ()))
     python = {"True": True, "False": False, "None": None}
     with suppress(ValueError, RecursionError):
         value = python[text.strip()] if text.strip() in python else strict_json.parse(text)
@@ -42,16 +40,33 @@ def typed(text: str, schema: Any) -> Any:
     return text
 
 
-def _types(schema: Any) -> tuple[type, ...]:
-    """The Python types of the schema's JSON types, without strings, including those of its alternatives."""
-    if not isinstance(schema, dict):
-        return ()
-    each = [
-        schema,
-        *(one for name in ("allOf", "anyOf", "oneOf") for one in listed(schema.get(name)) if isinstance(one, dict)),
-    ]
-    names = (name for one in each for name in listed(one.get("type")))
-    return tuple(kind for name in names if isinstance(name, str) for kind in _TYPES.get(name, ()))
+def _types(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
+    """The JSON types that a schema, its alternatives and the schemas that these refer to have, as far as they are
+    written out. root: the schema that references begin at. seen: schemas that were walked, which may have themselves in
+    them."""
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return
+    seen.add(id(schema))
+    yield from (name for name in listed(schema.get("type")) if isinstance(name, str))
+    values = [*schema["enum"]] if isinstance(schema.get("enum"), list) else []
+    yield from (_json_type(value) for value in (*values, *([schema["const"]] if "const" in schema else ())))
+    for inner in (one for name in ("allOf", "anyOf", "oneOf") for one in listed(schema.get(name))):
+        yield from _types(inner, root, seen)
+    if isinstance(reference := schema.get("$ref"), str):
+        yield from _types(_referred(reference, root), root, seen)
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a reference such as #/$defs/Box; None if it is not there."""
+    found: Any = root if reference.startswith("#") else None
+    for name in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def _json_type(value: Any) -> str:
+    exact = (name for name, kinds in _TYPES.items() if type(value) in kinds)
+    return next(exact, "string")
 
 
 def listed(value: Any) -> list[Any]:

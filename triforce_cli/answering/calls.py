@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import strict_json
-from triforce_cli.answering.arguments import Tools, listed, schema_of, typed
+from triforce_cli.answering.arguments import Tools, listed, parameters_of, typed
 
 Call = dict[str, Any]  # {"name", "arguments"}
 Read = Callable[[str, Tools], Iterator[Call]]  # parses the calls in a reply; {} for a call that cannot be parsed
@@ -25,6 +25,7 @@ MAX_DEPTH = 64  # of nested arguments
 MOST_BROKEN = 64  # calls in a reply, before the rest is text
 _BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
 _KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
+_TITLE = re.compile(r"\s*([\w.-]+)[ \t]*\n(?=\s*\{)")
 _SEPARATORS = re.compile(r"[\s;,`]*")
 _LONGEST_EXPRESSION = 1 << 16  # characters of calls in Python's syntax
 _JSON_LITERALS = {"true": True, "false": False, "null": None}
@@ -33,11 +34,13 @@ _JSON_LITERALS = {"true": True, "false": False, "null": None}
 @dataclass(frozen=True)
 class Form:
     """A form of calls. marks: a template with one of them uses this form; calls begin with the first mark. bare: a
-    whole reply may be calls without the first mark."""
+    whole reply may be calls without the first mark, and each has "{" of JSON, "(" of Python or a line end behind its
+    name; "" for none. around: marks that may stand before all calls."""
 
     marks: tuple[str, ...]
     read: Read
-    bare: bool = False
+    bare: str = ""
+    around: tuple[str, ...] = ()
 
     def is_asked_for(self, template: str) -> bool:
         return any(mark in template for mark in self.marks)
@@ -53,17 +56,17 @@ class Calls:
     @property
     def marks(self) -> frozenset[str]:
         """The marks that may surround calls in a reply."""
-        return frozenset(mark for form in self._forms for mark in form.marks)
+        return frozenset(mark for form in self._forms for mark in (*form.marks, *form.around))
 
     @property
     def openings(self) -> frozenset[str]:
         """The marks with which calls begin."""
-        return frozenset(form.marks[0] for form in self._forms if form.marks)
+        return frozenset(mark for form in self._forms for mark in (*form.marks[:1], *form.around))
 
     @property
-    def may_be_bare(self) -> bool:
-        """True if a whole reply may be calls without a mark."""
-        return any(form.bare for form in self._forms)
+    def bare(self) -> frozenset[str]:
+        """The forms of calls that a whole reply may be without a mark, see `Form`; empty if there is none."""
+        return frozenset(form.bare for form in self._forms if form.bare)
 
     def read(self, reply: str) -> tuple[list[Call], str]:
         """(the calls of a reply in order, empty for a plain answer; a note for the person, "" for none)."""
@@ -176,6 +179,16 @@ def _plain(reply: str, tools: Tools) -> Iterator[Call]:
     yield from calls
 
 
+def _titled(reply: str, tools: Tools) -> Iterator[Call]:
+    """The calls in a reply that is nothing but names, each on a line before its arguments as JSON."""
+    calls, at = list[Call](), 0
+    while match := _TITLE.match(reply, at):
+        arguments, end = _json(reply, match.end())
+        calls.append({"name": match[1], "arguments": arguments})
+        at = _skipped(reply, end)
+    yield from calls if at == len(reply) else ()
+
+
 def _has_arguments(found: Any) -> bool:
     """True if the object has arguments: a plain JSON answer may have a name, too."""
     return isinstance(found, dict) and bool({"arguments", "parameters", "function"} & found.keys())
@@ -246,10 +259,10 @@ def _braced(begin: str, quote: str) -> Read:
     return read
 
 
-def _tags(call: str, ends: Sequence[str], argument: str, close: str) -> Read:
+def _tags(call: str, ends: Sequence[str], argument: str, close: str, *, wraps: bool = True) -> Read:
     """The parser of arguments as texts between tags, or as JSON. call: the pattern of a call's beginning, with its
     name; ends: closing marks of a call. argument: the pattern of an argument's beginning, with its name; close: its
-    closing mark."""
+    closing mark. wraps: a line end may stand between the marks and a value."""
     call_begin, argument_begin = re.compile(call), re.compile(argument)
 
     def read(reply: str, tools: Tools) -> Iterator[Call]:
@@ -260,8 +273,9 @@ def _tags(call: str, ends: Sequence[str], argument: str, close: str) -> Read:
                 if not _is_closed(texts[-1][1] if texts else body, (close, *ends)):
                     yield {}
                     continue
-                values = {key.strip(): _unwrapped(_before(text, (close, *ends))) for key, text in texts}
-                arguments = {key: typed(value, schema_of(tools, name, key)) for key, value in values.items()}
+                values = {key.strip(): _before(text, (close, *ends)) for key, text in texts}
+                values = {key: _unwrapped(value) for key, value in values.items()} if wraps else values
+                arguments = {key: typed(value, key, parameters_of(tools, name)) for key, value in values.items()}
             yield {"name": name, "arguments": arguments}
 
     return read
@@ -286,25 +300,27 @@ def _parts(begin: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
 
 
 def _unwrapped(text: str) -> str:
-    """`text` without one line end at either side, which belongs to the tags."""
-    return text.removeprefix("\n").removesuffix("\n")
+    """`text` without one line end at either side, if it begins with one: they belong to the tags."""
+    return text[1:].removesuffix("\n") if text.startswith("\n") else text
 
 
 FORMS = (
     Form(
         ("<function=", "<parameter="),  # Qwen3-Coder, Seed-OSS; with JSON in place of parameters Llama 3.1, Functionary
         _tags(r"<function=([\w.-]+)>", ("</function>", "</tool_call>"), r"<parameter=([^>\n]+)>", "</parameter>"),
+        around=("<seed:tool_call>",),
     ),
     Form(
         ("<arg_key>", "<arg_value>"),  # GLM-4.5
         _tags(
             r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)", ("</tool_call>",),
-            r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>",
+            r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", wraps=False,
         ),
     ),
     Form(
         ("<invoke name=",),  # MiniMax
         _tags(r'<invoke name="([\w.-]+)">', ("</invoke>",), r'<parameter name="([^">\n]+)">', "</parameter>"),
+        around=("<minimax:tool_call>",),
     ),
     Form(("<tool_call>", "</tool_call>"), _behind("<tool_call>")),  # Hermes, Qwen
     Form(("[TOOL_CALLS]",), _behind("[TOOL_CALLS]")),  # Mistral, a list
@@ -314,11 +330,11 @@ FORMS = (
     ),
     Form(
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek V3
-        _named(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([\w.-]+)"),
+        _named(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([\w.-]+)"), around=("<｜tool▁calls▁begin｜>",),
     ),
     Form(
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek V3.1
-        _named(r"<｜tool▁call▁begin｜>([\w.-]+)<｜tool▁sep｜>"),
+        _named(r"<｜tool▁call▁begin｜>([\w.-]+)<｜tool▁sep｜>"), around=("<｜tool▁calls▁begin｜>",),
     ),
     Form(("<|tool_call|>", "<|/tool_call|>"), _behind("<|tool_call|>")),  # Granite, Phi-4-mini
     Form(("<TOOLCALL>", "</TOOLCALL>"), _behind("<TOOLCALL>")),  # Nemotron
@@ -328,17 +344,18 @@ FORMS = (
         ("<start_function_call>", "<end_function_call>", "<escape>"), _braced("<start_function_call>", "<escape>")
     ),
     Form(("<|START_ACTION|>", "<|END_ACTION|>"), _behind("<|START_ACTION|>")),  # Command R7B, Command A
-    Form(("<|python_tag|>", "<|python_start|>"), _plain, bare=True),  # Llama 3; also xLAM's list
+    Form(("<|python_tag|>", "<|python_start|>"), _plain, bare="{"),  # Llama 3; also xLAM's list
     Form(
         ("<|python_start|>", "<|python_end|>", "<|python_tag|>"), _pythonic("<|python_start|>", "<|python_end|>"),
-        bare=True,
+        bare="(",
     ),
     Form(  # OLMo 3
-        ("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>"), bare=True
+        ("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>"), bare="("
     ),
+    Form((), _titled, bare="\n"),  # GLM-4-0414, whose template has no mark
 )  # fmt: skip
 # gpt-oss: messages to tools, in the text that `Channels` makes of them for templates with these marks, and no others.
 OF_CHANNELS = Form(("to=functions.", "<|channel|>commentary"), _named(r"(?m)^to=functions\.([\w.-]+)"))
 # Small models forget the marks (Qwen2.5-Coder 1.5B): a reply that is nothing but JSON with an offered tool's name is a
 # call.
-_WITHOUT_MARKS = Form((), _plain, bare=True)
+_WITHOUT_MARKS = Form((), _plain, bare="{")

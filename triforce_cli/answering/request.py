@@ -56,7 +56,8 @@ class Prompt:
     white space is removed. begin: text at the end of the prompt that belongs to the reply. marks: of thoughts in the
     reply, or None. begun: the chat template has opened thoughts. named: tokens that are marks by themselves, special or
     not, by their names. calls: the parser of tool calls; None if no tools are offered. end_tokens, stops: of the chat
-    template, besides the model's own end tokens. earlier: the beginning of the answer, if the prompt has one.
+    template, besides the model's own end tokens. earlier: the beginning of the answer, if the prompt has one. notes:
+    lines for the log on what was left out of the prompt, or changed for the template.
     """
 
     tokens: Sequence[int]
@@ -70,6 +71,7 @@ class Prompt:
     end_tokens: frozenset[int] = frozenset()
     stops: tuple[str, ...] = ()
     earlier: Earlier = Earlier()
+    notes: tuple[str, ...] = ()
 
     def splitter(self) -> Splitter:
         names = frozenset(self.named.values())
@@ -97,12 +99,16 @@ class Prompt:
         """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see
         GenerationRequest."""
         budget, begun = self.budget(wanted.thought_tokens), self.earlier.num_tokens
+        marks = () if self.marks is None else self.marks.tokens
+        anywhere = tuple(stop for stop in wanted.stops if not marks or any(mark in stop for mark in marks))
         sampling = replace(wanted.sampling, seed=seed_within(wanted.sampling.seed, begun))
         return GenerationRequest(
             list(self.tokens),
             sampling if budget is None else replace(sampling, thoughts=budget),
             max_tokens=min(wanted.max_tokens, max_tokens),
-            stop=(*wanted.stops, *self.stops),
+            stop=(*anywhere, *self.stops),
+            answer_stop=tuple(stop for stop in wanted.stops if stop not in anywhere),
+            answer=None if self.marks is None else self.splitter,
             end_tokens=self.end_tokens,
             begun=begun,
             reuse=reuse,

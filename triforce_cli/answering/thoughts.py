@@ -78,7 +78,7 @@ class Marks:
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _OF_CHANNEL = re.compile(rf"{re.escape(_CHANNEL)}\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=[^\s<]+")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Channels(Marks):
     the reply that are not the end of a message.
 
     The channel analysis has thoughts, any other one text of the answer. A message with a recipient is a tool call,
-    whatever its channel, and text that begins with the recipient: to=functions.NAME {...}.
+    whatever its channel, and text that begins with the recipient: to=functions.NAME {...}, also where the header leaves
+    out "functions.".
     """
 
     open: str = f"{_CHANNEL}analysis{_MESSAGE}"
@@ -115,7 +116,7 @@ class Channels(Marks):
             return "header", ""
         channel, recipient = _OF_CHANNEL.search(text), _RECIPIENT.search(text)
         if recipient is not None:
-            return "said", f"{recipient[0]} "
+            return "said", f"to=functions.{recipient[1]} "
         return "thought" if channel is not None and channel[1] == "analysis" else "said", ""
 
     def closes(self, *, may_call: bool) -> str:
@@ -191,10 +192,24 @@ class Splitter:
         self._before: State = "thought" if begun else "said"  # the state if the reply opens no thoughts
         self.state: State = "said" if marks is None else marks.first
         self._held, self._num_past = begin, 0  # characters of the reply before the held ones
+        self._num_begin, self._said_from = (
+            len(begin),
+            0,
+        )  # said_from: the character at which the text in this state begins
         self._places = {found.start() for name in named for found in re.finditer(re.escape(name), begin)}
         self._trims = trims and not begin  # whether to remove the white space that follows
         self._is_new, self._shown = False, frozenset[bool]()  # behind a mark; kinds of text so far, True: thoughts
         self._tell()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not known yet if the text so far is an answer."""
+        return self.state == "start"
+
+    @property
+    def answer_from(self) -> int | None:
+        """The index, in all pushed text, of the answer's text that it ends with; None if it ends with another one."""
+        return max(self._said_from - self._num_begin, 0) if self.state == "said" else None
 
     def push(self, text: str, named: Iterable[int] = ()) -> list[Piece]:
         """The pieces that are certain after this text. named: indices in it of tokens that are marks."""
@@ -233,6 +248,7 @@ class Splitter:
         parts = self._out(shown, is_thought=is_thought)
         self.state, lead = marks.follows(self.state, text)
         self._taken(0 if self.state == "header" else len(mark))
+        self._said_from = self._num_past
         self._trims = self._is_new = True
         return parts + self._out(lead, is_thought=False)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from offload.errors import UsageError
 from triforce_cli.answering.calls import Call
+from triforce_cli.chat.messages import Note
 
 PLACE = "the request"  # its name in messages
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # that some clients split events at
@@ -73,7 +74,8 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it."""
+    """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it. stop: the stop string that
+    ended it, or ""."""
 
     text: str
     thoughts: str
@@ -81,6 +83,7 @@ class Ended:
     scores: Sequence[Score]
     finish: Literal["stop", "length"]
     usage: Usage
+    stop: str = ""
 
 
 class Reply(Protocol):
@@ -110,8 +113,9 @@ class Api(Protocol):
 
     path: str
 
-    def fields(self, body: Mapping[str, Any]) -> Fields:
-        """The request as a record's fields. Raises UsageError for requests that are not supported."""
+    def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
+        """The request as a record's fields. note: hears of parts that are left out. Raises UsageError for requests that
+        are not supported."""
         ...
 
     def has_one_call(self, body: Mapping[str, Any]) -> bool:
@@ -179,12 +183,3 @@ def object_of(body: Mapping[str, Any], name: str, *known: str) -> Mapping[str, A
     if unknown := [each for each in value if each not in known]:
         raise UsageError(f"{PLACE}: {name} has {unknown[0]!r}, which is not understood")
     return value
-
-
-def text_of(content: Any, place: str, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a content: a text, or the joined texts of parts. kinds: types of parts. Raises UsageError."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{PLACE}: {place} has a content that is no text; only texts can be read")
-    return "".join(text for text in texts if text)

@@ -22,6 +22,7 @@ from triforce_cli.apis.api import (
 )
 from triforce_cli.apis.chat_fields import chat_fields
 from triforce_cli.apis.openai_style import Chunks, OpenAiApi, error_body, includes_usage, logprob
+from triforce_cli.chat.messages import Note
 
 
 class ChatCompletions(OpenAiApi):
@@ -29,13 +30,13 @@ class ChatCompletions(OpenAiApi):
 
     path = "/v1/chat/completions"
 
-    def fields(self, body: Mapping[str, Any]) -> Fields:
+    def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         flag(body, "stream")
         flag(body, "parallel_tool_calls")
         includes_usage(body)
         if body.get("messages") is None:
             raise UsageError(f"{PLACE} has no messages")
-        return chat_fields(without(body, "stream", "parallel_tool_calls"), PLACE)
+        return chat_fields(without(body, "stream", "parallel_tool_calls"), PLACE, note)
 
     def reply(self, body: Mapping[str, Any], model: str) -> ChatReply:
         head = Head(identifier("chatcmpl-"), model)

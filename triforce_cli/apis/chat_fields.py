@@ -9,23 +9,25 @@ from typing import Any
 from offload.errors import UsageError
 from offload.fields import shown
 from triforce_cli.apis.api import joined
+from triforce_cli.chat.messages import Note
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
 # Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".
 SAME = {
     "n": 1, "stream": False, "store": False, "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"],
 }  # fmt: skip
-# The command chooses the model; the other fields do not affect the text.
+# The command chooses the model; the other fields do not affect the text, or are hints that no template has a place for.
 IGNORED = (
     *("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prediction", "stream_options"),
+    *("prediction", "stream_options", "verbosity"),
 )
 _FORMAT_FIELDS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}  # of response_format
 
 
-def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The body of a request for a chat completion, with our field names. place: of the request, in messages. Raises
-    UsageError for requests that are not supported; fields that are not known stay as they are."""
+def chat_fields(body: Mapping[str, Any], place: str, note: Note) -> dict[str, Any]:
+    """The body of a request for a chat completion, with our field names. place: of the request, in messages. note:
+    hears of parts that are left out. Raises UsageError for requests that are not supported; fields that are not known
+    stay as they are."""
     _check_pairs(body, place)
     parts: list[Mapping[str, Any]] = []
     without = ("tools", "tool_choice") if body.get("tool_choice") == "none" else ()
@@ -36,6 +38,8 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
             check_same(body, name, SAME[name], place)
         elif name == "response_format":
             parts.append(constraint(value, place))
+        elif name == "tools" and isinstance(value, list):
+            parts.append({"tools": functions(value, place, note)})
         elif name != "max_completion_tokens" or body.get("max_tokens") is None:
             parts.append({_OTHER_NAMES.get(name, str(name)): value})
     found = joined(place, *parts)
@@ -48,6 +52,27 @@ def chat_fields(body: Mapping[str, Any], place: str) -> dict[str, Any]:
     if body.get("logprobs"):
         top = body.get("top_logprobs")
         found["logprobs"] = 0 if top is None else top
+    return found
+
+
+def functions(tools: Any, place: str, note: Note, *, kind: str = "function") -> list[Any]:
+    """The tools that can be offered: those of this type, and those of none. Tools of other types, for which a model
+    needs a description that the request lacks, or which a provider's server would run, are left out with a note. Raises
+    UsageError if no other tool is there: the model would answer without what was asked for."""
+    if not isinstance(tools, list):
+        raise UsageError(f"{place}: tools are no list")
+    found = list[Any]()
+    refused = ""
+    for number, tool in enumerate(tools, start=1):
+        other = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(other, str) or other == kind:
+            found.append(tool)
+            continue
+        named = f"tool {number} is of the type {json.dumps(other)[:80]}"
+        refused = refused or named
+        note(f"{named} and is left out: only tools of the type {kind} can be offered, which the client runs")
+    if refused and not found:
+        raise UsageError(f"{place}: {refused}; only tools of the type {kind} can be offered, which the client runs")
     return found
 
 

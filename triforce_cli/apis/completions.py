@@ -23,7 +23,8 @@ from triforce_cli.apis.api import (
     without,
 )
 from triforce_cli.apis.chat_fields import IGNORED, check_same
-from triforce_cli.apis.openai_style import Chunks, OpenAiApi, error_body, includes_usage
+from triforce_cli.apis.openai_style import Chunks, OpenAiApi, bytes_of, error_body, includes_usage
+from triforce_cli.chat.messages import Note
 
 MAX_TOKENS = 16  # the API's default
 _SAME = {"n": 1, "best_of": 1, "suffix": ""}
@@ -35,12 +36,17 @@ class Completions(OpenAiApi):
 
     path = "/v1/completions"
 
-    def fields(self, body: Mapping[str, Any]) -> Fields:
+    def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name, value in _SAME.items():
             check_same(body, name, value, PLACE)
         for name in ("stream", "echo"):
             flag(body, name)
         includes_usage(body)
+        if flag(body, "echo") and body.get("logprobs") is not None:
+            raise UsageError(
+                f"{PLACE}: echo and logprobs are not answered together: only tokens of the answer have scores; leave "
+                "echo out, or score the text by triforce score"
+            )
         return {"max_tokens": MAX_TOKENS, "prompt": _prompt(body), **without(body, *_OF_WRITING, *_SAME, *IGNORED)}
 
     def reply(self, body: Mapping[str, Any], model: str) -> CompletionReply:
@@ -97,10 +103,17 @@ def _logprobs(scores: Sequence[Score], start: int) -> dict[str, Any] | None:
     """The scores in the older form. start: the character of the text at which the first token begins."""
     if not scores:
         return None
-    texts = [score["text"] for score in scores]
+    lengths = [len(score["text"]) for score in scores]
     return {
-        "tokens": texts,
+        "tokens": [*map(_name, scores)],
         "token_logprobs": [score["logprob"] for score in scores],
-        "top_logprobs": [{each["text"]: each["logprob"] for each in score["top"]} for score in scores],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=start)),
+        "top_logprobs": [{_name(each): each["logprob"] for each in score["top"]} for score in scores],
+        "text_offset": list(accumulate(lengths[:-1], initial=start)),
     }
+
+
+def _name(score: Mapping[str, Any]) -> str:
+    """The text of a scored token, by which this form tells tokens apart; the bytes of one that is a part of a
+    character."""
+    text: str = score["text"]
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of(score)) if "bytes" in score else text

@@ -24,6 +24,7 @@ from triforce_cli.apis.api import (
 )
 from triforce_cli.apis.chat_fields import format_constraint
 from triforce_cli.apis.message_input import choice_of, messages_of, tools_of
+from triforce_cli.chat.messages import Note
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -33,7 +34,11 @@ _READ = (
     *("model", "messages", "system", "tools", "tool_choice", "thinking", "stop_sequences", "stream"),
     *("context_management", "output_config"),
 )
-_IGNORED = ("metadata", "service_tier")  # they do not affect the text
+# They do not affect the text, or are hints that no template has a place for.
+_IGNORED = (
+    *("metadata", "service_tier", "diagnostics", "cache_control", "inference_geo", "speed", "betas", "container"),
+    "mcp_servers",
+)
 _KNOWN = (*_READ, *_IGNORED, "max_tokens", "temperature", "top_p", "top_k")
 
 
@@ -42,19 +47,21 @@ class Messages:
 
     path = "/v1/messages"
 
-    def fields(self, body: Mapping[str, Any]) -> Fields:
-        if unknown := [name for name in body if name not in _KNOWN]:
+    def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
+        if unknown := [name for name, value in body.items() if name not in _KNOWN and value is not None]:
             raise UsageError(f"{PLACE}: there is no field {unknown[0]!r}; there are {', '.join(_KNOWN)}")
         flag(body, "stream")
         if body.get("max_tokens") is None:
             raise UsageError(f"{PLACE}: max_tokens is missing, and this API demands it")
         _check_edits(body)
-        return self.prompt_fields(body) | without(body, *_READ, *_IGNORED) | _stops(body) | _format(body)
+        if body.get("mcp_servers"):
+            note("mcp_servers are left out: only tools that the client runs can be offered")
+        return self.prompt_fields(body, note) | without(body, *_READ, *_IGNORED) | _stops(body) | _format(body)
 
-    def prompt_fields(self, body: Mapping[str, Any]) -> Fields:
-        """The fields of the prompt alone."""
-        tools = tools_of(body)
-        return {"messages": messages_of(body), **({"tools": tools} if tools else {}), **_thinking(body)}
+    def prompt_fields(self, body: Mapping[str, Any], note: Note) -> Fields:
+        """The fields of the prompt alone. note: see `fields`."""
+        tools = tools_of(body, note)
+        return {"messages": messages_of(body, note), **({"tools": tools} if tools else {}), **_thinking(body)}
 
     def has_one_call(self, body: Mapping[str, Any]) -> bool:
         return flag(choice_of(body), "disable_parallel_tool_use")
@@ -83,7 +90,7 @@ def _check_edits(body: Mapping[str, Any]) -> None:
 def _format(body: Mapping[str, Any]) -> Fields:
     """The constraint of `output_config.format`. Its effort is a hint: clients say it to models whose templates know
     none."""
-    wanted = object_of(body, "output_config", "format", "effort").get("format")
+    wanted = object_of(body, "output_config", "format", "effort", "task_budget").get("format")
     return format_constraint(wanted, PLACE)
 
 
@@ -113,7 +120,7 @@ class MessageReply:
         self._open = ""  # the type of the open block
 
     def begin(self, usage: Usage) -> Iterator[Event]:
-        yield _event("message_start", message=self._object([], None, _usage(usage)))
+        yield _event("message_start", message=self._object([], _usage(usage)))
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:
@@ -127,8 +134,7 @@ class MessageReply:
             yield from self._begin_block({**_call(call), "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             yield from self._close()
-        delta = {"stop_reason": _stop_reason(ended), "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage=_usage(ended.usage))
+        yield _event("message_delta", delta=_stopped(ended), usage=_usage(ended.usage))
         yield _event("message_stop")
 
     def fail(self, error: ApiError) -> Iterator[Event]:
@@ -141,7 +147,7 @@ class MessageReply:
         if ended.text:
             blocks.append({"type": "text", "text": ended.text})
         blocks += [_call(call) for call in ended.calls]
-        return self._object(blocks, _stop_reason(ended), _usage(ended.usage))
+        return self._object(blocks, _usage(ended.usage)) | _stopped(ended)
 
     def _more(self, kind: str, delta: str, text: str) -> Iterator[Event]:
         """More of a block; the open one is closed if it is of another type."""
@@ -164,14 +170,14 @@ class MessageReply:
             yield _event("content_block_stop", index=self._num_blocks - 1)
         self._open = ""
 
-    def _object(self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+    def _object(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._head.id,
             "type": "message",
             "role": "assistant",
             "model": self._head.model,
             "content": content,
-            "stop_reason": reason,
+            "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
         }
@@ -185,11 +191,13 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-def _stop_reason(ended: Ended) -> str:
-    """The reason as the API names it. An end at a stop sequence is not told from the model's own."""
+def _stopped(ended: Ended) -> dict[str, Any]:
+    """The reason of the end as the API names it."""
     if ended.finish == "length":
-        return "max_tokens"
-    return "tool_use" if ended.calls else "end_turn"
+        reason = "max_tokens"
+    else:
+        reason = "tool_use" if ended.calls else "stop_sequence" if ended.stop else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": ended.stop if reason == "stop_sequence" else None}
 
 
 def _usage(used: Usage) -> dict[str, Any]:

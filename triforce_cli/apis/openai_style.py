@@ -82,6 +82,10 @@ def logprob(score: Score) -> dict[str, Any]:
 
 
 def _one(score: Mapping[str, Any]) -> dict[str, Any]:
-    text = score["text"]
-    whole = "\ufffd" not in text  # otherwise the token is a part of a character
-    return {"token": text, "logprob": score["logprob"], "bytes": list(text.encode()) if whole else None}
+    return {"token": score["text"], "logprob": score["logprob"], "bytes": bytes_of(score)}
+
+
+def bytes_of(score: Mapping[str, Any]) -> list[int]:
+    """The bytes of a scored token, which may be a part of a character."""
+    found: list[int] = score["bytes"] if "bytes" in score else list(score["text"].encode())
+    return found

@@ -25,12 +25,13 @@ from triforce_cli.apis.api import (
 from triforce_cli.apis.chat_fields import IGNORED, check_same, format_constraint
 from triforce_cli.apis.openai_style import OpenAiApi, logprob
 from triforce_cli.apis.response_input import messages_of, tools_of
+from triforce_cli.chat.messages import Note
 
 _SAME = {
     "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",
     "previous_response_id": None, "conversation": None, "prompt": None, "messages": None,
 }  # fmt: skip
-_OF_WRITING = ("stream", "parallel_tool_calls", "include", "client_metadata")
+_OF_WRITING = ("stream", "parallel_tool_calls", "include", "client_metadata", "max_tool_calls")
 _READ = ("instructions", "input", "tools", "text", "reasoning", "max_output_tokens", "top_logprobs")
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -40,18 +41,18 @@ class Responses(OpenAiApi):
 
     path = "/v1/responses"
 
-    def fields(self, body: Mapping[str, Any]) -> Fields:
+    def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name in ("stream", "parallel_tool_calls"):
             flag(body, name)
         offers = body.get("tool_choice") != "none"
         for name, value in _SAME.items():
             if name != "tool_choice" or offers:
                 check_same(body, name, value, PLACE)
-        tools = tools_of(body) if offers else []
+        tools = tools_of(body, note) if offers else []
         limit, logprobs = body.get("max_output_tokens"), _logprobs(body)
         return joined(
             PLACE,
-            {"messages": messages_of(body)},
+            {"messages": messages_of(body, note)},
             {"tools": tools} if tools else {},
             {} if limit is None else {"max_tokens": limit},
             {} if logprobs is None else {"logprobs": logprobs},

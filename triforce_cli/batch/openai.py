@@ -7,6 +7,7 @@ from typing import Any
 
 from offload.errors import UsageError
 from triforce_cli.apis.chat_fields import chat_fields
+from triforce_cli.chat.messages import Note
 
 URL = "/v1/chat/completions"
 _LINE = ("custom_id", "method", "url", "body")
@@ -16,8 +17,9 @@ def is_openai(line: Mapping[str, Any]) -> bool:
     return "body" in line
 
 
-def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The line with our field names. Raises UsageError for requests that are not supported."""
+def own(line: Mapping[str, Any], place: str, note: Note) -> dict[str, Any]:
+    """The line with our field names. note: hears of parts that are left out. Raises UsageError for requests that are
+    not supported."""
     body = line["body"]
     if line.get("url", URL) != URL or not isinstance(body, dict):
         raise UsageError(f"{place}: only requests to {URL}, with a body, can be answered")
@@ -25,4 +27,4 @@ def own(line: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise UsageError(
             f"{place}: {min(further)} stands beside body, where only {', '.join(_LINE)} may; is it a part of it?"
         )
-    return ({"id": line["custom_id"]} if "custom_id" in line else {}) | chat_fields(body, place)
+    return ({"id": line["custom_id"]} if "custom_id" in line else {}) | chat_fields(body, place, note)

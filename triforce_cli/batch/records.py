@@ -57,7 +57,8 @@ Id = str | int
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One prompt, or messages. number: its line, from 1. id: from the line, else the line number. variables: additional
-    ones of the chat template, including tools. meta: copied to the result."""
+    ones of the chat template, including tools. meta: copied to the result. notes: lines for the log on fields that were
+    left out."""
 
     number: int
     id: Id
@@ -66,6 +67,7 @@ class Record:
     messages: Messages | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -89,11 +91,11 @@ def read_records(text: str, name: str, defaults: Wanted) -> list[Record]:
 
 def _read(line: str, number: int, place: str, defaults: Wanted) -> Record:
     poll()
-    data = _object(line, place)
+    data, notes = _object(line, place), list[str]()
     if is_openai(data):
-        data = own(data, place)
+        data = own(data, place, notes.append)
     check_known(data, FIELDS, place, "docs/batch.md names them, meta takes any object")
-    return read_record(data, number, place, defaults)
+    return replace(read_record(data, number, place, defaults), notes=tuple(notes))
 
 
 def check_known(data: Mapping[str, Any], fields: Sequence[str], place: str, remedy: str) -> None:

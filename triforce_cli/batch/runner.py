@@ -118,7 +118,9 @@ class Batch:
         found: dict[int, Prompt] = {}
         for record in records:
             with named(record.name):
-                found[record.number] = prompts.of(record)
+                found[record.number] = prompt = prompts.of(record)
+            for note in (*record.notes, *prompt.notes):
+                output.note(f"{record.name}: {note}")
         return found
 
     def _result(self, record: Record, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:

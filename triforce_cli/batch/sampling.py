@@ -11,6 +11,7 @@ from offload.decode.sampling import SETTINGS
 from offload.errors import UsageError
 from offload.fields import INTEGER, NUMBER, TEXT, TRUTH, Fields, list_of
 from offload.fields import Kind as ValueKind
+from offload.seeds import seed_of
 from triforce_cli.control import NEVER
 
 # The checks of values, by the settings' types.
@@ -37,6 +38,8 @@ def changes(fields: Fields) -> dict[str, Any]:
         if name in fields.data:
             value = fields.get(name, _KINDS[row.kind])
             found[name] = float(value) if row.kind is float else value
+    if found.get("seed") is not None:
+        found["seed"] = seed_of(found["seed"])
     if "logit_bias" in fields.data:
         biases = fields.get("logit_bias", _BIASES)
         found["logit_bias"] = tuple((_token(name), _bias(value)) for name, value in biases.items())

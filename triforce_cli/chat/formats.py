@@ -18,6 +18,7 @@ from triforce_cli.answering.arguments import Tools
 from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.request import Prompt
 from triforce_cli.answering.thoughts import State, marks_of, switched_off
+from triforce_cli.chat.adaptations import adaptations
 from triforce_cli.chat.conversation import Conversation, Turn
 from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.messages import Messages
@@ -108,17 +109,20 @@ class ChatFormat:
         given = variables or {}
         all_variables = self._variables | self._guarded(given)
         render = partial(self._rendered, variables=all_variables, refusal=refusal_of_messages)
-        text, written = self._written_messages(messages, render)
+        text, written, notes = self._written_messages(messages, render)
         tools, tokens = given.get("tools", self._tools), self._tokens([Piece(0, text)])
-        return replace(self._prompt(tokens, written, messages.begin, tools), documents=messages.documents)
+        prompt = self._prompt(tokens, written, messages.begin, tools)
+        return replace(prompt, documents=messages.documents, notes=notes)
 
-    def _written_messages(self, messages: Messages, render: Render) -> tuple[str, str]:
-        """`write_messages` of the messages, or of others that say the same, if the template refuses these."""
-        older = messages.with_older_roles()
-        for each in (messages, older):
-            with suppress(UsageError):
-                return write_messages(each, render, self._guards)
-        return write_messages(older.with_thoughts_joined(), render, self._guards)
+    def _written_messages(self, messages: Messages, render: Render) -> tuple[str, str, tuple[str, ...]]:
+        """`write_messages` of the messages, or of an adaptation if the template refuses them, with its notes."""
+        refused: UsageError | None = None
+        for each in adaptations(messages):
+            try:
+                return (*write_messages(each, render, self._guards), each.notes)
+            except UsageError as error:
+                refused = refused or error
+        raise refused or UsageError("there is no message to answer")
 
     def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The template's variables, guarded like text that a person wrote."""

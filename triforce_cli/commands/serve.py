@@ -155,7 +155,7 @@ class Serve:
         output.note(prompts.notice(self.wanted))
         reader = Reader(prompts, self.wanted, names=self.names, context=context)
         served = Served(self.names, int(time.time()), context, self.shows_thoughts)
-        return web_application(Service(served, reader, scheduler), self.access)
+        return web_application(Service(served, reader, scheduler, output.note), self.access)
 
 
 def _check_installed() -> None:

@@ -71,10 +71,10 @@ class _Stream(StreamingResponse):
 
 
 class Service:
-    """The handlers of requests."""
+    """The handlers of requests. note: takes lines for the log."""
 
-    def __init__(self, served: Served, reader: Reader, scheduler: Scheduler) -> None:
-        self._served, self._reader, self._scheduler = served, reader, scheduler
+    def __init__(self, served: Served, reader: Reader, scheduler: Scheduler, note: Callable[[str], None]) -> None:
+        self._served, self._reader, self._scheduler, self._note = served, reader, scheduler, note
         self._reading = ThreadPoolExecutor(1, "reader")  # encoding a long prompt takes seconds
 
     def routes(self) -> list[Route]:
@@ -119,6 +119,8 @@ class Service:
         readable = await self._read(self._reader.read, api, await _body(request))
         body = readable.body
         job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
+        for note in readable.notes:
+            self._note(f"{job.name}: {note}")
         reply = api.reply(body, body.get("model") or self._served.names[0])
         most_calls = 1 if api.has_one_call(body) else None
         telling = Telling(job, most_calls=most_calls, shows_thoughts=self._served.shows_thoughts)

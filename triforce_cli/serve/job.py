@@ -31,10 +31,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a reply. is_cut: by a limit of tokens or of time."""
+    """The end of a reply. is_cut: by a limit of tokens or of time. stop: the stop string that ended it, or ""."""
 
     is_cut: bool
     stats: Stats
+    stop: str = ""
 
 
 Report = Progress | Piece | Finish | ApiError

@@ -18,15 +18,17 @@ from triforce_cli.batch.records import OF_MESSAGES, check_known, read_object, re
 from triforce_cli.batch.sampling import SAMPLING
 
 FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", *SAMPLING)
+_MOST_NOTES = 4  # that the log has of a request
 
 
 @dataclass(frozen=True)
 class Readable:
-    """A request that can be answered. body: as it came."""
+    """A request that can be answered. body: as it came. notes: lines for the log on what was left out or changed."""
 
     body: Mapping[str, Any]
     prompt: Prompt
     wanted: Wanted
+    notes: tuple[str, ...] = ()
 
 
 class Reader:
@@ -40,16 +42,16 @@ class Reader:
     def read(self, api: Api, body: bytes) -> Readable:
         """The request. Raises ApiError."""
         with self._refusing():
-            given = self._body(body)
-            prompt, wanted = self._prompt(api.fields(given))
+            given, notes = self._body(body), list[str]()
+            prompt, wanted = self._prompt(api.fields(given, notes.append))
             if len(prompt.tokens) >= self._context:
                 raise self._too_long(f" ({len(prompt.tokens):,} tokens)")
-            return Readable(given, prompt, wanted)
+            return Readable(given, prompt, wanted, _few((*notes, *prompt.notes)))
 
     def num_tokens(self, api: Messages, body: bytes) -> int:
         """The number of tokens of a request's prompt. Raises ApiError."""
         with self._refusing():
-            return len(self._prompt(api.prompt_fields(self._body(body)))[0].tokens)
+            return len(self._prompt(api.prompt_fields(self._body(body), lambda note: None))[0].tokens)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -88,6 +90,11 @@ class Reader:
             "prompt and answer together; shorten the messages, or start the server with a larger --context"
         )
         return ApiError(400, message, "context_length_exceeded")
+
+
+def _few(notes: tuple[str, ...]) -> tuple[str, ...]:
+    """The first notes, and how many more there are: a long conversation repeats its own with every request."""
+    return notes if len(notes) <= _MOST_NOTES else (*notes[:_MOST_NOTES], f"{len(notes) - _MOST_NOTES} more such parts")
 
 
 def parsed(body: bytes) -> Mapping[str, Any]:

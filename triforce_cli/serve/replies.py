@@ -56,6 +56,7 @@ class Telling:
             calls=tuple(ToolCall.of(call) for call in calls[: self._most_calls]),
             scores=self._scores,
             finish="length" if finish.is_cut else "stop",
+            stop=finish.stop,
             usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
         )
         return said, ended

@@ -151,7 +151,7 @@ class Scheduler:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(Piece(part.text, part.thoughts, 0, ()))
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
-            job.report(Finish(answer.finish != "stop", stats))
+            job.report(Finish(answer.finish != "stop", stats, answer.stop))
             self._on_end(job.name, stats, is_gone)
 
         answers.finish(job, on_end=tell)

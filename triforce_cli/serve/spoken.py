@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
+from triforce_cli.answering.bare_calls import BareCalls
 from triforce_cli.answering.calls import Call, Calls
 from triforce_cli.answering.thoughts import overlap
 
-# How a reply may begin that is nothing but calls without a mark: JSON, or Python's name(...).
-_BARE = re.compile(r"\s*(?:$|[{\[`]|[A-Za-z_][\w.-]*\s*(?:\(|$))")
-
 
 class Spoken:
-    """Holds back what may be a tool call: from the first mark on, until the reply ends. calls: None if no tools are
-    offered, and nothing is held back."""
+    """Holds back what may be a tool call: from the first mark on, until the reply ends, and from the reply's beginning
+    as long as it can be nothing but calls. calls: None if no tools are offered, and nothing is held back."""
 
     def __init__(self, calls: Calls | None) -> None:
         self._calls = calls
         self._openings = tuple(calls.openings) if calls is not None else ()
-        self._may_be_bare = calls is not None and calls.may_be_bare
+        self._bare = BareCalls(calls)
         self._reply, self._num_shown = "", 0
 
     def push(self, text: str) -> str:
@@ -26,9 +22,8 @@ class Spoken:
         if self._calls is None:
             return text
         self._reply += text
-        if self._may_be_bare and _BARE.match(self._reply):
+        if self._bare.possible and self._bare.push(text):
             return ""
-        self._may_be_bare = False
         return self._shown_to(self._certain())
 
     def end(self) -> tuple[str, list[Call]]:
@@ -36,9 +31,9 @@ class Spoken:
         if self._calls is None:
             return "", []
         calls, first = self._calls.read(self._reply)[0], self._first_opening()
-        if not calls:
+        if not calls or (first is None and not self._bare.possible):
             return self._shown_to(len(self._reply)), []
-        if first is None or (self._may_be_bare and self._calls.read(self._reply[first:])[0] != calls):
+        if first is None or (self._bare.possible and self._calls.read(self._reply[first:])[0] != calls):
             return "", calls  # without marks, or with one in an argument
         return self._shown_to(first), calls
 

@@ -151,7 +151,7 @@ class Serve:
         from triforce_cli.serve.reader import Reader
 
         context = plan.request.capacity
-        prompts = Prompts(prepared, self.layout)
+        prompts = Prompts(prepared.limited(context), self.layout)
         output.note(prompts.notice(self.wanted))
         reader = Reader(prompts, self.wanted, names=self.names, context=context)
         served = Served(self.names, int(time.time()), context, self.shows_thoughts)

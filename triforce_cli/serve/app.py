@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from offload.interrupts import Abandoned, abandoned_if
 from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
 from triforce_cli.apis.messages import Messages
@@ -107,7 +109,7 @@ class Service:
     async def _count(self, request: Request) -> Response:
         """The number of tokens of a prompt."""
         body = await _body(request)
-        return JSONResponse({"input_tokens": await self._read(self._reader.num_tokens, Messages(), body)})
+        return JSONResponse({"input_tokens": await self._read(request, self._reader.num_tokens, Messages(), body)})
 
     def _answerer(self, api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
@@ -116,7 +118,7 @@ class Service:
         return answer
 
     async def _answer(self, api: Api, request: Request) -> Response:
-        readable = await self._read(self._reader.read, api, await _body(request))
+        readable = await self._read(request, self._reader.read, api, await _body(request))
         body = readable.body
         job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
         reply = api.reply(body, body.get("model") or self._served.names[0])
@@ -130,9 +132,22 @@ class Service:
         finally:
             self._scheduler.forget(job)
 
-    async def _read(self, read: Callable[..., T], *given: Any) -> T:
-        """Run a function of the reader, while other requests are served."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, read, *given)
+    async def _read(self, request: Request, read: Callable[..., T], *given: Any) -> T:
+        """Run a function of the reader, while other requests are served. It ends early if the client goes away, or the
+        server stops. Raises ClientDisconnect, ApiError."""
+        is_gone = threading.Event()
+
+        def reading() -> T:
+            with abandoned_if(lambda: is_gone.is_set() or self._scheduler.is_stopping):
+                return read(*given)
+
+        try:
+            return await _unless_gone(request, asyncio.get_running_loop().run_in_executor(self._reading, reading))
+        except Abandoned as error:
+            self._scheduler.check_open()
+            raise ClientDisconnect from error
+        finally:
+            is_gone.set()
 
 
 def web_application(service: Service, access: Access) -> Guard:
@@ -169,7 +184,7 @@ async def _small_body(request: Request) -> bytes:
     return bytes(parts)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which ends early if the client goes away. Raises ClientDisconnect then."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request))

@@ -16,6 +16,7 @@ from triforce_cli.apis.messages import Messages
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import OF_MESSAGES, check_known, read_object, read_record
 from triforce_cli.batch.sampling import SAMPLING
+from triforce_cli.chat.steps import TooMuchWork
 
 FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", *SAMPLING)
 
@@ -56,7 +57,7 @@ class Reader:
         """Raise errors as those of HTTP."""
         try:
             yield
-        except UsageError as error:
+        except (UsageError, TooMuchWork) as error:
             raise ApiError(400, str(error)) from error
         except DoesNotFit as error:  # the text is surely too long, so it was not encoded
             raise self._too_long("") from error

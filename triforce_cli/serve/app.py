@@ -24,15 +24,15 @@ from triforce_cli.apis.api import Api, ApiError, identifier
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import APIS
 from triforce_cli.serve.access import Access
-from triforce_cli.serve.guard import Guard, error_response
+from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals
 from triforce_cli.serve.job import Job
-from triforce_cli.serve.reader import Reader
+from triforce_cli.serve.load import Share
+from triforce_cli.serve.reader import Reader, no_model
 from triforce_cli.serve.replies import Telling, events, whole
 from triforce_cli.serve.scheduler import Scheduler
 
 T = TypeVar("T")
 
-MOST_BYTES = 32 << 20  # of a request
 BODY_SECONDS = 60.0  # for a client to send its request
 _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by proxies
 
@@ -103,7 +103,7 @@ class Service:
         name = request.path_params["name"]
         found = next((model for model in self._served.models() if model["id"] == name), None)
         if found is None:
-            raise ApiError(404, f"there is no model {name[:80]!r}", "model_not_found")
+            raise no_model(name, self._served.names)
         return JSONResponse(found)
 
     async def _count(self, request: Request) -> Response:
@@ -150,21 +150,22 @@ class Service:
             is_gone.set()
 
 
-def web_application(service: Service, access: Access) -> Guard:
-    """The ASGI application."""
+def web_application(service: Service, access: Access, on_refusal: OnRefusal) -> Guard:
+    """The ASGI application. on_refusal: called for each request that is refused."""
+    refusals = Refusals(access, on_refusal)
     middleware = []
     if access.origins:
         origins = list(access.origins)
         middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
 
     async def refused(request: Request, error: Exception) -> Response:
-        return error_response(request.url.path, error)
+        return refusals.response(request.scope, error)
 
     kinds = (ApiError, HTTPException, ClientDisconnect, Exception)
     application = Starlette(
         routes=service.routes(), middleware=middleware, exception_handlers=dict.fromkeys(kinds, refused)
     )
-    return Guard(application, access)
+    return Guard(application, access, refusals)
 
 
 async def _body(request: Request) -> bytes:
@@ -176,12 +177,13 @@ async def _body(request: Request) -> bytes:
 
 
 async def _small_body(request: Request) -> bytes:
-    parts = bytearray()
+    share: Share = request.scope[SHARE]
+    share.check(int(request.headers.get("content-length", "0")))
+    parts: list[bytes] = []
     async for part in request.stream():
-        parts += part
-        if len(parts) > MOST_BYTES:
-            raise ApiError(413, f"the request is over the limit of {MOST_BYTES:,} bytes")
-    return bytes(parts)
+        share.take(len(part))
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

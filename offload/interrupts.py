@@ -118,11 +118,32 @@ _listener: _Listener | None = None  # within `interruptible`
 _requested: _Listener | None = None  # while a signal is noted
 
 
+class Abandoned(BaseException):
+    """The end of work in a thread for whose result nobody waits any more. No Exception, which libraries swallow."""
+
+
+_here = threading.local()
+
+
 def poll() -> None:
-    """Stop here if a signal asked for it: raises KeyboardInterrupt or Terminated, in the main thread. Call it in every
-    iteration of a long loop, at a point where nothing is half done."""
+    """Stop here if that was asked for: raises KeyboardInterrupt or Terminated in the main thread because of a signal,
+    Abandoned within `abandoned_if`. Call it in every iteration of a long loop, at a point where nothing is half
+    done."""
     if _requested is not None:
         _requested.deliver()
+    if (is_asked_for := getattr(_here, "is_asked_for", None)) is not None and is_asked_for():
+        raise Abandoned
+
+
+@contextmanager
+def abandoned_if(is_asked_for: Callable[[], bool]) -> Iterator[None]:
+    """A context in which `poll` in this thread raises Abandoned once `is_asked_for` is true."""
+    _here.is_asked_for = is_asked_for
+    try:
+        poll()
+        yield
+    finally:
+        _here.is_asked_for = None
 
 
 @contextmanager

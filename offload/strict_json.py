@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,8 +69,8 @@ def check_writable(value: object, limit: int, name: str) -> None:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"a field occurs twice: {next(key for key in keys if keys.count(key) > 1)!r}")
+        times = Counter(key for key, _ in pairs)
+        raise ValueError(f"a field occurs twice: {next(key for key in times if times[key] > 1)!r}")
     return record
 
 

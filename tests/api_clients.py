@@ -103,6 +103,9 @@ def of_responses(events: Events) -> Document:
     items: list[Document] = []
     item: Document | None = None
     for name, data in events[2:-1]:
+        if name == "response.in_progress":  # still
+            assert (data["response"]["status"], data["response"]["output"]) == ("in_progress", items)
+            continue
         if name == "response.output_item.added":
             assert item is None
             item = data["item"]
@@ -174,6 +177,8 @@ def of_messages(events: Events) -> Document:
     blocks: list[Document] = []
     texts: list[str] | None = None
     for name, data in events[1:-2]:
+        if name == "ping":
+            continue
         if name == "content_block_start":
             assert (texts, data["index"]) == (None, len(blocks))
             block, texts = dict(data["content_block"]), []

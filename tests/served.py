@@ -37,6 +37,7 @@ from triforce_cli.answering.together import Answers
 from triforce_cli.batch.records import Record
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.app import Served, Service, web_application
+from triforce_cli.serve.guard import Refusal
 from triforce_cli.serve.http import HttpServer, listening_socket
 from triforce_cli.serve.job import Job
 from triforce_cli.serve.reader import Reader
@@ -257,6 +258,7 @@ class Server:
     ) -> None:
         self.model, self.ended = Model(batch, context), list[tuple[str, bool]]()
         self.error: BaseException | None = None
+        self.refused = list[Refusal]()
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
         reader = Reader(Prompts(), wanted, names=names, context=context)  # type: ignore[arg-type]
         self.notes: list[str] = []  # of the log
@@ -264,8 +266,8 @@ class Server:
         self.service = Service(served, reader, self.scheduler, self.notes.append)
         self._bound = listening_socket("127.0.0.1", 0)
         self.client = Client(self._bound.getsockname()[1])
-        application = web_application(self.service, access or Access("127.0.0.1"))
-        self._http = HttpServer(application, self._bound, on_end=self.scheduler.stop)
+        self.guard = web_application(self.service, access or Access("127.0.0.1"), self.refused.append)
+        self._http = HttpServer(self.guard, self._bound, on_end=self.scheduler.stop)
         self._patch = pytest.MonkeyPatch()
         self.thread = threading.Thread(target=self._run, name="passes")
 

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from api_clients import CLIENTS, without_names
+from api_clients import CLIENTS, parse, without_names
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from offload.metrics import Stats
+from offload.progress import Progress
 from served import (
     CHAT,
     WANTED,
@@ -37,10 +38,10 @@ from served import (
 from test_cli_fake import Step
 from triforce_cli.answering.options import Layout
 from triforce_cli.apis.api import ApiError, Event
-from triforce_cli.apis.chat_completions import ChatCompletions
+from triforce_cli.apis.table import api_of
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import Record
-from triforce_cli.serve import app, guard, http, replies, scheduler
+from triforce_cli.serve import app, guard, http, load, replies, scheduler
 from triforce_cli.serve.http import listening_socket
 from triforce_cli.serve.job import Finish, Job, Piece
 
@@ -443,20 +444,40 @@ def _much() -> Iterator[Step]:
         yield Step("x" * 10_000, [1], None)
 
 
-def test_a_stream_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+WAITS = {
+    CHAT: b'"delta": {}, "logprobs": null, "finish_reason": null', TEXT: b'"text": "", "logprobs": null',
+    RESPONSES: b'"type": "response.in_progress", "sequence_number": 2',
+    MESSAGES: b'event: ping\ndata: {"type": "ping"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WAITS)
+def test_a_stream_that_waits_says_so_in_the_form_of_its_api(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said so in comments, which do not hold clients that count events: Codex, Claude Code."""
     monkeypatch.setattr(replies, "QUIET_SECONDS", 0.02)
-    monkeypatch.setattr(replies, "_PROGRESS_SECONDS", 0.0)
-    with Server() as server, busy(server), server.client.begin("hi there", stream=True) as waits:
-        received_until(waits, b": waiting\n\n")
+    body = (
+        {"prompt": "hi there"} if path == TEXT else {"input": "hi there"} if path == RESPONSES else request("hi there")
+    )
+    body |= {"stream": True, "max_output_tokens" if path == RESPONSES else "max_tokens": 100}
+    with Server() as server, busy(server), server.client.connect() as waits:
+        waits.sendall(raw(path, body))
+        begun = received_until(waits, WAITS[path])
         server.model.gate.set()
-        assert b": prefill 1 of 2 tokens\n\n" in received_until(waits, b"[DONE]")
+        whole = begun + received_until(waits, b"[DONE]" if path in (CHAT, TEXT) else b"usage")
+        assert (b"hi" in begun, b"hi" in whole) == (False, True)
+
+
+def test_progress_is_told_in_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "_PROGRESS_SECONDS", 0.0)
+    with Server() as server:
+        assert ": prefill 1 of 2 tokens\n\n" in server.client.chat("hi there", stream=True).text
 
 
 # Requests that are no requests
 
 
 def test_a_body_that_is_too_large_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(load, "MOST_BYTES", 10_000)
     for path in (CHAT, MESSAGES):
         refused = client.ask(path, b"x" * 10_001)
         assert (refused.status, "over the limit of 10,000 bytes" in refused.text) == (413, True)
@@ -475,12 +496,8 @@ def test_a_slow_body_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch)
         assert received_until(connection, b"}}").startswith(b"HTTP/1.1 408 ")
 
 
-def test_slow_headers_and_idle_connections_are_closed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_closed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "IDLE_SECONDS", 0.1)
-    for begin in (b"", b"POST /v1", raw(CHAT, request("x"))[:40]):
-        with client.connect() as connection:
-            connection.sendall(begin)
-            assert received(connection) == b""
     with client.connect() as connection:
         connection.sendall(raw(CHAT, request("hi there")))
         assert received(connection).count(b"HTTP/1.1 200 OK") == 1
@@ -845,19 +862,52 @@ def test_a_scheduler_whose_loop_has_ended_refuses() -> None:
         ended.submit(SimpleNamespace())  # type: ignore[arg-type]
 
 
-def test_a_stream_that_holds_text_back_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces came, and nothing was sent: hidden thoughts, or the text of a tool call."""
+@pytest.mark.parametrize("path", WAITS)
+def test_a_stream_that_holds_text_back_says_so(path: str) -> None:
+    """Pieces came, and nothing was sent: hidden thoughts, or the text of a tool call. In each API the reply is as it
+    would be without."""
     seconds = iter(range(10_000))
     job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
-    reports: Any = iter([*([Piece("", "hm", 1, ())] * 50), Finish(False, Stats())])
+    held, said = [Piece("", "hm", 1, ())] * 50, [Piece("a ", "", 1, ()), Piece("b", "", 1, ())]
+    reports = iter([*held, said[0], *held, said[1], Finish(False, Stats())])
     job.next_report = lambda wait: _soon(next(reports))
-    reply = ChatCompletions().reply({}, "tiny")
+
+    async def told(quiet: float) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replies, "QUIET_SECONDS", quiet)
+            telling = replies.Telling(job, shows_thoughts=False)
+            reply = api_of(path).reply({"prompt": "x"}, "tiny")
+            return "".join([text async for text in replies.events(job, telling, reply, lambda: float(next(seconds)))])
+
+    text = asyncio.run(told(10.0))
+    reports = iter([*said, Finish(False, Stats())])
+    plain = asyncio.run(told(1e9))
+    assert len(parse(text)) >= len(parse(plain)) + 8
+    assert ": " not in {line[:2] for line in text.split("\n")}
+    whole, expected = (without_names(CLIENTS[path](parse(each))) for each in (text, plain))
+    whole["usage"] = expected["usage"] = None
+    assert whole == expected
+
+
+def test_a_stream_waits_no_longer_than_until_its_next_event_is_due() -> None:
+    """It waited for ten seconds from each report on, so nineteen could pass."""
+    waited: list[float] = []
+    seconds = iter([0.0, 0.0, 9.0, 9.0, 11.0, 11.0, *range(12, 10_000)])
+    reports: Any = iter([Progress("prefill", 1, 2, "tokens"), None, Finish(False, Stats())])
+
+    def next_report(seconds: float) -> Any:
+        waited.append(seconds)
+        return _soon(next(reports))
+
+    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None), next_report=next_report)
 
     async def told() -> list[str]:
-        telling = replies.Telling(job, shows_thoughts=False)
-        return [text async for text in replies.events(job, telling, reply, lambda: float(next(seconds)))]
+        reply = api_of(MESSAGES).reply({}, "tiny")
+        return [each async for each in replies.events(job, replies.Telling(job), reply, lambda: float(next(seconds)))]
 
-    assert asyncio.run(told()).count(": waiting\n\n") >= 4
+    kinds = [text.partition("\n")[0] for text in asyncio.run(told())]
+    assert kinds[:3] == ["event: message_start", ": prefill 1 of 2 tokens", "event: ping"]
+    assert waited[:2] == [10.0, 1.0]
 
 
 async def _soon(value: T) -> T:

@@ -258,9 +258,15 @@ def test_the_key_and_the_names_are_those_that_were_given(target: Path) -> None:
     with Program(args, TRIFORCE_API_KEY="secret-key") as server:
         assert server.client.ask("/v1/models").status == 401
         keyed = Client(server.client.port, {"x-api-key": "secret-key"})
-        assert [model["id"] for model in keyed.ask("/v1/models").body["data"]] == ["one", "two"]
+        assert [model["id"] for model in keyed.ask("/v1/models").body["data"]] == ["one", "two", "target"]
         assert keyed.ask(CHAT, request("x", max_tokens=2, model="two")).body["model"] == "two"
-        assert keyed.ask(CHAT, request("x", max_tokens=2, model="target")).status == 404
+        assert keyed.ask(CHAT, request("x", max_tokens=2, model="target")).body["model"] == "target"
+        assert keyed.ask(CHAT, request("x", model="gpt-4o")).status == 404
+        begin = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+        lines = [begin.sub("", line, count=1) for line in server.said if begin.match(line)]
+        refusals = ["127.0.0.1 GET /v1/models: 401", f"127.0.0.1 POST {CHAT}: 404"]
+        assert [line.split(",")[0] for line in lines if line.startswith("127.0.0.1")] == refusals
+        until(lambda: sum(f"{CHAT} " in line and "2 new" in line for line in server.said) == 2)
         assert "secret" not in "\n".join(server.said)
         server.signal(signal.SIGINT)
         assert server.finish() == 0, server.said

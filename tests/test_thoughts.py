@@ -105,6 +105,8 @@ class Piped:
     def added_tokens(self, *, special: bool) -> dict[str, int]:
         return {}
 
+    def check(self, count: int) -> None: ...
+
     def encode_piece(self, text: str, *, first: bool = False, until: str = "") -> list[int]:
         return list(map(ord, text))
 

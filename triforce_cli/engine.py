@@ -45,6 +45,11 @@ class Prepared:
     busy_share: float = 0.0
     store: StoreSettings | None = None
 
+    def limited(self, context: int) -> Prepared:
+        """The same models, for prompts of a shorter context."""
+        options = replace(self.request.options, context=context)
+        return replace(self, request=replace(self.request, options=options))
+
     @property
     def prompt_tokenizer(self) -> Tokenizer:
         """The tokenizer for texts that have to fit the context: it gives up early on a text that is surely too long."""

@@ -14,6 +14,7 @@ from offload.decode import chat_template, tokenizer_files
 from offload.decode.characters import Characters, characters_of
 from offload.decode.long_texts import PART, Coverage, parts
 from offload.errors import DoesNotFit, ModelError, unreadable
+from offload.interrupts import poll
 
 _BEFORE = ("\n", "0")  # texts before an encoded piece, so that it does not count as the beginning of a text
 _NUM_BEFORE = 8  # tokens of a context that are decoded again, special ones not counted
@@ -79,13 +80,13 @@ class Tokenizer:
             yield self._whole(text, special)
             return
         if self._most is not None and self._coverage is not None:
-            self._check(self._coverage.fewest(text))
+            self.check(self._coverage.fewest(text))
         start = self.start_tokens() if special else []
         yield start, [0] * len(start)
         count = len(start)
         for tokens, places in parts(partial(self._encoded, special=False), self._coverage, text):
             count += len(tokens)
-            self._check(count)
+            self.check(count)
             yield tokens, places
 
     def _whole(self, text: str, special: bool) -> tuple[list[int], list[int]]:
@@ -97,6 +98,7 @@ class Tokenizer:
         return tokens[:count], [first for first, _ in found.offsets[:count]]
 
     def _encoded(self, text: str, *, special: bool) -> Any:
+        poll()
         with self._checked("encode"):
             return self._pipeline.encode(text, add_special_tokens=special)
 
@@ -104,7 +106,8 @@ class Tokenizer:
     def _coverage(self) -> Coverage | None:
         return Coverage.of(self._pipeline)
 
-    def _check(self, count: int) -> None:
+    def check(self, count: int) -> None:
+        """Raises DoesNotFit if a text of at least `count` tokens is over the limit."""
         if self._most is not None and count > self._most:
             raise DoesNotFit(
                 f"the text has at least {count:,} tokens and the context is {self._most:,}: shorten the text, or raise "

@@ -12,6 +12,7 @@ Thinking = Literal["show", "hide", "off"]
 State = Literal["start", "header", "thought", "said"]
 NAMES: tuple[Thinking, ...] = ("show", "hide", "off")
 _GAP = "\n\n"  # between texts of several messages
+_BLOCK = 1 << 16  # characters that are searched for marks at a time: what follows a mark is copied
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 
 
@@ -214,6 +215,14 @@ class Splitter:
     def push(self, text: str, named: Iterable[int] = ()) -> list[Piece]:
         """The pieces that are certain after this text. named: indices in it of tokens that are marks."""
         self._places |= {self._num_past + len(self._held) + place for place in named}
+        coming, self._held = self._held + text, ""
+        return [
+            piece
+            for start in range(0, len(coming) or 1, _BLOCK)
+            for piece in self._push(coming[start : start + _BLOCK])
+        ]
+
+    def _push(self, text: str) -> list[Piece]:
         self._held += text
         self._tell()
         parts: list[Piece] = []

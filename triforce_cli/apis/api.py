@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from offload.errors import UsageError
 from triforce_cli.answering.calls import Call
@@ -87,10 +87,15 @@ class Ended:
 
 
 class Reply(Protocol):
-    """A reply to one request. A stream is `begin`, `add` for each piece, then `end` or `fail`."""
+    """A reply to one request. A stream is `begin`, `add` for each piece, `wait` where there is none for
+    long, then `end` or `fail`."""
 
     def begin(self, usage: Usage) -> Iterable[Event]:
         """usage: before anything was computed."""
+        ...
+
+    def wait(self) -> Iterable[Event]:
+        """The events that say only that the stream goes on: many clients count events, and no comments."""
         ...
 
     def add(self, said: Said) -> Iterable[Event]: ...
@@ -109,9 +114,10 @@ class Reply(Protocol):
 
 
 class Api(Protocol):
-    """An HTTP API. path: of its requests."""
+    """An HTTP API. path: of its requests. names: its names for our fields, where they differ."""
 
     path: str
+    names: ClassVar[Mapping[str, str]]
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         """The request as a record's fields. note: hears of parts that are left out. Raises UsageError for requests that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from offload.errors import UsageError
 from triforce_cli.apis.api import (
@@ -29,6 +29,7 @@ class ChatCompletions(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/chat/completions"
+    names: ClassVar[Mapping[str, str]] = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         flag(body, "stream")
@@ -51,6 +52,9 @@ class ChatReply:
 
     def begin(self, usage: Usage) -> Iterator[Event]:
         yield self._chunk({"role": "assistant", "content": ""})
+
+    def wait(self) -> Iterator[Event]:
+        yield self._chunk({})
 
     def add(self, said: Said) -> Iterator[Event]:
         delta = {"reasoning_content": said.thoughts, "content": said.text}

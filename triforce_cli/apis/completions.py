@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from offload.errors import UsageError
 from triforce_cli.apis.api import (
@@ -35,6 +35,7 @@ class Completions(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/completions"
+    names: ClassVar[Mapping[str, str]] = {}
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name, value in _SAME.items():
@@ -74,6 +75,9 @@ class CompletionReply:
     def begin(self, usage: Usage) -> Iterator[Event]:
         if self._echo:
             yield self._chunk(self._echo)
+
+    def wait(self) -> Iterator[Event]:
+        yield self._chunk("")
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.text or said.scores:

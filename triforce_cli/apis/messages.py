@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from offload.errors import UsageError
 from triforce_cli.apis.api import (
@@ -46,6 +46,7 @@ class Messages:
     """The API; see `Api`."""
 
     path = "/v1/messages"
+    names: ClassVar[Mapping[str, str]] = {"thinking_tokens": "thinking.budget_tokens", "stop": "stop_sequences"}
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         if unknown := [name for name, value in body.items() if name not in _KNOWN and value is not None]:
@@ -121,6 +122,9 @@ class MessageReply:
 
     def begin(self, usage: Usage) -> Iterator[Event]:
         yield _event("message_start", message=self._object([], _usage(usage)))
+
+    def wait(self) -> Iterator[Event]:
+        yield _event("ping")
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:

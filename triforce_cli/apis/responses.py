@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from offload.errors import UsageError
 from triforce_cli.apis.api import (
@@ -40,6 +40,7 @@ class Responses(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/responses"
+    names: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name in ("stream", "parallel_tool_calls"):
@@ -97,6 +98,9 @@ class ResponseReply:
     def begin(self, usage: Usage) -> Iterator[Event]:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._object("in_progress"))
+
+    def wait(self) -> Iterator[Event]:
+        yield self._event("response.in_progress", response=self._object("in_progress", output=self._output))
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:

@@ -15,7 +15,9 @@ from offload.seeds import seed_of
 from triforce_cli.control import NEVER
 
 # The checks of values, by the settings' types.
-_KINDS: dict[Any, ValueKind] = {float: NUMBER, int: INTEGER, int | None: INTEGER.or_null, bool: TRUTH}
+_WHOLE = ValueKind("a whole number of 64 bits", lambda value: INTEGER.fits(value) and -(2**63) <= value < 2**63)
+_KINDS: dict[Any, ValueKind] = {float: NUMBER, int: _WHOLE, int | None: _WHOLE.or_null, bool: TRUTH}
+_MOST_DIGITS = 18  # of a token's id; longer ones are texts
 _TEXTS = list_of(TEXT, "a list of texts")
 _SCHEMA = ValueKind("an object, true or false", lambda value: isinstance(value, dict | bool))
 _BIASES = ValueKind(
@@ -60,7 +62,7 @@ def _is_bias(value: Any) -> bool:
 
 
 def _token(name: str) -> int | str:
-    return int(name) if name.isdecimal() else name
+    return int(name) if name.isdecimal() and len(name) <= _MOST_DIGITS else name
 
 
 def _bias(value: Any) -> float:

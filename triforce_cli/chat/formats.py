@@ -24,7 +24,7 @@ from triforce_cli.chat.guards import CUT, Guard, Guards
 from triforce_cli.chat.messages import Messages
 from triforce_cli.chat.refusals import REMEDY, no_template, refusal, refusal_of_messages
 from triforce_cli.chat.script import Piece, Render, Script, block, write, write_messages
-from triforce_cli.chat.steps import TooManySteps, limited_steps
+from triforce_cli.chat.steps import TooManySteps, TooMuchWork, limited_steps
 from triforce_cli.chat.templates import OWN
 
 if TYPE_CHECKING:
@@ -106,11 +106,12 @@ class ChatFormat:
     def prompt_of_messages(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt of the reply to messages in any order that the template accepts. variables: of the template, for
         this prompt alone."""
+        self.tokenizer.check(len(messages.said))  # a message has a token at least
         given = variables or {}
         all_variables = self._variables | self._guarded(given)
         render = partial(self._rendered, variables=all_variables, refusal=refusal_of_messages)
         text, written, notes = self._written_messages(messages, render)
-        tools, tokens = given.get("tools", self._tools), self._tokens([Piece(0, text)])
+        tools, tokens = given.get("tools", self._tools), [*self._start, *self._encode_piece(text, True, "")]
         prompt = self._prompt(tokens, written, messages.begin, tools)
         return replace(prompt, documents=messages.documents, notes=notes)
 
@@ -246,12 +247,12 @@ class ChatFormat:
         refusal: Callable[[Exception], str],
     ) -> str:
         """The template's text. variables: all variables of the template. refusal: the message for an error of the
-        template. Raises ModelError, UsageError."""
+        template. Raises TooMuchWork, UsageError."""
         try:
             with limited_steps():
                 return self.tokenizer.render_chat(messages, self.template, **variables)
         except (TooManySteps, ModelError) as error:
-            raise ModelError(f"the model's chat template {error}; {REMEDY}") from error
+            raise TooMuchWork(f"the model's chat template {error}; {REMEDY}") from error
         except Exception as error:  # a template may raise any error
             raise UsageError(refusal(error)) from error
 
@@ -268,6 +269,7 @@ class ChatFormat:
 
     def _encode_piece(self, text: str, first: bool, until: str) -> tuple[int, ...]:
         *parts, last = text.split(CUT)
+        self.tokenizer.check(len(parts))  # none of them is empty
         tokens: list[int] = []
         for part in parts:
             tokens += self.tokenizer.encode_piece(part, first=first)

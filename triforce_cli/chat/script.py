@@ -10,9 +10,9 @@ template leaves out, or cuts, is an error.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from offload.errors import UsageError
 from triforce_cli.chat.conversation import Conversation
@@ -132,7 +132,7 @@ def write_messages(messages: Messages, render: Render, guards: Guards) -> tuple[
     writer, lost = _Writer(tuple(_plain(messages, guards)), render).complete()
     text = writer.written()
     if told := [message for message in lost if message.role != "assistant"]:
-        number = writer.messages.index(told[0]) + 1
+        number = next(number for number, each in enumerate(writer.messages, start=1) if each is told[0])
         raise UsageError(
             f"the chat template leaves message {number}, of the role {told[0].role}, out, or a part of it; say it in "
             "another message, or choose another model"
@@ -216,16 +216,17 @@ class _Writer:
         Only replies may lose their beginning: thoughts are not part of the conversation.
         """
         texts = [message.lead + message.text for message in self.messages]
-        number = next(n for n in map(str, count(10**9)) if not any(n in text for text in texts))
-        begins, ends = ([f"{number}{side}{i:06}" for i in range(len(texts))] for side in (1, 2))
+        number, width = _number_outside(texts), len(str(len(texts)))
+        begins, ends = ([f"{number}{side}{i:0{width}}" for i in range(len(texts))] for side in (1, 2))
         try:
             written = self._write(map("".join, zip(begins, texts, ends, strict=True)))
         except UsageError:
             return self.messages
+        found = set(re.findall(rf"(?=({number}[12][0-9]{{{width}}}))", written))
         return tuple(
             message
             for message, begin, text, end in zip(self.messages, begins, texts, ends, strict=True)
-            if text.strip() and not (end in written and (begin in written or message.role == "assistant"))
+            if text.strip() and not (end in found and (begin in found or message.role == "assistant"))
         )
 
     def script(self) -> Script:
@@ -269,6 +270,12 @@ class _Writer:
         if message.given.get("content", text) is None:
             return None
         return [{"type": "text", "text": text}] if message.role in self.in_parts else text
+
+
+def _number_outside(texts: Sequence[str]) -> str:
+    """A number of ten digits that is in none of the texts. It is drawn: a text can hold many numbers in a row."""
+    drawn = iter(lambda: str(10**9 + secrets.randbelow(9 * 10**9)), "")
+    return next(number for number in drawn if not any(number in text for text in texts))
 
 
 def _alternating(literals: Sequence[str], texts: Iterator[str]) -> Iterator[str]:

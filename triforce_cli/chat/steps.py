@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from offload.errors import ModelError
+from offload.interrupts import poll
+
 MAX_STEPS = 10_000_000  # a template for one turn takes some 20
 MAX_SECONDS = 60.0  # of CPU time: a filter may loop without steps
 _TEMPLATE = "<template>"  # the file name of code that Jinja generates
@@ -19,9 +22,14 @@ class TooManySteps(Exception):
     """A template took too many steps or too long. The message says which."""
 
 
+class TooMuchWork(ModelError):
+    """A template that exceeded a limit of its steps, time or text, with the messages that it was given."""
+
+
 @contextmanager
 def limited_steps() -> Iterator[None]:
-    """Within this context each line of a template and each function call counts as a step. Raises TooManySteps."""
+    """Within this context each line of a template and each function call counts as a step, and steps poll. Raises
+    TooManySteps."""
     num_steps, end = 0, time.thread_time() + MAX_SECONDS
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:
@@ -29,8 +37,10 @@ def limited_steps() -> Iterator[None]:
         num_steps += 1
         if num_steps > MAX_STEPS:
             raise TooManySteps(f"takes more than {MAX_STEPS:,} steps")
-        if num_steps % _STEPS_PER_LOOK == 0 and time.thread_time() > end:
-            raise TooManySteps(f"takes more than {MAX_SECONDS:g} s")
+        if num_steps % _STEPS_PER_LOOK == 0:
+            poll()
+            if time.thread_time() > end:
+                raise TooManySteps(f"takes more than {MAX_SECONDS:g} s")
         return step if frame.f_code.co_filename == _TEMPLATE else None
 
     before = sys.gettrace()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,7 @@ Names = Annotated[
     list[str] | None,
     option(
         "--serve-as",
-        "The model's name in requests, instead of its own. Can be repeated.",
+        "A further name of the model in requests; answers have the first. Can be repeated.",
         SERVER,
         metavar="NAME",
     ),
@@ -141,21 +142,28 @@ class Serve:
         from triforce_cli.serve.scheduler import Scheduler
 
         def on_end(name: str, stats: Stats, is_gone: bool) -> None:
-            output.note(answered(name, stats, is_gone=is_gone))
+            output.note(_timed(answered(name, stats, is_gone=is_gone)))
 
         return Scheduler(most_waiting=self.most_waiting, on_end=on_end)
 
     def _application(self, prepared: Prepared, plan: Plan, scheduler: Scheduler, output: Output) -> Any:
         from triforce_cli.batch.prompts import Prompts
+        from triforce_cli.render.serve import refused
         from triforce_cli.serve.app import Served, Service, web_application
         from triforce_cli.serve.reader import Reader
 
+        def note(line: str) -> None:
+            with suppress(OSError):  # standard error has gone: the next answer's line ends the server
+                output.note(_timed(line))
+
         context = plan.request.capacity
-        prompts = Prompts(prepared, self.layout)
+        prompts = Prompts(prepared.limited(context), self.layout)
         output.note(prompts.notice(self.wanted))
         reader = Reader(prompts, self.wanted, names=self.names, context=context)
         served = Served(self.names, int(time.time()), context, self.shows_thoughts)
-        return web_application(Service(served, reader, scheduler, output.note), self.access)
+        return web_application(
+            Service(served, reader, scheduler, note), self.access, lambda refusal: note(refused(refusal))
+        )
 
 
 def _check_installed() -> None:
@@ -163,6 +171,10 @@ def _check_installed() -> None:
     for name in ("starlette", "uvicorn"):
         if find_spec(name) is None:
             raise UsageError(f"the server needs {name}, which is not installed: pip install 'triforce[serve]'")
+
+
+def _timed(line: str) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}"
 
 
 def _url(bound: socket.socket) -> str:
@@ -186,11 +198,9 @@ def _access(host: str, key: str | None, origins: Iterable[str]) -> Access:
 
 
 def _names(given: Sequence[str], models: Models, typed: Path | None) -> tuple[str, ...]:
-    """The model's names: those given, or its folder's and the one by which it was named."""
-    if given:
-        return tuple(dict.fromkeys(given))
+    """The model's names: those given, the one by which it was named, and its folder's."""
     own = () if typed is None or os.path.exists(typed) else (str(typed),)
-    return tuple(dict.fromkeys((*own, models.target.name)))
+    return tuple(dict.fromkeys((*given, *own, models.target.name)))
 
 
 @spread

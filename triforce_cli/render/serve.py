@@ -1,13 +1,17 @@
-"""The lines of a server: where it serves, and each answer. Pure functions."""
+"""The lines of a server: where it serves, each answer, each refusal. Pure functions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triforce_cli.render.text import duration, significant
+from triforce_cli.render.text import duration, line_text, significant
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
+    from triforce_cli.serve.guard import Refusal
+
+_MOST_OF_PATH, _MOST_OF_REASON = 80, 300  # characters
+_MOST_OF_METHOD = 16
 
 
 def serving(url: str, model: str, context: int) -> str:
@@ -24,3 +28,14 @@ def answered(name: str, stats: Stats, *, is_gone: bool) -> str:
     new = f", {stats.output_tokens:,} new in {seconds}{speed}" if stats.output_tokens else ""
     end = "; the client went away" if is_gone else ""
     return f"{name}: {stats.prompt_tokens:,} prompt tokens{cached}{new}{end}"
+
+
+def refused(refusal: Refusal) -> str:
+    """The line after a request that was not answered."""
+    method, path, reason = (
+        line_text(text[:most])
+        for text, most in (
+            (refusal.method, _MOST_OF_METHOD), (refusal.path, _MOST_OF_PATH), (refusal.reason, _MOST_OF_REASON)
+        )
+    )  # fmt: skip
+    return f"{refusal.address or 'a client'} {method} {path}: {refusal.status}, {reason}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,20 +18,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from offload.interrupts import Abandoned, abandoned_if
 from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import APIS
 from triforce_cli.serve.access import Access
-from triforce_cli.serve.guard import Guard, error_response
+from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals
 from triforce_cli.serve.job import Job
-from triforce_cli.serve.reader import Reader
+from triforce_cli.serve.load import Share
+from triforce_cli.serve.reader import Reader, no_model
 from triforce_cli.serve.replies import Telling, events, whole
 from triforce_cli.serve.scheduler import Scheduler
 
 T = TypeVar("T")
 
-MOST_BYTES = 32 << 20  # of a request
 BODY_SECONDS = 60.0  # for a client to send its request
 _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by proxies
 
@@ -101,13 +103,13 @@ class Service:
         name = request.path_params["name"]
         found = next((model for model in self._served.models() if model["id"] == name), None)
         if found is None:
-            raise ApiError(404, f"there is no model {name[:80]!r}", "model_not_found")
+            raise no_model(name, self._served.names)
         return JSONResponse(found)
 
     async def _count(self, request: Request) -> Response:
         """The number of tokens of a prompt."""
         body = await _body(request)
-        return JSONResponse({"input_tokens": await self._read(self._reader.num_tokens, Messages(), body)})
+        return JSONResponse({"input_tokens": await self._read(request, self._reader.num_tokens, Messages(), body)})
 
     def _answerer(self, api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
@@ -116,7 +118,7 @@ class Service:
         return answer
 
     async def _answer(self, api: Api, request: Request) -> Response:
-        readable = await self._read(self._reader.read, api, await _body(request))
+        readable = await self._read(request, self._reader.read, api, await _body(request))
         body = readable.body
         job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
         for note in readable.notes:
@@ -132,26 +134,40 @@ class Service:
         finally:
             self._scheduler.forget(job)
 
-    async def _read(self, read: Callable[..., T], *given: Any) -> T:
-        """Run a function of the reader, while other requests are served."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, read, *given)
+    async def _read(self, request: Request, read: Callable[..., T], *given: Any) -> T:
+        """Run a function of the reader, while other requests are served. It ends early if the client goes away, or the
+        server stops. Raises ClientDisconnect, ApiError."""
+        is_gone = threading.Event()
+
+        def reading() -> T:
+            with abandoned_if(lambda: is_gone.is_set() or self._scheduler.is_stopping):
+                return read(*given)
+
+        try:
+            return await _unless_gone(request, asyncio.get_running_loop().run_in_executor(self._reading, reading))
+        except Abandoned as error:
+            self._scheduler.check_open()
+            raise ClientDisconnect from error
+        finally:
+            is_gone.set()
 
 
-def web_application(service: Service, access: Access) -> Guard:
-    """The ASGI application."""
+def web_application(service: Service, access: Access, on_refusal: OnRefusal) -> Guard:
+    """The ASGI application. on_refusal: called for each request that is refused."""
+    refusals = Refusals(access, on_refusal)
     middleware = []
     if access.origins:
         origins = list(access.origins)
         middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
 
     async def refused(request: Request, error: Exception) -> Response:
-        return error_response(request.url.path, error)
+        return refusals.response(request.scope, error)
 
     kinds = (ApiError, HTTPException, ClientDisconnect, Exception)
     application = Starlette(
         routes=service.routes(), middleware=middleware, exception_handlers=dict.fromkeys(kinds, refused)
     )
-    return Guard(application, access)
+    return Guard(application, access, refusals)
 
 
 async def _body(request: Request) -> bytes:
@@ -163,15 +179,16 @@ async def _body(request: Request) -> bytes:
 
 
 async def _small_body(request: Request) -> bytes:
-    parts = bytearray()
+    share: Share = request.scope[SHARE]
+    share.check(int(request.headers.get("content-length", "0")))
+    parts: list[bytes] = []
     async for part in request.stream():
-        parts += part
-        if len(parts) > MOST_BYTES:
-            raise ApiError(413, f"the request is over the limit of {MOST_BYTES:,} bytes")
-    return bytes(parts)
+        share.take(len(part))
+        parts.append(part)
+    return b"".join(parts)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which ends early if the client goes away. Raises ClientDisconnect then."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(request))

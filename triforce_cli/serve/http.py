@@ -8,17 +8,20 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from offload.errors import TriforceError, UsageError
 from triforce_cli import log
-from triforce_cli.serve.guard import Guard
+from triforce_cli.serve import load
+from triforce_cli.serve.guard import Guard, Refusal
 
-IDLE_SECONDS = 75.0  # for a client to send a request's headers, and between two requests
+HEADER_SECONDS = 20.0  # for a client to send the headers of its first request
+IDLE_SECONDS = 75.0  # up to the headers of each further one
 SEND_SECONDS = 60.0  # for a client to take what was sent
-MOST_CONNECTIONS = 512
+MOST_CONNECTIONS, MOST_OF_ADDRESS = load.MOST_REQUESTS + load.SPARE, load.MOST_OF_ADDRESS + load.SPARE
 _CLOSE_SECONDS = 5  # for clients to take the last bytes, when the server stops
 
 
@@ -56,7 +59,6 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=MOST_CONNECTIONS,
             timeout_keep_alive=int(IDLE_SECONDS),
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
@@ -86,14 +88,34 @@ class HttpServer:
 
 
 class Patient(H11Protocol):
-    """HTTP/1.1 with limits on the time that a client takes to send the headers of a request, and to take what was
-    sent."""
+    """HTTP/1.1 with limits on the time that a client takes to send the headers of a request, and to take what was sent;
+    and on connections: where they are too many, the one that has been idle longest is closed. idle_since: when its last
+    answer was sent, or it began."""
 
     _patience: asyncio.TimerHandle | None = None  # with a client that takes nothing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_request(None)
+        self.idle_since = self.loop.time()
+        self._make_room()
+        self._expect_request(None, HEADER_SECONDS)
+
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        """Close an idle connection, at worst this one, if there are too many of this address, or in all."""
+        found = [each for each in self.connections if isinstance(each, Patient) and not each.transport.is_closing()]
+        of_address = [each for each in found if each.address == self.address]
+        if len(of_address) > MOST_OF_ADDRESS or len(found) > MOST_CONNECTIONS:
+            some = of_address if len(of_address) > MOST_OF_ADDRESS else found
+            min((each for each in some if each.is_idle), key=lambda each: each.idle_since).transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_patience()
@@ -108,21 +130,25 @@ class Patient(H11Protocol):
         self._end_patience()
         super().resume_writing()
 
+    def send_400_response(self, msg: str) -> None:
+        cast(Guard, self.app).refusals.on_refusal(Refusal(self.address, "-", "-", 400, msg))
+        super().send_400_response(msg)
+
     def _end_patience(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
 
     def on_response_complete(self) -> None:
-        answered = self.cycle  # the next one may begin in here
-        super().on_response_complete()
-        self._expect_request(answered)
+        answered, self.idle_since = self.cycle, self.loop.time()
+        super().on_response_complete()  # the next one may begin in here
+        self._expect_request(answered, IDLE_SECONDS)
 
-    def _expect_request(self, answered: RequestResponseCycle | None) -> None:
+    def _expect_request(self, answered: RequestResponseCycle | None, seconds: float) -> None:
         """Close the connection unless a request follows that was answered."""
 
         def close() -> None:
             if self.cycle is answered and not self.transport.is_closing():
                 self.transport.close()
 
-        self.loop.call_later(IDLE_SECONDS, close)
+        self.loop.call_later(seconds, close)

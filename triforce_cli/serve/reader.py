@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,10 @@ from triforce_cli.apis.messages import Messages
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import OF_MESSAGES, check_known, read_object, read_record
 from triforce_cli.batch.sampling import SAMPLING
+from triforce_cli.chat.steps import TooMuchWork
 
+MOST_SCORES = 1 << 17  # of an answer, some 500 bytes each: a token's own, and those of the likeliest in its place
+_OF_FIELD = re.compile(rf"({re.escape(PLACE)}: |)(\S*)(.*)", re.DOTALL)
 FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", *SAMPLING)
 _MOST_NOTES = 4  # that the log has of a request
 
@@ -43,22 +48,26 @@ class Reader:
         """The request. Raises ApiError."""
         with self._refusing():
             given, notes = self._body(body), list[str]()
-            prompt, wanted = self._prompt(api.fields(given, notes.append))
-            if len(prompt.tokens) >= self._context:
-                raise self._too_long(f" ({len(prompt.tokens):,} tokens)")
+            with _named_as_in(given, api):
+                prompt, wanted = self._prompt(api.fields(given, notes.append))
+                if len(prompt.tokens) >= self._context:
+                    raise self._too_long(f" ({len(prompt.tokens):,} tokens)")
+                self._check_scores(prompt, wanted)
             return Readable(given, prompt, wanted, _few((*notes, *prompt.notes)))
 
     def num_tokens(self, api: Messages, body: bytes) -> int:
         """The number of tokens of a request's prompt. Raises ApiError."""
         with self._refusing():
-            return len(self._prompt(api.prompt_fields(self._body(body), lambda note: None))[0].tokens)
+            given = self._body(body)
+            with _named_as_in(given, api):
+                return len(self._prompt(api.prompt_fields(given, lambda note: None))[0].tokens)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
         """Raise errors as those of HTTP."""
         try:
             yield
-        except UsageError as error:
+        except (UsageError, TooMuchWork) as error:
             raise ApiError(400, str(error)) from error
         except DoesNotFit as error:  # the text is surely too long, so it was not encoded
             raise self._too_long("") from error
@@ -69,8 +78,7 @@ class Reader:
         given = parsed(body)
         model = given.get("model")
         if model is not None and model not in self._names:
-            named = json.dumps(model)[:80]
-            raise ApiError(404, f"there is no model {named}; there is {', '.join(self._names)}", "model_not_found")
+            raise no_model(model, self._names)
         return given
 
     def _prompt(self, fields: Fields) -> tuple[Prompt, Wanted]:
@@ -84,6 +92,17 @@ class Reader:
             raise UsageError(f"{PLACE}: the prompt has no tokens")
         return prompt.without_begin(), record.wanted
 
+    def _check_scores(self, prompt: Prompt, wanted: Wanted) -> None:
+        """Raises UsageError if the scores of the answer would take too much memory."""
+        if wanted.logprobs is None:
+            return
+        num_tokens, each = min(wanted.max_tokens, self._context - len(prompt.tokens)), 1 + wanted.logprobs
+        if num_tokens * each > MOST_SCORES:
+            raise UsageError(
+                f"{PLACE}: log-probabilities of {num_tokens:,} tokens, {each} each, are {num_tokens * each:,}; "
+                f"{MOST_SCORES:,} is the limit, so max_tokens can be {MOST_SCORES // each:,}"
+            )
+
     def _too_long(self, size: str) -> ApiError:
         message = (
             f"the prompt is too long{size}: this server's maximum context length is {self._context:,} tokens for "
@@ -95,6 +114,28 @@ class Reader:
 def _few(notes: tuple[str, ...]) -> tuple[str, ...]:
     """The first notes, and how many more there are: a long conversation repeats its own with every request."""
     return notes if len(notes) <= _MOST_NOTES else (*notes[:_MOST_NOTES], f"{len(notes) - _MOST_NOTES} more such parts")
+
+
+@contextmanager
+def _named_as_in(body: Mapping[str, Any], api: Api) -> Iterator[None]:
+    """Raise errors with the request's name of the field that they begin with: not our own, nor that of an option."""
+    try:
+        yield
+    except UsageError as error:
+        place, name, said = _OF_FIELD.fullmatch(str(error)).groups()  # type: ignore[union-attr]
+        name = name.replace("-", "_") if name.replace("-", "_") in FIELDS else name
+        theirs = api.names.get(name, name)
+        if name in body and (body[name] is not True or theirs not in body):  # true: logprobs beside their number
+            theirs = name
+        raise UsageError(f"{place}{theirs}{said}") from error
+
+
+def no_model(name: object, names: Sequence[str]) -> ApiError:
+    """The refusal of a name that is none of the model's."""
+    known, shown = ", ".join(names), json.dumps(name)[:80]
+    given = shlex.quote(name) if isinstance(name, str) and name.isprintable() and 0 < len(name) <= 80 else "NAME"
+    message = f"there is no model {shown}; there is {known} (triforce serve --serve-as {given} adds a name)"
+    return ApiError(404, message, "model_not_found")
 
 
 def parsed(body: bytes) -> Mapping[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 
 from offload.progress import Progress
 from triforce_cli.apis.api import ApiError, Ended, Reply, Said, Score, ToolCall, Usage
-from triforce_cli.serve.job import Finish, Job, Piece, Report
+from triforce_cli.serve.job import Finish, Job, Piece
 from triforce_cli.serve.spoken import Spoken
 
-QUIET_SECONDS = 10.0  # after which a stream without news gets a comment, so that the client keeps waiting
+QUIET_SECONDS = 10.0  # without an event, after which the API's own for it is sent: some clients give up after 15
 _PROGRESS_SECONDS = 1.0  # between two comments on the prefill
 
 
@@ -37,7 +37,9 @@ class Telling:
         thoughts = piece.thoughts if self._shows_thoughts else ""
         text = self._spoken.push(piece.text)
         is_thought = piece.thoughts and not (piece.text and self._shows_thoughts)
-        self._held = [] if is_thought else [*self._held, *piece.scores]
+        if is_thought:
+            self._held = []
+        self._held += () if is_thought else piece.scores
         said = Said(text, thoughts, self._scored() if text else ())
         self._num_tokens += piece.num_tokens
         self._num_thoughts += piece.num_tokens if piece.thoughts and not piece.text else 0
@@ -86,15 +88,18 @@ async def events(
     """Yield the reply as the text of server-sent events, with comments on the prefill."""
     for event in reply.begin(telling.usage):
         yield str(event)
-    last = clock()  # when anything was sent
+    sent = told = clock()  # when anything was sent, and when an event was
     while True:
-        report = await job.next_report(QUIET_SECONDS)
-        news = [str(event) for event in reply.add(telling.add(report))] if isinstance(report, Piece) else []
-        patience = _PROGRESS_SECONDS if isinstance(report, Progress) else QUIET_SECONDS
-        if not news and (report is None or clock() - last >= patience):  # text may be held back for long
-            news = [_comment(report)]
+        report = await job.next_report(QUIET_SECONDS - (clock() - told))
+        found = reply.add(telling.add(report)) if isinstance(report, Piece) else ()
+        news = [str(event) for event in found]
+        if not news and (now := clock()) - told >= QUIET_SECONDS:  # text may be held back for long
+            news = [str(event) for event in reply.wait()]
+        if news:
+            sent = told = clock()
+        elif isinstance(report, Progress) and now - sent >= _PROGRESS_SECONDS:
+            news, sent = [_comment(report)], now
         for text in news:
-            last = clock()
             yield text
         if isinstance(report, Finish | ApiError):
             for text in _last(telling, reply, report):
@@ -109,7 +114,5 @@ def _last(telling: Telling, reply: Reply, report: Finish | ApiError) -> list[str
     return [str(event) for event in (*reply.add(said), *reply.end(ended))]
 
 
-def _comment(report: Report | None) -> str:
-    if not isinstance(report, Progress):
-        return ": waiting\n\n"
-    return f": {report.stage} {report.done:,} of {report.total:,} {report.unit}\n\n"
+def _comment(progress: Progress) -> str:
+    return f": {progress.stage} {progress.done:,} of {progress.total:,} {progress.unit}\n\n"

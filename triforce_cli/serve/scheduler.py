@@ -43,10 +43,14 @@ class Scheduler:
     def is_stopping(self) -> bool:
         return self._stops_at is not None
 
-    def submit(self, job: Job) -> None:
-        """Put a job into the queue. Raises ApiError if the queue is full or the server stops."""
+    def check_open(self) -> None:
+        """Raises ApiError if the server stops."""
         if self.is_stopping:
             raise _stopping()
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue. Raises ApiError if the queue is full or the server stops."""
+        self.check_open()
         if len(self._waiting) >= self._most_waiting:
             raise ApiError(
                 429,

@@ -43,6 +43,7 @@ from triforce_cli.serve.job import Job
 from triforce_cli.serve.reader import Reader
 from triforce_cli.serve.scheduler import Scheduler
 
+SPAN, MANY = 5, 1_000_000  # blocks after which a prefill stays; all of them
 PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes does not wait so long
 Key = TypeVar("Key")
 CHAT = "/v1/chat/completions"
@@ -51,13 +52,16 @@ WANTED = Wanted(max_tokens=1000, sampling=SamplingParams())
 
 class Model:
     """The stand-in for an engine. num_passes: that were run. said: the prompts in the order in which they began. left:
-    the prompts whose answers ended. kept: the number of prompts whose rows were kept. gate: see above."""
+    the prompts whose answers ended. reuses: whether each request goes on from any rows. began_at: the number of passes
+    before each. kept: the number of prompts whose rows were kept. gate: see above."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         self.plan = SimpleNamespace(request=SimpleNamespace(num_sequences=num_sequences, capacity=capacity))
         self.num_passes = self.num_prefill_blocks = self.most_at_a_time = self.kept = 0
         self.said: list[str] = []
         self.left: list[str] = []
+        self.reuses: list[bool] = []
+        self.began_at: list[int] = []
         self.gate = threading.Event()
         self.keeping = threading.Event()  # rows are kept at once while it is set
         self.keeping.set()
@@ -100,11 +104,15 @@ class Sequences(Generic[Key]):
         self._running[key] = (text, self._engine.steps(text), request)
         self._engine.said.append(text)
         self._engine.most_at_a_time = max(self._engine.most_at_a_time, len(self._running))
+        self._engine.reuses.append(request.reuse)
+        self._engine.began_at.append(self._engine.num_passes)
         for done in range(2):
             on_progress(Progress("prefill", done, 2, "tokens"))
         while text.startswith("prefill") and not self._engine.gate.wait(0.001):
             self._engine.num_prefill_blocks += 1
-            on_progress(Progress("prefill", 1, 2, "tokens"))
+            done = self._engine.num_prefill_blocks
+            on_progress(Progress("prefill", done, MANY, "tokens", stays=done % SPAN == 0))
+        on_progress(Progress("prefill", MANY, MANY, "tokens", stays=True))
         if text.startswith("refuse"):
             raise TriforceError("the prompt cannot be read")
         if text.startswith("crash"):
@@ -243,7 +251,8 @@ def until(condition: Callable[[], object]) -> None:
 
 class Server:
     """A context manager: a server on a port of its own, whose scheduler runs in a thread. error: that ended the
-    scheduler. ended: (name, whether its client had gone) of each answer."""
+    scheduler. ended: (name, whether its client had gone) of each answer. num_read: of its prompt's tokens, if not
+    all."""
 
     def __init__(
         self,
@@ -257,6 +266,7 @@ class Server:
         shows_thoughts: bool = True,
     ) -> None:
         self.model, self.ended = Model(batch, context), list[tuple[str, bool]]()
+        self.num_read: list[int | None] = []
         self.error: BaseException | None = None
         self.refused = list[Refusal]()
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
@@ -301,7 +311,8 @@ class Server:
         except BaseException as error:
             self.error = error
 
-    def _on_end(self, name: str, stats: Stats, is_gone: bool) -> None:
+    def _on_end(self, name: str, stats: Stats, is_gone: bool, num_read: int | None) -> None:
+        self.num_read.append(num_read)
         self.ended.append((name, is_gone))
 
 

@@ -19,7 +19,7 @@ from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, sav
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
-from offload.engine.prefix import PrefixCache, num_common
+from offload.engine.prefix import PrefixCache, num_common, span_tokens
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, UsageError
 from offload.kv.full import FullCache
@@ -104,7 +104,11 @@ class CountedRows:
 
     def __init__(self, num_last: int, prefill_block: int) -> None:
         self.plan, self.levels = (
-            SimpleNamespace(placement=SimpleNamespace(rows=num_last, prefill_block=prefill_block)),
+            SimpleNamespace(
+                placement=SimpleNamespace(rows=num_last, prefill_block=prefill_block),
+                request=SimpleNamespace(num_prompt_tokens=100),
+                predicted=SimpleNamespace(prefill_seconds=1.0, full_pass_seconds=0.1),
+            ),
             {"target": self},
         )
         self.length, self.windows, self.states = 0, None, None
@@ -206,6 +210,17 @@ def test_the_common_prefix_is_the_longest(first: list[int], second: list[int]) -
     count = num_common(first, second)
     assert first[:count] == second[:count]
     assert first[: count + 1] != second[: count + 1] or count == len(first) == len(second)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pass_seconds", "tokens"),
+    [(1.0, 0.1, 100), (9.9, 1.0, 100), (20.0, 1.0, 50), (80.0, 1.0, 14), (80.0, 5.0, 26), (1e9, 1.0, 2)],
+)
+def test_spans_take_ten_seconds_or_four_passes(seconds: float, pass_seconds: float, tokens: int) -> None:
+    """In whole blocks, of two tokens. The planned prompt has 100."""
+    plan = cached([])._worker.plan
+    plan.predicted.__dict__.update(prefill_seconds=seconds, full_pass_seconds=pass_seconds)
+    assert span_tokens(plan) == tokens
 
 
 # Engines that reuse rows.

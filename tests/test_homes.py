@@ -21,7 +21,7 @@ from offload.kernels.device import DeviceKernels
 from offload.plan.planner import Plan
 from offload.transfer.memory import Memory
 from offload.weights import homes
-from offload.weights.homes import AsTheyAre, BesideCodes, Home, HomeMaker, Packed
+from offload.weights.homes import PACKING, AsTheyAre, BesideCodes, Home, HomeMaker, Packed
 from offload.weights.layers import StreamedLayers
 from offload.weights.layout import LayerLayout
 from processor import best
@@ -87,6 +87,20 @@ def test_what_would_not_come_back_lies_packed_and_may_take_more_than_planned(mem
     assert len(home.content) > home_bytes(LAYOUT.num_bytes, CONFIG.layer_matrix_elements(), bits)
     assert memory.allocated()["host"] == {"target layers": len(home.content)}
     assert len(maker.coded) == (bits < 12)  # to propose with, all the same
+
+
+@pytest.mark.parametrize(("hidden", "kind"), [(8, AsTheyAre), (64, AsTheyAre), (128, Packed)])
+def test_a_layer_smaller_than_a_block_crosses_as_it_is(memory: Memory, hidden: int, kind: type) -> None:
+    """Bug: tiny layers could not cross in 12 bits, as what is packed of them is empty."""
+    config = llama_shaped("llama", 64, hidden, 8, 1, 1, 1, hidden // 2, 64, 1e-5)
+    layout = LayerLayout.of(config, torch.bfloat16)
+    assert (layout.end_of_matrices < 2 * PACKING.numbers) is (kind is AsTheyAre)
+    exact = torch.randn(layout.num_bytes // 2, generator=torch.Generator().manual_seed(1)).bfloat16().view(torch.uint8)
+    home = HomeMaker(memory, 12).make(exact.clone(), layout, config)
+    assert isinstance(home, kind)
+    out = torch.full_like(exact, 0xA5)
+    home.open(home.content.clone(), out)
+    assert torch.equal(out, exact)
 
 
 @pytest.mark.usefixtures("_small_blocks")

@@ -148,6 +148,8 @@ class HomeMaker:
 
     def _packed(self, layer: Tensor, layout: LayerLayout, planned: int) -> Home:
         numbers = layout.end_of_matrices // 2 // PACKING.numbers * PACKING.numbers
+        if not numbers:  # a layer smaller than a block
+            return AsTheyAre(self._home([], layer, planned))
         content, starts = pack_numbers(layer[: 2 * numbers].view(torch.bfloat16), PACKING, self._host)
         content = self._home([content], layer[2 * numbers :], planned)
         return Packed(content, sent(starts, self._memory.device), self._device)

@@ -284,7 +284,7 @@ def test_scores_of_hidden_thoughts_are_hidden() -> None:
     assert not telling.add(Piece("", "secret", 1, [score])).scores
     said = telling.add(Piece("Yes", "", 1, [score | {"text": "Yes"}]))
     assert [each["text"] for each in said.scores] == ["Yes"]
-    ended = telling.end(Finish(False, Stats()))[1]
+    ended = telling.end(Finish("stop", Stats()))[1]
     assert [each["text"] for each in ended.scores] == ["Yes"]
 
 
@@ -849,7 +849,7 @@ def test_a_stream_that_holds_text_back_says_so(monkeypatch: pytest.MonkeyPatch) 
     """Pieces came, and nothing was sent: hidden thoughts, or the text of a tool call."""
     seconds = iter(range(10_000))
     job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
-    reports: Any = iter([*([Piece("", "hm", 1, ())] * 50), Finish(False, Stats())])
+    reports: Any = iter([*([Piece("", "hm", 1, ())] * 50), Finish("stop", Stats())])
     job.next_report = lambda wait: _soon(next(reports))
     reply = ChatCompletions().reply({}, "tiny")
 

@@ -31,9 +31,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a reply. is_cut: by a limit of tokens or of time."""
+    """The end of a reply. finish: the finish reason, see triforce_cli.answering.ending."""
 
-    is_cut: bool
+    finish: str
     stats: Stats
 
 

@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
+from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.answering.together import Answers
 from triforce_cli.apis.api import ApiError
 from triforce_cli.errors import describe
@@ -151,7 +152,7 @@ class Scheduler:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(Piece(part.text, part.thoughts, 0, ()))
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
-            job.report(Finish(answer.finish != "stop", stats))
+            job.report(Finish(answer.finish or TIMEOUT, stats))
             self._on_end(job.name, stats, is_gone)
 
         answers.finish(job, on_end=tell)

@@ -26,6 +26,7 @@ from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.plan.planner import Options
 from offload.progress import OnProgress, Progress, Stage, ignore
 from triforce_cli.answering.answer import Answer, Part
+from triforce_cli.answering.ending import End
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat import slash
 from triforce_cli.chat.background import BackgroundWork
@@ -329,6 +330,7 @@ def test_a_reply_whose_time_is_over_is_kept_as_far_as_it_came(make: Make, monkey
         assert 0 < len(turn.reply_tokens) < len(whole)
         assert not turn.complete
         assert notes == ["out of time; what had come is kept"]
+    assert dialogue.ends[-2:] == [End("reply 2", "timeout"), End("reply 3", "timeout")]
     monkeypatch.setattr(
         dialogue.engine, "answer", lambda prompt, wanted, on_progress: on_progress(Progress("prefill", 1, 2, "tokens"))
     )
@@ -359,7 +361,7 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
 ) -> None:
     dialogue, kept = make(interactive=True), []
 
-    def keep(extra: object, on_progress: object) -> None:
+    def keep(extra: object, documents: object, on_progress: object) -> None:
         kept.append(extra)
         if dialogue.conversation.turns and len(kept) <= 1 + failures:
             raise SessionError("the disk is full")

@@ -333,8 +333,14 @@ class TestOnTheStandIn:
         args = ("--model", model, "--input-jsonl", str(source), "--timeout", "0.3")
         done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True})
         results = [json.loads(line) for line in done.stdout.splitlines()]
-        assert done.returncode == 0
+        assert done.returncode == 124
         assert [(r["finish_reason"], r["text"]) for r in results] == [("timeout", "")] * 3
+        said = "line 1 (id 'a') and 2 others were cut because the time was over; raise --timeout (see finish_reason)"
+        assert json.loads(done.stderr.splitlines()[-1])["error"] == {
+            "kind": "timeout",
+            "message": said,
+            "exit_code": 124,
+        }
 
     def test_a_line_has_a_time_of_its_own(self, model, source):
         source.write_text(
@@ -342,7 +348,8 @@ class TestOnTheStandIn:
         )
         args = ("--model", model, "--input-jsonl", str(source), "--timeout", "100")
         done = run(*args, script={"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True})
-        assert done.returncode == 0
+        assert done.returncode == 124
+        assert b"line 1 (id 1) was cut because the time was over" in done.stderr
         finished = {r["id"]: r["finish_reason"] for r in map(json.loads, done.stdout.splitlines())}
         assert finished == {1: "timeout", 2: "length", 3: "length"}
 
@@ -352,7 +359,7 @@ class TestOnTheStandIn:
         args = ("--model", model, "--input-jsonl", str(source), "--timeout", "2", "--batch", "2")
         done = run(*args, script={"pieces": ["a", "b"], "prefill_ticks": 3, "tick_seconds": 0.4, "pretended": True})
         results = [json.loads(line) for line in done.stdout.splitlines()]
-        assert done.returncode == 0
+        assert done.returncode == 124
         assert [(r["id"], r["finish_reason"]) for r in results] == [(1, "timeout"), (2, "length")]
 
     def test_at_the_end_it_is_said_how_many_were_cut(self, model, source):
@@ -364,21 +371,32 @@ class TestOnTheStandIn:
         assert (whole.returncode, b"were cut" in whole.stderr) == (0, False)
 
     @pytest.mark.parametrize(
-        ("script", "more"),
-        [({}, ()), ({"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True}, ("--timeout", "0.3"))],
+        ("script", "more", "error"),
+        [
+            ({}, (), ("unfinished", 6, "line 2 (id 'b') was cut and may not match its regex; raise max_tokens")),
+            (
+                {"pieces": ["a", "b"], "ticks": 4, "tick_seconds": 0.1, "pretended": True},
+                ("--timeout", "0.3"),
+                ("timeout", 124, "line 1 (id 1) and 2 others were cut because the time was over; raise --timeout"),
+            ),
+        ],
         ids=["max_tokens", "time"],
     )
-    def test_results_that_were_cut_and_may_not_match_end_with_6(self, model, tmp_path, script, more):
-        """All are written before; in a run that goes on those of earlier runs count, too."""
+    def test_results_that_were_cut_and_may_not_match_end_with_6_and_late_ones_with_124(
+        self, model, tmp_path, script, more, error
+    ):
+        """All are written before; in a run that goes on those of earlier runs count, too. Late results ended with 6, or
+        with 0 where they had to follow nothing."""
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text('{"prompt": "one"}\n{"prompt": "two", "id": "b", "regex": "a+"}\n{"prompt": "three"}\n')
         args = ("--model", model, "--input-jsonl", str(source), "--output-jsonl", str(out), *more)
-        said = "line 2 (id 'b') was cut and may not match its regex; raise max_tokens or --timeout (see finish_reason)"
+        kind, code, said = error
         for number in (3, 3, 2):  # written; left from before; the last one is written again
             out.write_text("".join(out.read_text().splitlines(keepends=True)[:number]) if out.exists() else "")
             done = run(*args, "-q", script=script)
-            assert done.returncode == 6
-            assert json.loads(done.stderr)["error"] == {"kind": "unfinished", "message": said, "exit_code": 6}
+            assert done.returncode == code
+            failure = {"kind": kind, "message": f"{said} (see finish_reason)", "exit_code": code}
+            assert json.loads(done.stderr)["error"] == failure
             assert [result["id"] for result in lines_of(out)] == [1, "b", 3]
         out.unlink()
         assert run(*args, script={"finish": "stop"}).returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +30,10 @@ from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.plan.request import Request
 from test_cli_engine import SMALL_LEVELS
+from triforce_cli.answering.answer import Part
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
+from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.settings import Settings
 
 Triforce = Callable[..., tuple[int, str, str]]
@@ -146,6 +149,24 @@ def test_a_text_that_is_cut_and_may_not_match_ends_with_6(
     if form:
         assert json.loads(out.splitlines()[-1])["finish_reason"] == "length"
         assert json.loads(err)["error"] | {"message": ""} == {"kind": "unfinished", "message": "", "exit_code": 6}
+
+
+@pytest.mark.parametrize(("over", "code"), [(False, 6), (True, 124)])
+def test_a_chat_without_a_terminal_ends_as_its_replies_did(
+    over: bool, code: int, folder: Path, triforce: Triforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies that were cut by their time, or may not match, ended with 0."""
+    (tmp_path / "in.txt").write_text("Who?\nWhat?\n")
+    args = ("--draft", "none", "--max-tokens", "3", "--regex", "[a-c]{3} [0-9]+!", "--json", "-q")
+    if over:
+        args = (*args, "--timeout", "5")
+        monkeypatch.setattr(Dialogue, "_show_steps", lambda self, answer, *more: answer.parts.append(Part("a", "")))
+    with (tmp_path / "in.txt").open() as messages:
+        monkeypatch.setattr(sys, "stdin", messages)
+        found, out, err = triforce("chat", "--model", str(folder / "target"), *args)
+    assert found == code
+    assert [json.loads(line)["finish_reason"] for line in out.splitlines()] == ["timeout" if over else "length"] * 2
+    assert "reply 1 and 1 other were cut" in json.loads(err.splitlines()[-1])["error"]["message"]
 
 
 def test_a_file_with_a_text_that_may_not_match_stays_partial(folder: Path, triforce: Triforce, tmp_path: Path) -> None:

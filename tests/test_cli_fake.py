@@ -6,7 +6,8 @@ pieces: the text, one piece a step; plain_pieces: the same without speculation; 
 the last step; hang: after the pieces, run until interrupted; endless: repeat the last piece very often; fail: raise
 this error ("DoesNotFit", ...) after the pieces;
 load_fail: raise it at load; ticks: progress calls of each stage, load_ticks and prefill_ticks of one; tick_seconds:
-between two of them; pretended: time passes in these pauses alone, and they take none (in a fork).
+between two of them; pretended: time passes in these pauses alone, and they take none (in a fork); line_seconds: before
+a stage's first line of progress where there is no terminal.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
 from offload.progress import Progress  # noqa: E402
+from triforce_cli import progress  # noqa: E402
 from triforce_cli.busy import OtherPrograms  # noqa: E402
 from triforce_cli.deadline import Deadline  # noqa: E402
 
@@ -202,7 +204,10 @@ class Engine:
         if "hang" in SCRIPT:
             _pause(3600)
 
-    def keep(self, *, on_progress: Callable[[Progress], None] = lambda progress: None) -> None: ...
+    def keep(
+        self, *, on_progress: Callable[[Progress], None] = lambda progress: None, documents: Sequence[str] = ()
+    ) -> int:
+        return 0
 
     def __enter__(self) -> Engine:
         return self
@@ -292,6 +297,7 @@ def _error(name: str) -> Exception:
 
 def install() -> None:
     """Put the stand-ins where the command line imports from."""
+    progress.LINE_SECONDS = SCRIPT.get("line_seconds", progress.LINE_SECONDS)
     engine = types.ModuleType("offload.engine.engine")
     engine.__dict__.update(
         Engine=Engine,

@@ -145,7 +145,7 @@ def test_an_answer_that_is_out_of_time_is_kept_as_far_as_it_came(
 ) -> None:
     from triforce_cli.deadline import Deadline, TimedOut
 
-    def within(self: Deadline, steps: Iterator[Any]) -> Iterator[Any]:
+    def within(self: Deadline, steps: Iterator[Any], *, is_end: object) -> Iterator[Any]:
         yield next(steps)
         raise TimedOut("over")
 

@@ -125,7 +125,7 @@ class TestOutputFile:
     def test_gets_the_text_and_standard_output_nothing(self, model, tmp_path):
         file = tmp_path / "out.txt"
         file.write_text("old")
-        done = run("--model", model, "--prompt", "x", "-o", str(file), script=TEXT)
+        done = run("--model", model, "--prompt", "x", "-o", str(file), script=TEXT | {"line_seconds": 0})
         assert (done.returncode, done.stdout, file.read_bytes()) == (0, b"", b"One two.\n")
         assert b"decode: " in done.stderr  # nobody sees the text come
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.txt"]
@@ -264,14 +264,25 @@ class TestTimeout:
     def test_comes_after_the_item_at_which_it_is_over(self):
         seconds = iter([0.0, 1.0, 2.0, 3.0])
         deadline = Deadline(2.0, clock=lambda: next(seconds))
-        items = deadline.within("abcd")
+        items = deadline.within("abcd", is_end=lambda item: False)
         assert next(items) == "a"
         assert next(items) == "b"
         with pytest.raises(TimedOut, match="the 2 s"):
             next(items)
 
+    def test_does_not_come_after_the_item_that_ends_them(self):
+        """A whole text ended with 124 where its last token took the time that was left."""
+        deadline = Deadline(2.0, clock=iter([0.0, 1.0, 9.0]).__next__)
+        assert list(deadline.within("ab", is_end=lambda item: item == "b")) == ["a", "b"]
+
+    def test_of_a_text_that_has_to_follow_something_is_124_too(self, model):
+        script = {"pieces": ["a"] * 1000, "piece_seconds": 0.25, "pretended": True}
+        more = ("--regex", "a+", "--timeout", "3")
+        assert run("--model", model, "--prompt", "x", "-q", *more, script=script).returncode == 124
+
     def test_never_where_there_is_none(self):
-        assert list(Deadline(None, clock=lambda: 1e300).within("abc")) == ["a", "b", "c"]
+        never = Deadline(None, clock=lambda: 1e300)
+        assert list(never.within("abc", is_end=lambda item: False)) == ["a", "b", "c"]
 
     @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "1e10"])
     def test_has_limits(self, seconds, model):

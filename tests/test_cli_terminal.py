@@ -153,7 +153,7 @@ def test_quiet_shows_the_text_alone(args):
 
 
 def test_dumb_terminal_gets_plain_lines(args):
-    screen = Screen(*args, script=HELLO, env={"TERM": "dumb"})
+    screen = Screen(*args, script=HELLO | {"line_seconds": 0}, env={"TERM": "dumb"})
     assert screen.finish() == 0
     assert "\x1b" not in screen.text
     assert "prefill: 1,000 tokens in" in screen.text

@@ -285,7 +285,7 @@ def test_scores_of_hidden_thoughts_are_hidden() -> None:
     assert not telling.add(Piece("", "secret", 1, [score])).scores
     said = telling.add(Piece("Yes", "", 1, [score | {"text": "Yes"}]))
     assert [each["text"] for each in said.scores] == ["Yes"]
-    ended = telling.end(Finish(False, Stats()))[1]
+    ended = telling.end(Finish("stop", Stats()))[1]
     assert [each["text"] for each in ended.scores] == ["Yes"]
 
 
@@ -868,7 +868,7 @@ def test_a_stream_that_holds_text_back_says_so(path: str) -> None:
     seconds = iter(range(10_000))
     job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
     held, said = [Piece("", "hm", 1, ())] * 50, [Piece("a ", "", 1, ()), Piece("b", "", 1, ())]
-    reports = iter([*held, said[0], *held, said[1], Finish(False, Stats())])
+    reports = iter([*held, said[0], *held, said[1], Finish("stop", Stats())])
     job.next_report = lambda wait: _soon(next(reports))
 
     async def told(quiet: float) -> str:
@@ -879,7 +879,7 @@ def test_a_stream_that_holds_text_back_says_so(path: str) -> None:
             return "".join([text async for text in replies.events(job, telling, reply, lambda: float(next(seconds)))])
 
     text = asyncio.run(told(10.0))
-    reports = iter([*said, Finish(False, Stats())])
+    reports = iter([*said, Finish("stop", Stats())])
     plain = asyncio.run(told(1e9))
     assert len(parse(text)) >= len(parse(plain)) + 8
     assert ": " not in {line[:2] for line in text.split("\n")}
@@ -892,7 +892,7 @@ def test_a_stream_waits_no_longer_than_until_its_next_event_is_due() -> None:
     """It waited for ten seconds from each report on, so nineteen could pass."""
     waited: list[float] = []
     seconds = iter([0.0, 0.0, 9.0, 9.0, 11.0, 11.0, *range(12, 10_000)])
-    reports: Any = iter([Progress("prefill", 1, 2, "tokens"), None, Finish(False, Stats())])
+    reports: Any = iter([Progress("prefill", 1, 2, "tokens"), None, Finish("stop", Stats())])
 
     def next_report(seconds: float) -> Any:
         waited.append(seconds)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offload.errors import Differs
 from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.code import last_block
-from triforce_cli.answering.ending import NoCode, Unfinished, ends_here, may_not_match, no_code
+from triforce_cli.answering.ending import LENGTH, NoCode, Unfinished, ends_here, may_not_match, no_code
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.kept import kept, open_for_text, rows_kept
 from triforce_cli.answering.recorder import Recorder
@@ -121,14 +121,14 @@ class Run:
             self._generate(engine, request, answer)
             if self._alone.compares:
                 self._compare(engine, request, answer)
-        if answer.finish == "length":
+        if answer.finish == LENGTH:
             self._writer.remark = self._remark(plan)
         if self._alone.written.form == "code" and last_block(answer.text, answer.finish) is None:
             raise NoCode(no_code(f"the {self._alone.written.name}"))
 
     def _generate(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
         with closing(engine.generate(request, on_progress=self._on_progress)) as steps:
-            for step in self._deadline.within(steps):
+            for step in self._deadline.within(steps, is_end=_is_end):
                 if not answer.parts and (stored := engine.stats.stored_tokens):
                     self.output.note(f"{stored:,} of {len(request.prompt):,} prompt tokens are from the store")
                 self._writer.add(step)
@@ -138,7 +138,7 @@ class Run:
     def _compare(self, engine: Engine, request: GenerationRequest, answer: Answer) -> None:
         """Decode again without speculation. Raises Differs if the decoding is greedy and the texts differ."""
         with closing(self._plainly(engine, request)) as steps:
-            tokens = [token for step in self._deadline.within(steps) for token in step.tokens]
+            tokens = [token for step in self._deadline.within(steps, is_end=_is_end) for token in step.tokens]
         if self._writer.stats is not None:
             self.output.table(compared(self._writer.stats, engine.stats, greedy=request.sampling.greedy))
         if request.sampling.greedy and tokens != answer.tokens:
@@ -161,3 +161,7 @@ class Run:
             return ends_here(name, limit, "--continue goes on" if self._alone.is_kept else "")
         remedy = "shorten the prompt" if full else "raise it"
         raise Unfinished(may_not_match(name, limit, wanted.sampling.constraint.name, remedy))
+
+
+def _is_end(step: Step) -> bool:
+    return step.finish is not None

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
     from offload.engine.engine import Step
 
-INTERRUPTED, TIMEOUT = "interrupted", "timeout"  # finish reasons of an answer that ended early
 _REPLACEMENT = "\ufffd"  # in place of a part of a character
 
 

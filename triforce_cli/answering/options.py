@@ -44,7 +44,7 @@ Timeout = Annotated[
     float | None,
     option(
         "--timeout",
-        "Stop after so many seconds, loading included (exit code 124).",
+        "Stop an answer after so many seconds.",
         SAMPLING,
         metavar="SECONDS",
         parser=number,

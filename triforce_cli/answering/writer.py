@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.interrupts import Terminated
 from triforce_cli import __version__, log
-from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer
-from triforce_cli.answering.ending import Unfinished
+from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.ending import FAILED, INTERRUPTED, TIMEOUT, Unfinished
 from triforce_cli.answering.forms import Form, Written
 from triforce_cli.choice import Models
 from triforce_cli.deadline import TimedOut
@@ -20,8 +20,6 @@ from triforce_cli.render.stats import stats_table
 if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step
     from offload.metrics import Stats
-
-FAILED = "error"  # the finish reason of an answer that failed
 
 
 class Writer:

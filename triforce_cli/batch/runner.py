@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import DoesNotFit
 from triforce_cli import log
-from triforce_cli.answering.answer import TIMEOUT
-from triforce_cli.answering.ending import Unfinished, some_may_not_match
+from triforce_cli.answering.ending import LENGTH, TIMEOUT, End, check_ends
 from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.together import Asked
@@ -137,15 +136,12 @@ class Batch:
 
 
 def _tell_cut(records: Sequence[Record], finish_reasons: Mapping[Id, str], output: Output) -> None:
-    """Note how many results were cut. Raises Unfinished if some of them have to follow a constraint."""
-    cut = [record for record in records if finish_reasons[record.id] == "length"]
-    if cut:
-        output.note(f"{len(cut)} of {len(records)} results were cut at max_tokens")
-    late = [record for record in records if finish_reasons[record.id] == TIMEOUT]
-    bound = [(record.name, constraint) for record in (*cut, *late) if (constraint := record.wanted.sampling.constraint)]
-    if bound:
-        name, constraint = bound[0]
-        raise Unfinished(some_may_not_match(name, constraint.name, len(bound) - 1))
+    """Note how many results were cut at max_tokens. Raises the errors of `check_ends`."""
+    if num_cut := sum(finish_reasons[record.id] == LENGTH for record in records):
+        output.note(f"{num_cut} of {len(records)} results were cut at max_tokens")
+    constraints = {record.id: record.wanted.sampling.constraint for record in records}
+    named = {id_: "" if constraint is None else constraint.name for id_, constraint in constraints.items()}
+    check_ends(End(record.name, finish_reasons[record.id], named[record.id]) for record in records)
 
 
 def _plan(request: Request, records: Sequence[Record], prompts: Mapping[int, Prompt]) -> Plan:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.answer import INTERRUPTED, TIMEOUT, Answer, Part
+from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.citations import Citation
+from triforce_cli.answering.ending import INTERRUPTED, LENGTH, TIMEOUT, End
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Prompt, Wanted
@@ -61,6 +62,7 @@ class Dialogue:
         self.settings = self._first_settings = Settings(sampling=wanted.sampling, max_tokens=wanted.max_tokens)
         self.conversation, self.interactive = conversation, interactive
         self.citations = list[Citation]()  # in the last reply
+        self.ends = list[End]()  # of all replies
         self._form, self._recorder = (written or Written()).make(output), recorder
         self.draft = ""  # text to edit as the next message, as it is typed
         self.edits_drafts = interactive  # an editor can show the draft
@@ -111,7 +113,7 @@ class Dialogue:
             self.output.note(f"stopped before the first word; {stays}")
             early.end()
             return
-        if answer.finish == "length":
+        if answer.finish == LENGTH:
             full = len(prompt.tokens) + answer.num_tokens >= self.engine.limit
             constraint = self.settings.sampling.constraint
             self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens, constraint))
@@ -296,6 +298,8 @@ class Dialogue:
                     self._show_end(answer, rest, prompt, finish)
             except Stopped as error:
                 stopped = error
+            constraint = wanted.sampling.constraint
+            self.ends.append(End(f"reply {self._num_replies}", finish, "" if constraint is None else constraint.name))
             self._record(answer, asked.question or "", finish, time.monotonic() - began)
         return answer, stopped
 

@@ -14,6 +14,7 @@ from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from offload.interrupts import Terminated, resume
 from triforce_cli import options
+from triforce_cli.answering.ending import check_ends
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, setup, wanted
 from triforce_cli.answering.recorder import Recorder
@@ -112,6 +113,8 @@ class Chat:
             _converse(dialogue, self._reader(dialogue, output, keys))
             if engine.store is not None and not self.read_only:
                 output.note(render_chat.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
+            if not interactive:  # a person has read how each reply ended
+                check_ends(dialogue.ends)
 
     def _beginning(self, store: Store | None, output: Output) -> Conversation:
         """The session's conversation, or a new one."""

@@ -31,9 +31,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a reply. is_cut: by a limit of tokens or of time. stop: the stop string that ended it, or ""."""
+    """The end of a reply. finish: the finish reason, see triforce_cli.answering.ending. stop: the stop string that
+    ended it, or ""."""
 
-    is_cut: bool
+    finish: str
     stats: Stats
     stop: str = ""
 

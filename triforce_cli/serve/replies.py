@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from offload.progress import Progress
+from triforce_cli.answering.ending import of_apis
 from triforce_cli.apis.api import ApiError, Ended, Reply, Said, Score, ToolCall, Usage
 from triforce_cli.serve.job import Finish, Job, Piece
 from triforce_cli.serve.spoken import Spoken
@@ -57,7 +58,7 @@ class Telling:
             thoughts="".join(self._thoughts),
             calls=tuple(ToolCall.of(call) for call in calls[: self._most_calls]),
             scores=self._scores,
-            finish="length" if finish.is_cut else "stop",
+            finish=of_apis(finish.finish),
             stop=finish.stop,
             usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
         )

@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
+from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.answering.together import Answers, Asked
 from triforce_cli.apis.api import ApiError
 from triforce_cli.deadline import TimedOut
@@ -179,7 +180,7 @@ class Scheduler:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(Piece(part.text, part.thoughts, 0, ()))
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
-            job.report(Finish(answer.finish != "stop", stats, answer.stop))
+            job.report(Finish(answer.finish or TIMEOUT, stats, answer.stop))
             self._on_end(job.name, stats, is_gone, job.num_read(stats.reused_tokens))
 
         answers.finish(job, on_end=tell)

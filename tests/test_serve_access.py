@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from served import Client, Server
+from served import Client, Server, received_until
 from triforce_cli.apis.api import ApiError
 from triforce_cli.serve.access import Access, is_loopback
 
@@ -166,6 +166,31 @@ def test_each_path_asks_for_the_key() -> None:
         refused = client.ask("/v1/chat/completions", method="OPTIONS", **question)
         assert (refused.status, "access-control-allow-origin" in refused.headers) == (403, False)
         assert server.model.said == ["hi there"] * 2
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW", "get"])
+def test_the_key_is_asked_for_before_a_path_or_a_method(method: str) -> None:
+    """Nothing but the paths that are open tells whether it is there."""
+    targets = (
+        *("/", "/v1", "/v1/models/x", "/v1/chat/completions", "/v1/messages/", "/none", "//", "/%2e%2e/health", "*"),
+        *(
+            "/health%20",
+            "/health;x",
+            "/health%00",
+            "/HEALTH",
+            "/v1/../health",
+            "http://127.0.0.1/health",
+            "/?x=/health",
+        ),
+    )
+    with Server(access=KEYED_PAGED) as server:
+        for target in targets:
+            with server.client.connect() as connection:
+                connection.sendall(f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n".encode())
+                assert received_until(connection, b"\r\n").split(b" ")[1] == b"401", target
+        with server.client.connect() as connection:
+            connection.sendall(f"{method} /%68ealth?x HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert received_until(connection, b"\r\n").split(b" ")[1] in (b"200", b"405")
 
 
 def test_without_a_key_each_path_asks_for_the_host() -> None:

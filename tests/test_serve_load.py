@@ -135,6 +135,20 @@ def test_connections_that_are_idle_make_room(monkeypatch: pytest.MonkeyPatch) ->
         assert b"tick done" in received_until(under_way, b"}}")
 
 
+def test_a_connection_whose_request_was_answered_lately_is_not_the_first_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MOST_OF_ADDRESS", 3)
+    with Server() as server, ExitStack() as stack:
+        first, second, third = (stack.enter_context(server.client.connect()) for _ in range(3))
+        until(lambda: len(server._http._server.server_state.connections) == 3)
+        for _ in range(2):
+            first.sendall(raw(CHAT, request("hi there")))
+            assert b"hi there" in received_until(first, b"}}")
+            stack.enter_context(server.client.connect())
+        assert (received(second), received(third)) == (b"", b"")
+        first.sendall(raw(CHAT, request("hi there")))
+        assert b"hi there" in received_until(first, b"}}")
+
+
 def test_connections_of_others_make_room_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MOST_CONNECTIONS", 4)
     with Server() as server, ExitStack() as stack:

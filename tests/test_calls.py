@@ -6,11 +6,19 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
+from models import byte_tokenizer
 from offload import strict_json
-from triforce_cli.answering import calls
+from offload.decode.constraint import Constraint
+from offload.decode.distribution import grammar_of
+from offload.decode.tokenizer import Tokenizer
+from offload.errors import UsageError
+from triforce_cli.answering import call_forms
 from triforce_cli.answering.bare_calls import BareCalls
-from triforce_cli.answering.calls import FORMS, MAX_DEPTH, MOST_BROKEN, Calls
+from triforce_cli.answering.call_forms import FORMS
+from triforce_cli.answering.call_grammar import with_calls
+from triforce_cli.answering.calls import MAX_DEPTH, MOST_BROKEN, Calls
 
 PARAMETERS = {
     "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "at": {"type": "object"},
@@ -306,6 +314,64 @@ def bare(*pieces: str, template: str = "") -> list[bool]:
     return [calls.push(piece) for piece in pieces]
 
 
+ANSWER = Constraint("json-schema", '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}')
+WRITTEN = [  # (template, calls that its form allows, calls that it does not)
+    ("<tool_call>",
+     [f"<tool_call>\n{JSON}\n</tool_call>", f"<tool_call>{JSON}</tool_call>\n<tool_call>{TIME_JSON}</tool_call>"],
+     [JSON, f"<tool_call>{JSON.replace('get_', 'set_')}</tool_call>", "<tool_call>x", "<tool_call>{}"]),
+    ("<tool_call> <function= <parameter=",
+     [tagged(("city", "a\n</p> \"é"), ("days", "3")), tagged(name="get_time"), f"<tool_call>{JSON}</tool_call>"],
+     [tagged(name="put"), "<tool_call>\n<function=get_time>x"]),
+    ("<seed:tool_call> <function=", [tagged(("city", "x")).replace("tool_call>", "seed:tool_call>")], []),
+    ("<tool_call> <arg_key>",
+     ["<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a\n</arg_value>\n</tool_call>",
+      "<tool_call>get_time</tool_call>"], ["<tool_call>put"]),
+    ("[TOOL_CALLS]", [f"[TOOL_CALLS][{JSON}, {TIME_JSON}]", '[TOOL_CALLS]get_weather{"city": "Paris"}'],
+     ["[TOOL_CALLS]x"]),
+    ("[TOOL_CALLS] [ARGS]", ['[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}'], []),
+    ("<｜tool▁sep｜>", [DEEPSEEK.format("get_time<｜tool▁sep｜>{}").removesuffix("<｜tool▁calls▁end｜>"),
+      DEEPSEEK.format("function<｜tool▁sep｜>get_time\n```json\n{}\n```").removesuffix("<｜tool▁calls▁end｜>")], []),
+    ("<|tool_call|>", [f"<|tool_call|>[{JSON}]", f"<|tool_call|>[{JSON}]<|/tool_call|>"],
+     [f"<|tool_call|>{JSON[:9]}x"]),
+    ("<TOOLCALL>", [f"<TOOLCALL>[{JSON}]</TOOLCALL>"], []),
+    ("<tool_calls>", [f"<tool_calls>\n[{JSON}]\n</tool_calls>"], []),
+    ("<|python_tag|>", [LLAMA, f"{LLAMA}; {LLAMA}"], [LLAMA.replace("get_weather", "x")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "allowed", "refused"), WRITTEN, ids=[row[0] for row in WRITTEN])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_reply_beside_a_schema_is_a_call_or_follows_it(
+    template: str, allowed: list[str], refused: list[str], special: bool
+) -> None:
+    """The schema held everywhere, and no call could be made. Where marks are special tokens, too."""
+    calls, inner = Calls(TOOLS, template), byte_tokenizer()
+    marks = sorted(calls.marks)
+    inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+    tokenizer = Tokenizer(inner)
+    ids = tokenizer.added_tokens(special=False)
+    named = {ids[mark]: mark for mark in marks} if special else {}
+    end = tokenizer.eos_token_id or 0
+    grammar = grammar_of(with_calls(ANSWER, calls, named), tokenizer, len(tokenizer), frozenset({end}))
+
+    def follows(text: str, whole: bool) -> bool:
+        state, tokens = grammar.state(), tokenizer.encode_piece(text)
+        return state.advance(tokens) == len(tokens) and (not whole or state.is_complete)
+
+    for text in allowed:
+        assert read(text, template)
+        assert follows(text, whole=True), text
+    assert follows('{"a": true}', whole=True)
+    for text in (*refused, '{"a": 1', "It is", '{"name": "set'):
+        assert not follows(text, whole=False), text
+
+
+@pytest.mark.parametrize("template", ["", "<|tool_call>", "<|channel|>commentary", "<function_calls>", "<invoke name="])
+def test_tools_beside_a_schema_are_refused_where_the_form_of_calls_cannot_be_followed(template: str) -> None:
+    with pytest.raises(UsageError, match="tools beside a JSON schema"):
+        with_calls(ANSWER, Calls(TOOLS, template), {})
+
+
 STARTS = [
     JSON, f" {JSON}; {TIME_JSON}", f"[{JSON}, {TIME_JSON}]", f"```json\n{JSON}\n```", f"```{JSON}```", LLAMA,
     'get_weather(city="a)b")', "[get_weather(city='it\\'s'), get_time()]", "get_time()\nget_time()",
@@ -379,9 +445,9 @@ def test_a_reply_full_of_marks_takes_no_quadratic_time(unit: str, monkeypatch: p
 
 def test_calls_as_python_writes_them_are_bounded() -> None:
     for unit in ("-", "(", "[", "a.", "1+", "not ", "lambda:", "f(a=", "f'{", "a\n"):
-        assert read(unit * (calls._LONGEST_EXPRESSION // len(unit))) == []
-    assert read("[get_time()]" + " " * calls._LONGEST_EXPRESSION) == [TIME]
-    assert read('[get_weather(city="' + "a" * calls._LONGEST_EXPRESSION + '")]') == []
+        assert read(unit * (call_forms._LONGEST_EXPRESSION // len(unit))) == []
+    assert read("[get_time()]" + " " * call_forms._LONGEST_EXPRESSION) == [TIME]
+    assert read('[get_weather(city="' + "a" * call_forms._LONGEST_EXPRESSION + '")]') == []
 
 
 def test_python_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:

@@ -44,10 +44,12 @@ _REMEDY = {
 @dataclass(frozen=True)
 class Constraint:
     """A constraint on the generated text. text: a JSON schema, a regex that the whole text must match, a JSON list of
-    the allowed strings, or a grammar in Lark's syntax whose rule `start` is the text."""
+    the allowed strings, or a grammar in Lark's syntax whose rule `start` is the text. calls: rules in Lark's syntax, of
+    which the text may be `calls` instead; "" for none."""
 
     kind: Kind
     text: str
+    calls: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -60,6 +62,15 @@ class Constraint:
 
 def library_grammar(constraint: Constraint) -> str:
     """The constraint in llguidance's format. Raises UsageError where the text should be JSON and is not."""
+    answer = _answer_grammar(constraint)
+    if not constraint.calls:
+        return answer
+    either = {"name": "either", "lark_grammar": f"start: @answer | calls\n{constraint.calls}"}
+    return json.dumps({"grammars": [either, {**json.loads(answer)["grammars"][0], "name": "answer"}]})
+
+
+def _answer_grammar(constraint: Constraint) -> str:
+    """The constraint without calls in llguidance's format."""
     from llguidance import LLMatcher
 
     if constraint.kind == "json-schema":

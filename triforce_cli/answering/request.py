@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.engine.request import GenerationRequest
 from offload.seeds import seed_within
+from triforce_cli.answering.call_grammar import with_calls
 from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.citations import ASKED
 from triforce_cli.answering.thoughts import Marks, Splitter
@@ -95,13 +96,21 @@ class Prompt:
             tokens, self.marks.closes(may_call=self.calls is not None), "" if is_open else self.marks.open
         )
 
+    def sampling(self, wanted: Wanted) -> SamplingParams:
+        """The sampling parameters of the answer. A constraint is on an answer alone: where tools are offered, the reply
+        may be calls instead. Raises UsageError if their form cannot be followed."""
+        sampling = wanted.sampling
+        if self.calls is None or sampling.constraint is None:
+            return sampling
+        return replace(sampling, constraint=with_calls(sampling.constraint, self.calls, self.named))
+
     def request(self, wanted: Wanted, *, max_tokens: int, reuse: bool = False) -> GenerationRequest:
         """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see
         GenerationRequest."""
         budget, begun = self.budget(wanted.thought_tokens), self.earlier.num_tokens
         marks = () if self.marks is None else self.marks.tokens
         anywhere = tuple(stop for stop in wanted.stops if not marks or any(mark in stop for mark in marks))
-        sampling = replace(wanted.sampling, seed=seed_within(wanted.sampling.seed, begun))
+        sampling = replace(self.sampling(wanted), seed=seed_within(wanted.sampling.seed, begun))
         return GenerationRequest(
             list(self.tokens),
             sampling if budget is None else replace(sampling, thoughts=budget),

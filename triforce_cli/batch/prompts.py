@@ -54,6 +54,8 @@ class Prompts:
         calls = ("tool_calls",) if record.messages.have_calls else ()
         check_variables(found.template, [*record.variables, *calls])
         prompt = found.prompt_of_messages(record.messages, {**(defaults or {}), **record.variables})
+        if (sampling := prompt.sampling(record.wanted)) != record.wanted.sampling:
+            self._check_sampling(sampling)
         return replace(prompt, tokens=array("i", prompt.tokens))
 
     def _check_sampling(self, sampling: SamplingParams) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from examples import at_most
+from offload.kernels import attention
 from offload.kernels.attention import (
     Part,
     attend,
@@ -22,6 +25,7 @@ from offload.kernels.attention import (
     merge,
     unfold,
 )
+from offload.kernels.prefill import OperatorBlock
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Against fp64 with the same (rounded) inputs. bf16: scores, weights and the product are rounded to 8 bits of mantissa.
@@ -277,6 +281,38 @@ def test_the_fused_kernel_over_whole_pages_gives_the_same_part(pages: int, dtype
     tolerance = TOLERANCE[dtype]
     assert_close(fused.out, plain.out, atol=tolerance, rtol=tolerance)
     assert_close(fused.lse, plain.lse, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture
+def limited_amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU with matrix units, and torch kept from AVX-512: its fused kernel as it is there."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def packing(q: Tensor, *args: Any, **more: Any) -> Any:
+        if q.dtype != torch.float32:
+            raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
+        return kernel(q, *args, **more)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", packing)
+    monkeypatch.setattr(attention, "cpu_features", lambda: ("avx2", "avx512f", "avx512_bf16", "amx_bf16"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    attention._orders_for_matrix_units.cache_clear()
+    yield
+    attention._orders_for_matrix_units.cache_clear()
+
+
+@pytest.mark.usefixtures("limited_amx")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_prefill_attends_where_torch_is_kept_from_avx512_on_a_cpu_with_amx(dtype: torch.dtype) -> None:
+    """Bug: ATEN_CPU_CAPABILITY=avx2 ended each bf16 prefill there."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 80, 16, generator=generator).to(dtype)
+    tile = torch.randn(2, 3, 2, 24, 16, generator=generator).to(dtype)
+    block = OperatorBlock(q, first=30, count=40, fused=True)
+    block.attend(tile, 0)
+    plain = OperatorBlock(q, first=30, count=40)
+    plain.attend(tile, 0)
+    assert_close(block.attended(), plain.attended(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -119,7 +119,7 @@ class CountedRows:
     def truncate(self, length: int) -> None:
         self.length = min(self.length, length)
 
-    def reachable(self, length: int) -> int:
+    def reachable(self, length: int, stop: int | None = None) -> int:
         return length
 
 

@@ -118,7 +118,9 @@ class PrefixCache:
         other._settle()
         if self._worker.copy_rows(other._worker):
             self.tokens, self.num_precomputed = list(other.tokens), 0
-            self._num_own, self._num_saved = other._num_own, other._num_saved
+            hidden = self._worker.hidden
+            is_whole = hidden is None or len(hidden.first_rows) == min(hidden.sinks, len(self.tokens))
+            self._num_own, self._num_saved = other._num_own if is_whole else 0, other._num_saved
 
     def take_prefill(self, other: PrefixCache) -> None:
         """Copy the rows of `other` that one prefill gave, and truncate `other` to them."""
@@ -133,13 +135,13 @@ class PrefixCache:
         common = min(num_common(self.tokens, prompt), self._num_own, wanted)
         if not common == wanted == self._num_own:
             common = common // placement.prefill_block * placement.prefill_block
-        while (kept := self._worker.reachable(common)) < common:
+        while (kept := self._worker.reachable(common, len(prompt))) < common:
             common = kept // placement.prefill_block * placement.prefill_block
         return common
 
     def num_kept(self, prompt: Sequence[int], *, reuse: bool) -> int:
         """The number of cached rows that `begin` keeps."""
-        return self._worker.reachable(self._num_reusable(prompt)) if reuse else self.num_alike(prompt)
+        return self._num_reusable(prompt) if reuse else self.num_alike(prompt)
 
     def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int], *, reuse: bool = False) -> None:
         """Copy the rows of `num_kept` from the one of `others` that has the most, if it has so many more than this
@@ -174,7 +176,14 @@ class PrefixCache:
         self.truncate(0)
         total = store.bytes_to_read(common)
         report = bytes_of("restore", total, on_progress)
-        store.load(worker.rows, common, windows=worker.window_rows, states=worker.state_rows, on_bytes=report)
+        store.load(
+            worker.rows,
+            common,
+            windows=worker.window_rows,
+            states=worker.state_rows,
+            hidden=worker.hidden,
+            on_bytes=report,
+        )
         report(total)
         self.tokens, self._num_saved = list(tokens[:common]), common
         return common
@@ -188,7 +197,7 @@ class PrefixCache:
             return
         worker.note_states()
         states = worker.state_rows
-        total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows, states)
+        total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows, states, worker.hidden)
         report = bytes_of("save", total, on_progress)
         store.save(
             worker.rows,
@@ -198,6 +207,7 @@ class PrefixCache:
             unchanged=self._num_saved,
             windows=worker.window_rows,
             states=states,
+            hidden=worker.hidden,
             on_bytes=report,
         )
         report(total)
@@ -208,7 +218,7 @@ class PrefixCache:
         worker, own = self._worker, self.tokens[: self._num_own]
         if (store := self._store_for(own)) is None:
             return 0
-        return store.keep(worker.rows, worker.window_rows, own, on_progress, worker.state_rows, documents)
+        return store.keep(worker.rows, worker.window_rows, own, on_progress, worker.state_rows, worker.hidden, documents)
 
     def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns
@@ -216,7 +226,7 @@ class PrefixCache:
         worker, held = self._worker, len(self.tokens)
         if (store := self._worth_reading(tokens, held)) is None or self._num_own_pages(held) < held:
             return 0
-        count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress, worker.state_rows)
+        count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress, worker.state_rows, worker.hidden)
         self.tokens, self._num_own, self._num_saved = list(tokens[:count]), count, min(self._num_saved, count)
         return max(count - held, 0)
 
@@ -254,8 +264,8 @@ class PrefixCache:
         precomputed, common = min(self.num_precomputed, len(prompt) - 1), num_common(self.tokens, prompt)
         kept = min(common, max(len(prompt) - self._worker.plan.placement.rows, precomputed))
         if self._worker.states is not None and self._worker.reachable(kept) < kept:
-            return max(kept, self._worker.reachable(min(common, len(prompt) - 1)))  # with fewer rows in the first pass
-        return kept
+            kept = max(kept, self._worker.reachable(min(common, len(prompt) - 1)))  # with fewer rows in the first pass
+        return self._worker.reachable(kept, len(prompt))
 
 
 def span_tokens(plan: Plan) -> int:

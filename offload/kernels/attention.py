@@ -8,9 +8,12 @@ The merge by log-sum-exp is that of FlashAttention (Dao et al. 2022, section 3.1
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from offload.plan.machine import cpu_features
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,11 @@ def attend_joined(
     """`attend` by torch's fused kernel for CPUs, for many rows: their bits depend on each other.
 
     The pages are copied one after the other for it, since its time grows with the number of calls and of parts to
-    merge. Memory: that copy, twice where the kernel orders it anew for matrix units.
+    merge. Memory: that copy, twice where the kernel orders it anew for matrix units or attends in fp32.
     """
-    joined = (pages.transpose(0, 1).flatten(1, 2)[None] for pages in (keys, values))
+    dtype = q.dtype if _orders_for_matrix_units() else torch.float32
+    q = q.to(dtype)
+    joined = (pages.transpose(0, 1).flatten(1, 2)[None].to(dtype) for pages in (keys, values))
     mask = None
     if num_visible is not None:
         hidden = _hidden(num_visible, 1, keys.shape[0] * keys.shape[2], first_visible)[0, 0]
@@ -135,6 +140,13 @@ def attend_joined(
         part.out.masked_fill_(sees_none[:, None], 0.0)
         part.lse.masked_fill_(sees_none, -torch.inf)
     return part
+
+
+@cache
+def _orders_for_matrix_units() -> bool:
+    """Whether the fused kernel can order 16-bit numbers for a CPU's matrix units (AMX), or need not. It does where the
+    CPU has some, by code that torch has for AVX-512 only: with ATEN_CPU_CAPABILITY=avx2 it raises."""
+    return "amx_bf16" not in cpu_features() or torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 
 
 def sink_part(sink_logits: Tensor | None, query: Tensor) -> Part | None:

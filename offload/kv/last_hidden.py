@@ -13,48 +13,77 @@ PURPOSE = "hidden rows of drafts"
 
 class LastHidden:
     """The model's last hidden rows by position: of the first `sinks` tokens, and of the last ones in a ring. Rows of
-    rejected tokens are overwritten. What is not there reads as zeros: drafts are worse for it, nothing else."""
+    rejected tokens are overwritten. What is not there reads as zeros: drafts are worse for it, nothing else.
 
-    def __init__(self, memory: Memory, *, hidden_size: int, dtype: torch.dtype, sinks: int, window: int) -> None:
-        self._memory, self._sinks = memory, sinks
-        self._rows = memory.allocate((sinks + window, hidden_size), dtype, tier="device", purpose=PURPOSE)
+    A head that begins to draft after some tokens reads the rows of the first `sinks` and of the last `window` of them.
+    slack: rows after the sequence's tokens that may be written and rejected. The ring counts as if these had always
+    been written, so what it has follows from the tokens alone, and not from what was drafted after them.
+    """
+
+    def __init__(
+        self, memory: Memory, *, hidden_size: int, dtype: torch.dtype, sinks: int, window: int, slack: int
+    ) -> None:
+        self._memory, self.sinks, self.window, self._slack = memory, sinks, window, slack
+        size = (sinks + 2 * (window + slack), hidden_size)
+        self._rows = memory.allocate(size, dtype, tier="device", purpose=PURPOSE)
         self._ring = self._rows[sinks:]
         self.length = 0
+        self._num_first = 0  # first tokens whose rows are there, up to `sinks`
         self._first = 0  # of the rows in the ring since the last gap
-        self._top = 0  # rows were written up to here
+        self._longest = 0  # of the sequences since then
+
+    @property
+    def shape(self) -> tuple[int, torch.dtype]:
+        """(numbers of a row, their dtype)."""
+        return self._rows.shape[1], self._rows.dtype
 
     @property
     def oldest(self) -> int:
         """The first position in the ring."""
-        return max(self._first, self._top - len(self._ring))
+        return max(self._first, self._longest + self._slack - len(self._ring))
+
+    @property
+    def first_rows(self) -> Tensor:
+        """The rows of the sequence's first tokens, [n, hidden]: of `sinks` of them, or of as many as are there."""
+        return self._rows[: min(self._num_first, self.length)]
+
+    def reachable(self, length: int, stop: int) -> int:
+        """The most tokens, up to `length`, to which a sequence may be cut that then grows to `stop` tokens before
+        anything is drafted: of its last `window` tokens the rows that are not there are computed."""
+        known = length <= self.length and self.oldest <= max(stop - self.window, self.sinks)
+        return length if known else min(length, max(stop - self.window, 0))
 
     def write(self, start: int, rows: Tensor) -> None:
-        """Rows at `start` and on, in place of what was there and of all after it."""
-        if start > self.length or start < self.oldest:
-            self._first = self._top = start
+        """Rows at `start` and on, in place of what was there and of all after it. Tokens before them are no drafts."""
         stop = start + len(rows)
-        if start < self._sinks:
-            head = rows[: self._sinks - start]
-            self._rows[start : start + len(head)] = head
-        last = rows[-len(self._ring) :]
-        places = torch.arange(stop - len(last), stop, device=rows.device) % len(self._ring)
-        self._ring[places] = last
-        self.length, self._top = stop, max(self._top, stop)
+        if start > self.length or start < self.oldest:
+            self._first = self._longest = start
+        self._put(start, rows)
+        self._longest = max(self._longest, start, stop - self._slack)
+
+    def write_drafted(self, start: int, rows: Tensor) -> None:
+        """Rows of drafted tokens, at most `slack` after the sequence's."""
+        self._put(start, rows)
 
     def copy_from(self, other: LastHidden, length: int) -> None:
         """Hold what `other`, whose ring may have another size, has of its first `length` tokens."""
         stop = min(other.length, length)
-        sinks, oldest = min(self._sinks, stop), min(other.oldest, stop)
-        self.length = self._first = self._top = 0
-        self.write(0, other.read(0, sinks))
-        self.write(oldest, other.read(oldest, stop))
+        oldest = min(other.oldest, stop)
+        self.fill(other.first_rows[:stop], oldest, other.read(oldest, stop))
+
+    def fill(self, first_rows: Tensor, start: int, rows: Tensor) -> None:
+        """Hold rows of a sequence's first tokens, and of its last ones, at `start` and on, in place of what was
+        there."""
+        self.length = self._num_first = 0
+        self.write(0, first_rows[: self.sinks])
+        self.write(start, rows)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows at positions `start` to `stop`, [n, hidden]."""
         at = torch.arange(start, stop)
         there = (at < self.length) & (at >= self.oldest)
-        in_sinks = (at < self._sinks) & (at < self.length)
-        places = torch.where(in_sinks, at, self._sinks + at % len(self._ring)).to(self._rows.device)
+        in_sinks = at < len(self.first_rows)
+        places = torch.where(in_sinks, at, self.sinks + at % len(self._ring)).to(self._rows.device)
         found = self._rows[places]
         missing = ~(there | in_sinks)
         return found.masked_fill_(missing.to(found.device).unsqueeze(1), 0.0) if bool(missing.any()) else found
@@ -62,6 +91,7 @@ class LastHidden:
     def truncate(self, length: int) -> None:
         """Only the first `length` rows still belong to the sequence."""
         self.length = min(self.length, length)
+        self._num_first = min(self._num_first, length)
 
     def nbytes(self) -> int:
         return self._rows.nbytes
@@ -69,6 +99,17 @@ class LastHidden:
     def release(self) -> None:
         """They are not used again."""
         self._memory.released(self._rows, tier="device", purpose=PURPOSE)
+
+    def _put(self, start: int, rows: Tensor) -> None:
+        stop = start + len(rows)
+        if start <= self._num_first:
+            first = rows[: max(self.sinks - start, 0)]
+            self._rows[start : start + len(first)] = first
+            self._num_first = start + len(first)
+        last = rows[-len(self._ring) :]
+        places = torch.arange(stop - len(last), stop, device=rows.device) % len(self._ring)
+        self._ring[places] = last
+        self.length = stop
 
 
 class DraftedHidden:
@@ -81,7 +122,7 @@ class DraftedHidden:
         """Rows at `start` and on, but not in place of the target's."""
         known = max(self._full.length - start, 0)
         if known < len(rows):
-            self._rows.write(start + known, rows[known:])
+            self._rows.write_drafted(start + known, rows[known:])
 
     def truncate(self, length: int) -> None:
         self._rows.truncate(max(length, self._full.length))

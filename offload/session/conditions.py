@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,11 +15,15 @@ import torch
 
 from offload.config.reading import read_config
 from offload.kernels.choice import of_model, prefill_attention
+from offload.kernels.rounding import rounding as rounding_of
+from offload.kv.last_hidden import PURPOSE
+from offload.model.loading import DTYPES
 from offload.pages.tiles import tile_tokens
-from offload.plan.machine import installed_version, machine_name
+from offload.plan.machine import cpu_features, installed_version, machine_name
 from offload.plan.planner import Plan
 from offload.session.fingerprints import identify
 from offload.session.identity import STATE_FIELDS, Identity
+from offload.session.layout import HiddenFormat
 from offload.weights.checkpoint import Checkpoint
 
 BITS = 2  # changes when a change of this program gives rows of a prefill other bits
@@ -34,7 +38,9 @@ class Conditions:
     identity: of the model, its dtype and page format. files: (bytes, time of the last change in ns) of each file of
     weights: a digest of samples would miss a change of few weights. rounding: what else decides how sums round, by
     name: sizes of blocks, the device, libraries, kernels. tile_tokens: tokens of a tile of the full cache. window: the
-    most tokens that a row of a layer with a window sees; 0 without such layers.
+    most tokens that a row of a layer with a window sees; 0 without such layers. hidden: the format of the hidden rows
+    of a text's first tokens, which a next-token head reads; None without one. head_window: it reads those of so many
+    last tokens, too, and they are always computed.
     """
 
     identity: Identity
@@ -42,6 +48,8 @@ class Conditions:
     rounding: tuple[tuple[str, str], ...]
     tile_tokens: int
     window: int
+    hidden: HiddenFormat | None = None
+    head_window: int = 0
 
     @classmethod
     def of(cls, folder: Path, plan: Plan) -> Conditions:
@@ -61,6 +69,10 @@ class Conditions:
             "triton": installed_version("triton") if device.type == "cuda" else None,
             "flash-attn": installed_version("flash_attn") if device.type == "cuda" else None,
             "machine": machine_name() if device.type == "cpu" else None,
+            "instructions": (torch.backends.cpu.get_cpu_capability(), *cpu_features())
+            if device.type == "cpu"
+            else None,
+            "rounding": rounding_of(device, DTYPES[request.dtype], torch.get_num_threads()),
             "device": request.device_name,
             "devices": request.num_devices,
             "threads": torch.get_num_threads(),
@@ -72,11 +84,16 @@ class Conditions:
         }
         told = tuple((name, str(value)) for name, value in rounding.items())
         files = tuple((each.st_size, each.st_mtime_ns) for each in status)
-        return cls(identity, files, told, tile_tokens(plan, config), config.window)
+        found = cls(identity, files, told, tile_tokens(plan, config), config.window)
+        if PURPOSE not in placement.device_bytes:
+            return found
+        first_rows = HiddenFormat(plan.composition.sinks, config.hidden_size, request.dtype)
+        return replace(found, hidden=first_rows, head_window=plan.composition.window)
 
     @cached_property
     def digest(self) -> str:
-        """The digest of all but the size of tiles, which decides from the first page behind a tile on (`links`)."""
+        """The digest of all on which the bits of rows depend, but for the size of tiles, which decides from the first
+        page behind a tile on (`links`)."""
         identity = asdict(self.identity)
         del identity["model_name"]  # a renamed folder holds the same model
         if not self.identity.num_state_layers:
@@ -87,6 +104,10 @@ class Conditions:
     def first_seen(self, num_tokens: int) -> int:
         """The first page that rows after `num_tokens` tokens see in layers with a window."""
         return max(num_tokens + 1 - self.window, 0) // self.identity.page_tokens
+
+    def most_stored(self, num_tokens: int) -> int:
+        """Of a prompt's `num_tokens` tokens those that need not be computed if their rows are stored."""
+        return max(num_tokens - self.head_window, 0)
 
     def links(self, tokens: Sequence[int]) -> list[str]:
         """A digest for each whole page of `tokens`: of the conditions, all tokens up to the page's end, and the tiles

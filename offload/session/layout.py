@@ -1,4 +1,5 @@
-"""The layout of a file of rows or of states, which follows only from shapes, dtype and the set of packed blocks.
+"""The layout of a file of rows, of states or of hidden rows, which follows only from shapes, dtype and the set of
+packed blocks.
 
 A page's blocks are a layer's keys and its values, [H_kv, S, D] each, keys before values, first layer first.
 """
@@ -157,6 +158,30 @@ class StateFormat:
         states, tails = self.block_bytes
         tails_dtype = _SAFETENSORS_DTYPES[self.dtype]
         return _header([("states", "F32", self.states_shape, states), ("tails", tails_dtype, self.tails_shape, tails)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(self.block_bytes)
+
+
+@dataclass(frozen=True)
+class HiddenFormat:
+    """The format of a file of hidden rows, as safetensors: `rows`, [num_rows, size]."""
+
+    num_rows: int
+    size: int
+    dtype: str  # a key of ELEMENT_BYTES
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """The bytes of the tensor."""
+        return [self.num_rows * self.size * ELEMENT_BYTES[self.dtype]]
+
+    @cached_property
+    def header(self) -> bytes:
+        [nbytes] = self.block_bytes
+        return _header([("rows", _SAFETENSORS_DTYPES[self.dtype], (self.num_rows, self.size), nbytes)])
 
     @property
     def nbytes(self) -> int:

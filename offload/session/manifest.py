@@ -27,18 +27,22 @@ from offload.units import size
 MANIFEST_FILE = "manifest.json"
 MAX_BYTES = 32 << 20  # a million tokens take 7 MB, and their text about as much
 MAX_DEPTH = 16  # of `extra`
+NO_CHECKSUM = "0" * 32  # of a file that is not written yet
 # Fields by format. The second is written if a page is packed, the third if layers have a window, the fourth if windowed
-# layers have heads of another shape, and the fifth if layers have a state. So older programs can read all sessions
-# without these features.
+# layers have heads of another shape, the fifth if layers have a state, and the sixth with hidden rows. So older
+# programs can read all sessions without these features.
 _PACKED = ("file", "checksum", "packed")
-_PAGE_FIELDS = {1: ("file", "checksum"), 2: _PACKED, 3: _PACKED, 4: _PACKED, 5: _PACKED}
-_WITH_WINDOWS, _WITH_TWO_SHAPES, _WITH_STATES = 3, 4, 5
+_PAGE_FIELDS = {1: ("file", "checksum"), 2: _PACKED, 3: _PACKED, 4: _PACKED, 5: _PACKED, 6: _PACKED}
+_WITH_WINDOWS, _WITH_TWO_SHAPES, _WITH_STATES, _WITH_HIDDEN = 3, 4, 5, 6
 _WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")), "num_window_layers"
 _WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # maxima
 _STATES = dict(zip(STATE_FIELDS, (2**12, 2**14, 2**12, 2**12, 2**4, 2**26), strict=True))  # maxima
+_MOST_HIDDEN = 2**20  # numbers of a hidden row
 _STATE_FIELDS = ("place", "file", "checksum")
+_HIDDEN_FIELDS = ("num_first", "start", "size", "file", "checksum")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
 _STATE_FILE = re.compile(r"state-([1-9][0-9]*)-[0-9a-f]{16}\.safetensors", re.ASCII)
+_HIDDEN_FILE = re.compile(r"hidden-[0-9a-f]{16}\.safetensors", re.ASCII)
 _PAGE_FILE = re.compile(r"(page|window)-([0-9]{5,})-[0-9a-f]{16}\.safetensors", re.ASCII)
 _DIGITS = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _MOST_TEXT = 256  # characters
@@ -74,10 +78,27 @@ class State:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """The file of the hidden rows that a next-token head reads, `size` numbers each, of the first `num_first` tokens
+    and of those from `start` on, and its checksum as of a page."""
+
+    num_first: int
+    start: int
+    size: int
+    file: str
+    checksum: str
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows in the file of a session of `num_tokens` tokens."""
+        return self.num_first + num_tokens - self.start
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The manifest of a session. tokens: the tokens whose keys and values are in the pages. window_pages: pages of
-    layers with a window, from page `first_window_page` on. states: by ascending place. capacity, extra: stored for the
-    caller. created, updated: seconds since the epoch. writer: the program's version."""
+    layers with a window, from page `first_window_page` on. states: by ascending place. hidden: None if no next-token
+    head drafted. capacity, extra: stored for the caller. created, updated: seconds since the epoch. writer: the
+    program's version."""
 
     identity: Identity
     tokens: tuple[int, ...]
@@ -90,11 +111,14 @@ class Manifest:
     window_pages: tuple[Page, ...] = ()
     first_window_page: int = 0
     states: tuple[State, ...] = ()
+    hidden: Hidden | None = None
 
     @property
     def files(self) -> set[str]:
-        """The names of all files of pages and of states."""
-        return {page.file for page in (*self.pages, *self.window_pages)} | {state.file for state in self.states}
+        """The names of all files of pages, of states and of hidden rows."""
+        hidden = {self.hidden.file} if self.hidden else set()
+        pages = {page.file for page in (*self.pages, *self.window_pages)}
+        return pages | {state.file for state in self.states} | hidden
 
     @property
     def windows_by_number(self) -> dict[int, Page]:
@@ -113,9 +137,14 @@ def state_file(place: int, tag: str) -> str:
     return f"state-{place}-{tag}.safetensors"
 
 
+def hidden_file(tag: str) -> str:
+    """The file name of hidden rows; `tag` as for a page."""
+    return f"hidden-{tag}.safetensors"
+
+
 def is_content_file(name: str) -> bool:
-    """Whether a file has the name of a page's or of states'."""
-    return _PAGE_FILE.fullmatch(name) is not None or _STATE_FILE.fullmatch(name) is not None
+    """Whether a file has the name of a page's, of states' or of hidden rows'."""
+    return any(each.fullmatch(name) is not None for each in (_PAGE_FILE, _STATE_FILE, _HIDDEN_FILE))
 
 
 def checksum(content: bytes) -> str:
@@ -150,6 +179,8 @@ def encode(manifest: Manifest) -> bytes:
         record[name] = [{own: getattr(page, own) for own in _PAGE_FIELDS[version]} for page in getattr(manifest, name)]
     if "states" in record:
         record["states"] = [asdict(state) for state in manifest.states]
+    if "hidden" in record and manifest.hidden is not None:
+        record["hidden"] = asdict(manifest.hidden)
     body = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
     content = b'{"checksum":"%s",\n%s' % (checksum(body).encode("ascii"), body)
     if len(content) > MAX_BYTES:
@@ -165,6 +196,8 @@ def encode(manifest: Manifest) -> bytes:
 def _version(manifest: Manifest) -> int:
     """The oldest format that can represent the manifest."""
     identity = manifest.identity
+    if manifest.hidden is not None:
+        return _WITH_HIDDEN
     if identity.num_state_layers:
         return _WITH_STATES
     if identity.window_kv_heads:
@@ -205,6 +238,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
         writer=source.get("writer", _LINE),
         **_windows(source, identity, len(tokens), names),
         states=_states(source, len(tokens)) if version >= _WITH_STATES else (),
+        hidden=_hidden(source.inner("hidden"), len(tokens)) if version >= _WITH_HIDDEN else None,
     )
 
 
@@ -213,6 +247,7 @@ def _fields_of(kind: type[Manifest | Identity], version: int) -> list[str]:
     without = set() if version >= _WITH_WINDOWS else {*_WINDOW_FIELDS, _WINDOW_LAYERS}
     without |= set() if version >= _WITH_TWO_SHAPES else {*_WINDOW_HEADS}
     without |= set() if version >= _WITH_STATES else {*_STATES, "states"}
+    without |= set() if version >= _WITH_HIDDEN else {"hidden"}
     return [each.name for each in fields(kind) if each.name not in without]
 
 
@@ -229,6 +264,7 @@ def _identity(source: Fields, version: int) -> Identity:
     source.only(_fields_of(Identity, version))
     least = {"num_layers": 0 if version >= _WITH_WINDOWS else 1}
     least |= dict.fromkeys((_WINDOW_LAYERS, *_WINDOW_HEADS), 0) if version >= _WITH_STATES else {}
+    least |= dict.fromkeys(_STATES, 0) if version >= _WITH_HIDDEN else {}
     kinds = {name: whole(least.get(name, 1), most) for name, most in _MOST.items()} | {"dtype": one_of(*ELEMENT_BYTES)}
     return Identity(**{name: source.get(name, kinds.get(name, _LINE)) for name in source.data})
 
@@ -264,6 +300,13 @@ def _states(source: Fields, num_tokens: int) -> tuple[State, ...]:
         found.append(State(place, file, state.get("checksum", _CHECKSUM)))
         before = place
     return tuple(found)
+
+
+def _hidden(source: Fields, num_tokens: int) -> Hidden:
+    name = Kind("a file of hidden rows", lambda value: isinstance(value, str) and bool(_HIDDEN_FILE.fullmatch(value)))
+    found, places = source.only(_HIDDEN_FIELDS), whole(0, num_tokens)
+    counts = found.get("num_first", places), found.get("start", places), found.get("size", whole(1, _MOST_HIDDEN))
+    return Hidden(*counts, found.get("file", name), found.get("checksum", _CHECKSUM))
 
 
 def _is_state_file_of(place: int, value: object) -> bool:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from offload.errors import SessionError
 from offload.kv.checkpoints import Checkpoint
 from offload.plan.machine import machine_name
@@ -24,6 +26,7 @@ from offload.plan.rates import change_records, read_records
 from offload.progress import OnBytes, OnProgress, bytes_of
 from offload.session.conditions import Conditions
 from offload.session.folder import Folder
+from offload.session.hidden import HiddenRows, read_hidden, write_hidden
 from offload.session.layout import PageFile
 from offload.session.manifest import Page
 from offload.session.page import PagedRows, WindowRows, read_page, write_page
@@ -36,7 +39,7 @@ _USUAL_RATE, _TELLING_BYTES = 0.5e9, 32 << 20  # bytes a second of an SSD; bytes
 NOT_KEPT = "what the model has read is not kept"
 _RATE = "store_read"  # key of the measured rate, bytes a second
 
-Key = tuple[str, int]  # "rows", "windows" or "states", see `PageName`, and the number of a page
+Key = tuple[str, int]  # the kind of a file, see `PageName`, and the number of a page
 OnNote = Callable[[str], None]
 
 
@@ -62,17 +65,26 @@ class PrefixStore:
         identity = conditions.identity
         self._page_tokens = identity.page_tokens
         self._formats = {"rows": identity.page_format, "windows": identity.window_format}
-        self._state_format = identity.state_format
+        self._state_format, self._hidden_format = identity.state_format, conditions.hidden
         self._damaged = set[str]()  # files
         self._has_told = False  # that a prompt could not be kept
 
     def stored(self, tokens: Sequence[int]) -> Stored:
-        """The longest beginning of `tokens` with which a sequence can begin from the store."""
-        links, found = self._conditions.links(tokens), self._pages()
-        for count in range(len(links), 0, -1):
+        """The longest beginning of `tokens`, a prompt's, with which a sequence can begin from the store."""
+        return self._longest(self._conditions.links(tokens), self._conditions.most_stored(len(tokens)))
+
+    def _longest(self, links: Sequence[str], most: int) -> Stored:
+        """The longest stored beginning, of at most `most` tokens, of the text of these pages."""
+        found = self._pages()
+        for count in range(min(len(links), most // self._page_tokens), 0, -1):
             wanted = self._wanted(count, self._conditions.first_seen(count * self._page_tokens))
             wanted += [("states", count - 1)] if self._state_format is not None else []
-            pages = {key: page for key in wanted if (page := found.get((key[0], links[key[1]]))) is not None}
+            wanted += self._hidden_keys
+            pages = {
+                key: page
+                for key in wanted
+                if key[1] < len(links) and (page := found.get((key[0], links[key[1]]))) is not None
+            }
             if len(pages) == len(wanted):
                 return Stored(count * self._page_tokens, pages, self._nbytes(pages))
         return Stored(0, {}, 0)
@@ -90,13 +102,14 @@ class PrefixStore:
         held: int,
         on_progress: OnProgress,
         states: StateRows | None = None,
+        hidden: HiddenRows | None = None,
     ) -> int:
-        """Fill `rows`, and `windows` and `states` if the model has some, which have the first `held` tokens, in whole
-        pages, with the longest stored beginning of `tokens`. Returns the number of tokens that they have then: `held`
-        if no more are stored, perhaps fewer after a damaged page."""
+        """Fill `rows`, `windows` and `states` if the model has some, and `hidden` if a next-token head reads it, which
+        have the first `held` tokens, in whole pages, with the longest stored beginning of `tokens`, a prompt's. Returns
+        the number of tokens that they have then: `held` if no more are stored, perhaps fewer after a damaged page."""
         caches: dict[str, PagedRows] = {"rows": rows} if windows is None else {"rows": rows, "windows": windows}
         while (stored := self.stored(tokens)).num_tokens > held:
-            if self._fill(caches, states, stored, held, on_progress):
+            if self._fill(caches, states, hidden, stored, held, on_progress):
                 self._touch(stored, tokens)
                 return stored.num_tokens
             held = held if windows is None else 0  # a ring has lost its rows
@@ -111,13 +124,14 @@ class PrefixStore:
         tokens: Sequence[int],
         on_progress: OnProgress,
         states: StateRows | None = None,
+        hidden: HiddenRows | None = None,
         documents: Sequence[str] = (),
     ) -> int:
         """Write the missing whole pages of `tokens`, the first ones of `rows` and `windows`, which one prefill has
-        computed, and `states` at ends of pages, up to the last of them. Nothing is written where a window has lost rows
-        that a sequence needs to go on from there, or where there are no such states. documents: names of the prompt's,
-        by which its pages can be removed. Returns the number of tokens with which a sequence can begin from the store
-        then. Fewer than there is no room for are said, once."""
+        computed, `states` at ends of pages, up to the last of them, and the first rows of `hidden`. Nothing is written
+        where a window has lost rows that a sequence needs to go on from there, or where there are no such states.
+        documents: names of the prompt's, by which its pages can be removed. Returns the number of tokens with which a
+        sequence can begin from the store then. If there is no room for all of them, a note says so, once."""
         links = self._conditions.links(tokens)
         ends: Sequence[int] = ()
         if states is not None:
@@ -138,22 +152,25 @@ class PrefixStore:
                 if states is not None:
                     ends = self._with_room([end for end in ends if end <= len(links)])
                     links = links[: max(ends, default=0)]
-                missing = self._missing(links, first, ends)
+                missing = self._missing(links, first, ends, [] if hidden is None else self._hidden_keys)
                 report = bytes_of("save", sum(self._most_nbytes(kind) for kind, _ in missing), on_progress)
                 rows.wait_home()
                 for kind, number in missing:
                     if kind == "states" and states is not None:
                         self._write_state(folder, states, number, links[number], report)
                         continue
+                    if kind == "hidden" and hidden is not None:
+                        self._write_hidden(folder, hidden, links[number], report)
+                        continue
                     cache = rows if windows is None or kind == "rows" else windows
                     self._write(folder, cache, kind, number, links[number], report)
-            self._touch(self.stored(tokens), tokens)
+            self._touch(self._longest(self._conditions.links(tokens), len(tokens)), tokens)
             shrink(self.root, most := self._most_bytes())
             if needed > most:
                 why = f"the store may take {size(most)}; --store-size GB sets another limit"
         except OSError as error:
             why = f"{self.path}: {error.strerror}"
-        kept = self.stored(tokens).num_tokens
+        kept = self._longest(self._conditions.links(tokens), len(tokens)).num_tokens
         if kept:
             with contextlib.suppress(OSError):
                 note_documents(self.path, documents, self._conditions.links(tokens[:kept]))
@@ -179,12 +196,19 @@ class PrefixStore:
                 return ends[max(count - left // per_state, 0) : count]
         return ()
 
-    def _missing(self, links: Sequence[str], first: int, ends: Sequence[int]) -> list[Key]:
-        """The pages that the store lacks and has room for, those of windows and states first: without them the others
-        are of no use. ends: numbers of first pages after which states are kept."""
+    @property
+    def _hidden_keys(self) -> list[Key]:
+        """The file of hidden rows, by the page with the last of them; none without a next-token head."""
+        form = self._hidden_format
+        return [] if form is None or not form.num_rows else [("hidden", (form.num_rows - 1) // self._page_tokens)]
+
+    def _missing(self, links: Sequence[str], first: int, ends: Sequence[int], hidden: Sequence[Key]) -> list[Key]:
+        """The pages that the store lacks and has room for, those of rows last: without the others they are of no use.
+        ends: numbers of first pages after which states are kept. hidden: files of hidden rows."""
         found, room = self._pages(), self._most_bytes()
         missing = []
         wanted = [*self._wanted(len(links), first), *(("states", end - 1) for end in ends)]
+        wanted += [key for key in hidden if key[1] < len(links)]
         for key in sorted(wanted, key=lambda key: key[0] == "rows"):
             room -= self._most_nbytes(key[0])
             if (key[0], links[key[1]]) not in found and room >= 0:
@@ -203,6 +227,10 @@ class PrefixStore:
                 if self._state_format is not None and not name.packed:
                     found[name.kind, name.link] = Page(str(name), name.checksum)
                 continue
+            if name.kind == "hidden":
+                if self._hidden_format is not None and name.packed == f"{self._hidden_format.num_rows:x}":
+                    found[name.kind, name.link] = Page(str(name), name.checksum)
+                continue
             form = self._formats[name.kind]
             packed = f"{int(name.packed, 16):0{len(form.most_packed)}b}" if name.packed else ""
             if form.allows(packed):
@@ -211,25 +239,27 @@ class PrefixStore:
 
     def _nbytes(self, pages: Mapping[Key, Page]) -> int:
         return sum(
-            self._most_nbytes(kind) if kind == "states" else PageFile(self._formats[kind], page.packed).nbytes
+            PageFile(self._formats[kind], page.packed).nbytes if kind in self._formats else self._most_nbytes(kind)
             for (kind, _), page in pages.items()
         )
 
     def _most_nbytes(self, kind: str) -> int:
         """The most bytes of a file."""
-        form = self._state_format if kind == "states" else self._formats[kind]
+        others = {"states": self._state_format, "hidden": self._hidden_format}
+        form = others[kind] if kind in others else self._formats[kind]
         return form.nbytes if form is not None else 0
 
     def _fill(
         self,
         caches: Mapping[str, PagedRows],
         states: StateRows | None,
+        hidden: HiddenRows | None,
         stored: Stored,
         held: int,
         on_progress: OnProgress,
     ) -> bool:
         """Read the pages that the caches lack. Returns False where one is missing or damaged, which then no longer
-        counts; then states are as they were. Peak host memory: states of one place."""
+        counts; then states and hidden rows are as they were. Peak host memory: states of one place."""
         first = held // self._page_tokens
         missing = {key: page for key, page in stored.pages.items() if key[0] == "windows" or key[1] >= first}
         began, total = time.perf_counter(), self._nbytes(missing)
@@ -239,12 +269,12 @@ class PrefixStore:
             cache.reserve(stored.num_tokens)
         if "windows" in caches:
             caches["windows"].restored(0)
-        state = None
+        whole = dict[str, Checkpoint | Tensor]()  # of each kind that is no page
         for (kind, number), page in missing.items():
-            if kind == "states":
-                state = self._read_state(page, report)
-                if state is None:
+            if kind not in caches:
+                if (found := self._read(kind, page, report)) is None:
                     return False
+                whole[kind] = found
                 continue
             layers = caches[kind].page_to_fill(number)
             try:
@@ -257,9 +287,11 @@ class PrefixStore:
                 caches[kind].filled(number, layers)
         for cache in caches.values():
             cache.restored(stored.num_tokens)
-        if states is not None and state is not None:
+        if states is not None and isinstance(state := whole.get("states"), Checkpoint):
             states.fill(stored.num_tokens, state)
             states.restored(stored.num_tokens)
+        if hidden is not None and isinstance(rows := whole.get("hidden"), Tensor):
+            hidden.fill(rows, len(rows), rows[:0])
         _remember(total, time.perf_counter() - began)
         return True
 
@@ -269,12 +301,14 @@ class PrefixStore:
             os.unlink(self.path / page.file)
         self._on_note(f"a stored page is left out, and computed again: {str(error).partition('; ')[0]}")
 
-    def _read_state(self, page: Page, on_bytes: OnBytes) -> Checkpoint | None:
-        """The states in a file; None if it is missing or damaged, and then no longer counts."""
-        assert self._state_format is not None, "only models with states keep them"
+    def _read(self, kind: str, page: Page, on_bytes: OnBytes) -> Checkpoint | Tensor | None:
+        """The states or the hidden rows in a file; None if it is missing or damaged, and then no longer counts."""
         try:
             with Folder(self.path) as folder:
-                return read_state(folder, page.file, page.checksum, self._state_format, on_bytes)
+                if kind == "states" and self._state_format is not None:
+                    return read_state(folder, page.file, page.checksum, self._state_format, on_bytes)
+                assert self._hidden_format is not None, "only next-token heads read them"
+                return read_hidden(folder, page.file, page.checksum, self._hidden_format, on_bytes)
         except (OSError, SessionError) as error:
             self._spoilt(page, error)
             return None
@@ -314,6 +348,17 @@ class PrefixStore:
             found = states.checkpoint((number + 1) * self._page_tokens)
             checksum = write_state(folder, temporary, form, found, on_bytes, lasting=False)
             return PageName(link, "states", checksum, "")
+
+        self._named(folder, write)
+
+    def _write_hidden(self, folder: Folder, hidden: HiddenRows, link: str, on_bytes: OnBytes) -> None:
+        """Write the hidden rows of a text's first tokens, see `_write`."""
+        form = self._hidden_format
+        assert form is not None, "only next-token heads read them"
+
+        def write(temporary: str) -> PageName:
+            checksum = write_hidden(folder, temporary, form, hidden.first_rows, on_bytes, lasting=False)
+            return PageName(link, "hidden", checksum, f"{form.num_rows:x}")
 
         self._named(folder, write)
 

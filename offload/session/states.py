@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from offload.config.block import DeltaRule
 from offload.kv.checkpoints import Checkpoint, thinned
 from offload.progress import OnBytes
 from offload.session.folder import Folder
 from offload.session.layout import StateFormat
-from offload.session.manifest import State, state_file
-from offload.session.names import damaged
-from offload.session.page import DTYPE_NAMES, OTHER_CHECKSUM, pieces, read_file, write_file
+from offload.session.manifest import NO_CHECKSUM, State, state_file
+from offload.session.page import DTYPE_NAMES
+from offload.session.tensors import read_tensors, write_tensors
 
-NO_CHECKSUM = "0" * 32  # of a file that is not written yet
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -80,27 +77,14 @@ def write_state(
     folder: Folder, name: str, form: StateFormat, checkpoint: Checkpoint, on_bytes: OnBytes, *, lasting: bool = True
 ) -> str:
     """Write a new file and return its checksum. OSError. lasting: see `write_page`."""
-    return write_file(folder, name, _file_pieces(form, checkpoint), on_bytes, lasting=lasting)
+    return write_tensors(folder, name, form, [checkpoint.states, checkpoint.tails], on_bytes, lasting=lasting)
 
 
 def read_state(folder: Folder, name: str, checksum: str, form: StateFormat, on_bytes: OnBytes) -> Checkpoint:
-    """Read a file into new memory. Raises SessionError if it is damaged, or has a number that is not finite: it would
-    be in all that follows."""
-    path, dtype = folder.path / name, _DTYPES[form.dtype]
-    found = Checkpoint(torch.empty(form.states_shape), torch.empty(form.tails_shape, dtype=dtype))
-    try:
-        fd = folder.open(name)
-        try:
-            if read_file(fd, form.header, [*_parts(form, found)], on_bytes, "file of states") != checksum:
-                raise damaged(path, OTHER_CHECKSUM)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise damaged(path, f"it cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise damaged(path, str(error)) from error
-    if not all(_is_finite(each) for each in (found.states, found.tails)):
-        raise damaged(path, "some of its numbers are not finite")
+    """Read a file into new memory. Raises SessionError if it is damaged."""
+    found = Checkpoint(torch.empty(form.states_shape), torch.empty(form.tails_shape, dtype=_DTYPES[form.dtype]))
+    tensors = [found.states, found.tails]
+    read_tensors(folder, name, checksum, form, tensors, on_bytes, what="file of states")
     return found
 
 
@@ -118,18 +102,3 @@ def read_states(
         states.restored(0)
         raise
     states.restored(length)
-
-
-def _file_pieces(form: StateFormat, checkpoint: Checkpoint) -> Iterator[memoryview]:
-    yield memoryview(form.header)
-    yield from _parts(form, checkpoint)
-
-
-def _parts(form: StateFormat, checkpoint: Checkpoint) -> Iterator[memoryview]:
-    """The bytes of both tensors, in order, without copying."""
-    for tensor, size in zip((checkpoint.states, checkpoint.tails), form.block_bytes, strict=True):
-        yield from pieces(tensor, size)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return all(bool(end.isfinite()) for end in tensor.aminmax())

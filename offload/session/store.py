@@ -1,4 +1,4 @@
-"""The store of a session on disk: `manifest.json`, one file per page of tokens, over all layers, and states.
+"""The store of a session on disk: `manifest.json`, one file per page of tokens, over all layers, states, hidden rows.
 
 A save writes changed pages to new files, then replaces the manifest, then removes the files that it no longer names.
 If the writer dies at any point, the folder holds the complete old or new session, and perhaps files that the next
@@ -16,17 +16,20 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from offload.errors import DoesNotFit, SessionError
 from offload.progress import OnBytes
 from offload.session import manifest as manifests
 from offload.session.folder import Folder
+from offload.session.hidden import HiddenRows, planned_hidden, read_hidden, write_hidden
 from offload.session.identity import Identity
-from offload.session.layout import PageFile, PageFormat
+from offload.session.layout import HiddenFormat, PageFile, PageFormat
 from offload.session.leftovers import discard, sweep, temporary_file
-from offload.session.manifest import MANIFEST_FILE, Manifest, Page, State, page_file
+from offload.session.manifest import MANIFEST_FILE, NO_CHECKSUM, Hidden, Manifest, Page, State, page_file
 from offload.session.opening import check_identity, no_session, open_to_read, open_to_write, translated_errors
 from offload.session.page import PagedRows, WindowRows, format_of, read_page, write_page
-from offload.session.states import NO_CHECKSUM, StateRows, planned, read_states, state_format_of, write_state
+from offload.session.states import StateRows, planned, read_states, state_format_of, write_state
 from offload.units import size
 
 
@@ -89,11 +92,11 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and states on the disk."""
+        """Bytes of the pages, states and hidden rows on the disk."""
         return self.bytes_to_read(len(self.tokens))
 
     def bytes_to_read(self, num_tokens: int) -> int:
-        """The most bytes of pages and states that `load` reads for the first `num_tokens` saved tokens."""
+        """The most bytes of pages, states and hidden rows that `load` reads for the first `num_tokens` saved tokens."""
         if self._manifest is None:
             return 0
         windows = self._manifest.windows_by_number.items()
@@ -104,6 +107,7 @@ class Store:
                 [page for number, page in windows if number < self._window_format.count(num_tokens)],
             )
             + self._bytes_of_states(sum(state.place <= num_tokens for state in self._manifest.states))
+            + self._bytes_of_hidden(self._manifest.hidden, len(self.tokens))
         )
 
     def num_loadable(self, num_tokens: int, windows: WindowRows | None = None) -> int:
@@ -124,10 +128,11 @@ class Store:
         *,
         windows: WindowRows | None = None,
         states: StateRows | None = None,
+        hidden: HiddenRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the contents of `rows`, and of `windows` and `states` if the model has some, by the first
-        `num_tokens` saved tokens, which must be loadable.
+        """Replace the contents of `rows`, of `windows` and `states` if the model has some, and of `hidden` if a
+        next-token head reads it, by the first `num_tokens` saved tokens, which must be loadable.
 
         Whole pages are read, directly into the caches' memory. Raises SessionError if a file is damaged; then the
         caches are empty. on_bytes: called with the number of bytes read.
@@ -140,6 +145,8 @@ class Store:
             cache.wait_home()  # an interrupted forward may still be copying rows to their pages
         if states is not None:
             states.restored(0)
+        if hidden is not None:
+            hidden.truncate(0)
         rows.reserve(num_tokens)
         pages = self._manifest.pages if self._manifest else ()
         for number in range(self._format.count(num_tokens)):
@@ -151,6 +158,11 @@ class Store:
                 self._read(windows, number, saved[number], self._window_format, on_bytes)
         if states is not None and self._manifest is not None and self._state_format is not None:
             read_states(self._folder, self._manifest.states, self._state_format, states, num_tokens, on_bytes)
+        if hidden is not None and self._manifest is not None and (saved_rows := self._manifest.hidden) is not None:
+            form = self._hidden_format(saved_rows, len(self.tokens))
+            found = read_hidden(self._folder, saved_rows.file, saved_rows.checksum, form, on_bytes)
+            hidden.fill(found[: saved_rows.num_first], saved_rows.start, found[saved_rows.num_first :])
+            hidden.truncate(num_tokens)
         if windows is not None:
             windows.restored(num_tokens)
         rows.restored(num_tokens)
@@ -161,14 +173,20 @@ class Store:
         rows.filled(number, layers)
 
     def bytes_to_write(
-        self, num_tokens: int, unchanged: int, windows: WindowRows | None = None, states: StateRows | None = None
+        self,
+        num_tokens: int,
+        unchanged: int,
+        windows: WindowRows | None = None,
+        states: StateRows | None = None,
+        hidden: HiddenRows | None = None,
     ) -> int:
-        """The most bytes of pages and states that `save` would write for these arguments: pages that can be packed take
-        less."""
+        """The most bytes of files that `save` would write for these arguments: pages that can be packed take less."""
         kept = self._num_kept(num_tokens, unchanged)
         new = max(self._format.count(num_tokens) - kept, 0) * self._format.nbytes
         written = [state.checksum == NO_CHECKSUM for state in self._planned_states(states, num_tokens, unchanged, "")]
         new += self._bytes_of_states(sum(written))
+        rows = self._planned_hidden(hidden, num_tokens, unchanged, "")
+        new += self._bytes_of_hidden(rows, num_tokens) if rows and rows.checksum == NO_CHECKSUM else 0
         if windows is None:
             return new
         num_windows = self._window_format.count(num_tokens) - windows.first_page
@@ -184,10 +202,11 @@ class Store:
         unchanged: int,
         windows: WindowRows | None = None,
         states: StateRows | None = None,
+        hidden: HiddenRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the saved session by `tokens`, which are the first tokens of `rows`, and of `windows` and `states` if
-        the model has some.
+        """Replace the saved session by `tokens`, which are the first tokens of `rows`, of `windows` and `states` if the
+        model has some, and of `hidden` if a next-token head reads it.
 
         unchanged: number of first tokens whose rows are bit for bit the last loaded or saved ones; pages that hold only
         such tokens, and states among them, are not written again. capacity, extra (plain JSON): stored for the caller.
@@ -202,13 +221,14 @@ class Store:
             raise ValueError(f"{len(tokens)} tokens, and rows of {rows.length}")
         if not 0 <= unchanged <= len(tokens) or tuple(tokens[:unchanged]) != self.tokens[:unchanged]:
             raise ValueError(f"the first {unchanged} tokens are not those that were saved")
-        planned = self._planned_manifest(tokens, capacity, extra, unchanged, windows, states)
-        needed = self.bytes_to_write(len(tokens), unchanged, windows, states) + len(manifests.encode(planned))
+        planned = self._planned_manifest(tokens, capacity, extra, unchanged, windows, states, hidden)
+        needed = self.bytes_to_write(len(tokens), unchanged, windows, states, hidden) + len(manifests.encode(planned))
         self._check_space(needed)
         rows.wait_home()
         with self._recovered(needed):
             written = self._write_pages(planned, rows, windows, on_bytes)
-            self._manifest = self._publish(self._write_states(written, states, on_bytes))
+            written = self._write_states(written, states, on_bytes)
+            self._manifest = self._publish(self._write_hidden(written, hidden, on_bytes))
         sweep(self._folder, self._manifest)
 
     def keep(self, extra: Mapping[str, object]) -> None:
@@ -257,6 +277,7 @@ class Store:
         unchanged: int,
         windows: WindowRows | None,
         states: StateRows | None,
+        hidden: HiddenRows | None,
     ) -> Manifest:
         """The manifest of the coming save, at its longest. Its new pages and states are named but not yet written."""
         now, tag, old = time.time(), secrets.token_hex(8), self._manifest
@@ -266,7 +287,11 @@ class Store:
         pages = (*kept, *(Page(page_file(number, tag), NO_CHECKSUM, self._format.most_packed) for number in new))
         created = old.created if old else now
         planned = Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
-        planned = replace(planned, states=self._planned_states(states, len(tokens), unchanged, tag))
+        planned = replace(
+            planned,
+            states=self._planned_states(states, len(tokens), unchanged, tag),
+            hidden=self._planned_hidden(hidden, len(tokens), unchanged, tag),
+        )
         if windows is None:
             return planned
         known, most = self._kept_windows(num_kept, windows), self._window_format.most_packed
@@ -279,6 +304,17 @@ class Store:
     def _planned_states(self, states: StateRows | None, num_tokens: int, unchanged: int, tag: str) -> tuple[State, ...]:
         saved = self._manifest.states if self._manifest else ()
         return () if states is None else planned(states, saved, num_tokens, unchanged, tag)
+
+    def _planned_hidden(self, hidden: HiddenRows | None, num_tokens: int, unchanged: int, tag: str) -> Hidden | None:
+        saved = self._manifest.hidden if self._manifest else None
+        is_same = unchanged == num_tokens == len(self.tokens)
+        return planned_hidden(hidden, saved, num_tokens, is_same=is_same, tag=tag)
+
+    def _hidden_format(self, hidden: Hidden, num_tokens: int) -> HiddenFormat:
+        return HiddenFormat(hidden.num_rows(num_tokens), hidden.size, self.identity.dtype)
+
+    def _bytes_of_hidden(self, hidden: Hidden | None, num_tokens: int) -> int:
+        return self._hidden_format(hidden, num_tokens).nbytes if hidden else 0
 
     def _bytes_of_states(self, count: int) -> int:
         return count * self._state_format.nbytes if self._state_format else 0
@@ -316,6 +352,15 @@ class Store:
             return replace(state, checksum=checksum)
 
         return replace(planned, states=tuple(map(written, planned.states)))
+
+    def _write_hidden(self, planned: Manifest, hidden: HiddenRows | None, on_bytes: OnBytes) -> Manifest:
+        new = planned.hidden
+        if hidden is None or new is None or new.checksum != NO_CHECKSUM:
+            return planned
+        rows = torch.cat([hidden.first_rows, hidden.read(new.start, len(planned.tokens))])
+        form = self._hidden_format(new, len(planned.tokens))
+        checksum = write_hidden(self._folder, new.file, form, rows, on_bytes)
+        return replace(planned, hidden=replace(new, checksum=checksum))
 
     def _publish(self, manifest: Manifest) -> Manifest:
         temporary = temporary_file(secrets.token_hex(8))

@@ -25,7 +25,9 @@ from offload.strict_json import read_json
 
 _OLD_SECONDS = 3600.0  # since a page was begun that is not finished: its writer is gone
 _FOLDER = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_PAGE = re.compile(r"([0-9a-f]{32})-(rows|windows|states)-([0-9a-f]{32})-([0-9a-f]{0,1024})\.safetensors", re.ASCII)
+_PAGE = re.compile(
+    r"([0-9a-f]{32})-(rows|windows|states|hidden)-([0-9a-f]{32})-([0-9a-f]{0,1024})\.safetensors", re.ASCII
+)
 _UNFINISHED = re.compile(r"[0-9a-f]{16}\.tmp", re.ASCII)
 _RECORD = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 _ABOUT, _MODEL, _DTYPE = "about.json", "model", "dtype"
@@ -35,8 +37,9 @@ _DOCUMENTS, _LINKS = "documents", "links"
 @dataclass(frozen=True)
 class PageName:
     """The name of a page's file. link: digest of what its bits depend on. kind: "rows" of the growing layers, "windows"
-    of those with a window, or "states" of the others after the page's last token. checksum: of the file. packed:
-    `PageFile.packed` as a binary number in hexadecimal digits."""
+    of those with a window, "states" of the others after the page's last token, or "hidden" rows of a text's first
+    tokens. checksum: of the file. packed: `PageFile.packed` as a binary number in hexadecimal digits; of hidden rows
+    their number."""
 
     link: str
     kind: str

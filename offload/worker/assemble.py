@@ -97,7 +97,8 @@ def last_hidden(plan: Plan, draft: Decoder | None, memory: Memory) -> LastHidden
         hidden_size=draft.config.hidden_size,
         dtype=DTYPES[plan.request.dtype],
         sinks=composition.sinks,
-        window=2 * (composition.window + _slack(plan)),
+        window=composition.window,
+        slack=_slack(plan),
     )
 
 

@@ -226,10 +226,13 @@ class Worker:
         self.full.copy_from(other.full, count)
         return True
 
-    def reachable(self, length: int) -> int:
+    def reachable(self, length: int, stop: int | None = None) -> int:
         """The most tokens, up to `length`, that the target's caches can be truncated to: windows lose rows, and states
-        are at few places."""
+        are at few places. stop: tokens of the sequence when drafting begins; a next-token head then finds its hidden
+        rows."""
         cache = self._target_cache
+        if self.hidden is not None and stop is not None:
+            length = self.hidden.reachable(length, stop)
         return cache.reachable(length) if isinstance(cache, MixedCache) else length
 
     def note_states(self) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from offload.config.block import Experts, FeedForward
 from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
+from offload.plan.routing import distinct_experts, hit_rate
 from offload.transfer.link import CudaLink, PacedLink
 from offload.transfer.memory import Memory
 from offload.weights import experts as module
@@ -124,6 +125,17 @@ def test_the_least_recently_used_expert_makes_room(homes: Homes) -> None:
     num_bytes = homes.of_host[0].shape[1]
     assert stats == ExpertStats(3, 5, 5 * num_bytes)  # hits: 0, then 0 and 2; 3 took the place of 1
     assert stats.hit_rate == 3 / 8
+
+
+def test_plans_expect_no_more_hits_than_there_are_slots() -> None:
+    """And more of more slots: all, where there is one for each expert."""
+    for experts in (EXPERTS, Experts(FeedForward(32), 128, 8), Experts(FeedForward(32), 60, 4)):
+        for rows in (1, 2, 8, 64, 512):
+            rates = [hit_rate(experts, slots, rows) for slots in range(1, experts.count + 1)]
+            assert rates == sorted(rates)
+            assert rates[-1] == 1
+            for slots, rate in enumerate(rates, 1):
+                assert 0 <= rate * distinct_experts(experts, rows) <= slots
 
 
 def test_experts_that_are_there_are_used_while_others_arrive(homes: Homes) -> None:

@@ -9,7 +9,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +45,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pass_timer, "time_passes", time_passes)  # the real one: see conftest.py
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(("limit", "found"), [(1.0, {("a", 1): 0.01, ("b", 2): 0.02}), (0.06, None)])
+def test_of_each_points_runs_the_shortest_counts(limit: float, found: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points take turns, until that was long enough. No two turns of all within the limit: nothing is known."""
+    taken = {("a", 1): iter((0.03, 0.01, 0.02, 0.05)), ("b", 2): iter((0.02, 0.04, 0.06, 0.03))}
+    now = [0.0]
+
+    def run(point: turns.Point) -> None:
+        now[0] += next(taken[point])
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    points = {point: partial(run, point) for point in taken}
+    assert turns.least_seconds(points, limit) == (found and pytest.approx(found))
+    assert [*taken["a", 1]] == ([0.02, 0.05] if found is None else [])
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from models import (
     tiny_plan,
 )
 from offload.config.block import DeltaRule, Norm
+from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -50,6 +51,7 @@ from offload.kv.states import DraftStates, StateCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward
+from offload.plan import states as plan_of_states
 from offload.plan.sizing import PREFILL_BLOCK
 from offload.transfer.memory import Memory
 from processor import OPERATORS, best, of
@@ -486,6 +488,14 @@ def test_what_is_run_again_is_at_most_about_twice_what_follows(most: int) -> Non
     for length in range(600, 40_000, 7) if most >= 8 else ():
         times = 2 if most == 12 else 4  # a place is missing between two
         assert 40_000 - kept.last(length) <= times * (40_000 - length) + 512
+
+
+def test_sequences_share_the_bytes_of_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has as many as fit its part: 12 at most, and 2 whatever they take."""
+    config = read_config(folder)
+    monkeypatch.setattr(plan_of_states, "CHECKPOINT_BYTES", 40 * plan_of_states.checkpoint_bytes(config, 4))
+    found = {number: plan_of_states.num_checkpoints(config, 4, number) for number in (1, 3, 4, 8, 30)}
+    assert found == {1: 12, 3: 12, 4: 10, 8: 5, 30: 2}
 
 
 # Whole models.

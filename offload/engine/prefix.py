@@ -218,7 +218,9 @@ class PrefixCache:
         worker, own = self._worker, self.tokens[: self._num_own]
         if (store := self._store_for(own)) is None:
             return 0
-        return store.keep(worker.rows, worker.window_rows, own, on_progress, worker.state_rows, worker.hidden, documents)
+        return store.keep(
+            worker.rows, worker.window_rows, own, on_progress, worker.state_rows, worker.hidden, documents
+        )
 
     def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns

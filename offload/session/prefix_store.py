@@ -142,9 +142,7 @@ class PrefixStore:
         stop, first = len(links) * self._page_tokens, 0 if windows is None else windows.first_page
         if windows is not None and first > self._conditions.first_seen(stop):
             return 0
-        needed = sum(self._most_nbytes(kind) for kind, _ in self._wanted(len(links), first))
-        needed += self._most_nbytes("states")
-        why = ""
+        needed, why = self._needed(len(links), first), ""
         try:
             identity = self._conditions.identity
             make_folder(self.root, self.path, model_name=identity.model_name, dtype=identity.dtype)
@@ -174,11 +172,21 @@ class PrefixStore:
         if kept:
             with contextlib.suppress(OSError):
                 note_documents(self.path, documents, self._conditions.links(tokens[:kept]))
-        if why and not self._has_told:
-            some = f"only the first {kept:,} tokens of what the model has read are kept" if kept else NOT_KEPT
-            self._on_note(f"{some}: {size(needed)} are needed, and {why}")
-            self._has_told = True
+        if why:
+            self._tell_once(kept, f"{size(needed)} are needed, and {why}")
         return kept
+
+    def _needed(self, count: int, first: int) -> int:
+        """The most bytes of the files with which a sequence can begin after `count` pages, windows' from `first` on."""
+        kinds = [kind for kind, _ in self._wanted(count, first)]
+        return sum(map(self._most_nbytes, (*kinds, "states", "hidden")))
+
+    def _tell_once(self, kept: int, why: str) -> None:
+        """Note that all but the first `kept` tokens of a prompt could not be kept."""
+        if not self._has_told:
+            some = f"only the first {kept:,} tokens of what the model has read are kept" if kept else NOT_KEPT
+            self._on_note(f"{some}: {why}")
+            self._has_told = True
 
     def _wanted(self, count: int, first: int) -> list[Key]:
         """The pages of `count` pages of tokens, in layers with a window from page `first` on."""

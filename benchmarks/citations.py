@@ -74,20 +74,21 @@ class Asked:
         """The citation of the passage around each chunk; None outside the document."""
         chunk, last = self.attended.chunk, len(self.masses.text)
         spans = [(max(best - BESIDE, 0), min(best + BESIDE + 1, last)) for best in range(last)]
-        passages = [Passage(start * chunk, stop * chunk, 0.0) for start, stop in spans]
+        passages = [Passage(start * chunk, stop * chunk, (1.0,) * (stop - start)) for start, stop in spans]
         return located(passages, self.tokens, [self.document], self.tokenizer)
 
     def by(self, scores: Tensor) -> list[Citation]:
         """The citations in the order of scores [C]."""
-        passages = ranked(scores, torch.zeros_like(scores), ASKED, chunk=self.attended.chunk, above=float("-inf"))
-        return self.cited(passages)
+        passages = ranked(scores, torch.ones_like(scores), ASKED, chunk=self.attended.chunk, above=float("-inf"))
+        found = located(passages, self.tokens, [self.document], self.tokenizer)
+        return [each for each in found if each is not None]
 
     def by_words(self, query: str) -> list[Citation]:
         scores = words.scores(query, ["" if each is None else each.text for each in self.windows])
         return self.by(torch.tensor(scores))
 
     def cited(self, passages: Sequence[Passage], answer: str = "") -> list[Citation]:
-        """The citations, in the order of the passages unless there is an answer whose words count, too."""
+        """The citations, in the order of their shares unless there is an answer whose words count, too."""
         return citations(passages, self.tokens, [self.document], self.tokenizer, answer)
 
     def is_cited(self, citation: Citation) -> bool:
@@ -131,10 +132,10 @@ RULES: dict[str, Callable[[Asked], list[Citation]]] = {
     "mass, sink left in": lambda asked: asked.by(asked.masses.text),
     "mass without the first chunk": lambda asked: asked.by(without_sink(asked.masses.text)),
     "mass less the baseline": lambda asked: asked.by(asked.masses.text - base(asked)),
-    "lift": lambda asked: asked.cited(asked.attended.passages(ASKED)),
+    "share": lambda asked: asked.cited(asked.attended.passages(ASKED)),
     "words of the answer": lambda asked: asked.by_words(asked.answer),
     "words of question and answer": lambda asked: asked.by_words(f"{asked.question.text} {asked.answer}"),
-    "lift and words of the answer": lambda asked: asked.cited(asked.attended.passages(ASKED), asked.answer),
+    "share and words of the answer": lambda asked: asked.cited(asked.attended.passages(ASKED), asked.answer),
 }
 
 

@@ -87,7 +87,7 @@ def test_json_has_what_is_wanted_and_no_more() -> None:
     def found(prompt: Prompt, wanted: Wanted) -> dict[str, Any]:
         answer, notes = answer_to(prompt, wanted), list[str]()
         score = TokenScore(97, -0.5, ((98, -1.0),))
-        answer.add(step("a", "stop", scores=(score,) if wanted.logprobs else (), passages=(Passage(0, 2, 0.25),)))
+        answer.add(step("a", "stop", scores=(score,) if wanted.logprobs else (), passages=(Passage(0, 2, (0.25,)),)))
         return answer.as_dict("stop", note=notes.append)
 
     plain = {"text": "a", "tokens": [97], "finish_reason": "stop"}
@@ -140,7 +140,7 @@ def test_an_answers_own_words_rank_its_citations() -> None:
     prompt = Prompt(list(map(ord, text)), (Document("d", text),))
     answer = answer_to(prompt, Wanted(max_tokens=9, sampling=SamplingParams(), cites=True))
     answer.add(step("Under "))
-    answer.add(step("the mat", "stop", passages=(Passage(0, 17, 0.5), Passage(17, len(text), 0.25))))
+    answer.add(step("the mat", "stop", passages=(Passage(0, 17, (0.5,)), Passage(17, len(text), (0.25,)))))
     assert [each.share for each in answer.citations or ()] == [0.25, 0.5]
 
 

@@ -310,7 +310,7 @@ def test_a_passage_is_named_by_document_and_lines() -> None:
     text = "".join(map(chr, prompt))
     late, early = text.rfind("key is under"), text.find("key is under")
     found = citations(
-        [Passage(late - 2, late + 16, 0.5), Passage(0, 8, 0.3), Passage(early - 2, early + 16, 0.2)],
+        [Passage(late - 2, late + 16, (0.5,)), Passage(0, 8, (0.3,)), Passage(early - 2, early + 16, (0.2,))],
         prompt, [other, twice], tokenizer, "",
     )  # fmt: skip
     assert [(each.document, each.first_line, each.last_line) for each in found] == [
@@ -319,16 +319,16 @@ def test_a_passage_is_named_by_document_and_lines() -> None:
     ]
     assert "key is under" in found[0].text
     end = text.find("<question>")
-    [over] = citations([Passage(end - 30, end + 10, 0.1)], prompt, [other, twice], tokenizer, "")
+    [over] = citations([Passage(end - 30, end + 10, (0.1,))], prompt, [other, twice], tokenizer, "")
     assert (over.document, over.last_line) == ("book.txt", 36)  # a passage that reaches over the document's end
     short = Document("short.txt", "Yes.\n")
     [all_of_it] = citations(
-        [Passage(0, 40, 0.1)], list(map(ord, f"<system of it>{short.text}<question>" * 2)), [short], tokenizer, ""
+        [Passage(0, 40, (0.1,))], list(map(ord, f"<system of it>{short.text}<question>" * 2)), [short], tokenizer, ""
     )
     assert (all_of_it.document, all_of_it.first_line, all_of_it.last_line) == ("short.txt", 1, 1)
     assert str(found[1]).startswith("book.txt, line 2 (20%): ")
     many = Document("many.txt", "one two three\nfour five six\nseven eight nine\n")
-    [lines] = citations([Passage(0, 60, 0.1)], list(map(ord, f"    {many.text}    ")), [many], tokenizer, "")
+    [lines] = citations([Passage(0, 60, (0.1,))], list(map(ord, f"    {many.text}    ")), [many], tokenizer, "")
     assert str(lines).startswith("many.txt, lines 1 to 3 (10%): one two three four")
 
 

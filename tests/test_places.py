@@ -16,7 +16,7 @@ from offload.errors import UsageError
 from triforce_cli.answering.citations import Citation, citations
 from triforce_cli.chat.conversation import Conversation
 from triforce_cli.documents import Document
-from triforce_cli.documents.places import Place, marked, shown, touched
+from triforce_cli.documents.places import Place, marked, place_at
 from triforce_cli.documents.reading import joined
 
 pytest.importorskip("pypdf")
@@ -43,7 +43,7 @@ class Letters:
 
 
 def cited(prompt: str, documents: list[Document], start: int, end: int) -> Citation:
-    [found] = citations([Passage(start, end, 0.5)], list(map(ord, prompt)), documents, Letters(), "")  # type: ignore[arg-type]
+    [found] = citations([Passage(start, end, (0.5,))], list(map(ord, prompt)), documents, Letters(), "")  # type: ignore[arg-type]
     return found
 
 
@@ -65,8 +65,7 @@ def test_headings_of_a_page_are_of_its_main_text(tmp_path: Path) -> None:
     )
     [read] = Heard().read(web_page(tmp_path / "a.html", content))
     assert begun(read.text, read.places) == [('"The sea and more"', "The sea"), ('"Hills"', "Hills")]
-    at = read.text.index("Before.")
-    assert shown(read.places, at, at + 7) == 'before "The sea and more"'
+    assert cited(f"    {read.text}", [read.document], 0, 15).place == 'before "The sea and more"'
 
 
 def test_headings_of_word_are_styles_and_outline_levels(tmp_path: Path) -> None:
@@ -143,12 +142,10 @@ def test_chapters_are_called_as_the_contents_call_them(tmp_path: Path) -> None:
     assert "table of contents is damaged, so chapters are called by their headings" in heard.notes[0]
 
 
-def test_a_passage_is_in_every_place_that_it_touches() -> None:
-    pages = tuple(Place("page", start, number) for number, start in enumerate((0, 10, 20), 1))
-    assert [shown(pages, *each) for each in ((0, 10), (9, 11), (10, 20), (25, 99))] == [
-        "p. 1", "p. 1 to p. 2", "p. 2", "p. 3",
-    ]  # fmt: skip
-    assert touched(pages, 5, 25) == pages
+def test_a_character_is_in_the_last_place_that_has_begun() -> None:
+    pages = tuple(Place("page", start, number) for number, start in enumerate((3, 10, 20), 1))
+    assert [place_at(pages, at) for at in (2, 3, 9, 10, 99)] == [None, pages[0], pages[0], pages[1], pages[2]]
+    assert place_at((), 0) is None
     long = str(Place("heading", 0, 1, "line\nbreak and \x1b[2J " * 20))
     assert long.startswith('"line break and \\u001b[2J line')
     assert len(long) < 80
@@ -171,7 +168,49 @@ def test_the_same_words_on_every_page_are_cited_by_the_page(tmp_path: Path) -> N
     ]
     [as_json] = {json.dumps(found[3].as_dict()["places"])}
     assert json.loads(as_json) == [{"kind": "page", "number": 4, "title": ""}]
-    assert str(found[3]).startswith("first.pdf, p. 4 (50%): reader, this head")
+    assert str(found[3]).startswith("first.pdf, p. 4 (50%): Dear reader, this head")
+
+
+PLACED = (
+    "Before.\nOne\nThe first fact is 11. It is old.\nTwo\nThe second fact is 22 and\nit is new.\nThree\nThe last one."
+)
+
+
+def placed(kind: Any) -> Document:
+    starts = [PLACED.index(title) for title in ("One", "Two", "Three")]
+    return Document("d", PLACED, tuple(Place(kind, at, number, f"No {number}") for number, at in enumerate(starts, 1)))
+
+
+@pytest.mark.parametrize(
+    ("shares", "place", "text"),
+    [
+        ((0.4, 0.1, 0.1), '"No 1"', "The first fact is 11. It is old."),
+        ((0.1, 0.2, 0.1), '"No 2"', "Two\nThe second fact is 22 and\nit is new."),
+        ((0.1, 0.1, 0.5), '"No 3"', "Three\nThe last one."),
+    ],
+)
+def test_a_passage_over_several_places_is_cited_by_the_one_that_has_most_of_its_share(
+    shares: tuple[float, ...], place: str, text: str
+) -> None:
+    """It was named by all of them ("32. ..." to "34. ..."), and began in the middle of a word."""
+    document, start = placed("heading"), PLACED.index("fact is 11") - 4
+    whole = f"{PLACED}\nWhy is it so?"
+    [found] = citations([Passage(start, len(PLACED) + 4, shares)], list(map(ord, whole)), [document], Letters(), "")  # type: ignore[arg-type]
+    assert (found.place, found.text) == (place, text)
+    assert [each["number"] for each in found.as_dict()["places"]] == [int(place[-2])]
+    assert shares[0] / 9 < found.share < sum(shares)  # without what fell on other places, and on the question
+
+
+def test_a_sentence_over_a_page_break_is_cited_whole() -> None:
+    text = "A first page. It says that the\n\nlimit is 40. Another."
+    document = Document("d", text, (Place("page", 0, 1), Place("page", text.index("limit"), 2)))
+    found = cited(text, [document], text.index("limit") - 4, text.index("40") + 8)
+    assert (found.place, found.text) == ("p. 2", "limit is 40.")  # the blank line between pages begins a sentence
+    wrapped = text.replace("\n\n", "\n")
+    wide = Document("d", f"{wrapped}\n", (Place("page", 0, 1), Place("page", wrapped.index("limit"), 2)))
+    found = cited(wide.text, [wide], wrapped.index("limit") - 4, wrapped.index("40") + 8)
+    assert found.place == "p. 2"
+    assert found.text.endswith("limit is 40.")
 
 
 @pytest.mark.parametrize("change", [str.strip, partial(unicodedata.normalize, "NFD"), lambda text: text[1:]])

@@ -33,20 +33,10 @@ class Place:
         return f'"{title if len(title) <= _WIDTH else f"{title[:_WIDTH]} ..."}"' if title else f"chapter {self.number}"
 
 
-def touched(places: Sequence[Place], start: int, end: int) -> tuple[Place, ...]:
-    """The places that the characters `start` to `end` of a text are in, in order; `places` is in order, too."""
-    starts = [place.start for place in places]
-    first, last = (bisect_right(starts, at) for at in (start, max(start, end - 1)))
-    return tuple(places[max(first - 1, 0) : last])
-
-
-def shown(places: Sequence[Place], start: int, end: int) -> str:
-    """Where the characters `start` to `end` of a text are: "p. 4", or "p. 4 to p. 5"; `places`: at least one."""
-    found = touched(places, start, end)
-    if not found:
-        return f"before {places[0]}"
-    first, last = str(found[0]), str(found[-1])
-    return first if first == last else f"{first} to {last}"
+def place_at(places: Sequence[Place], at: int) -> Place | None:
+    """The place that character `at` of a text is in, None before the first one; `places` is in order."""
+    number = bisect_right([place.start for place in places], at)
+    return places[number - 1] if number else None
 
 
 def marked(text: str, places: Sequence[Place]) -> str:

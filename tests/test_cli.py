@@ -118,7 +118,7 @@ class TestInterrupt:
         assert (out, err) == (b"", b"")
 
     def test_of_json_gives_the_object_with_what_came(self, model):
-        script = {"pieces": ["partial"], "hang": True, "notes": ["ready"], "line_seconds": 0}
+        script = {"pieces": ["partial"], "hang": True, "notes": ["ready"], "tells": True}
         with fork("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
             self.wait_for(process, b"decode")
             out, _ = self.interrupted(process)
@@ -128,9 +128,9 @@ class TestInterrupt:
         assert document["stats"]["output_tokens"] == 1
 
     def test_before_the_first_token_gives_json_too(self, model):
-        script = {"ticks": 2000, "tick_seconds": 0.1, "line_seconds": 0}
+        script = {"ticks": 2000, "tick_seconds": 0.1, "tells": True}
         with fork("--model", model, "--prompt", "x", "--json", script=script, **PIPES) as process:
-            self.wait_for(process, b"load: ")
+            self.wait_for(process, b"load")
             out, err = self.interrupted(process)
         assert b"Traceback" not in err
         document = json.loads(out)
@@ -144,9 +144,9 @@ class TestInterrupt:
         assert b"acceptance" in err
 
     def test_before_the_first_token_prints_no_empty_table(self, model):
-        script = {"pieces": [], "hang": True, "line_seconds": 0}
+        script = {"pieces": [], "hang": True, "tells": True}
         with fork("--model", model, "--prompt", "x", "--stats", script=script, **PIPES) as process:
-            self.wait_for(process, b"prefill: 1 tokens in")
+            self.wait_for(process, b"decode")
             _, err = self.interrupted(process)
         assert err == b""
 

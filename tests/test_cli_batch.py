@@ -306,10 +306,11 @@ class TestOnTheStandIn:
         run(*args)
         whole = out.read_text().splitlines(keepends=True)
         out.write_text(whole[0])
-        with fork(*args, script={"pieces": ["half"], "hang": True}, stderr=subprocess.PIPE) as process:
+        script = {"pieces": ["half"], "hang": True, "tells": True}
+        with fork(*args, script=script, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None
             until(process, b"1 of 3 results are in")
-            until(process, b"tokens in")  # the prefill is done
+            until(process, b"prefill done")
             process.send_signal(signal.SIGINT)
             _, err = process.communicate()
         assert process.returncode == 130

@@ -7,7 +7,8 @@ the last step; hang: after the pieces, run until interrupted; endless: repeat th
 this error ("DoesNotFit", ...) after the pieces;
 load_fail: raise it at load; ticks: progress calls of each stage, load_ticks and prefill_ticks of one; tick_seconds:
 between two of them; pretended: time passes in these pauses alone, and they take none (in a fork); line_seconds: before
-a stage's first line of progress where there is no terminal.
+a stage's first line of progress where there is no terminal; tells: lines on standard error where a stage begins and is
+done, and "decode" once all pieces were taken.
 """
 
 from __future__ import annotations
@@ -202,6 +203,7 @@ class Engine:
         if "fail" in SCRIPT:
             raise _error(SCRIPT["fail"])
         if "hang" in SCRIPT:
+            _tell("decode")
             _pause(3600)
 
     def keep(
@@ -275,8 +277,15 @@ def _tick(stage: str, total: int, unit: str, on_progress: Callable[[Progress], N
     ticks = SCRIPT.get(f"{stage}_ticks", SCRIPT.get("ticks", 2))
     for tick in range(ticks + 1 if ticks else 0):
         on_progress(Progress(stage, total * tick // ticks, total, unit))
+        _tell(stage if tick == 0 else f"{stage} done" if tick == ticks else "")
         if tick < ticks:
             _pause(SCRIPT.get("tick_seconds", 0.0))
+
+
+def _tell(line: str) -> None:
+    if line and SCRIPT.get("tells"):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def _pause(seconds: float) -> None:

@@ -371,3 +371,30 @@ def test_missing_embedded_model_ends_with_4(monkeypatch, tmp_path, capfd):
 def test_home_is_expanded_in_a_model_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert choose_models(Path("~"), None).target == tmp_path
+
+
+@pytest.mark.parametrize("words", [(), ("ask",), ("log", "ls"), ("models",)])
+def test_a_short_option_shows_the_help(words, triforce):
+    assert triforce(*words, "-h") == triforce(*words, "--help")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("run", "llama3"), "'run' in triforce; try 'triforce chat' or 'triforce ask' or 'triforce generate'\n"),
+        (("list",), "'list' in triforce; try 'triforce models'\n"),
+        (("ps",), "'ps' in triforce; try 'triforce serve' or 'triforce models'\n"),
+        (("help",), "'help' in triforce; try 'triforce --help'\n"),
+        (("help", "ask"), "'help' in triforce; try 'triforce ask --help'\n"),
+        (("models", "list"), "'list' in triforce models; try 'triforce models'\n"),
+        (("log", "list"), "'list' in triforce log; try 'triforce log ls' or 'triforce log show'\n"),
+        (("store", "rm"), "'rm' in triforce store; try 'triforce store clear'\n"),
+    ],
+)
+def test_a_command_as_other_programs_call_it_is_refused_with_ours(args, said, triforce):
+    """They were no such command, and that was all."""
+    assert triforce(*args) == (2, "", f"error: there is no command {said}")
+
+
+def test_an_unknown_command_that_no_program_has_is_refused_as_before(triforce):
+    assert triforce("modles")[2].startswith("error: no such command 'modles'. Did you mean 'models'?\n")

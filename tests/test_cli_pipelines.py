@@ -211,7 +211,7 @@ class TestOutputFile:
 
     def test_what_came_before_an_interrupt_is_kept_and_said(self, model, tmp_path):
         file = tmp_path / "out.txt"
-        script = {"pieces": ["half"], "hang": True}
+        script = {"pieces": ["half"], "hang": True, "tells": True}
         args = ("--model", model, "--prompt", "x", "-o", str(file))
         with fork(*args, script=script, stderr=subprocess.PIPE) as process:
             assert process.stderr is not None

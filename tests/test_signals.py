@@ -54,7 +54,7 @@ def test_text_so_far_is_kept(args, number: signal.Signals) -> None:
 
 @ASKED
 def test_json_holds_what_came(args, number: signal.Signals) -> None:
-    script = {"pieces": ["partial"], "hang": True}
+    script = {"pieces": ["partial"], "hang": True, "tells": True}
     with fork(*args, "--json", "--stats", script=script, **PIPES) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith(b"decode"):
@@ -69,7 +69,7 @@ def test_json_holds_what_came(args, number: signal.Signals) -> None:
 @EVERY
 @pytest.mark.parametrize("stage", ["load", "prefill"])
 def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stage: str) -> None:
-    with fork(*args, script={f"{stage}_ticks": 2000, "tick_seconds": 0.1}, **PIPES) as process:
+    with fork(*args, script={f"{stage}_ticks": 2000, "tick_seconds": 0.1, "tells": True}, **PIPES) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith(stage.encode()):
             pass
@@ -146,7 +146,7 @@ def test_a_terminal_gets_its_cursor_and_its_line_back(args, number: signal.Signa
 
 def test_more_signals_at_any_distance_change_nothing(args) -> None:
     """Ctrl-C twice ended in a traceback or in death by the signal, with half of the answer."""
-    script = {"pieces": ["partial"], "hang": True}
+    script = {"pieces": ["partial"], "hang": True, "tells": True}
     moments = ((0.0, signal.SIGINT), (0.02, signal.SIGTERM), (0.1, signal.SIGINT))
     processes = [fork(*args, "--json", script=script, **PIPES) for _ in moments]
     for process, (seconds, second) in zip(processes, moments, strict=True):

@@ -156,7 +156,7 @@ def show(
 @spread
 def rm(
     numbers: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="As in triforce log ls.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ID", help="As in triforce log ls.", show_default=False)
     ] = None,
     *,
     all: All = False,

@@ -27,7 +27,7 @@ store = typer.Typer(
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME]...", help="Models or documents, as store show names them.", show_default=False),
+    typer.Argument(metavar="NAME", help="Models or documents, as store show names them.", show_default=False),
 ]
 
 

@@ -102,7 +102,7 @@ class TestRecords:
             ('{"prompt": "x", "meta": {"a": {"b": 1, "b": 1}}}', "a field occurs twice: 'b'"),
             ('{"prompt": "x", "temperature": -1}', "line 2: temperature is -1"),
             ('{"prompt": "x", "top_k": 1.5}', "top_k is 1.5; it must be a whole number"),
-            ('{"prompt": "x", "seed": "1"}', 'seed is "1"; it must be a whole number or null'),
+            ('{"prompt": "x", "seed": "1"}', 'seed is "1"; it must be a whole number of 64 bits or null'),
             ('{"prompt": "x", "stop": [""]}', "stop is"),
             ('{"prompt": "x", "id": 1.5}', "id is 1.5; it must be a text or a whole number"),
             ('{"prompt": "x", "meta": 1}', "meta is 1; it must be an object"),

@@ -22,9 +22,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
+from models import GREEDY, Sizes, byte_tokenizer, random_model, save, tiny_engine, tiny_plan
 from offload import files
 from offload.bench import measure, reference
+from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences, _Running
@@ -46,7 +47,7 @@ from test_architecture import sources
 from triforce_cli import consent, inputs, outfile
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
-from triforce_cli.chat import background, reader
+from triforce_cli.chat import background, reader, steps
 from triforce_cli.documents import reading, selection
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.selection import Named
@@ -263,6 +264,17 @@ def progress() -> Progress:
     return Progress("load", 1, 2, "bytes")
 
 
+def render(place: Place, turn: Turn) -> None:
+    place.patch.setattr(steps, "_STEPS_PER_LOOK", 1)
+    with steps.limited_steps():
+        endlessly(turn, lambda: None)
+
+
+def encode(place: Place, turn: Turn) -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    endlessly(turn, lambda: tokenizer.encode("x"))
+
+
 QUIET = Output(quiet=True)
 LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.model.level.Level.run": passes,
@@ -287,6 +299,8 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "triforce_cli.documents.reading.read_documents": read_files,
     "triforce_cli.batch.records._read": read_lines,
     "triforce_cli.chat.background.BackgroundWork._join": work_ahead,
+    "triforce_cli.chat.steps.limited_steps.step": render,
+    "offload.decode.tokenizer.Tokenizer._encoded": encode,
     "triforce_cli.output.Output.wait": lambda place, turn: endlessly(turn, lambda: QUIET.wait("it")),
     "triforce_cli.output.Output.progress": lambda place, turn: endlessly(turn, lambda: QUIET.progress(progress())),
     "triforce_cli.output.Output.report": lambda place, turn: endlessly(turn, lambda: QUIET.report("it", 1, 2)),

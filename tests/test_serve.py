@@ -36,6 +36,7 @@ from served import (
     until,
 )
 from test_cli_fake import Step
+from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.options import Layout
 from triforce_cli.apis.api import ApiError, Event
 from triforce_cli.apis.table import api_of
@@ -44,6 +45,7 @@ from triforce_cli.batch.records import Record
 from triforce_cli.serve import app, guard, http, load, replies, scheduler
 from triforce_cli.serve.http import listening_socket
 from triforce_cli.serve.job import Finish, Job, Piece
+from triforce_cli.serve.spoken import Spoken
 
 T = TypeVar("T")
 
@@ -84,7 +86,7 @@ def test_every_api_answers_whole_and_as_a_stream(client: Client) -> None:
         wholes = [client.ask(path, body | {"stream": stream}) for stream in (False, True)]
         assert [whole.status for whole in wholes] == [200, 200]
         assert wholes[1].headers["content-type"].startswith("text/event-stream")
-        assert wholes[1].headers["cache-control"] == "no-cache"
+        assert [wholes[1].headers[name] for name in ("cache-control", "x-accel-buffering")] == ["no-cache", "no"]
         told = CLIENTS[path](wholes[1].events)
         said = [_said_by(path, whole) for whole in (wholes[0].body, told)]
         assert said == [("It rains", "" if path == TEXT else "hm so")] * 2
@@ -287,6 +289,26 @@ def test_scores_of_hidden_thoughts_are_hidden() -> None:
     assert [each["text"] for each in said.scores] == ["Yes"]
     ended = telling.end(Finish("stop", Stats()))[1]
     assert [each["text"] for each in ended.scores] == ["Yes"]
+
+
+def test_a_pass_that_ends_the_thoughts_counts_as_text() -> None:
+    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
+    telling = replies.Telling(job)
+    for piece in (Piece("", "hm", 3, ()), Piece("Yes", " so", 4, ()), Piece(" it is", "", 5, ())):
+        telling.add(piece)
+    usage = telling.end(Finish(False, Stats()))[1].usage
+    assert (usage.answer, usage.thoughts) == (12, 3)
+
+
+def test_a_mark_within_an_argument_begins_no_call() -> None:
+    """Of a call without marks, which the whole reply is: its text was told up to there."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    bare = '{"name": "f", "arguments": {"a": "<tool_call> x"}}'
+    for text, told in ((bare, ""), ("I ask. " + CALL, "I ask. ")):
+        spoken = Spoken(Calls(tools, "<tool_call>"))
+        pushed = "".join(spoken.push(letter) for letter in text)
+        rest, calls = spoken.end()
+        assert (pushed + rest, [call["name"] for call in calls]) == (told, ["f"])
 
 
 # The queue

@@ -6,6 +6,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,10 @@ def test_bodies_are_bounded_each_and_together() -> None:
     assert [status(shares[-1], FREE), status(shares[-1], MOST_BYTES - FREE)] == [200, 503]  # small ones come
     shares[0].end()
     assert [status(shares[-1], count) for count in (MOST_BYTES - FREE, 1)] == [200, 413]
-    for share in shares[1:]:
+    shares[1].end()
+    in_pieces = whole.begin("10.0.0.99")
+    assert {status(in_pieces, MOST_BYTES // 32) for _ in range(32)} == {200}  # its own bytes are not those of others
+    for share in (in_pieces, *shares[2:]):
         share.end()
     assert (whole.num_bytes, len(whole._of_address)) == (0, 0)
 
@@ -120,9 +125,23 @@ def test_requests_over_the_limit_are_refused_and_health_is_not(monkeypatch: pyte
         assert server.client.chat("hi there").said == "hi there"
 
 
+def test_patience_with_a_client_ends_when_it_takes_what_was_sent() -> None:
+    cancelled: list[str] = []
+    patient: Any = object.__new__(http.Patient)
+    patient.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
+    patient.transport = SimpleNamespace(abort=lambda: None)
+    timer = SimpleNamespace(cancel=lambda: cancelled.append("timer"))
+    patient.loop = SimpleNamespace(call_later=lambda seconds, abort: timer)
+    patient.pause_writing()
+    assert not cancelled
+    patient.resume_writing()
+    assert cancelled == ["timer"]
+
+
 def test_connections_that_are_idle_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 of them gave everybody 503 for 75 s."""
     monkeypatch.setattr(http, "MOST_OF_ADDRESS", 8)
+    monkeypatch.setattr(http, "HEADER_SECONDS", 3600.0)
     with Server() as server, busy(server) as (under_way,), ExitStack() as stack:
         idle = [stack.enter_context(server.client.connect()) for _ in range(40)]
         for number, connection in enumerate(idle):
@@ -137,6 +156,7 @@ def test_connections_that_are_idle_make_room(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_connection_whose_request_was_answered_lately_is_not_the_first_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MOST_OF_ADDRESS", 3)
+    monkeypatch.setattr(http, "HEADER_SECONDS", 3600.0)
     with Server() as server, ExitStack() as stack:
         first, second, third = (stack.enter_context(server.client.connect()) for _ in range(3))
         until(lambda: len(server._http._server.server_state.connections) == 3)
@@ -151,6 +171,7 @@ def test_a_connection_whose_request_was_answered_lately_is_not_the_first_to_go(m
 
 def test_connections_of_others_make_room_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(http, "HEADER_SECONDS", 3600.0)
     with Server() as server, ExitStack() as stack:
         idle = [_from(stack, server.client.port, f"127.0.0.{number + 2}") for number in range(9)]
         assert server.client.ask("/health").status == 200

@@ -203,14 +203,14 @@ def test_a_poll_ends_work_for_which_nobody_waits() -> None:
 @pytest.mark.parametrize("work", ["template", "tokenizer"])
 def test_a_template_and_a_tokenizer_poll(work: str) -> None:
     """A template's own errors are refusals of its messages; the end of the work is none."""
-    found, looks = tokenizer(ENDLESS), iter([False])
+    chat_format, looks = ChatFormat(tokenizer(), "chatml"), iter([False])
+    chat_format.template = ENDLESS
 
     def render_or_encode() -> None:
         if work == "template":
-            chat_format = ChatFormat(found, "chatml")
-            chat_format.template = ENDLESS
             chat_format._rendered(said(1), {}, str)
-        found.encode("x")
+        else:
+            chat_format.tokenizer.encode("x")
 
     with pytest.raises(Abandoned), abandoned_if(lambda: next(looks, True)):
         render_or_encode()

@@ -87,14 +87,14 @@ class Ended:
 
 
 class Reply(Protocol):
-    """A reply to one request. A stream is `begin`, `add` for each piece, `wait` where there is none for
+    """A reply to one request. A stream is `begin`, `add` for each piece, `keep_alive` where there is none for
     long, then `end` or `fail`."""
 
     def begin(self, usage: Usage) -> Iterable[Event]:
         """usage: before anything was computed."""
         ...
 
-    def wait(self) -> Iterable[Event]:
+    def keep_alive(self) -> Iterable[Event]:
         """The events that say only that the stream goes on: many clients count events, and no comments."""
         ...
 

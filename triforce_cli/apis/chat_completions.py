@@ -53,7 +53,7 @@ class ChatReply:
     def begin(self, usage: Usage) -> Iterator[Event]:
         yield self._chunk({"role": "assistant", "content": ""})
 
-    def wait(self) -> Iterator[Event]:
+    def keep_alive(self) -> Iterator[Event]:
         yield self._chunk({})
 
     def add(self, said: Said) -> Iterator[Event]:

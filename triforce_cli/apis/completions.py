@@ -76,7 +76,7 @@ class CompletionReply:
         if self._echo:
             yield self._chunk(self._echo)
 
-    def wait(self) -> Iterator[Event]:
+    def keep_alive(self) -> Iterator[Event]:
         yield self._chunk("")
 
     def add(self, said: Said) -> Iterator[Event]:

@@ -123,7 +123,7 @@ class MessageReply:
     def begin(self, usage: Usage) -> Iterator[Event]:
         yield _event("message_start", message=self._object([], _usage(usage)))
 
-    def wait(self) -> Iterator[Event]:
+    def keep_alive(self) -> Iterator[Event]:
         yield _event("ping")
 
     def add(self, said: Said) -> Iterator[Event]:

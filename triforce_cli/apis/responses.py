@@ -99,7 +99,7 @@ class ResponseReply:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._object("in_progress"))
 
-    def wait(self) -> Iterator[Event]:
+    def keep_alive(self) -> Iterator[Event]:
         yield self._event("response.in_progress", response=self._object("in_progress", output=self._output))
 
     def add(self, said: Said) -> Iterator[Event]:

@@ -95,7 +95,7 @@ async def events(
         found = reply.add(telling.add(report)) if isinstance(report, Piece) else ()
         news = [str(event) for event in found]
         if not news and (now := clock()) - told >= QUIET_SECONDS:  # text may be held back for long
-            news = [str(event) for event in reply.wait()]
+            news = [str(event) for event in reply.keep_alive()]
         if news:
             sent = told = clock()
         elif isinstance(report, Progress) and now - sent >= _PROGRESS_SECONDS:

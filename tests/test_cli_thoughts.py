@@ -302,7 +302,7 @@ def test_earlier_calls_are_texts_where_the_template_has_no_place_for_them(trifor
     told = [asked, {"role": "assistant", "content": json.dumps(CALL)}, {"role": "user", "content": "12"}]
     lines = [{"messages": [asked, called, {"role": "tool", "content": "12"}]}, {"messages": told}]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    loud = [option for option in COMMON if option != "--quiet"]
+    loud = [option for option in COMMON if option != "-q"]
     code, out, err = triforce("generate", "--input-jsonl", str(tmp_path / "in"), "--model", model, *loud)
     assert code == 0, err
     found = [json.loads(line)["stats"]["prompt_tokens"] for line in out.splitlines()]

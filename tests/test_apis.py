@@ -408,13 +408,14 @@ def test_earlier_messages_of_a_response_are_taken_as_they_are() -> None:
             {"type": "refusal", "refusal": "No."}, {"type": "of_tomorrow"},
             {"type": "output_text", "text": " Yes.", "annotations": [{"type": "url_citation"}], "logprobs": []}]},
         {"role": "assistant", "content": None},
+        {"role": "assistant", "content": [{"type": "of_yesterday"}]},
         *HI,
     ]  # fmt: skip
     found = RESPONSES.fields({"input": items}, notes.append)["messages"]
     assert [message["content"] for message in found] == [
-        "See [input_image left out: only text can be read]", "No. Yes.", "", "hi",
+        "See [input_image left out: only text can be read]", "No. Yes.", "", "", "hi",
     ]  # fmt: skip
-    assert [note.split('"')[1] for note in notes] == ["input_image", "of_tomorrow"]
+    assert [note.split('"')[1] for note in notes] == ["input_image", "of_tomorrow", "of_yesterday"]
 
 
 def test_blocks_that_other_tools_left_are_taken_or_left_out_with_a_note() -> None:
@@ -437,7 +438,7 @@ def test_blocks_that_other_tools_left_are_taken_or_left_out_with_a_note() -> Non
             {"type": "text", "text": "a"}, {"type": "image", "source": {}},
             {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}}]}]},
         {"role": "assistant", "content": None},
-        {"role": "assistant", "content": []},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "y"}]},
         *HI,
     ]  # fmt: skip
     found = MESSAGES.fields({"messages": blocks, "max_tokens": 1}, notes.append)["messages"]
@@ -447,6 +448,7 @@ def test_blocks_that_other_tools_left_are_taken_or_left_out_with_a_note() -> Non
     ]  # fmt: skip
     assert [note.split('"')[1] for note in notes] == [
         "image", "redacted_thinking", "server_tool_use", "web_search_tool_result", "image",
+        "redacted_thinking",
     ]  # fmt: skip
     assert found[1]["tool_calls"] == [called("f", {}, "c")]  # type: ignore[arg-type]
 

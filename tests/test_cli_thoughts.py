@@ -295,13 +295,26 @@ def test_calls_are_in_json_beside_thoughts(
     assert "line 1 (id 1): 1 of 2 tool calls cannot be read" in err
 
 
+def test_earlier_calls_are_texts_where_the_template_has_no_place_for_them(triforce: Triforce, tmp_path: Path) -> None:
+    """A conversation that another model had begun was refused."""
+    model = str(model_that_says(REPLY, tmp_path / "model", special=True, template=TEMPLATE))
+    asked, called = {"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": CALL}]}
+    told = [asked, {"role": "assistant", "content": json.dumps(CALL)}, {"role": "user", "content": "12"}]
+    lines = [{"messages": [asked, called, {"role": "tool", "content": "12"}]}, {"messages": told}]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
+    loud = [option for option in COMMON if option != "-q"]
+    code, out, err = triforce("generate", "--input-jsonl", str(tmp_path / "in"), "--model", model, *loud)
+    assert code == 0, err
+    found = [json.loads(line)["stats"]["prompt_tokens"] for line in out.splitlines()]
+    assert found[0] == found[1]
+    assert re.search(r"line 1 \(id 1\): earlier tool calls and their results are written as text", err), err
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}, "has no place for tools"),
         ({"messages": [{"role": "user", "content": "a"}], "template_args": {"x": 1}}, "has no place for x"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": CALL}]}]},
-         "has no place for tool_calls"),
         ({"messages": [{"role": "odd", "content": "a"}]}, "template refuses these messages .an odd role"),
         ({"prompt": "a", "tools": [TOOL]}, "tools is for a chat template"),
         ({"prompt": "a", "thinking": "off"}, "thinking is for a chat template"),

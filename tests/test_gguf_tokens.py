@@ -105,6 +105,17 @@ def test_a_word_of_html_is_no_end_in_gemma_4(tmp_path: Path, has_tools: bool) ->
     assert Tokenizer.from_folder(path).decode([257]) == ("</s>" if has_tools else "")
 
 
+def test_suppressed_tokens_of_a_file(tmp_path: Path) -> None:
+    """They were drawn. A table's padding has no token."""
+    folder, path = save(random_model(vocab_size=258), tmp_path), tmp_path / "model.gguf"
+    write_gguf(
+        folder, path, change=lambda writer: writer.add_array("tokenizer.ggml.suppress_tokens", [7, 2, 7, 258, -1])
+    )
+    assert read_config(path).suppressed == (7, 2)
+    write_gguf(folder, path)
+    assert read_config(path).suppressed == ()
+
+
 def test_tokens_end_a_reply_by_their_texts(tmp_path: Path) -> None:
     """Bug: a file that names the end of a text alone ran on past the end of a turn, which llama.cpp knows by its
     text. What ends a file of code does so where the file names no other token for it."""

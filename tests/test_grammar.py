@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jsonschema
 import pytest
@@ -28,10 +29,41 @@ from constrained import (
 )
 from offload.decode.constraint import Constraint
 from offload.decode.grammar import Grammar
-from offload.decode.grammar_tokenizer import spellings
+from offload.decode.grammar_tokenizer import Vocabulary, spellings
 from offload.decode.tokenizer import Tokenizer
 
 WALKS = 2
+
+
+class TwoOfOneText:
+    """A tokenizer that has two tokens for A and for AB, and writes another text than it is given."""
+
+    def vocabulary(self) -> dict[str, int]:
+        letters = {chr(code): code for code in range(0x20, 0x7F)}
+        return letters | {"AB": 300, "<A>": 301, "<AB>": 302}
+
+    def added_tokens(self, *, special: bool) -> dict[str, int]:
+        return {}
+
+    def characters(self) -> TwoOfOneText:
+        return self
+
+    def bytes_of(self, written: str) -> bytes:
+        return (written.strip("<>") or written).encode()
+
+    def join(self, strings: list[str]) -> str:
+        return "".join(strings)
+
+    def encode_piece(self, text: str) -> list[int]:
+        return [0x20]
+
+
+def test_of_two_tokens_with_one_text_the_first_is_written_and_both_are_allowed() -> None:
+    """As where a vocabulary has a byte's token beside the letter's."""
+    tokenizer: Any = TwoOfOneText()
+    vocabulary = Vocabulary(tokenizer, 303, [299])
+    assert vocabulary("ABA") == [300, ord("A")]
+    assert (vocabulary.tokens[302], vocabulary.tokens[301]) == (b"AB", b"A")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -196,6 +196,39 @@ def test_echo_begins_with_the_prompt(client: Client) -> None:
         assert whole["choices"][0]["text"] == "a ba b"
 
 
+def test_the_log_says_which_parts_of_a_request_are_left_out(server: Server, client: Client) -> None:
+    """Once for each request, and not all of a long conversation's."""
+    before = len(server.notes)
+    items = [{"type": "web_search_call", "id": str(number)} for number in range(6)]
+    assert client.ask(RESPONSES, {"input": [*items, {"role": "user", "content": "hi"}]}).status == 200
+    said = server.notes[before:]
+    assert [note.partition(": ")[2].partition(" of ")[0] for note in said] == [
+        *(f"item {number}" for number in range(1, 5)), "2 more such parts",
+    ]  # fmt: skip
+    assert {note.split()[0] for note in said} == {RESPONSES}
+    assert client.chat("hi").said == "hi"
+    assert len(server.notes) == before + 5
+
+
+def test_a_message_names_the_stop_sequence_that_ended_it(server: Server, client: Client) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.model, "steps", lambda text: iter([Step("One ", [1], "stop", stop="END")]))
+        for stream in (False, True):
+            reply = client.ask(MESSAGES, request("x", max_tokens=9, stop_sequences=["END"], stream=stream))
+            whole = CLIENTS[MESSAGES](reply.events) if stream else reply.body
+            assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "END")
+
+
+@pytest.mark.parametrize("text", ["`read` is it", "[1] says so", "f is a function", '{"a": 1} is it'])
+def test_an_answer_that_begins_as_a_call_might_streams(client: Client, text: str) -> None:
+    """It came whole at its end, once it had begun with a backtick."""
+    events = client.chat(text, tools=[TOOL], stream=True).events
+    deltas = [choice["delta"] for _, data in events if data != "[DONE]" for choice in data["choices"]]
+    pieces = [delta["content"] for delta in deltas if delta.get("content")]
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+
+
 def test_models_are_listed_under_each_name(client: Client) -> None:
     listed = client.ask("/v1/models").body
     assert [model["id"] for model in listed["data"]] == ["tiny", "other"]

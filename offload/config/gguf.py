@@ -35,7 +35,7 @@ def gguf_config(header: Header) -> ModelConfig:
     config = config_of(_fields(header, architecture), name=str(header.path))
     if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
         config = replace(config, next_token=None)
-    config = _stacked(with_factors(values, config), header)
+    config = replace(_stacked(with_factors(values, config), header), suppressed=values.suppressed())
     if architecture.neighbours:
         config = with_rope(config, neighbours=True)
     if architecture.has_one:

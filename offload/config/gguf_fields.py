@@ -77,6 +77,11 @@ class Metadata(Fields):
         """Ids of the tokens that end a reply."""
         return end_ids(self._tokens(), self.header.items(f"{_TOKENS}tokens") or (), self._num_tokens())
 
+    def suppressed(self) -> tuple[int, ...]:
+        """Ids of the tokens that are never drawn; ids without a token are left out."""
+        ids = self.header.items(f"{_TOKENS}suppress_tokens") or ()
+        return tuple(dict.fromkeys(i for i in ids if type(i) is int and 0 <= i < self._num_tokens()))
+
     def token_notes(self) -> list[str]:
         """Notes for the user on special tokens that are named but not in the vocabulary."""
         return notes(self._tokens(), self._num_tokens())

@@ -13,8 +13,11 @@ class AnswerPlace(Protocol):
     """The place of the answer in a reply with thoughts, as far as its text has come. is_open: whether it is not known
     yet if the text so far is part of it. answer_from: the index of the answer that the text ends with, or None."""
 
-    is_open: bool
-    answer_from: int | None
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def answer_from(self) -> int | None: ...
 
     def push(self, text: str, named: Sequence[int]) -> object:
         """More text. named: the indices in it of tokens that are written by name."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from offload.errors import UsageError
-from triforce_cli.answering.calls import Call
+from triforce_cli.answering.call_forms import Call
 from triforce_cli.chat.messages import Note
 
 PLACE = "the request"  # its name in messages

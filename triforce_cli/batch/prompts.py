@@ -12,7 +12,8 @@ from offload.decode.sampling import SamplingParams
 from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.batch.records import Record
-from triforce_cli.chat.tools import check_variables
+from triforce_cli.chat.adaptations import with_calls_as_texts
+from triforce_cli.chat.tools import check_variables, has_place
 from triforce_cli.documents import Document
 from triforce_cli.engine import Prepared
 
@@ -50,10 +51,11 @@ class Prompts:
         if record.messages is None:
             tokens = self._prepared.prompt_tokenizer.encode(record.prompt)
             return Prompt(array("i", tokens), (Document("prompt", record.prompt),))
-        found = self._format(record.wanted)
-        calls = ("tool_calls",) if record.messages.have_calls else ()
-        check_variables(found.template, [*record.variables, *calls])
-        prompt = found.prompt_of_messages(record.messages, {**(defaults or {}), **record.variables})
+        found, messages = self._format(record.wanted), record.messages
+        check_variables(found.template, [*record.variables])
+        if messages.have_calls and not has_place(found.template, "tool_calls"):
+            messages = with_calls_as_texts(messages)
+        prompt = found.prompt_of_messages(messages, {**(defaults or {}), **record.variables})
         if (sampling := prompt.sampling(record.wanted)) != record.wanted.sampling:
             self._check_sampling(sampling)
         return replace(prompt, tokens=array("i", prompt.tokens))

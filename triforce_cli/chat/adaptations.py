@@ -3,6 +3,7 @@ order, or with fewer borders."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,25 @@ def adaptations(messages: Messages) -> Iterator[Messages]:
             if said not in tried:
                 tried.append(said)
                 yield replace(stage, said=said)
+
+
+def with_calls_as_texts(messages: Messages) -> Messages:
+    """The messages for a chat template without a place for tool calls: calls are text of the assistant's, results of
+    the user's."""
+    note = "earlier tool calls and their results are written as text: the model's chat template has no place for them"
+    return replace(messages, said=tuple(map(_with_calls_as_text, messages.said)), notes=(*messages.notes, note))
+
+
+def _with_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message["role"] == "tool":
+        return {**message, "role": "user"}
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [{name: function[name] for name in ("name", "arguments")} for function in functions]
+    texts = [message["content"], *(json.dumps(call, ensure_ascii=False) for call in calls)]
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**others, "content": "\n".join(filter(None, texts))}
 
 
 def _with_older_roles(said: Said) -> Iterator[Mapping[str, Any]]:

@@ -48,10 +48,15 @@ def checked_variables(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def has_place(template: str, name: str) -> bool:
+    """Whether the chat template uses a variable, or a field of messages."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
 def check_variables(template: str, given: Collection[str]) -> None:
     """Raises UsageError if the chat template does not use a variable, such as tools."""
     for name in given:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not has_place(template, name):
             raise UsageError(
                 f"the model's chat template has no place for {name}; leave it out, or choose another model"
             )

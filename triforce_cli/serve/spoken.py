@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from triforce_cli.answering.bare_calls import BareCalls
-from triforce_cli.answering.calls import Call, Calls
+from triforce_cli.answering.call_forms import Call
+from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.thoughts import overlap
 
 

@@ -3,6 +3,7 @@ text depends on drafts, so it depends on nothing else either."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -25,11 +26,14 @@ from offload.errors import SessionError
 from offload.kv.last_hidden import DraftedHidden
 from offload.model.next_token import NextTokenLevel
 from offload.plan.planner import Plan
+from offload.session import manifest as manifests
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
+from sessions import IDENTITY
 from test_next_token import SHAPES, ring_of, with_head
+from test_state_sessions import sealed
 
 BLOCK = 32
 SIZES = Sizes(
@@ -282,6 +286,31 @@ def test_a_session_without_hidden_rows_is_gone_on_with(
             assert not len(made.worker.hidden.first_rows)
             found.append(said(made, drafted, [*text, 5], reuse=True))
     assert alike(*found)
+
+
+FORGED: list[tuple[dict[str, object], str]] = [
+    ({"num_first": -1}, "num_first is -1"),
+    ({"num_first": 5000}, "num_first is 5000"),
+    ({"start": 10_000}, "start is 10000"),
+    ({"size": 0}, "size is 0"),
+    ({"size": 2**30}, "size is 1073741824"),
+    ({"checksum": "0"}, "checksum is"),
+    ({"file": "../hidden-0123456789abcdef.safetensors"}, "it must be a file of hidden rows"),
+    ({"more": 1}, "more is not known"),
+]
+
+
+@pytest.mark.parametrize(("fields", "why"), FORGED)
+def test_a_forged_manifest_of_hidden_rows_is_refused(fields: dict[str, object], why: str) -> None:
+    page = manifests.Page(manifests.page_file(0, "0" * 16), "0" * 32)
+    hidden = manifests.Hidden(2, 1, 8, manifests.hidden_file("0" * 16), "0" * 32)
+    content = manifests.encode(manifests.Manifest(IDENTITY, (1, 2, 3), (page,), 5, {}, 1.0, 2.0, hidden=hidden))
+    assert manifests.decode(content).hidden == hidden
+    record = json.loads(b"{" + content.partition(b"\n")[2])
+    assert record["format"] == 6
+    record["hidden"] |= fields
+    with pytest.raises(ValueError, match=why):
+        manifests.decode(sealed(record))
 
 
 @pytest.mark.few(1)

@@ -23,7 +23,9 @@ from offload.engine.request import GenerationRequest
 from offload.plan.planner import Plan
 from offload.progress import Progress
 from offload.session.conditions import Conditions
+from offload.session.fingerprints import identity_of
 from offload.session.prefix_store import PrefixStore
+from offload.session.store import Store
 from offload.session.store_files import clear, nbytes, pages_of, remove, shrink, summaries
 from offload.units import size
 from sessions import IDENTITY, PAGE, Rows, bits
@@ -485,6 +487,44 @@ def test_rows_after_decoded_ones_are_computed(tmp_path: Path) -> None:
         said(engine, longer)
         assert (engine.stats.reused_tokens, engine.stats.stored_tokens) == (160, 32)
         assert engine.prefix.num_alike(longer.prompt) > 160  # all of it
+
+
+def test_after_a_damaged_page_no_row_of_a_ring_counts(tmp_path: Path) -> None:
+    """A planted fault lived: rows in memory counted whose places in the ring pages of the longer text had taken."""
+    case = Case(save_tiny("gemma4", tmp_path / "model", tokenizer=True, sliding_window=25), None, SIZES)
+    plan, root, whole = changed(case.plan(), window_pages=5), tmp_path / "store", asked(130)
+    with case.engine(plan, root) as engine:
+        said(engine, whole)
+    with case.engine(plan, root) as engine:
+        list(engine.generate(replace(whole, prompt=whole.prompt[:80], max_tokens=1)))
+        held = engine.prefix.num_alike(whole.prompt)
+        assert held > 2 * SIZES.page
+        engine.prefix.truncate(held)
+        notes, worker = list[str](), engine.worker
+        store = PrefixStore(root, Conditions.of(case.folder, plan), on_note=notes.append)
+        flip(store.path / store.stored(whole.prompt).pages["rows", held // SIZES.page].file)
+        count = store.load(worker.rows, worker.window_rows, whole.prompt[:130], held, no_progress)
+        assert worker.windows is not None
+        assert (count, worker.full.length, worker.windows.length) == (0, 0, 0)
+        assert len(notes) == 1
+
+
+def test_rows_of_a_session_are_no_prefills(tmp_path: Path) -> None:
+    """A planted fault lived: decoded rows of a session counted as a prefill's and were kept in the store."""
+    target, draft = save_pair(tmp_path, context=512)
+    case, root = Case(target, draft, SIZES), tmp_path / "store"
+    with case.engine(case.plan(), None) as engine, opened_session(tmp_path / "session", case, engine) as session:
+        text = [*asked(120).prompt, *said(engine, asked(120))]
+        engine.save(session, {})
+    with case.engine(case.plan(), root) as engine, opened_session(tmp_path / "session", case, engine) as session:
+        assert engine.restore(session, text) > len(asked(120).prompt)
+        engine.keep()
+        assert not files(root)
+        assert engine.prefix.num_alike([*text, *random_tokens(40, seed=5)]) == 0
+
+
+def opened_session(path: Path, case: Case, engine: Engine) -> Store:
+    return Store.open(path, identity_of(case.folder, engine.plan))
 
 
 def test_scores_are_computed_of_every_row(tmp_path: Path) -> None:

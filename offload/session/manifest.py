@@ -37,7 +37,7 @@ _WITH_WINDOWS, _WITH_TWO_SHAPES, _WITH_STATES, _WITH_HIDDEN = 3, 4, 5, 6
 _WINDOW_FIELDS, _WINDOW_LAYERS = frozenset(("window_pages", "first_window_page")), "num_window_layers"
 _WINDOW_HEADS = {"window_kv_heads": 2**14, "window_head_dim": 2**12}  # maxima
 _STATES = dict(zip(STATE_FIELDS, (2**12, 2**14, 2**12, 2**12, 2**4, 2**26), strict=True))  # maxima
-_MOST_HIDDEN = 2**20  # numbers of a hidden row
+_MOST_HIDDEN, _MOST_FIRST = 2**20, 2**12  # numbers of a hidden row, and first rows
 _STATE_FIELDS = ("place", "file", "checksum")
 _HIDDEN_FIELDS = ("num_first", "start", "size", "file", "checksum")
 _SEAL = re.compile(rb'\{"checksum":"([0-9a-f]{32})",\n')
@@ -305,7 +305,8 @@ def _states(source: Fields, num_tokens: int) -> tuple[State, ...]:
 def _hidden(source: Fields, num_tokens: int) -> Hidden:
     name = Kind("a file of hidden rows", lambda value: isinstance(value, str) and bool(_HIDDEN_FILE.fullmatch(value)))
     found, places = source.only(_HIDDEN_FIELDS), whole(0, num_tokens)
-    counts = found.get("num_first", places), found.get("start", places), found.get("size", whole(1, _MOST_HIDDEN))
+    num_first, size = found.get("num_first", whole(0, min(num_tokens, _MOST_FIRST))), whole(1, _MOST_HIDDEN)
+    counts = num_first, found.get("start", places), found.get("size", size)
     return Hidden(*counts, found.get("file", name), found.get("checksum", _CHECKSUM))
 
 

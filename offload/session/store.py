@@ -159,7 +159,7 @@ class Store:
         if states is not None and self._manifest is not None and self._state_format is not None:
             read_states(self._folder, self._manifest.states, self._state_format, states, num_tokens, on_bytes)
         if hidden is not None and self._manifest is not None and (saved_rows := self._manifest.hidden) is not None:
-            form = self._hidden_format(saved_rows, len(self.tokens))
+            form = replace(self._hidden_format(saved_rows, len(self.tokens)), size=hidden.shape[0])
             found = read_hidden(self._folder, saved_rows.file, saved_rows.checksum, form, on_bytes)
             hidden.fill(found[: saved_rows.num_first], saved_rows.start, found[saved_rows.num_first :])
             hidden.truncate(num_tokens)

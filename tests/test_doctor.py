@@ -469,7 +469,7 @@ class TestSeveral:
             "get_device_properties",
             lambda name: SimpleNamespace(**vars(own) | {"uuid": uuids[name], "major": 8 if name == "cuda:0" else 7}),
         )
-        fast, slow = replace(MEASURED, to_device=9e9), replace(MEASURED, device_read=2e9, links=8e9)
+        fast, slow = replace(MEASURED, to_device=9e9, links=9e9), replace(MEASURED, device_read=2e9, links=8e9)
         save_rates(machine_name(), {rates_key("cuda:0"): fast, rates_key("cuda:1"): slow})
         assert probe("auto").rates == fast
         assert probe("auto").fast_bf16

@@ -214,10 +214,15 @@ def test_a_plan_for_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         request(given=there).plan(**SIZES)
 
 
-def test_a_plan_whose_sums_have_another_order_is_refused() -> None:
+@pytest.mark.parametrize(
+    "name", ["tile_tokens", "page_tokens", "window_pages", "rows", "prefill_block", "fused_prefill"]
+)
+def test_a_plan_whose_sums_have_another_order_is_refused(name: str) -> None:
     there = request().plan(**SIZES)
-    there = replace(there, placement=replace(there.placement, tile_tokens=512))
-    with pytest.raises(UsageError, match=r"placement\.tile_tokens is 512 and would be"):
+    here = getattr(there.placement, name)
+    other: Any = not here if isinstance(here, bool) else here + 1
+    there = replace(there, placement=replace(there.placement, **{name: other}))
+    with pytest.raises(UsageError, match=rf"placement\.{name} is {other} and would be {here} here"):
         request(given=there).plan(**SIZES)
 
 

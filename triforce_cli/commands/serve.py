@@ -60,7 +60,7 @@ Names = Annotated[
     list[str] | None,
     option(
         "--serve-as",
-        "A further name of the model in requests; answers have the first. Can be repeated.",
+        "A name of the model in requests, besides its own. Can be repeated.",
         SERVER,
         metavar="NAME",
     ),

@@ -52,15 +52,15 @@ WANTED = Wanted(max_tokens=1000, sampling=SamplingParams())
 
 class Model:
     """The stand-in for an engine. num_passes: that were run. said: the prompts in the order in which they began. left:
-    the prompts whose answers ended. reuses: whether each request goes on from any rows. began_at: the number of passes
-    before each. kept: the number of prompts whose rows were kept. gate: see above."""
+    the prompts whose answers ended. requests: as they began. began_at: the number of passes before each. kept: the
+    number of prompts whose rows were kept. gate: see above."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         self.plan = SimpleNamespace(request=SimpleNamespace(num_sequences=num_sequences, capacity=capacity))
         self.num_passes = self.num_prefill_blocks = self.most_at_a_time = self.kept = 0
         self.said: list[str] = []
         self.left: list[str] = []
-        self.reuses: list[bool] = []
+        self.requests: list[GenerationRequest] = []
         self.began_at: list[int] = []
         self.gate = threading.Event()
         self.keeping = threading.Event()  # rows are kept at once while it is set
@@ -94,6 +94,7 @@ class Sequences(Generic[Key]):
     def __init__(self, engine: Model) -> None:
         self._engine = engine
         self._running: dict[Any, tuple[str, Iterator[Step], GenerationRequest]] = {}
+        self._read = set[Any]()  # keys of prompts that were read to their ends
 
     @property
     def has_room(self) -> bool:
@@ -104,7 +105,7 @@ class Sequences(Generic[Key]):
         self._running[key] = (text, self._engine.steps(text), request)
         self._engine.said.append(text)
         self._engine.most_at_a_time = max(self._engine.most_at_a_time, len(self._running))
-        self._engine.reuses.append(request.reuse)
+        self._engine.requests.append(request)
         self._engine.began_at.append(self._engine.num_passes)
         for done in range(2):
             on_progress(Progress("prefill", done, 2, "tokens"))
@@ -117,8 +118,10 @@ class Sequences(Generic[Key]):
             raise TriforceError("the prompt cannot be read")
         if text.startswith("crash"):
             raise RuntimeError("the prefill broke")
+        self._read.add(key)
 
     def steps(self) -> list[tuple[Any, Step]]:
+        assert self._running.keys() <= self._read, "a prefill that was broken off can only leave"
         self._engine.num_passes += 1
         return [(key, next(steps)) for key, (_, steps, _) in self._running.items()]
 

@@ -14,9 +14,10 @@ import pytest
 
 from offload.decode.sampling import SamplingParams
 from offload.metrics import Stats
-from served import SPAN, WANTED, Server, busy, received_until, until
+from served import PATIENCE_SECONDS, SPAN, WANTED, Server, busy, received_until, until
 from triforce_cli.apis.api import ApiError
 from triforce_cli.render.serve import answered
+from triforce_cli.serve import scheduler as scheduler_module
 from triforce_cli.serve.job import Job
 from triforce_cli.serve.scheduler import Scheduler
 
@@ -49,12 +50,17 @@ def test_a_prompt_whose_client_went_away_is_read_on_until_somebody_waits(stream:
         until(lambda: model.num_prefill_blocks > blocks + 3 * SPAN)
         assert (server.ended, model.left) == ([], [])
         assert server.client.chat("hi there").said == "hi there"
+        until(lambda: len(server.ended) == 2)
         [num_read] = [count for count in server.num_read if count is not None]
         assert num_read == model.num_prefill_blocks > blocks + 3 * SPAN
         assert num_read % SPAN == 0
         assert [is_gone for _, is_gone in server.ended] == [True, False]
         assert model.left == ["prefill now", "hi there"]
         assert model.num_passes <= 3
+        left_in_its_prefill(server, stream=stream)
+        assert server.client.chat("hi there").said == "hi there"
+        until(lambda: len(server.ended) == 4)
+        assert server.num_read[2] == model.num_prefill_blocks + 1  # with a token that was cached
 
 
 def test_nobody_waits_so_the_prompt_is_read_to_its_end_and_kept() -> None:
@@ -79,16 +85,21 @@ def test_a_time_limit_ends_a_prompt_at_the_end_of_a_span(stream: bool) -> None:
     with Server() as server:
         answer = server.client.chat("prefill now", timeout=0.05, stream=stream)
         assert (answer.said, '"length"' in answer.text) == ("", True)
+        until(lambda: server.ended)  # the client is told first
         assert server.num_read == [server.model.num_prefill_blocks]
         assert server.model.num_prefill_blocks % SPAN == 0
         assert [is_gone for _, is_gone in server.ended] == [False]
 
 
-def test_a_prompt_that_nobody_waits_for_does_not_keep_the_server_from_stopping() -> None:
-    """Neither up to the end of a span."""
+@pytest.mark.parametrize("how", ["stop", "now"])
+def test_a_prompt_that_nobody_waits_for_does_not_keep_the_server_from_stopping(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither up to the end of a span. Nobody counts it as an answer that was cut."""
+    monkeypatch.setattr(scheduler_module, "STOP_SECONDS", 10 * PATIENCE_SECONDS)
     with Server() as server:
         left_in_its_prefill(server)
-        server.scheduler.stop()
+        server.scheduler.stop() if how == "stop" else server.stop_now()
         server.thread.join(60)
         assert (server.thread.is_alive(), server.error, server.scheduler.num_dropped) == (False, None, 0)
 
@@ -132,9 +143,23 @@ def test_between_two_passes_no_more_than_one_prompt_is_read() -> None:
 def test_only_requests_without_a_seed_go_on_from_any_rows() -> None:
     for own, expected in ((None, [True, False]), (7, [False, False])):
         with Server(wanted=replace(WANTED, sampling=SamplingParams(seed=own))) as server:
-            for fields in ({}, {"seed": 3}):
+            for fields in ({}, {"seed": 0}):
                 server.client.chat("hi there", **fields)
-            assert server.model.reuses == expected
+            assert [each.reuse for each in server.model.requests] == expected
+
+
+def test_an_answer_may_fill_the_context_and_no_more() -> None:
+    with Server(context=50) as server:
+        server.client.chat("hi there")
+        server.client.chat("hi there", max_tokens=7)
+        assert [each.max_tokens for each in server.model.requests] == [50 - len("hi there"), 7]
+
+
+def test_passes_wait_for_no_further_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault lived: the next pass waited for a job to come."""
+    monkeypatch.setattr(scheduler_module, "_LISTENING_SECONDS", 10 * PATIENCE_SECONDS)
+    with Server(batch=2) as server:
+        assert server.client.chat("hi there").said == "hi there"
 
 
 # Ends
@@ -157,7 +182,7 @@ def test_a_job_that_comes_while_the_server_stops_is_refused() -> None:
     scheduler._waiting = queue = _StopsMeanwhile()
     queue.scheduler = scheduler
     with pytest.raises(ApiError, match="stopping"):
-        scheduler.submit(SimpleNamespace(leave=lambda: None))  # type: ignore[arg-type]
+        scheduler.submit(SimpleNamespace(report=lambda report: None))  # type: ignore[arg-type]
     assert not queue
 
 

@@ -258,8 +258,8 @@ POINTS = {"draft, retrieval": (TWO, ()), "offloaded": (TWO, ("kv", "weights")), 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", POINTS)
 def test_a_request_may_be_left_at_every_point_of_its_rounds(folders, name, monkeypatch, pytestconfig):
-    """Before each pass of each level, and between two rounds: the next request says what it says alone, no token id
-    from outside the vocabulary is embedded, and nothing stays allocated."""
+    """Before and after each pass of each level, and between two rounds: the next request says what it says alone, no
+    token id from outside the vocabulary is embedded, and nothing stays allocated."""
     sizes, offload = POINTS[name]
     rows, seen = Embedding.rows, set[int]()
     monkeypatch.setattr(
@@ -287,11 +287,12 @@ def test_a_request_may_be_left_at_every_point_of_its_rounds(folders, name, monke
 
 
 def _run(work: Work[Step]) -> Iterator[Pass | Step]:
-    """The items of `work`, before each pass is run."""
+    """The items of `work`, each pass before and after it is run."""
     for item in work:
         yield item
         if isinstance(item, Pass):
             item.level.run([item])
+            yield item
 
 
 @pytest.mark.few(1)

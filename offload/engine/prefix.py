@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from offload.session.store import Store
 
 LEAST_TOKENS = 1000  # of a prompt that the prefix store is for: a shorter one is computed at once
-SPAN_SECONDS, SPAN_PASSES = 10.0, 4  # of a span of a prefill at least, in seconds and in passes of one row
-COPIES = 16  # rows that are copied in less time than one is computed
+SPAN_SECONDS, SPAN_TRANSFERS = 10.0, 2  # of a span of a prefill at least: seconds, and transfers of all weights
+COPIES = 64  # rows that are copied in less time than one is computed
 OpenStore = Callable[["Plan"], PrefixStore]  # opens the prefix store of a model for a plan
 
 
@@ -71,16 +71,17 @@ class PrefixCache:
     def prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
         """Add the missing rows of `tokens`, which begin with the cached tokens: those that the prefix store has are
         read, unless computing them is quicker. `on_hidden`: see `Worker.prefill`; with it all rows are computed, in one
-        span. An interrupted prefill adds the rows of its whole spans: between two of them progress stays."""
+        span. An interrupted prefill adds the rows of its whole spans: progress stays at the end of each."""
         self.num_read = 0 if on_hidden is not None else self._read(tokens, on_progress)
         start, total = self._target.length, len(tokens) - self._target.length
         step = span_tokens(self._worker.plan) if on_hidden is None else max(total, 1)
         for first in range(0, total, step):
-
-            def report(num_tokens: int, first: int = first) -> None:
-                on_progress(Progress("prefill", first + num_tokens, total, "tokens"))
-
             stop = min(first + step, total)
+
+            def report(num_tokens: int, first: int = first, stop: int = stop) -> None:
+                if first + num_tokens < stop:
+                    on_progress(Progress("prefill", first + num_tokens, total, "tokens"))
+
             self._prefill_span(tokens[: start + stop], report, on_hidden)
             on_progress(Progress("prefill", stop, total, "tokens", stays=True))
 
@@ -271,9 +272,11 @@ class PrefixCache:
 
 
 def span_tokens(plan: Plan) -> int:
-    """The tokens of a span of a prefill, after which its rows stay: whole blocks for SPAN_SECONDS, or for SPAN_PASSES
-    passes where these take longer, since each span reads all weights once more."""
-    predicted, block = plan.predicted, plan.placement.prefill_block
-    seconds = max(SPAN_SECONDS, SPAN_PASSES * predicted.full_pass_seconds)
-    share = seconds / max(predicted.prefill_seconds, seconds)
-    return max(math.ceil(share * plan.request.num_prompt_tokens / block), 1) * block
+    """The tokens of a span of a prefill, after which its rows stay: whole blocks for SPAN_SECONDS, or for
+    SPAN_TRANSFERS times as long as the weights that stream cross the link, which they do once more in each span."""
+    placement, whole = plan.placement, plan.predicted.prefill_seconds
+    streamed = sum(placement.host_bytes.get(name, 0) for name in ("target layers", "target experts"))
+    each, rate = streamed / plan.request.num_devices, placement.link_bytes_per_second
+    seconds = max(SPAN_SECONDS, SPAN_TRANSFERS * each / rate if rate else 0.0)
+    share = seconds / max(whole, seconds)
+    return max(math.ceil(share * plan.request.num_prompt_tokens / placement.prefill_block), 1) * placement.prefill_block

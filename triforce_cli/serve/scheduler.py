@@ -64,13 +64,16 @@ class Scheduler:
             )
         self._waiting.append(job)
         if self.is_stopping:  # after the job was put there: `run` refuses what it finds once it has stopped
-            self.forget(job)
+            self._remove(job)
             raise _stopping()
         self._bell.put(None)
 
     def forget(self, job: Job) -> None:
         """Drop a job whose client has gone, or has all it asked for."""
         job.leave()
+        self._remove(job)
+
+    def _remove(self, job: Job) -> None:
         with suppress(ValueError):
             self._waiting.remove(job)
 

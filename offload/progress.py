@@ -13,12 +13,13 @@ Stage = Literal["load", "pin", "restore", "prefill", "save", "replay"]
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total` bytes or tokens of a stage."""
+    """`done` of `total` bytes or tokens of a stage. stays: nothing of it is lost if the stage is broken off now."""
 
     stage: Stage
     done: int
     total: int
     unit: Literal["bytes", "tokens"]
+    stays: bool = False
 
 
 OnProgress = Callable[[Progress], None]

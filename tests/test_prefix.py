@@ -19,7 +19,7 @@ from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, sav
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
-from offload.engine.prefix import PrefixCache, num_common
+from offload.engine.prefix import PrefixCache, num_common, span_tokens
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, UsageError
 from offload.kv.full import FullCache
@@ -104,7 +104,13 @@ class CountedRows:
 
     def __init__(self, num_last: int, prefill_block: int) -> None:
         self.plan, self.levels = (
-            SimpleNamespace(placement=SimpleNamespace(rows=num_last, prefill_block=prefill_block)),
+            SimpleNamespace(
+                placement=SimpleNamespace(
+                    rows=num_last, prefill_block=prefill_block, host_bytes={}, link_bytes_per_second=None
+                ),
+                request=SimpleNamespace(num_prompt_tokens=100, num_devices=1),
+                predicted=SimpleNamespace(prefill_seconds=1.0),
+            ),
             {"target": self},
         )
         self.length, self.windows, self.states = 0, None, None
@@ -206,6 +212,33 @@ def test_the_common_prefix_is_the_longest(first: list[int], second: list[int]) -
     count = num_common(first, second)
     assert first[:count] == second[:count]
     assert first[: count + 1] != second[: count + 1] or count == len(first) == len(second)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "streamed", "tokens"),
+    [
+        (1.0, 0, 100),
+        (9.9, 0, 100),
+        (20.0, 0, 50),
+        (80.0, 0, 14),
+        (80.0, 3, 14),
+        (80.0, 20, 50),
+        (30.0, 20, 100),
+        (1e9, 1, 2),
+    ],
+)
+def test_a_span_takes_ten_seconds_or_as_long_as_weights_cross_the_link_twice(
+    seconds: float, streamed: float, tokens: int
+) -> None:
+    """In whole blocks, of two tokens. The planned prompt has 100, weights take `streamed` seconds on each device."""
+    plan = cached([])._worker.plan
+    plan.predicted.__dict__.update(prefill_seconds=seconds)
+    plan.request.__dict__.update(num_devices=2)
+    layers = {"target layers": int(streamed * 1e9), "target experts": int(streamed * 1e9), "full cache": 10**15}
+    plan.placement.__dict__.update(link_bytes_per_second=1e9, host_bytes=layers)
+    assert span_tokens(plan) == tokens
+    plan.placement.__dict__.update(link_bytes_per_second=None)
+    assert span_tokens(plan) <= tokens
 
 
 # Engines that reuse rows.

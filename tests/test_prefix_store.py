@@ -295,6 +295,37 @@ def test_a_warm_store_gives_the_text_of_a_cold_one(case: Case, sampling: Samplin
     assert read[1:] == [130 // page * page] * 2
 
 
+def test_a_prompt_that_is_read_in_spans_is_the_same_and_where_it_is_left_its_spans_stay(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows were lost. Within a span windows lose more."""
+    request = asked(130, sampling=SAMPLED)
+    with case.engine(case.plan(), None) as engine:
+        whole, rows = said(engine, request), rows_of(engine, 130)
+    monkeypatch.setattr("offload.engine.prefix.span_tokens", lambda plan: 48)
+    for place, stays in ((0, False), (48, True), (96, True), (97, False), (len(request.prompt), True)):
+
+        def leave(progress: Progress, place: int = place, stays: bool = stays) -> None:
+            if progress.stage == "prefill" and progress.done >= place and progress.stays is stays:
+                raise TimeoutError
+
+        with case.engine(case.plan(), None) as engine:
+            if place < len(request.prompt):
+                with pytest.raises(TimeoutError):
+                    next(engine.generate(request, on_progress=leave))
+                kept = engine.worker.reachable(place // 48 * 48)
+                assert stays is False or kept == place
+                assert len(engine.prefix.tokens) == engine.levels["target"].length == kept
+            assert said(engine, request) == whole
+            assert engine.stats.reused_tokens == (0 if place == len(request.prompt) else kept)
+            assert torch.equal(rows_of(engine, 130), rows)
+
+
+def rows_of(engine: Engine, length: int) -> torch.Tensor:
+    engine.worker.full.wait_home()
+    return engine.worker.full.pages.reader.tokens(0, length).clone()
+
+
 def test_windows_are_kept_as_far_as_the_ring_has_them(tmp_path: Path) -> None:
     """The ring has five pages of 16 tokens, windows of 25: a text can begin from its end, not from its middle."""
     case = Case(save_tiny("gemma4", tmp_path / "model", tokenizer=True, sliding_window=25), None, SIZES)
@@ -388,7 +419,8 @@ def test_reading_that_takes_longer_than_computing_is_left_out(tmp_path: Path, mo
 
 
 def test_rows_after_decoded_ones_are_computed(tmp_path: Path) -> None:
-    """A conversation goes on after rows that passes gave, which one prefill would give otherwise."""
+    """A conversation goes on after rows that passes gave, which one prefill would give otherwise. With a seed nothing
+    is read after them; without one they give way to the many more rows that are stored."""
     target, draft = save_pair(tmp_path, context=512)
     case = Case(target, draft, SIZES)
     with case.engine(case.plan(), None) as engine:
@@ -398,9 +430,14 @@ def test_rows_after_decoded_ones_are_computed(tmp_path: Path) -> None:
         said(engine, longer)  # all of it by one prefill
     with case.engine(case.plan(), tmp_path / "store") as engine:
         said(engine, first)
-        said(engine, longer)
+        said(engine, replace(longer, sampling=SamplingParams(temperature=1.0, seed=5)))
         assert (engine.stats.reused_tokens, engine.stats.stored_tokens) == (144, 0)
         assert engine.prefix.num_alike(longer.prompt) <= 139
+    with case.engine(case.plan(), tmp_path / "store") as engine:
+        said(engine, first)
+        said(engine, longer)
+        assert (engine.stats.reused_tokens, engine.stats.stored_tokens) == (160, 32)
+        assert engine.prefix.num_alike(longer.prompt) > 160  # all of it
 
 
 def test_scores_are_computed_of_every_row(tmp_path: Path) -> None:

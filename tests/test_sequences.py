@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,16 @@ import pytest
 import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit, UsageError
+from offload.metrics import Stats
 from offload.model import torch_layers
 from offload.model.level import Level
+from offload.model.passes import Pass, Work
+from offload.weights.embedding import Embedding
 from offload.worker.worker import Worker
 from processor import OPERATORS, best, process_uses
 
@@ -30,6 +35,7 @@ PLAIN = Sizes()
 IN_FEW_BITS = Sizes(gamma=5, draft_gamma=2, budget=0, weight_bits=4, kv_bits=4, page=32, capacity=600)
 IN_WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
 ROOM, OUTPUT = 92, 16
+SAMPLED = SamplingParams(temperature=1.2, seed=6)
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +142,18 @@ def test_streamed_weights_cross_the_link_once_for_all(folders, monkeypatch):
         monkeypatch.setattr(link, "to_device", lambda dst, *args: sent.append(dst.nbytes) or to_device(dst, *args))
 
         def of_four(max_tokens: int) -> int:
+            engine.prefix.truncate(0)  # every run computes all rows
             sent.clear()
             together(engine, [Asked(prompt, GREEDY, max_tokens) for prompt in prompts])
             return sum(sent)
 
         def of_one(max_tokens: int) -> int:
+            engine.prefix.truncate(0)
             sent.clear()
             alone(engine, Asked(prompts[0], GREEDY, max_tokens))
             return sum(sent)
 
-        of_four(1)  # every later run begins as this one has ended
+        of_four(1)  # every later run begins with the first layers in flight
         assert of_four(20) - of_four(10) == of_one(20) - of_one(10) > 0
 
 
@@ -174,6 +182,141 @@ def test_a_request_goes_to_the_sequence_that_has_most_of_its_prompt(folders, mon
             sequences.join(key, GenerationRequest(prompts[key], GREEDY, max_tokens=2))
             assert sequences.leave(key).reused_tokens > 30
     assert copied == []
+
+
+def turn(sequences: Sequences[int], prompt: list[int], num_tokens: int = 6, **fields: Any) -> tuple[list[int], Stats]:
+    """What a request that goes on from any rows says, alone among the others; and its statistics."""
+    sequences.join(NEVER, GenerationRequest(prompt, GREEDY, max_tokens=num_tokens, **{"reuse": True} | fields))
+    said: list[int] = []
+    while len(said) < num_tokens:
+        said += [token for key, step in sequences.steps() if key == NEVER for token in step.tokens]
+    return said, sequences.leave(NEVER)
+
+
+def test_conversations_go_on_where_their_rows_are_and_overwrite_no_others(folders, monkeypatch):
+    """They begin alike, with fewer tokens than a block, and nothing was reused. Each of their turns reads what is new
+    alone, and copies nothing."""
+    book, copied, copy_rows = random_tokens(20, seed=9), [], Worker.copy_rows
+    monkeypatch.setattr(Worker, "copy_rows", lambda *args: copied.append(args[2]) or copy_rows(*args))
+    talks = [[*book, *random_tokens(6, seed=seed)] for seed in range(3)]
+    with made(folders, PLAIN, 3) as engine, Sequences[int](engine) as sequences:
+        for number in range(3):
+            for which, talk in enumerate(talks):
+                said, stats = turn(sequences, talk)
+                if number:
+                    assert stats.reused_tokens == len(talk) - 6  # but for the answer's last token, and what is new
+                elif which:
+                    assert stats.reused_tokens == len(book)
+                talks[which] = [*talk, *said, *random_tokens(5, seed=50 + which)]
+        assert copied == [20, 20]
+        _, stats = turn(sequences, random_tokens(30, seed=77))  # no sequence is empty: the one used longest ago
+        assert stats.reused_tokens == 0
+        assert all(turn(sequences, talk)[1].reused_tokens > 40 for talk in talks[1:])
+
+
+def test_rows_of_a_running_sequence_are_copied_as_far_as_its_prompt(folders):
+    prompt = random_tokens(40, seed=3)
+    with made(folders, TWO, 2) as engine:
+        expected = alone(engine, Asked([*prompt[:27], 5, 6, 7, 8, 9], GREEDY, 6))
+        engine.prefix.truncate(0)
+        with Sequences[int](engine) as sequences:
+            sequences.join(0, GenerationRequest(prompt, GREEDY, max_tokens=20))
+            sequences.steps()
+            said, stats = turn(sequences, [*prompt[:27], 5, 6, 7, 8, 9])
+            assert (said, stats.reused_tokens) == (expected, min(27, 32 - engine.plan.placement.rows))
+
+
+def test_a_request_that_goes_on_from_no_rows_but_a_prefills_says_what_it_says_alone(folders):
+    """After requests that went on from any: as those with a seed in a server."""
+    prompt = random_tokens(50, seed=4)
+    with made(folders, TWO, 2) as engine:
+        sampling = SamplingParams(temperature=1.2, seed=4)
+        expected = alone(engine, Asked([*prompt, 1, 2, 3], sampling, 6))
+        with Sequences[int](engine) as sequences:
+            said, _ = turn(sequences, prompt[:30])
+            turn(sequences, [*prompt[:30], *said])
+            turn(sequences, prompt)
+            sequences.join(1, GenerationRequest([*prompt, 1, 2, 3], sampling, max_tokens=6))
+            again: list[int] = []
+            while len(again) < 6:
+                again += [token for _, step in sequences.steps() for token in step.tokens]
+            sequences.leave(1)
+    assert again == expected
+
+
+POINTS = {"draft, retrieval": (TWO, ()), "offloaded": (TWO, ("kv", "weights")), "plain": (PLAIN, ())}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", POINTS)
+def test_a_request_may_be_left_at_every_point_of_its_rounds(folders, name, monkeypatch, pytestconfig):
+    """Before and after each pass of each level, and between two rounds: the next request says what it says alone, no
+    token id from outside the vocabulary is embedded, and nothing stays allocated."""
+    sizes, offload = POINTS[name]
+    rows, seen = Embedding.rows, set[int]()
+    monkeypatch.setattr(
+        Embedding, "rows", lambda self, tokens, **more: seen.update(tokens.tolist()) or rows(self, tokens, **more)
+    )
+    first, second = Asked(random_tokens(60, seed=1), SAMPLED, 12), Asked(random_tokens(40, seed=2), SAMPLED, 8)
+    with made(folders, sizes, 1, *offload) as engine:
+        expected = alone(engine, first), alone(engine, second)
+        engine.prefix.truncate(0)
+        before = engine.worker.memory.allocated()
+        for point in range(200):
+            work = engine.in_passes(GenerationRequest(first.prompt, first.sampling, max_tokens=12))
+            came = list(islice(_run(work), point))
+            work.close()
+            assert engine.levels["target"].length == len(engine.prefix.tokens)
+            for which in (1, 0) if point % 2 else (0, 1):
+                assert alone(engine, (first, second)[which]) == expected[which]
+            engine.prefix.truncate(0)
+            assert engine.worker.memory.allocated() == before
+            if len(came) < point:
+                break
+    assert point > 10
+    assert min(seen) >= 0
+    assert max(seen) < engine.worker.vocab_size
+
+
+def _run(work: Work[Step]) -> Iterator[Pass | Step]:
+    """The items of `work`, each pass before and after it is run."""
+    for item in work:
+        yield item
+        if isinstance(item, Pass):
+            item.level.run([item])
+            yield item
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", POINTS)
+def test_a_request_may_fail_in_every_block_and_pass(folders, name, monkeypatch):
+    """A block of a prefill, a draft, a verification: what comes next says what it says alone."""
+    sizes, offload = POINTS[name]
+    asked = Asked(random_tokens(60, seed=1), SAMPLED, 12)
+    with made(folders, sizes, 2, *offload) as engine:
+        expected, before = alone(engine, asked), engine.worker.memory.allocated()
+        for point in range(200):
+            turns = iter(range(10_000))
+
+            def poll(turns: Iterator[int] = turns, point: int = point) -> None:
+                if next(turns) == point:
+                    raise TimeoutError
+
+            engine.prefix.truncate(0)
+            with monkeypatch.context() as patch:
+                for module in ("decoder", "level"):
+                    patch.setattr(f"offload.model.{module}.poll", poll)
+                try:
+                    together(engine, [asked, replace(asked, prompt=asked.prompt[:50])])
+                except TimeoutError:
+                    has_failed = True
+                else:
+                    has_failed = False
+            assert alone(engine, asked) == expected
+            assert engine.worker.memory.allocated() == before
+            if not has_failed:
+                break
+    assert point > 20
 
 
 @pytest.mark.parametrize("offload", [(), ("kv",)])

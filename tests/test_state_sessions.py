@@ -30,6 +30,7 @@ from offload.kv.checkpoints import Checkpoint, thinned
 from offload.kv.states import StateCache
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
+from offload.progress import Progress
 from offload.ranks.all_states import kept_numbers
 from offload.session import manifest as manifests
 from offload.session.conditions import Conditions
@@ -829,6 +830,28 @@ def test_the_store_goes_on_from_the_last_page_that_has_states(folder: Path, tmp_
             assert not victim.exists()
     assert len(notes) == len(places) - 1
     assert all("computed again" in note for note in notes)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_of_a_prompt_that_is_left_whole_spans_stay(
+    folder: Path, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, expected = [*DOCUMENT, *QUESTIONS[0]], fresh(folder, [*DOCUMENT, *QUESTIONS[0]], sampling)
+    monkeypatch.setattr("offload.engine.prefix.span_tokens", lambda plan: 2 * BLOCK)
+    with engine(folder) as made:
+        assert say(made, prompt, sampling, reuse=False) == expected
+    for stays in (True, False):
+
+        def leave(progress: Progress, stays: bool = stays) -> None:
+            if progress.done > 2 * BLOCK and progress.stays is stays:
+                raise TimeoutError
+
+        with engine(folder) as made:
+            with pytest.raises(TimeoutError):
+                next(made.generate(GenerationRequest(prompt, sampling, max_tokens=12), on_progress=leave))
+            assert len(made.prefix.tokens) == (4 * BLOCK if stays else 2 * BLOCK)
+            assert say(made, prompt, sampling, reuse=False) == expected
+            assert made.stats.reused_tokens == (4 * BLOCK if stays else 2 * BLOCK)
 
 
 def test_states_that_could_not_be_read_leave_the_ones_that_are_held(folder: Path, tmp_path: Path) -> None:

@@ -175,12 +175,15 @@ class Engine:
         """`generate` for a caller that runs the passes: after the prefill, passes are yielded before the steps that
         need them. Closing it leaves the caches consistent, too."""
         prompt, speculation = request.prompt, request.speculation
+        self.stats = Stats()  # a request that is refused has no earlier one's
         self._check(prompt, request.max_tokens)
         full = self.worker.full
         attended = self._attended(len(prompt)) if request.passages else None
         text_tokens, end_tokens = list(prompt), self.end_tokens | frozenset(request.end_tokens)
         num_prompt = len(prompt) - request.begun
         distribution = self.distribution(request.sampling, num_prompt, end_tokens)
+        if request.reuse and request.sampling.seed is None:  # a seed's text does not depend on what is stored
+            self.prefix.give_way(prompt)
         self._start(prompt, reuse=request.reuse, record_mass=speculation)
         speculator = self._make_speculator(
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
@@ -319,10 +322,10 @@ class Engine:
             self.worker.beside(), self.tokenizer, load_seconds=self._load_seconds, open_store=self._open_store
         )
 
-    def borrow(self, others: Sequence[Engine], prompt: Sequence[int]) -> None:
-        """Copy from one of `others`, made by `beside`, the cached rows that a prefill of `prompt` would give bit for
-        bit, if it has more of them. `others` may be in the middle of a text."""
-        self.prefix.borrow([other.prefix for other in others], prompt)
+    def borrow(self, others: Sequence[Engine], prompt: Sequence[int], *, reuse: bool = False) -> None:
+        """Copy from one of `others`, made by `beside`, the cached rows that a request of `prompt` reuses, see
+        `GenerationRequest`, if it has more of them. `others` may be in the middle of a text."""
+        self.prefix.borrow([other.prefix for other in others], prompt, reuse=reuse)
 
     def take_prompt(self, other: Engine) -> None:
         """Copy the cached prefill of `other`, of the same model, instead of running it again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from offload.session.store import Store
 
 LEAST_TOKENS = 1000  # of a prompt that the prefix store is for: a shorter one is computed at once
+SPAN_SECONDS, SPAN_TRANSFERS = 10.0, 2  # of a span of a prefill at least: seconds, and transfers of all weights
+COPIES = 64  # rows that are copied in less time than one is computed
 OpenStore = Callable[["Plan"], PrefixStore]  # opens the prefix store of a model for a plan
 
 
@@ -45,11 +48,21 @@ class PrefixCache:
         reuse: keep rows of the longest common prefix, whichever passes computed them; otherwise only rows that a
         prefill of `prompt` would give bit for bit.
         """
-        kept = self._num_reusable(prompt) if reuse else self.num_alike(prompt)
+        kept = self.num_kept(prompt, reuse=reuse)
         if not reuse:
             self.num_precomputed = 0
         self.truncate(kept)
         return len(self.tokens)
+
+    def give_way(self, prompt: Sequence[int]) -> None:
+        """Drop rows that keep `prefill` from reading the many more that the prefix store has of `prompt`: it reads
+        after whole pages of one prefill."""
+        kept, rows = self.num_kept(prompt, reuse=True), self._worker.plan.placement.rows
+        if self._worth_reading(prompt[: max(len(prompt) - rows, 0)], kept) is None:
+            return
+        while (whole := self._num_own_pages(kept)) < kept:
+            self.truncate(whole)
+            kept = len(self.tokens)  # of states and windows perhaps fewer
 
     def num_prefilled(self, prompt: Sequence[int]) -> int:
         """The number of first tokens of `prompt` that no pass of the target level runs."""
@@ -57,18 +70,27 @@ class PrefixCache:
 
     def prefill(self, tokens: Sequence[int], on_progress: OnProgress, on_hidden: OnHidden | None = None) -> None:
         """Add the missing rows of `tokens`, which begin with the cached tokens: those that the prefix store has are
-        read, unless computing them is quicker. An interrupted prefill adds no rows. `on_hidden`: see `Worker.prefill`;
-        with it all rows are computed."""
+        read, unless computing them is quicker. `on_hidden`: see `Worker.prefill`; with it all rows are computed, in one
+        span. An interrupted prefill adds the rows of its whole spans: progress stays at the end of each."""
         self.num_read = 0 if on_hidden is not None else self._read(tokens, on_progress)
-        worker, start = self._worker, self._target.length
-        if len(tokens) == start:
-            return
+        start, total = self._target.length, len(tokens) - self._target.length
+        step = span_tokens(self._worker.plan) if on_hidden is None else max(total, 1)
+        for first in range(0, total, step):
+            stop = min(first + step, total)
 
-        def report(num_tokens: int) -> None:
-            on_progress(Progress("prefill", num_tokens, len(tokens) - start, "tokens"))
+            def report(num_tokens: int, first: int = first, stop: int = stop) -> None:
+                if first + num_tokens < stop:
+                    on_progress(Progress("prefill", first + num_tokens, total, "tokens"))
 
-        worker.prefill(tokens[start:], report, on_hidden)
-        if len(self.tokens) == self._num_own and self._num_own % worker.plan.placement.prefill_block == 0:
+            self._prefill_span(tokens[: start + stop], report, on_hidden)
+            on_progress(Progress("prefill", stop, total, "tokens", stays=True))
+
+    def _prefill_span(
+        self, tokens: Sequence[int], on_tokens: Callable[[int], None], on_hidden: OnHidden | None
+    ) -> None:
+        """Add the missing rows of `tokens`. After whole blocks of one prefill they are that prefill's, bit for bit."""
+        self._worker.prefill(tokens[self._target.length :], on_tokens, on_hidden)
+        if len(self.tokens) == self._num_own and self._num_own % self._worker.plan.placement.prefill_block == 0:
             self._num_own = len(tokens)
         self.tokens = list(tokens)
 
@@ -116,14 +138,20 @@ class PrefixCache:
             common = kept // placement.prefill_block * placement.prefill_block
         return common
 
-    def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int]) -> None:
-        """Copy the rows of `num_alike` from the one of `others` that has the most, if it has more than this cache.
-        Workers of `others` have the same plan. `others` do not change; their sequences may be running."""
-        counts = [(other.num_alike(prompt), other) for other in others]
+    def num_kept(self, prompt: Sequence[int], *, reuse: bool) -> int:
+        """The number of cached rows that `begin` keeps."""
+        return self._worker.reachable(self._num_reusable(prompt)) if reuse else self.num_alike(prompt)
+
+    def borrow(self, others: Sequence[PrefixCache], prompt: Sequence[int], *, reuse: bool = False) -> None:
+        """Copy the rows of `num_kept` from the one of `others` that has the most, if it has so many more than this
+        cache that copying all is quicker than computing them. Workers of `others` have the same plan. `others` do not
+        change; their sequences may be running."""
+        counts = [(other.num_kept(prompt, reuse=reuse), other) for other in others]
         count, best = max(counts, key=lambda pair: pair[0], default=(0, self))
-        if count > self.num_alike(prompt) and self._worker.copy_rows(best._worker, count):
+        more = count - self.num_kept(prompt, reuse=reuse)
+        if more * COPIES > count and self._worker.copy_rows(best._worker, count):
             self.tokens, self.num_precomputed = list(prompt[:count]), 0
-            self._num_own, self._num_saved = count, 0
+            self._num_own, self._num_saved = min(best._num_own, count), 0
 
     def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """See `Engine.restore`."""
@@ -185,16 +213,27 @@ class PrefixCache:
     def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns
         the number of tokens read."""
-        store, worker, held = self._store_for(tokens), self._worker, len(self.tokens)
-        if store is None or held != self._num_own or held % worker.plan.placement.page_tokens:
-            return 0
-        stored, request = store.stored(tokens), worker.plan.request
-        share = (stored.num_tokens - held) / max(request.num_prompt_tokens, 1)
-        if share <= 0 or store.read_seconds(stored) > share * worker.plan.predicted.first_token_seconds:
+        worker, held = self._worker, len(self.tokens)
+        if (store := self._worth_reading(tokens, held)) is None or self._num_own_pages(held) < held:
             return 0
         count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress, worker.state_rows)
         self.tokens, self._num_own, self._num_saved = list(tokens[:count]), count, min(self._num_saved, count)
         return max(count - held, 0)
+
+    def _num_own_pages(self, length: int) -> int:
+        """The number of the first `length` rows that are whole pages of one prefill."""
+        page = self._worker.plan.placement.page_tokens
+        return min(length, self._num_own) // page * page
+
+    def _worth_reading(self, tokens: Sequence[int], held: int) -> PrefixStore | None:
+        """The prefix store, if it has so many more rows of `tokens` than the `held` ones that reading is quicker than
+        computing."""
+        if (store := self._store_for(tokens)) is None:
+            return None
+        stored, plan = store.stored(tokens), self._worker.plan
+        share = (stored.num_tokens - held) / max(plan.request.num_prompt_tokens, 1)
+        is_quicker = share > 0 and store.read_seconds(stored) <= share * plan.predicted.first_token_seconds
+        return store if is_quicker else None
 
     def _store_for(self, tokens: Sequence[int]) -> PrefixStore | None:
         """The prefix store, if it may have rows of `tokens`; opened when it is first needed. Pages have to be whole
@@ -217,3 +256,14 @@ class PrefixCache:
         if self._worker.states is not None and self._worker.reachable(kept) < kept:
             return max(kept, self._worker.reachable(min(common, len(prompt) - 1)))  # with fewer rows in the first pass
         return kept
+
+
+def span_tokens(plan: Plan) -> int:
+    """The tokens of a span of a prefill, after which its rows stay: whole blocks for SPAN_SECONDS, or for
+    SPAN_TRANSFERS times as long as the weights that stream cross the link, which they do once more in each span."""
+    placement, whole = plan.placement, plan.predicted.prefill_seconds
+    streamed = sum(placement.host_bytes.get(name, 0) for name in ("target layers", "target experts"))
+    each, rate = streamed / plan.request.num_devices, placement.link_bytes_per_second
+    seconds = max(SPAN_SECONDS, SPAN_TRANSFERS * each / rate if rate else 0.0)
+    share = seconds / max(whole, seconds)
+    return max(math.ceil(share * plan.request.num_prompt_tokens / placement.prefill_block), 1) * placement.prefill_block

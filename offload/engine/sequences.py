@@ -11,7 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from offload.decode.build import pass_seconds
+from offload.decode.sequence import num_common
 from offload.engine.engine import Engine, Step
+from offload.engine.prefix import COPIES
 from offload.engine.request import GenerationRequest
 from offload.metrics import Stats
 from offload.model.level import Level
@@ -32,6 +34,7 @@ class Sequences(Generic[Key]):
     def __init__(self, engine: Engine) -> None:
         """Raises DoesNotFit where there is no memory for all sequences of the plan; then all memory is released."""
         self._engines = [engine]
+        self._idle: list[Engine] = []  # the one that was used longest ago first
         self._running: dict[Key, _Running] = {}
         self._levels = list(engine.levels)[::-1]  # the cheapest first
         try:
@@ -40,10 +43,11 @@ class Sequences(Generic[Key]):
         except BaseException:
             self.close()
             raise
+        self._idle += self._engines
 
     @property
     def has_room(self) -> bool:
-        return len(self._running) < len(self._engines)
+        return bool(self._idle)
 
     def __len__(self) -> int:
         """The number of running requests."""
@@ -51,13 +55,12 @@ class Sequences(Generic[Key]):
 
     def join(self, key: Key, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> None:
         """Begin a request where there is room. Its prompt is prefilled while the others wait; its first pass is run
-        together with theirs. Whole blocks that its prompt shares with another one are copied, not computed again. After
-        an error, such as one that `on_progress` raises, the request can only leave."""
-        taken = [running.engine for running in self._running.values()]
-        idle = [engine for engine in self._engines if engine not in taken]
-        engine = max(idle, key=lambda each: each.prefix.num_alike(request.prompt))
-        engine.borrow([each for each in self._engines if each is not engine], request.prompt)
+        together with theirs. Rows that it may reuse of another sequence are copied, not computed again. After an error,
+        such as one that `on_progress` raises, the request can only leave."""
+        engine = self._engine_for(request.prompt)
+        engine.borrow([each for each in self._engines if each is not engine], request.prompt, reuse=request.reuse)
         self._running[key] = _Running(engine, engine.in_passes(request, on_progress=on_progress))
+        self._idle.remove(engine)
         self._running[key].go_on()
 
     def steps(self) -> list[tuple[Key, Step]]:
@@ -102,8 +105,23 @@ class Sequences(Generic[Key]):
 
     def _end(self, key: Key) -> Engine:
         running = self._running.pop(key)
+        self._idle.append(running.engine)
         running.work.close()
         return running.engine
+
+    def _engine_for(self, prompt: Sequence[int]) -> Engine:
+        """The idle engine that loses least: that of the text with which `prompt` goes on, if few of its rows are lost
+        or no engine is empty; an empty one; the one that was used longest ago."""
+
+        def common(engine: Engine) -> int:
+            return num_common(engine.prefix.tokens, prompt)
+
+        nearest = max(self._idle, key=common)
+        count, lost = common(nearest), nearest.num_cached - common(nearest)
+        empty = [engine for engine in self._idle if not engine.num_cached]
+        if lost * COPIES <= count or (not empty and lost <= count):
+            return nearest
+        return (empty or self._idle)[0]
 
     def _run_passes(self) -> None:
         """Run a pass of the cheapest level that any sequence waits for, so that drafting sequences catch up before the

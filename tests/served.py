@@ -42,6 +42,7 @@ from triforce_cli.serve.job import Job
 from triforce_cli.serve.reader import Reader
 from triforce_cli.serve.scheduler import Scheduler
 
+SPAN, MANY = 5, 1_000_000  # blocks after which a prefill stays; all of them
 PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes does not wait so long
 Key = TypeVar("Key")
 CHAT = "/v1/chat/completions"
@@ -50,13 +51,16 @@ WANTED = Wanted(max_tokens=1000, sampling=SamplingParams())
 
 class Model:
     """The stand-in for an engine. num_passes: that were run. said: the prompts in the order in which they began. left:
-    the prompts whose answers ended. kept: the number of prompts whose rows were kept. gate: see above."""
+    the prompts whose answers ended. requests: as they began. began_at: the number of passes before each. kept: the
+    number of prompts whose rows were kept. gate: see above."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         self.plan = SimpleNamespace(request=SimpleNamespace(num_sequences=num_sequences, capacity=capacity))
         self.num_passes = self.num_prefill_blocks = self.most_at_a_time = self.kept = 0
         self.said: list[str] = []
         self.left: list[str] = []
+        self.requests: list[GenerationRequest] = []
+        self.began_at: list[int] = []
         self.gate = threading.Event()
         self.keeping = threading.Event()  # rows are kept at once while it is set
         self.keeping.set()
@@ -89,6 +93,7 @@ class Sequences(Generic[Key]):
     def __init__(self, engine: Model) -> None:
         self._engine = engine
         self._running: dict[Any, tuple[str, Iterator[Step], GenerationRequest]] = {}
+        self._read = set[Any]()  # keys of prompts that were read to their ends
 
     @property
     def has_room(self) -> bool:
@@ -99,17 +104,23 @@ class Sequences(Generic[Key]):
         self._running[key] = (text, self._engine.steps(text), request)
         self._engine.said.append(text)
         self._engine.most_at_a_time = max(self._engine.most_at_a_time, len(self._running))
+        self._engine.requests.append(request)
+        self._engine.began_at.append(self._engine.num_passes)
         for done in range(2):
             on_progress(Progress("prefill", done, 2, "tokens"))
         while text.startswith("prefill") and not self._engine.gate.wait(0.001):
             self._engine.num_prefill_blocks += 1
-            on_progress(Progress("prefill", 1, 2, "tokens"))
+            done = self._engine.num_prefill_blocks
+            on_progress(Progress("prefill", done, MANY, "tokens", stays=done % SPAN == 0))
+        on_progress(Progress("prefill", MANY, MANY, "tokens", stays=True))
         if text.startswith("refuse"):
             raise TriforceError("the prompt cannot be read")
         if text.startswith("crash"):
             raise RuntimeError("the prefill broke")
+        self._read.add(key)
 
     def steps(self) -> list[tuple[Any, Step]]:
+        assert self._running.keys() <= self._read, "a prefill that was broken off can only leave"
         self._engine.num_passes += 1
         return [(key, next(steps)) for key, (_, steps, _) in self._running.items()]
 
@@ -242,7 +253,8 @@ def until(condition: Callable[[], object]) -> None:
 
 class Server:
     """A context manager: a server on a port of its own, whose scheduler runs in a thread. error: that ended the
-    scheduler. ended: (name, whether its client had gone) of each answer."""
+    scheduler. ended: (name, whether its client had gone) of each answer. num_read: of its prompt's tokens, if not
+    all."""
 
     def __init__(
         self,
@@ -256,6 +268,7 @@ class Server:
         shows_thoughts: bool = True,
     ) -> None:
         self.model, self.ended = Model(batch, context), list[tuple[str, bool]]()
+        self.num_read: list[int | None] = []
         self.error: BaseException | None = None
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
         reader = Reader(Prompts(), wanted, names=names, context=context)  # type: ignore[arg-type]
@@ -297,7 +310,8 @@ class Server:
         except BaseException as error:
             self.error = error
 
-    def _on_end(self, name: str, stats: Stats, is_gone: bool) -> None:
+    def _on_end(self, name: str, stats: Stats, is_gone: bool, num_read: int | None) -> None:
+        self.num_read.append(num_read)
         self.ended.append((name, is_gone))
 
 

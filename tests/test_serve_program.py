@@ -112,6 +112,22 @@ def test_answers_are_those_of_ask_alone_and_together(server: Program, target: Pa
         assert list(together) == expected
 
 
+def test_the_next_turn_of_a_conversation_reads_what_is_new_alone(server: Program) -> None:
+    """With fewer than 512 tokens nothing was reused. Two conversations take turns; with a seed a text is as alone."""
+    talks, lengths, told = [request(question)["messages"] for question in QUESTIONS[:2]], [0, 0], []
+    for _ in range(3):
+        for number, talk in enumerate(talks):
+            answer = server.client.ask(CHAT, {"messages": talk, **GREEDY}).body
+            usage, reply = answer["usage"], answer["choices"][0]["message"]["content"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= lengths[number]
+            lengths[number] = usage["prompt_tokens"] - 1
+            told.append(([*talk], reply))
+            talk += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
+    for messages, reply in told:
+        alone = server.client.ask(CHAT, {"messages": messages, **GREEDY, "seed": 1}).body
+        assert alone["choices"][0]["message"]["content"] == reply
+
+
 def test_apis_say_the_same(server: Program) -> None:
     client, question = server.client, QUESTIONS[2]
     said = client.chat(question, **GREEDY).said

@@ -23,17 +23,27 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt and its answer so far. The answer ends early once the deadline has passed."""
+    """A prompt and its answer so far. The answer ends early once the deadline has passed. reuse: see
+    GenerationRequest."""
 
     prompt: Prompt
     wanted: Wanted
     deadline: Deadline
     answer: Answer
+    reuse: bool = False
 
     @classmethod
-    def of(cls, prompt: Prompt, wanted: Wanted, tokenizer: Tokenizer, deadline: Deadline | None = None) -> Asked:
+    def of(
+        cls,
+        prompt: Prompt,
+        wanted: Wanted,
+        tokenizer: Tokenizer,
+        deadline: Deadline | None = None,
+        *,
+        reuse: bool = False,
+    ) -> Asked:
         """A prompt without an answer yet. deadline: by default that of `wanted`, from now on."""
-        return cls(prompt, wanted, deadline or Deadline(wanted.timeout), Answer(prompt, wanted, tokenizer))
+        return cls(prompt, wanted, deadline or Deadline(wanted.timeout), Answer(prompt, wanted, tokenizer), reuse)
 
     @property
     def is_complete(self) -> bool:
@@ -74,12 +84,13 @@ class Answers(Generic[Key]):
         return self._under_way[key]
 
     def begin(self, key: Key, asked: Asked, *, on_progress: Callable[[Progress], None]) -> None:
-        """Prefill a prompt while the others wait; the deadline may pass in it. on_progress: called during the
-        prefill."""
-        request = asked.prompt.request(asked.wanted, max_tokens=self._capacity - len(asked.prompt.tokens))
+        """Prefill a prompt while the others wait. on_progress: called during the prefill, which ends where it raises
+        TimedOut; the deadline has passed then."""
+        room = self._capacity - len(asked.prompt.tokens)
+        request = asked.prompt.request(asked.wanted, max_tokens=room, reuse=asked.reuse)
         self._under_way[key] = asked
         with suppress(TimedOut):
-            self._sequences.join(key, request, on_progress=asked.deadline.heard(on_progress))
+            self._sequences.join(key, request, on_progress=on_progress)
 
     def go_on(self) -> list[tuple[Key, Part]]:
         """The parts of the next steps; none while `ended` has an answer."""

@@ -36,7 +36,7 @@ def answered(
             while waiting and answers.has_room:
                 record = waiting.popleft()
                 asked = Asked.of(prompts[record.number], record.wanted, tokenizer)
-                answers.begin(record.number, asked, on_progress=on_progress)
+                answers.begin(record.number, asked, on_progress=asked.deadline.heard(on_progress))
             answers.go_on()
             for number in answers.ended():
                 yield by_number[number], *answers.finish(number)

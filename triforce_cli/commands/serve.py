@@ -140,8 +140,8 @@ class Serve:
         from triforce_cli.render.serve import answered
         from triforce_cli.serve.scheduler import Scheduler
 
-        def on_end(name: str, stats: Stats, is_gone: bool) -> None:
-            output.note(answered(name, stats, is_gone=is_gone))
+        def on_end(name: str, stats: Stats, is_gone: bool, num_read: int | None) -> None:
+            output.note(answered(name, stats, is_gone=is_gone, num_read=num_read))
 
         return Scheduler(most_waiting=self.most_waiting, on_end=on_end)
 

@@ -12,7 +12,7 @@ from offload.progress import Progress
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.together import Asked
 from triforce_cli.apis.api import ApiError, Score
-from triforce_cli.deadline import Deadline, TimedOut
+from triforce_cli.deadline import Deadline
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -42,23 +42,33 @@ Report = Progress | Piece | Finish | ApiError
 
 class Job:
     """A prompt and what is wanted of its answer. The thread of passes reports on it, the connection's task reads the
-    reports. name: for the log. It is made in the event loop's thread."""
+    reports. name: for the log. read: how much of its prompt is read and stays. It is made in the event loop's
+    thread."""
 
     def __init__(self, name: str, prompt: Prompt, wanted: Wanted) -> None:
         self.name, self.prompt, self.wanted = name, prompt, wanted
         self.is_gone = False
+        self.read: Progress | None = None
         self._reports = asyncio.Queue[Report]()
         self._loop = asyncio.get_running_loop()
 
     def asked(self, tokenizer: Tokenizer, has_to_end: Callable[[], bool]) -> Asked:
         """The prompt for the engine. Its time begins now, and is over once the client has gone, or the server has to
-        end."""
-        return Asked.of(self.prompt, self.wanted, tokenizer, _Patience(self, has_to_end))
+        end. A seed's text has to be the same again, so it goes on from no rows but a prefill's."""
+        patience, seed = _Patience(self, has_to_end), self.wanted.sampling.seed
+        return Asked.of(self.prompt, self.wanted, tokenizer, patience, reuse=seed is None)
 
     def report(self, report: Report) -> None:
         """Report to the connection's task, from any thread."""
+        if isinstance(report, Progress) and report.stays:
+            self.read = report
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._reports.put_nowait, report)
+
+    def num_read(self, num_reused: int) -> int | None:
+        """The number of the prompt's first tokens that have rows, `num_reused` among them, if it was not read to its
+        end."""
+        return None if self.read is None or self.read.done == self.read.total else num_reused + self.read.done
 
     async def next_report(self, seconds: float | None = None) -> Report | None:
         """The next report; None if there is none within `seconds`."""
@@ -67,7 +77,8 @@ class Job:
         return None
 
     def leave(self) -> None:
-        """The client has gone, or has all it asked for: an answer under way ends at the next pass."""
+        """The client has gone, or has all it asked for: an answer under way ends at the next pass, or once its prompt
+        is read."""
         self.is_gone = True
 
 
@@ -81,7 +92,3 @@ class _Patience(Deadline):
     @property
     def has_passed(self) -> bool:
         return self._job.is_gone or self._has_to_end() or super().has_passed
-
-    def check(self) -> None:
-        if self.has_passed:
-            raise TimedOut("the time is over, or the client has gone")

@@ -11,20 +11,24 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.together import Answers
+from triforce_cli.answering.together import Answers, Asked
 from triforce_cli.apis.api import ApiError
+from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import describe
 from triforce_cli.serve.job import Finish, Job, Piece
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
     from offload.metrics import Stats
+    from offload.progress import Progress
 
 STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
 _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
 _TO_RETRY = {"retry-after": "1"}
 
-OnEnd = Callable[[str, "Stats", bool], None]  # of a job: name, statistics, whether its client went away before
+# Of a job: name, statistics, whether its client went away before, and the tokens of its prompt that were read if these
+# are not all.
+OnEnd = Callable[[str, "Stats", bool, int | None], None]
 
 
 class Scheduler:
@@ -45,9 +49,7 @@ class Scheduler:
 
     def submit(self, job: Job) -> None:
         """Put a job into the queue. Raises ApiError if the queue is full or the server stops."""
-        if self.is_stopping:
-            raise _stopping()
-        if len(self._waiting) >= self._most_waiting:
+        if len(self._waiting) >= self._most_waiting and not self.is_stopping:
             raise ApiError(
                 429,
                 f"{self._most_waiting} requests are waiting already; try again later",
@@ -55,11 +57,17 @@ class Scheduler:
                 _TO_RETRY,
             )
         self._waiting.append(job)
+        if self.is_stopping:  # after the job was put there: `run` refuses what it finds once it has stopped
+            self._remove(job)
+            raise _stopping()
         self._bell.put(None)
 
     def forget(self, job: Job) -> None:
         """Drop a job whose client has gone, or has all it asked for."""
         job.leave()
+        self._remove(job)
+
+    def _remove(self, job: Job) -> None:
         with suppress(ValueError):
             self._waiting.remove(job)
 
@@ -81,7 +89,7 @@ class Scheduler:
         concerns; any other error is raised, after the clients were told."""
         try:
             while not self._is_over(answers):
-                self._begin_waiting(answers, tokenizer)
+                self._begin_next(answers, tokenizer)
                 self._go_on(answers)
         except BaseException as error:
             self._stop_in(0.0)
@@ -104,18 +112,19 @@ class Scheduler:
         """Whether the time of answers under way is over, because the server stops."""
         return self._stops_at is not None and time.monotonic() >= self._stops_at
 
-    def _begin_waiting(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
-        """Begin waiting jobs while there is room. Waits for one if nothing is under way."""
-        while answers.has_room and not self.is_stopping:
-            if (job := self._next(waits=not len(answers))) is None:
-                return
-            try:
-                answers.begin(job, job.asked(tokenizer, self._has_to_end), on_progress=job.report)
-            except (TriforceError, MemoryError) as error:
-                answers.drop(job)
-                job.report(_failed(error))
+    def _begin_next(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
+        """Begin a waiting job if there is room: one, since the answers under way wait for its prefill. Waits for a job
+        if nothing is under way."""
+        if not answers.has_room or self.is_stopping or (job := self._next(waits=not len(answers))) is None:
+            return
+        try:
+            self._begin(answers, job, job.asked(tokenizer, self._has_to_end))
+        except (TriforceError, MemoryError) as error:
+            answers.drop(job)
+            job.report(_failed(error))
 
     def _next(self, *, waits: bool) -> Job | None:
+        """The next job whose client is there."""
         with suppress(Empty):
             while True:
                 self._bell.get_nowait()
@@ -123,8 +132,25 @@ class Scheduler:
             with suppress(Empty):
                 self._bell.get(timeout=_LISTENING_SECONDS)
         with suppress(IndexError):  # the event loop's thread may have taken it off
-            return self._waiting.popleft()
+            while (job := self._waiting.popleft()).is_gone:
+                pass
+            return job
         return None
+
+    def _begin(self, answers: Answers[Job], job: Job, asked: Asked) -> None:
+        def hear(progress: Progress) -> None:
+            job.report(progress)
+            if asked.deadline.has_passed and not self._reads_on(answers, job, progress):
+                raise TimedOut("the time is over, or the client has gone")
+
+        answers.begin(job, asked, on_progress=hear)
+
+    def _reads_on(self, answers: Answers[Job], job: Job, progress: Progress) -> bool:
+        """Whether the prompt of a job whose time is over is read further: up to a place whose rows stay, and, as a
+        client that has gone may ask again, to its end if nobody else waits."""
+        if self._has_to_end() or (job.is_gone and self.is_stopping):
+            return False
+        return not progress.stays or (job.is_gone and not self._waiting and len(answers) == 1)
 
     def _go_on(self, answers: Answers[Job]) -> None:
         if not len(answers) or self._has_to_end():
@@ -152,7 +178,7 @@ class Scheduler:
                 job.report(Piece(part.text, part.thoughts, 0, ()))
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
             job.report(Finish(answer.finish != "stop", stats))
-            self._on_end(job.name, stats, is_gone)
+            self._on_end(job.name, stats, is_gone, job.num_read(stats.reused_tokens))
 
         answers.finish(job, on_end=tell)
 

@@ -241,7 +241,7 @@ Log = Annotated[
     bool,
     option(
         "--log/--no-log",
-        "Keep answers, too, with the options' values (--system, --var) in clear.",
+        "Keep answers with options in clear.",
         SESSION,
         metavar="",
     ),

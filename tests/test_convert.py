@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 from collections import namedtuple
 from pathlib import Path
 
@@ -357,7 +358,16 @@ def test_gguf_without_its_packages_says_what_to_install(triforce, root, tmp_path
 def test_a_damaged_gguf_file_is_refused(triforce, tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF" + bytes(20))
     code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
-    assert (code, "is not a complete GGUF file" in err) == (4, True)
+    assert (code, "is not a whole GGUF file" in err) == (4, True)
+
+
+@pytest.mark.parametrize("count", [1 << 63, (1 << 64) - 1, 1 << 61])
+def test_a_gguf_file_with_an_endless_list_is_refused_at_once(triforce, tmp_path, count):
+    """In 43 bytes: gguf's own reader makes a list of 2**63 values of it, and never ends (llama.cpp issue 27188)."""
+    data = b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, count)
+    (tmp_path / "tiny.gguf").write_bytes(data)
+    code, _, err = triforce("convert", str(tmp_path / "tiny.gguf"))
+    assert (code, f"a, a list of {count} values, would end at byte" in err) == (4, True)
 
 
 def test_a_gguf_file_that_needs_more_memory_than_there_is_is_refused(triforce, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from offload.errors import ModelError
 from offload.hub import fetch
 from offload.hub.library import STAGING, Origin, entries, locate, state_of
 from offload.hub.names import FOLDER_VARIABLE
+from offload.hub.pickles import convert_shard
 from offload.units import size
 from offload.weights.checkpoint import Checkpoint, check_model
 from terminals import Terminal
@@ -711,6 +712,23 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(hub, trif
     assert (code, "holds more than tensors, or is damaged; no code in it was run" in err) == (4, True)
     assert not (tmp_path / "ran").exists()
     assert state_of(folder) == "broken off"
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.9.1+cu128", "2.6.0", "1.13.1"])
+def test_pickles_are_left_to_a_torch_that_reads_them_safely(
+    hub, triforce, folder, plain, tmp_path, monkeypatch, version
+):
+    """Before 2.10 a crafted file could break torch's weights_only (CVE-2026-24747). Nothing is fetched."""
+    hub.put(NAME, pickled(plain, tmp_path))
+    monkeypatch.setattr(torch, "__version__", version)
+    code, _, err = triforce("pull", NAME)
+    assert (code, f"with torch {version} (CVE-2026-24747); install torch 2.10 or later" in err) == (4, True)
+    assert "or take a repository with safetensors" in err
+    assert "pytorch_model.bin" not in hub.asked()
+    with pytest.raises(ModelError, match="CVE-2026-24747"):
+        convert_shard(tmp_path / "shard", tmp_path / "made.safetensors", source="", tied=False)
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert triforce("pull", NAME)[0] == 0
 
 
 # --- config only ---

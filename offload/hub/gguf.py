@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+from offload.config.gguf_header import Header, read_header
 from offload.decode import gguf_tokenizer
 from offload.errors import DoesNotFit, ModelError
 from offload.interrupts import waiting
@@ -20,11 +22,11 @@ _WEIGHT_BYTES = 4 + 2  # per weight while unpacking: fp32, and fp16 beside it
 def dequantise(file: Path, folder: Path) -> None:
     """Write weights (fp16), config and tokenizer of `file` into `folder`.
 
-    Memory: 6 bytes per weight. Raises ModelError if transformers cannot read the file, DoesNotFit if memory is short.
+    Memory: 6 bytes per weight. Raises ModelError if the file is damaged or transformers cannot read it, DoesNotFit if
+    memory is short.
     """
     _check_packages()
-    reader = _open(file)
-    _check_memory(file, reader)
+    _check_memory(file, read_header(file))  # no file that our reader refuses comes to the library's
     try:
         with _quiet(), waiting():
             gguf_tokenizer.write(file, folder)
@@ -83,17 +85,8 @@ def _check_packages() -> None:
         raise ModelError(f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
-def _open(file: Path) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(file)
-    except Exception as error:  # struct and numpy errors of every kind
-        raise ModelError(f"{file} is not a complete GGUF file ({error}); fetch it again") from error
-
-
-def _check_memory(file: Path, reader: Any) -> None:
-    num_weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+def _check_memory(file: Path, header: Header) -> None:
+    num_weights = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     needed, free = _WEIGHT_BYTES * num_weights, free_host_bytes()
     if needed > free:
         raise DoesNotFit(

@@ -1,13 +1,14 @@
 """Convert a pickled shard (pytorch_model*.bin) to a safetensors file with the same bits, then read it back and compare.
 
-Only tensors are unpickled (weights_only); code in the file is never run. Files are memory-mapped, so only the page
-cache grows; a shard in torch's format of before 2020 is read into memory.
+Only tensors are unpickled (weights_only); code in the file is never run, which takes a torch without known holes. Files
+are memory-mapped, so only the page cache grows; a shard in torch's format of before 2020 is read into memory.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,19 @@ from offload.errors import ModelError, TriforceError
 from offload.interrupts import poll
 from offload.weights.checkpoint import COMPUTES_NOTHING, EMBEDDINGS, HEAD
 
+_SAFE_TORCH = (2, 10)  # the first whose weights_only no file can break (CVE-2026-24747)
 SOURCE_KEY = "triforce_source"  # metadata key: digest or name of the converted file
+
+
+def check_torch(name: str) -> None:
+    """Raises ModelError where this torch is too old to read the pickled file `name` safely."""
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if version < _SAFE_TORCH:
+        safe = ".".join(map(str, _SAFE_TORCH))
+        raise ModelError(
+            f"{name} is pickled, and a crafted one can take over a program with torch {torch.__version__} "
+            f"(CVE-2026-24747); install torch {safe} or later, or take a repository with safetensors"
+        )
 
 
 def convert_shard(shard: Path, target: Path, *, source: str, tied: bool) -> None:
@@ -69,6 +82,7 @@ def weight_map(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def _unpickled(shard: Path) -> dict[str, Tensor]:
+    check_torch(shard.name)
     try:
         state = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
     except pickle.UnpicklingError as error:

@@ -26,7 +26,7 @@ from offload.hub.disk import check_room
 from offload.hub.fetch import fetch, is_whole, partial_path
 from offload.hub.library import LOCK, MOVING, STAGING, Origin
 from offload.hub.names import FOLDER_VARIABLE, model_folder
-from offload.hub.pickles import convert_shard, source_of, weight_map
+from offload.hub.pickles import check_torch, convert_shard, source_of, weight_map
 from offload.hub.remote import Listing, RemoteFile
 from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
 
@@ -108,6 +108,8 @@ class _Transfer:
     def _plan(self, files: Sequence[RemoteFile]) -> PullPlan:
         """The plan of this pull. files: files that may be missing."""
         self._find_missing(files)
+        for name in filter(model_files.is_pickled, (file.name for file in self._missing)):
+            check_torch(name)  # before gigabytes are fetched
         num_bytes = sum(file.num_bytes - self._num_fetched(file) for file in self._missing)
         return PullPlan(listing=self._listing, folder=self._folder, files=tuple(self._files), missing_bytes=num_bytes)
 

@@ -34,11 +34,21 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + 2 * part * (1 + square * (1 / 3 + square * series))
 
 
+@triton.constexpr_function
+def _are_aligned(kept, out):
+    """Whether all rows begin at multiples of 16 numbers, as `delta.is_aligned`. Then programs say so where they choose
+    between addresses, since not every version of Triton finds it there."""
+    return kept % 16 == out % 16 == 0
+
+
 @triton.jit
-def _inputs(held, rows, row_stride, place, first_new, KEPT: tl.constexpr):
-    """Pointers to the inputs at `place`, one or several."""
+def _inputs(held, rows, row_stride, place, first_new, KEPT: tl.constexpr, OUT: tl.constexpr):
+    """Pointers to the inputs at `place`, one or several in a row."""
     new = rows + (place - first_new).to(tl.int64) * row_stride
-    return tl.where(place >= first_new, new, held + place.to(tl.int64) * KEPT)
+    found = tl.where(place >= first_new, new, held + place.to(tl.int64) * KEPT)
+    if _are_aligned(KEPT, OUT):
+        found = tl.multiple_of(found, 16)
+    return found
 
 
 @triton.jit
@@ -50,12 +60,12 @@ def _token(
     """What a head reads of a token, as it is stored: of W tokens, this one last, query, key and value [WIDTH_PADDED,
     numbers]; its step and its time."""
     KEPT: tl.constexpr = CHANNELS + 2 * HEADS
-    each = _inputs(held, rows, row_stride, token + tl.arange(0, WIDTH_PADDED), first_new, KEPT)[:, None]
+    each = _inputs(held, rows, row_stride, token + tl.arange(0, WIDTH_PADDED), first_new, KEPT, OUT)[:, None]
     query = tl.load(each + at_key, mask=in_key, other=0.0)
     key = tl.load(each + KEY_SIZE + at_key, mask=in_key, other=0.0)
     value = tl.load(each + at_value, mask=in_value, other=0.0)
     place = token + WIDTH - 1
-    own = _inputs(held, rows, row_stride, place, first_new, KEPT) + CHANNELS + head
+    own = _inputs(held, rows, row_stride, place, first_new, KEPT, OUT) + CHANNELS + head
     own += tl.where(place >= first_new, OUT, 0)  # new rows have their gates there
     return query, key, value, tl.load(own), tl.load(own + HEADS)
 
@@ -182,11 +192,14 @@ def finish_rows(
     KEPT: tl.constexpr = CHANNELS + 2 * HEADS
     channel = (number - own) * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     source = channel + tl.where(channel < CHANNELS, 0, HEADS * VALUE_DIM)  # of a new row, which has gates
+    if _are_aligned(KEPT, HEADS * VALUE_DIM):
+        source = tl.max_contiguous(tl.multiple_of(source, (1, 16)), (1, 16))
     replayed = tl.load(there, mask=count < 0, other=count).to(tl.int32)
     first_new, tap = replayed + WIDTH - 1, tl.arange(0, WIDTH_PADDED)[:, None]
     place, real = replayed + num_rows * settles + tap, (tap < WIDTH - 1) & (channel < KEPT)
-    tail = _inputs(held, rows, row_stride, place, first_new, KEPT) + tl.where(place < first_new, channel, source)
-    moved = tl.load(tail, mask=real, other=0.0)
+    older, target = place < first_new, (place - first_new).to(tl.int64) * row_stride + source
+    before = tl.load(held + place.to(tl.int64) * KEPT + channel, mask=real & older, other=0.0)
+    moved = tl.where(older, before, tl.load(rows + target, mask=real & (place >= first_new), other=0.0))
     tl.debug_barrier()
     tl.store(held + tap * KEPT + channel, moved, mask=real)
     for first in range(0, tl.where(settles == 0, num_rows, 0), ROWS):

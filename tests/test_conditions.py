@@ -123,7 +123,7 @@ def test_a_process_that_is_kept_from_newer_instructions_has_another_key(folder: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_fingerprint_of_rounding_is_the_same_every_time(dtype: torch.dtype) -> None:
     rounding.cache_clear()
-    found = {rounding.__wrapped__(CPU, dtype, 1) for _ in range(5)}
+    found = {rounding.__wrapped__(dtype, 1) for _ in range(5)}
     assert len(found) == 1
 
 
@@ -132,7 +132,7 @@ def test_the_fingerprint_tells_each_operator(operator: str, monkeypatch: pytest.
     """By a last bit of one number."""
     from offload.kernels import rounding as module
 
-    plain, run = rounding.__wrapped__(CPU, torch.float32, 1), getattr(module, operator)
+    plain, run = rounding.__wrapped__(torch.float32, 1), getattr(module, operator)
 
     def nudged(*args: object, **more: object) -> object:
         found = run(*args, **more)
@@ -141,7 +141,7 @@ def test_the_fingerprint_tells_each_operator(operator: str, monkeypatch: pytest.
         return found
 
     monkeypatch.setattr(module, operator, nudged)
-    assert rounding.__wrapped__(CPU, torch.float32, 1) != plain
+    assert rounding.__wrapped__(torch.float32, 1) != plain
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 514])

@@ -26,6 +26,7 @@ from offload.errors import SessionError
 from offload.kv.last_hidden import DraftedHidden
 from offload.model.next_token import NextTokenLevel
 from offload.plan.planner import Plan
+from offload.progress import Progress
 from offload.session import manifest as manifests
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
@@ -204,6 +205,32 @@ def test_a_warm_store_changes_no_draft(
             assert alike(said(made, drafted, prompt), expected)
             if made.worker.states is None or prompt is prompts[1]:  # states are at few places
                 assert made.stats.stored_tokens >= sizes.page
+
+
+class Stopped(Exception):
+    """A person's interrupt."""
+
+
+def test_rows_that_were_read_before_a_prefill_was_broken_off_have_no_hidden_rows(
+    folders: Callable[[str], Path], drafted: dict[int, list[Tensor]], tmp_path: Path
+) -> None:
+    """But for the first ones. So of a prompt that ends soon after them the last ones are computed."""
+    folder, short = folders("glm4_moe"), [*QUESTION[: 4 * BLOCK], *random_tokens(12, seed=4)]
+    with engine(folder, root=tmp_path) as made:
+        cold = said(made, drafted, short)
+        said(made, drafted, QUESTION)
+        made.keep()
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "prefill":
+            raise Stopped
+
+    with engine(folder, root=tmp_path) as made:
+        with pytest.raises(Stopped):
+            list(made.generate(GenerationRequest([*QUESTION, *QUESTION], GREEDY, max_tokens=4), on_progress=stop))
+        assert made.num_cached == 4 * BLOCK
+        assert alike(said(made, drafted, short), cold)
+        assert made.stats.reused_tokens == 3 * BLOCK
 
 
 @pytest.mark.few(1)

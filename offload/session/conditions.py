@@ -61,6 +61,7 @@ class Conditions:
         with Checkpoint.open(folder) as checkpoint:
             status = [path.stat() for path in checkpoint.files()]
         device = torch.device(request.device)
+        on_cpu = device.type == "cpu"
         kinds = [prefill_attention(device, dim, page=placement.page_tokens, windows=False) for dim in config.head_dims]
         rounding = {
             "bits": BITS,
@@ -68,11 +69,9 @@ class Conditions:
             "torch": torch.__version__,
             "triton": installed_version("triton") if device.type == "cuda" else None,
             "flash-attn": installed_version("flash_attn") if device.type == "cuda" else None,
-            "machine": machine_name() if device.type == "cpu" else None,
-            "instructions": (torch.backends.cpu.get_cpu_capability(), *cpu_features())
-            if device.type == "cpu"
-            else None,
-            "rounding": rounding_of(device, DTYPES[request.dtype], torch.get_num_threads()),
+            "machine": machine_name() if on_cpu else None,
+            "instructions": (torch.backends.cpu.get_cpu_capability(), *cpu_features()) if on_cpu else None,
+            "rounding": rounding_of(DTYPES[request.dtype], torch.get_num_threads()) if on_cpu else None,
             "device": request.device_name,
             "devices": request.num_devices,
             "threads": torch.get_num_threads(),

@@ -105,7 +105,7 @@ def test_nothing_is_cited_where_no_place_stands_out() -> None:
 
 
 def test_one_row_of_the_prompt_that_asks_for_a_passage_does_not_take_it_away() -> None:
-    nothing, asks, text = row(9, 1, 1, 1, 1, 1), row(9, 1, 1, 1, 9, 1), row(9, 1, 1, 1, 9, 1)
+    nothing, asks, text = row(9, 1, 1, 1, 1, 1), row(9, 1, 1, 1, 60, 1), row(9, 1, 1, 1, 9, 1)
     assert places(attended([nothing, asks, nothing, nothing], text)) == [(3, 6)]
 
 
@@ -218,6 +218,16 @@ def test_a_document_begins_where_its_longest_line_says_if_its_text_was_changed()
     changed = f"<{'x' * 150}{text.replace('ﬁ', 'fi')}>"
     for line, at in ((2, changed.index("Same")), (5, changed.rindex("Same"))):
         assert located_in([Document("a", text)], changed, at - 4, at + 20).first_line == line
+
+
+def test_a_line_that_a_document_has_twice_does_not_tell_where_it_begins() -> None:
+    same = "The same long line is first and last.\n"
+    text = (
+        f"{same}{''.join(f'Line {number}.' + chr(10) + 'Short one.' + chr(10) for number in range(4))}The one.\n{same}"
+    )
+    changed = f"<{text[1:]}>"  # so that the first of both is not found
+    at = changed.index("Short one.")
+    assert located_in([Document("a", text)], changed, at - 4, at + 14).first_line == 3
 
 
 @pytest.mark.parametrize("space", ["", "\n", " \n\n\t", "\n" * 40])

@@ -144,8 +144,10 @@ def rehearse() -> None:
     app = import_module("triforce_cli.app")
     with redirect_stdout(StringIO()):  # what is imported, and made of options, in any run
         assert app.main(["plan", "--help"]) == 0
-    for words, command in tree.commands(typer.main.get_command(app.app)).items():
-        command.make_context(words[-1], [], resilient_parsing=True)  # what reads the values of its options
+    root = typer.main.get_command(app.app)
+    above = root.make_context("triforce", [], resilient_parsing=True)  # it names the options for help
+    for words, command in tree.commands(root).items():
+        command.make_context(words[-1], [], above, resilient_parsing=True)  # what reads the values of its options
     _read_tokenizers_once()
     Plans(Path(_KEPT.enter_context(tempfile.TemporaryDirectory()))).keep(pytest.MonkeyPatch())
     gc.freeze()  # or every fork would copy what the collector looks at

@@ -93,7 +93,8 @@ def weights_and_texts(files: dict[str, bytes]) -> int:
 # --- what comes ---
 
 
-def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, triforce, folder, plain):
+def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, triforce, folder, plain, monkeypatch):
+    monkeypatch.setattr("triforce_cli.progress.LINE_SECONDS", 0.0)
     further = {
         "modeling.py": b"raise SystemExit",
         "pytorch_model.bin": b"x",
@@ -108,7 +109,7 @@ def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, triforce, f
     all_of_it, missing = size(sum(map(len, plain.values()))), size(weights_and_texts(plain))
     assert err.splitlines()[0] == f"{NAME} at main ({COMMIT[:12]}), licence llama2"
     assert err.splitlines()[1] == f"{len(plain)} files, {all_of_it}, into {folder}: {missing} to fetch"
-    assert err.splitlines()[2] == f"fetch: {missing}"
+    assert err.splitlines()[2] == f"fetch: 0% of {missing}"
     assert err.splitlines()[-1] == f"next: triforce chat --model {NAME}"
     assert "it/s" not in err  # the library's own bars
     assert Origin.read(folder) == Origin(source=NAME, commit=COMMIT, license="llama2", files=tuple(sorted(plain)))

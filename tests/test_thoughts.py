@@ -287,6 +287,11 @@ def stopped(reply: Sequence[str], stops: Sequence[str], **begins: Any) -> tuple[
         (["9.8 or"], {"begun": True}, ("9.8 or", "")),
         (["[THINK]a|b"], {}, ("[THINK]a", "|")),
         (["so", "[/THINK]", "It is 9.8"], {"begun": True, "begin": "[THINK]And "}, ("so[/THINK]It is ", "9.8")),
+        (
+            ["so 9.8[/THINK]It is 9.8"],
+            {"begun": True, "begin": "[THINK]And "},
+            ("so 9.8[/THINK]It is ", "9.8"),
+        ),
         ([".8", " 9.8"], {"begin": "[THINK]hm[/THINK]It is 9"}, (".8 ", "9.8")),
     ],
 )

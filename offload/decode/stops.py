@@ -62,7 +62,7 @@ class StopStrings:
     def _place(self, index: int) -> int:
         """The place in the held text of a character of the whole text, or 0 for one before it."""
         place, behind = len(self._held), self._num_read - index
-        while place and (behind or ord(self._held[place - 1]) in self._hidden):
+        while place and (behind > 0 or ord(self._held[place - 1]) in self._hidden):
             place -= 1
             behind -= ord(self._held[place]) not in self._hidden
         return place

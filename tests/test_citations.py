@@ -226,8 +226,8 @@ def test_a_line_that_a_document_has_twice_does_not_tell_where_it_begins() -> Non
         f"{same}{''.join(f'Line {number}.' + chr(10) + 'Short one.' + chr(10) for number in range(4))}The one.\n{same}"
     )
     changed = f"<{text[1:]}>"  # so that the first of both is not found
-    at = changed.index("Short one.")
-    assert located_in([Document("a", text)], changed, at - 4, at + 14).first_line == 3
+    at = changed.rindex("Short one.")
+    assert located_in([Document("a", text)], changed, at - 4, at + 14).first_line == 9
 
 
 @pytest.mark.parametrize("space", ["", "\n", " \n\n\t", "\n" * 40])
@@ -264,6 +264,17 @@ def test_a_passage_over_a_documents_end_or_start_is_cited_with_the_share_of_its_
     )  # type: ignore[arg-type]
     assert (found.text, found.first_line) == ("row one | 0\nrow two | 1", 1)
     assert found.share == pytest.approx(0.4 * 8 / 16 + 0.2, abs=0.03)
+    found = located_in([Document("a", rows)], prompt, start - 10, start + 38)
+    assert found.text == "row one | 0\nrow two | 1\nrow three | 2"
+
+
+def test_of_a_passage_whose_text_was_changed_the_half_that_is_found_tells_the_line() -> None:
+    """Of its occurrences the one is cited that is as far behind the passage's beginning as in the passage."""
+    text = "Same words here.\nﬁne ﬁne ﬁne ﬁne.\nSame words here.\nend"
+    prompt = text.replace("ﬁ", "fi")
+    start = prompt.index("fine") - 4
+    found = located_in([Document("a", text)], prompt, start, prompt.index("end") + 3)
+    assert (found.first_line, found.text) == (3, "Same words here.")
 
 
 def test_bm25_is_as_published() -> None:

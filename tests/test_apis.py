@@ -20,7 +20,7 @@ from triforce_cli.apis.chat_completions import ChatCompletions
 from triforce_cli.apis.completions import Completions
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.responses import Responses
-from triforce_cli.batch.records import check_known, read_record
+from triforce_cli.batch.records import check_known, read_record, read_records
 from triforce_cli.serve.reader import FIELDS, parsed
 
 Json = dict[str, Any]
@@ -474,6 +474,12 @@ def test_tools_that_cannot_be_offered_are_left_out_with_a_note(api: Api, functio
     assert [note[:30] for note in notes] == [f'tool 2 is of the type "{other["type"]}"'[:30]]
     with pytest.raises(UsageError, match="tool 1 is of the type"):
         api.fields(LEAST[api] | {"tools": [other]}, str)
+
+
+def test_a_line_of_a_batch_has_notes_on_what_is_left_out() -> None:
+    line = {"custom_id": "a", "body": {"messages": HI, "tools": [TOOL, {"type": "web_search"}]}}
+    (record,) = read_records(json.dumps(line), "f", DEFAULTS)
+    assert [note.partition(" and")[0] for note in record.notes] == ['tool 2 is of the type "web_search"']
 
 
 def test_thoughts_belong_to_the_reply_after_them() -> None:

@@ -392,7 +392,7 @@ def test_a_reply_that_becomes_calls_can_become_calls_at_every_letter(reply: str)
         (["`", "read"], ""), (["``", "`python"], ""), (["[", "1] says"], ""), (["[", "link](x)"], ""), (["The"], ""),
         (["get", "s"], ""), (["get_weather", " is"], ""), (["get_weather", ", and"], ""), (["get_wea", "\n"], ""),
         (['{"a": 1', "}"], ""), (["{x", "}"], ""), (["{", ")"], ""), ([JSON, " is it"], ""), (["-", " a"], ""),
-        (["get_weather", "(city)"], ""), ([JSON.replace("get_weather", "get_money")[:-1], "}"], ""),
+        (['{"a": "\\"', '"} is'], ""), (["get_weather", "(city)"], ""), ([JSON.replace("get_weather", "get_money")[:-1], "}"], ""),
         (["get_weather", "("], "<tool_call>"), (["get_weather\n", "{"], "<tool_call>"),
         (["]", ""], ""), (["[", "["], ""),
     ],

@@ -102,12 +102,19 @@ def plan_of(folder: Path, sizes: Sizes = SIZES, **options: Any) -> Plan:
     return tiny_plan(folder, folder, sizes, num_prompt_tokens=prompt, max_tokens=60, **options)
 
 
-def engine(folder: Path, sizes: Sizes = SIZES, *, root: Path | None = None, **options: Any) -> Engine:
-    """root: of a prefix store."""
+def engine(
+    folder: Path,
+    sizes: Sizes = SIZES,
+    *,
+    root: Path | None = None,
+    on_note: Callable[[str], Any] = pytest.fail,
+    **options: Any,
+) -> Engine:
+    """root: of a prefix store. on_note: of its notes."""
 
     def open_store(plan: Plan) -> PrefixStore:
         assert root is not None
-        return PrefixStore(root, Conditions.of(folder, plan), limit=1 << 30, on_note=lambda line: None)
+        return PrefixStore(root, Conditions.of(folder, plan), limit=1 << 30, on_note=on_note)
 
     tokenizer = load_tokenizer(folder, folder)
     return Engine.load(plan_of(folder, sizes, **options), folder, folder, tokenizer, open_store=root and open_store)
@@ -245,9 +252,11 @@ def test_a_damaged_file_of_hidden_rows_is_computed_again(
     content[-1] ^= 1
     file.write_bytes(content)
     for stored in (False, True):
-        with engine(folder, root=tmp_path) as made:
+        notes = list[str]()
+        with engine(folder, root=tmp_path, on_note=notes.append) as made:
             assert alike(said(made, drafted, QUESTION), cold)
             assert (made.stats.stored_tokens > 0) is stored
+            assert len(notes) == (not stored)
             made.keep()
 
 
@@ -256,7 +265,11 @@ def test_rows_that_a_run_without_a_head_has_kept_are_computed_by_one_with(
 ) -> None:
     """As are those that one with other sinks has kept; then each finds its own."""
     folder = folders("glm4_moe")
-    more = Sizes(**{**vars(SIZES), "sinks": 7})
+    more, none = (Sizes(**{**vars(SIZES), **values}) for values in ({"sinks": 7}, {"gamma": 0, "draft_gamma": 0}))
+    with engine(folder, none, root=tmp_path) as made:
+        list(made.generate(GenerationRequest(QUESTION, SAMPLED, max_tokens=3)))
+        assert made.worker.hidden is None
+        made.keep()
     for sizes in (SIZES, more):
         with engine(folder, sizes) as made:
             cold = said(made, drafted, QUESTION)
@@ -428,7 +441,9 @@ def test_what_a_ring_has_depends_on_the_tokens_and_not_on_what_was_drafted(seed:
         elif start < 300:
             count = chance.choice([1, 2, 3, 40 if chance.random() < 0.3 else 1])
             wrong = chance.randrange(slack - count + 1) if count <= 3 else 0
-            below.write(start, torch.zeros(chance.randrange(1, slack), 4))
+            split = chance.randrange(1, slack)
+            below.write(start, torch.zeros(split, 4))
+            below.write(start + split, torch.zeros(slack - split, 4))
             drafting.write(start, torch.cat([rows[start : start + count], torch.zeros(wrong, 4)]))
             plain.write(start, rows[start : start + count])
             full.length = start + count

@@ -105,6 +105,29 @@ def test_one_of_several_gguf_files_goes_alone(root: Path, triforce: Run) -> None
     assert not folder.exists()
 
 
+def test_parts_of_which_a_removal_left_some_can_be_removed_again(
+    root: Path, triforce: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part names the others, so it goes last; with one missing they were there for ever."""
+    folder, unlink = root / "some/quants", Path.unlink
+    folder.mkdir(parents=True)
+    parts = [f"a-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    for name in ("b.gguf", *parts):
+        (folder / name).write_bytes(b"GGUF" + bytes(20))
+
+    def killed(path: Path, *args: object, **settings: bool) -> None:
+        if path.name == parts[1]:
+            raise KeyboardInterrupt
+        unlink(path, *args, **settings)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        assert triforce("models", "rm", f"some/quants/{parts[0]}", "--yes")[0] == 130
+    assert sorted(path.name for path in folder.iterdir()) == [*parts[:2], "b.gguf"]
+    assert triforce("models", "rm", f"some/quants/{parts[0]}", "--yes")[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["b.gguf"]
+
+
 def test_options_of_the_listing_are_not_lost_before_another_command(root: Path, triforce: Run) -> None:
     code, _, err = triforce("models", "--quiet", "rm", "local/mine", "--yes")
     assert (code, "--quiet stands before rm; put it behind triforce models rm" in err) == (2, True)

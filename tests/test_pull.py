@@ -592,6 +592,20 @@ def test_too_small_a_disk_is_refused_before_weights_come(hub, triforce, folder, 
     assert triforce("pull", NAME)[0] == 0
 
 
+def test_a_disk_needs_room_for_a_pickled_shard_beside_what_is_made_of_it(
+    hub, triforce, folder, plain, tmp_path, monkeypatch
+):
+    files = pickled(plain, tmp_path, 3)
+    hub.put(NAME, files)
+    first = len(files["config.json"]) + len(files["pytorch_model.bin.index.json"])
+    largest = max(len(data) for name, data in files.items() if name.endswith(".bin"))
+    needed = sum(map(len, files.values())) - first + largest
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed - 1))
+    assert triforce("pull", NAME)[0] == 3
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed))
+    assert triforce("pull", NAME)[0] == 0
+
+
 def test_a_disk_that_fills_up_on_the_way_says_so(hub, triforce, folder, plain, monkeypatch):
     hub.put(NAME, plain)
     write = fetch.PartialFile.write

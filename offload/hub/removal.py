@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.config.gguf_header import SUFFIX, models_in, parts
+from offload.config.gguf_header import SUFFIX, models_in, part_names
 from offload.errors import ModelError, unreadable
 from offload.hub.library import LOCK, STAGING, stored_ids
 from offload.hub.names import id_of, model_folder, models_folder, short_name
@@ -30,7 +30,9 @@ class Stored:
 
     @property
     def files(self) -> list[Path]:
-        found = self.folder.rglob("*") if self.file is None else parts(self.file)
+        """The files that are there; a removal that was broken off has left some."""
+        names = part_names(self.file.name) if self.file is not None else ()
+        found = [self.folder / name for name in names] or self.folder.rglob("*")
         return [path for path in found if path.is_file()]
 
     @property

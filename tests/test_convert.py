@@ -144,6 +144,10 @@ def test_a_generation_from_a_converted_model_runs(triforce, tmp_path):
             "weight_map is missing; it must be an object of file names",
         ),
         (lambda folder: save(random_model(), folder), "holds safetensors and needs no conversion"),
+        (
+            lambda folder: torch.save({EMBEDDINGS: torch.ones(3, 5)}, folder / "pytorch_model-00001-of-00002.bin"),
+            "the tensors do not fit config.json",
+        ),
     ],
 )
 def test_what_cannot_be_converted_leaves_nothing(triforce, root, tmp_path, break_it, said):

@@ -224,7 +224,12 @@ def test_what_is_no_message_is_refused(messages: list[dict[str, Any]], message: 
     ("template", "messages", "reason"),
     [
         (STRICT, [B, A], "roles must alternate user/assistant"),
-        ("{{ raise_exception('the role ' + messages[0].role) }}", [said("developer", "x"), A], "the role developer"),
+        (
+            "{% if 'x' in messages[0].content %}{{ raise_exception('a role, ' + messages[0].role) }}{% endif %}"
+            + CHATML,
+            [said("developer", "x"), A],
+            "a role, developer",
+        ),
         (LLAMA, SEVERAL["two calls"], "only supports single tool-calls at once"),
         ("{{ messages[-1].content }}", [A, B, A], "leaves message 1, of the role user, out"),
         (

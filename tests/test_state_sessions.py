@@ -893,9 +893,11 @@ def test_a_store_with_little_room_keeps_a_beginning_that_can_be_gone_on_with(tmp
     states, per_page, per_state = States(tokens, [4, 8, 16, 20]), STATEFUL.page_format.nbytes, FORM.nbytes
     for pages, count, expected in ((5, 4, 20), (5, 1, 20), (4, 1, 16), (2, 1, 8), (1, 1, 4), (1, 0, 0), (0, 1, 0)):
         root, limit = tmp_path / f"{pages} {count}", pages * per_page + count * per_state
-        store = PrefixStore(root, conditions_with(STATEFUL), limit=limit, on_note=pytest.fail)
-        store.keep(Rows(tokens), None, tokens, lambda progress: None, states)  # type: ignore[arg-type]
-        assert store.stored(tokens).num_tokens == expected, (pages, count)
+        told = list[str]()
+        store = PrefixStore(root, conditions_with(STATEFUL), limit=limit, on_note=told.append)
+        kept = store.keep(Rows(tokens), None, tokens, lambda progress: None, states)  # type: ignore[arg-type]
+        assert kept == store.stored(tokens).num_tokens == expected, (pages, count)
+        assert ["the store may take" in line for line in told] == [True] * (expected < len(tokens))
         assert nbytes(root) <= limit
         assert len(stored_files(root, "states")) == (min(count, 4) if expected else 0)
         assert len(stored_files(root, "rows")) == expected // page

@@ -95,6 +95,64 @@ def test_what_is_too_large() -> None:
     assert said == f"the JSON schema cannot be followed: {limit}; {SMALLER}"
 
 
+DEEP = 60_000
+_LINK, _LAST = '"a{}": {{"items": {{"$ref": "#/$defs/a{}"}}}},', '"a{}": {{}}'
+BRACKETS = "(" * DEEP + "a" + ")" * DEEP
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("regex", BRACKETS, "exceed the maximum number of nested parentheses/brackets"),
+        ("regex", "(?:" * DEEP, "unclosed group"),
+        ("regex", "[" * DEEP, "unclosed character class"),
+        ("regex", "a" + "*" * DEEP, "exceed the maximum number of nested parentheses/brackets"),
+        ("grammar", f"start: {BRACKETS}", "lark grammar too deeply nested"),
+        ("grammar", f"start: /{BRACKETS}/", "exceed the maximum number of nested parentheses/brackets"),
+        ("grammar", "start: " + "[" * DEEP, "lark grammar too deeply nested"),
+        ("json-schema", json.dumps({"pattern": BRACKETS}), "exceed the maximum number of nested parentheses/brackets"),
+        ("json-schema", '{"items":' * DEEP + "{}" + "}" * DEEP, "it is nested too deep"),
+        ("json-schema", '{"anyOf":[' * 200 + "{}" + "]}" * 200, "recursion limit exceeded"),
+        ("choice", json.dumps(["(" * 2 * 10**6]), "has 2000004 characters, over the limit of 1048576; make it smaller"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_brackets_without_end_are_refused(kind: Kind, text: str, said: str) -> None:
+    assert said in refused(kind, text)
+
+
+@pytest.mark.parametrize("text", ["(" * 50 + "a" + "*)*" * 50, "(a*)*(a|a)*(a|aa)*b", "(((a?)+)*)+b"])
+def test_nested_quantifiers_match_in_time(text: str) -> None:
+    """Of a matcher that goes back they take the power of the text's length."""
+    state = compiled(demo, "regex", text).state()
+    (letter,) = demo().encode_piece("a")
+    assert state.advance([letter] * 500) == 500
+
+
+def chain(link: str, last: str) -> str:
+    return "".join(link.format(number, number + 1) for number in range(4000)) + last.format(4000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("grammar", "start: r0\n" + chain("r{}: r{}\n", 'r{}: "a"\n')),
+        ("grammar", "start: R0\n" + chain("R{}: R{}\n", "R{}: /a/\n")),
+        (
+            "json-schema",
+            f'{{"$ref": "#/$defs/a0", "$defs": {{{chain(_LINK, _LAST)}}}}}',
+        ),
+    ],
+    ids=["rules", "terminals", "references"],
+)
+def test_rules_that_name_each_other_do_not_end_the_process(kind: Kind, text: str) -> None:
+    """Bug: the library follows them one inside the other, on a stack that 1,000 of them exceeded (a segmentation
+    fault). They are compiled on a stack of their own, and followed on any."""
+    state = compiled(demo, kind, text).state()
+    assert state.allowed().any()
+    state.rewind(0)
+
+
 NESTED = "(a{1,1000}){1,1000}"
 
 

@@ -126,3 +126,21 @@ def test_the_reason_is_said_and_is_short() -> None:
     for raised, said in (("''", r"\(TemplateError\)"), ("'no ' * 1000", r"\((no ){133}n \.\.\.\)")):
         with pytest.raises(UsageError, match=said):
             chatting(asks.replace("WHAT", f"{{{{ raise_exception({raised}) }}}}")).prompt(Conversation().asked("Hi"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(1) }}",
+        "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        "{{ NESTED }}".replace("NESTED", "[" * 60_000 + "]" * 60_000),
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    ],
+    ids=["macro", "loop", "lists", "conditions"],
+)
+def test_a_template_that_calls_itself_without_end_is_refused(template: str) -> None:
+    """It is the template's fault and not the conversation's, which the error said."""
+    with pytest.raises(ModelError, match=r"calls itself too often, or is given .*; choose another template"):
+        chatting("{{ messages[0].content }}{% if messages[0].content != 'A' %}" + template + "{% endif %}").prompt(
+            Conversation().asked("Hi")
+        )

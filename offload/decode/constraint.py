@@ -31,7 +31,7 @@ _REMEDIES = (
     ("Unsatisfiable|NoExtension", "change it so that some text fits"),
     ("retriev", "copy what it refers to into $defs"),
     ("look-?around", "say it without (?=...), (?!...), (?<=...), \\b, and ^ or $ inside"),
-    ("too (large|complex|many|big)|limit|fuel|exceed", "make it smaller: fewer alternatives and smaller bounds"),
+    ("too (large|complex|many|big)|limit|fuel|exceed|^panic", "make it smaller: fewer alternatives and smaller bounds"),
 )  # fmt: skip
 _REMEDY = {
     "json-schema": "correct it there",
@@ -90,7 +90,7 @@ def schema_of(constraint: Constraint) -> dict[str, Any] | bool:
 
 def refusal(constraint: Constraint, error: str) -> UsageError:
     """The error for a constraint that llguidance refuses. error: llguidance's message."""
-    error = error.removesuffix("\n<non-verbose/>").strip()
+    error = error.removesuffix("\n<non-verbose/>").partition("<backtrace>")[0].strip()
     place, words = _place_and_words(constraint, error)
     remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, error)), _REMEDY[constraint.kind])
     words = "no text fits it" if words.startswith("NoExtension") else words

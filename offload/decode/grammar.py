@@ -25,7 +25,8 @@ from offload.decode.constraint import library_grammar, refusal
 from offload.decode.grammar_tokenizer import served
 from offload.decode.json_style import NUMBER, STRUCTURE, bare, gap
 from offload.decode.tokenizer import Tokenizer
-from offload.errors import ModelError
+from offload.errors import ModelError, UsageError
+from offload.transfer.behind import on_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 MAX_FORCED = 32  # tokens that `forced` looks ahead
 MAX_GUESSED = 96  # letters that `guessed` looks ahead
 TRIED = 128  # tokens of the trial text before a grammar is used
+MOST_LETTERS = 1 << 20  # of a constraint: the library takes the square of some lengths
+# Bytes of stack to compile on. The library follows rules and references that name each other one inside the other, and
+# one that exceeds its stack ends the process: 1,000 of them take 8 MB, and no stack bounds how many a text has.
+_STACK, _STACK_OF_LETTER = 1 << 24, 1 << 10
 
 
 class Grammar:
@@ -59,12 +64,21 @@ class Grammar:
     ) -> Grammar:
         """Compile a constraint. vocab_size: the number of logits; ids without a token are never allowed.
 
-        Raises UsageError where the constraint is not supported, with the place and the remedy; also where it is so
-        large that the library gives up within the first TRIED tokens.
+        Raises UsageError where the constraint is not supported, with the place and the remedy; also where it is over
+        MOST_LETTERS, or so large that the library gives up within the first TRIED tokens.
         """
+        if len(constraint.text) > MOST_LETTERS:
+            raise UsageError(
+                f"the {constraint.name} has {len(constraint.text)} characters, over the limit of {MOST_LETTERS}; "
+                "make it smaller"
+            )
+        stack = _STACK + len(constraint.text) * _STACK_OF_LETTER
+        return on_stack(stack, lambda: cls._compiled(constraint, tokenizer, vocab_size, frozenset(end_tokens)))
+
+    @classmethod
+    def _compiled(cls, constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        ends = frozenset(end_tokens)
         library_tokenizer = served(tokenizer, vocab_size, ends)
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(library_tokenizer, library_grammar(constraint), log_level=0, limits=limits)

@@ -26,7 +26,7 @@ def dequantise(file: Path, folder: Path) -> None:
     memory is short.
     """
     _check_packages()
-    _check_memory(file, read_header(file))  # no file that our reader refuses comes to the library's
+    _check_memory(file, _open(file))
     try:
         with _quiet(), waiting():
             gguf_tokenizer.write(file, folder)
@@ -83,6 +83,11 @@ def _check_packages() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def _open(file: Path) -> Header:
+    """The header by our own reader, whose refusals keep a damaged file from the library's, which may never end."""
+    return read_header(file)
 
 
 def _check_memory(file: Path, header: Header) -> None:

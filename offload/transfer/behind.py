@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from offload.transfer.link import Event
 
+_STACK_STEP = 1 << 20  # bytes; systems want multiples of a page
 Item = TypeVar("Item", bound=Hashable)
 Result = TypeVar("Result")
 
@@ -53,6 +55,16 @@ class Behind(Generic[Item, Result]):
         if self._executor is not None:
             self._executor.shutdown()
         self._executor, self._items, self._made, self._after = None, (), None, ()
+
+
+def on_stack(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """The result of `work`, done on a thread whose stack has so many bytes. Only those that it uses take memory."""
+    before = threading.stack_size(-(-num_bytes // _STACK_STEP) * _STACK_STEP)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(work).result()
+    finally:
+        threading.stack_size(before)
 
 
 def _worked(after: Sequence[Event], work: Callable[[], Result]) -> Result:

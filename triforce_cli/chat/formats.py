@@ -253,6 +253,9 @@ class ChatFormat:
                 return self.tokenizer.render_chat(messages, self.template, **variables)
         except (TooManySteps, ModelError) as error:
             raise TooMuchWork(f"the model's chat template {error}; {REMEDY}") from error
+        except RecursionError as error:
+            said = "calls itself too often, or is given values nested too deep"
+            raise TooMuchWork(f"the model's chat template {said}; {REMEDY}") from error
         except Exception as error:  # a template may raise any error
             raise UsageError(refusal(error)) from error
 

@@ -39,7 +39,7 @@ from triforce_cli.serve.access import Access
 from triforce_cli.serve.app import Served, Service, web_application
 from triforce_cli.serve.guard import Refusal
 from triforce_cli.serve.http import HttpServer, listening_socket
-from triforce_cli.serve.job import Job
+from triforce_cli.serve.job import Ending, Job
 from triforce_cli.serve.reader import Reader
 from triforce_cli.serve.scheduler import Scheduler
 
@@ -314,9 +314,9 @@ class Server:
         except BaseException as error:
             self.error = error
 
-    def _on_end(self, name: str, stats: Stats, is_gone: bool, num_read: int | None) -> None:
-        self.num_read.append(num_read)
-        self.ended.append((name, is_gone))
+    def _on_end(self, ending: Ending) -> None:
+        self.num_read.append(ending.num_read)
+        self.ended.append((ending.name, ending.is_gone))
 
 
 @contextmanager

@@ -15,10 +15,11 @@ import pytest
 from offload.decode.sampling import SamplingParams
 from offload.metrics import Stats
 from served import PATIENCE_SECONDS, SPAN, WANTED, Server, busy, received_until, until
+from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.apis.api import ApiError
 from triforce_cli.render.serve import answered
 from triforce_cli.serve import scheduler as scheduler_module
-from triforce_cli.serve.job import Job
+from triforce_cli.serve.job import Ending, Job
 from triforce_cli.serve.scheduler import Scheduler
 
 
@@ -105,10 +106,12 @@ def test_a_prompt_that_nobody_waits_for_does_not_keep_the_server_from_stopping(
 
 
 def test_the_log_says_how_far_a_prompt_was_read() -> None:
-    stats = Stats(prompt_tokens=30_000, reused_tokens=1024)
-    line = answered("/v1/messages 1", stats, is_gone=True, num_read=12_288)
+    whole = Ending("/v1/messages 1", TIMEOUT, Stats(prompt_tokens=30_000, reused_tokens=1024), is_gone=True)
+    assert answered(whole).endswith("(1,024 cached); the client went away")
+    line = answered(replace(whole, num_read=12_288))
     assert line.endswith("; the client went away; left at 12,288 of 30,000 tokens, whose rows are kept")
-    assert "left at" not in answered("/v1/messages 1", stats, is_gone=True)
+    assert answered(replace(whole, is_gone=False)).endswith("; its time was over")
+    assert answered(replace(whole, finish="stop", is_gone=False)).endswith("(1,024 cached)")
 
 
 def test_no_work_begins_for_a_client_that_has_gone() -> None:

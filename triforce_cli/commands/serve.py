@@ -27,9 +27,9 @@ from triforce_cli.output import Output
 if TYPE_CHECKING:
     import socket
 
-    from offload.metrics import Stats
     from offload.plan.planner import Plan
     from triforce_cli.serve.access import Access
+    from triforce_cli.serve.job import Ending
     from triforce_cli.serve.scheduler import Scheduler
 
 SERVER = "Server"
@@ -141,8 +141,8 @@ class Serve:
         from triforce_cli.render.serve import answered
         from triforce_cli.serve.scheduler import Scheduler
 
-        def on_end(name: str, stats: Stats, is_gone: bool, num_read: int | None) -> None:
-            output.note(_timed(answered(name, stats, is_gone=is_gone, num_read=num_read)))
+        def on_end(ending: Ending) -> None:
+            output.note(_timed(answered(ending)))
 
         return Scheduler(most_waiting=self.most_waiting, on_end=on_end)
 

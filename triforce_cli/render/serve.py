@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.render.text import duration, line_text, significant
 
 if TYPE_CHECKING:
-    from offload.metrics import Stats
     from triforce_cli.serve.guard import Refusal
+    from triforce_cli.serve.job import Ending
 
 _MOST_OF_PATH, _MOST_OF_REASON = 80, 300  # characters
 _MOST_OF_METHOD = 16
@@ -19,18 +20,18 @@ def serving(url: str, model: str, context: int) -> str:
     return f"serving {model} at {url}/v1, {context:,} tokens of context; Ctrl-C stops"
 
 
-def answered(name: str, stats: Stats, *, is_gone: bool, num_read: int | None = None) -> str:
-    """The line after an answer. name: of the request. is_gone: the client went away before its end. num_read: tokens of
-    the prompt that were read, if these are not all."""
+def answered(ending: Ending) -> str:
+    """The line after an answer."""
+    stats = ending.stats
     cached = f" ({stats.reused_tokens:,} cached)" if stats.reused_tokens else ""
     rate = stats.decode_tokens_per_second
     speed = f", {significant(rate)} tokens/s" if rate else ""
     seconds = duration(stats.first_token_seconds + stats.decode_seconds)
     new = f", {stats.output_tokens:,} new in {seconds}{speed}" if stats.output_tokens else ""
-    end = "; the client went away" if is_gone else ""
-    if num_read is not None:
-        end += f"; left at {num_read:,} of {stats.prompt_tokens:,} tokens, whose rows are kept"
-    return f"{name}: {stats.prompt_tokens:,} prompt tokens{cached}{new}{end}"
+    end = "; the client went away" if ending.is_gone else "; its time was over" if ending.finish == TIMEOUT else ""
+    if ending.num_read is not None:
+        end += f"; left at {ending.num_read:,} of {stats.prompt_tokens:,} tokens, whose rows are kept"
+    return f"{ending.name}: {stats.prompt_tokens:,} prompt tokens{cached}{new}{end}"
 
 
 def refused(refusal: Refusal) -> str:

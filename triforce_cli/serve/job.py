@@ -39,6 +39,18 @@ class Finish:
     stop: str = ""
 
 
+@dataclass(frozen=True)
+class Ending:
+    """The end of a job, for the log. name: of the job. finish: the finish reason. is_gone: its client went away before.
+    num_read: tokens of the prompt that were read, if these are not all."""
+
+    name: str
+    finish: str
+    stats: Stats
+    is_gone: bool = False
+    num_read: int | None = None
+
+
 Report = Progress | Piece | Finish | ApiError
 
 

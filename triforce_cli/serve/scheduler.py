@@ -16,7 +16,7 @@ from triforce_cli.answering.together import Answers, Asked
 from triforce_cli.apis.api import ApiError
 from triforce_cli.deadline import TimedOut
 from triforce_cli.errors import describe
-from triforce_cli.serve.job import Finish, Job, Piece
+from triforce_cli.serve.job import Ending, Finish, Job, Piece
 
 if TYPE_CHECKING:
     from offload.decode.tokenizer import Tokenizer
@@ -27,9 +27,7 @@ STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
 _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
 _TO_RETRY = {"retry-after": "1"}
 
-# Of a job: name, statistics, whether its client went away before, and the tokens of its prompt that were read if these
-# are not all.
-OnEnd = Callable[[str, "Stats", bool, int | None], None]
+OnEnd = Callable[[Ending], None]
 
 
 class Scheduler:
@@ -183,8 +181,9 @@ class Scheduler:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(Piece(part.text, part.thoughts, 0, ()))
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
-            job.report(Finish(answer.finish or TIMEOUT, stats, answer.stop))
-            self._on_end(job.name, stats, is_gone, job.num_read(stats.reused_tokens))
+            finish = answer.finish or TIMEOUT
+            job.report(Finish(finish, stats, answer.stop))
+            self._on_end(Ending(job.name, finish, stats, is_gone, job.num_read(stats.reused_tokens)))
 
         answers.finish(job, on_end=tell)
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from offload.bench.kernel_checks import kernel_checks
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import decode
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
+from offload.plan.hardware import probe
 from processor import before_a_guard
 from stored import NAMES, made_up
 
@@ -189,3 +191,12 @@ def test_splits_are_alike_and_make_programs_enough() -> None:
             assert each * len(counts) <= 1.25 * num_blocks
             assert 250 <= len(counts) * -(-outputs // tiling_of(own).outputs) <= 1100, (name, outputs, inputs)
     assert split_blocks(16, 256, encoding("Q4_K"), tiling_of(encoding("Q4_K"))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_doctors_small_kernels_hold(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.bench.kernel_checks.fitting", lambda *given: GPU_KERNELS)
+    found = {name: check() for name, check, _ in kernel_checks(probe("cpu"), [dtype], "")}
+    assert len(found) == 4
+    assert all(passed for passed, _ in found.values()), found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from models import TOKENIZER_SIZE, perturbed, random_model, save
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
+from offload.bench.kernel_checks import kernel_checks
 from offload.errors import DoesNotFit
 from offload.kernels import cpu
 from offload.kernels.cpu import kernels
@@ -64,6 +66,32 @@ def no_texts(monkeypatch: Patch) -> None:
 
 def run(models: Path, device: str = "cpu") -> list[Check]:
     return check_device(probe(device), models / "demo-target", models / "demo-draft", lambda step: None)
+
+
+def other(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a result that is a little larger."""
+    return lambda *args: call(*args) * 1.1
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "found"),
+    [
+        ("gated", other, "gated activations"),
+        ("multiply", other, "4 and 6 bits"),
+        ("multiply_stored", other, "stored matrices"),
+        ("decode_stored", other, "stored matrices"),
+        ("experts", other, "experts"),
+    ],
+)
+@pytest.mark.skipif(not kernels().usable, reason="the CPU's kernels do not run here")
+def test_a_kernel_of_each_sort_that_is_wrong_is_found(
+    field: str, change: Callable[..., Any], found: str, monkeypatch: Patch
+) -> None:
+    with_fault = replace(kernels(), **{field: change(getattr(kernels(), field))})
+    assert all(check()[0] for _, check, _ in kernel_checks(probe("cpu"), ["bf16"], ""))
+    monkeypatch.setattr("offload.bench.kernel_checks.fitting", lambda *given: with_fault)
+    wrong = [name for name, check, _ in kernel_checks(probe("cpu"), ["bf16"], "") if not check()[0]]
+    assert wrong == [f"products, {found}, bf16"]
 
 
 @pytest.fixture

@@ -807,3 +807,33 @@ class TestAdvice:
 
     def test_of_two_gpus_on_half_the_lanes_is_one_line_each(self):
         assert [line[:19] for line in advice(TWO_ON_X8)] == ["cuda:0: PCIe 4.0 x8", "cuda:1: PCIe 4.0 x8"]
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "triton", "device", "kernels", "said"),
+    [
+        ("2.13.0", "3.7.1", "cuda", "on", False),
+        ("2.15.0+cu130", "3.9.0", "cuda", "on", False),
+        ("2.16.0", "3.10.0", "cuda", "on", True),
+        ("2.13.0", "3.9.0", "cuda", "on", True),
+        ("2.16.0", None, "cuda", "on", False),
+        ("2.16.0", "3.10.0", "cpu", "on", False),
+        ("2.16.0", "3.10.0", "cuda", "off", False),
+    ],
+)
+def test_versions_that_nobody_tested_are_named(
+    torch_version: str, triton: str | None, device: str, kernels: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "installed_version", {"torch": torch_version, "triton": triton}.get)
+    monkeypatch.setenv(KERNELS, kernels)
+    note = machine.untested_versions(device)
+    assert note.startswith(f"torch {torch_version} with Triton {triton} has not been tested" if said else "")
+    assert bool(note) == said
+
+
+def test_a_run_says_once_that_its_versions_are_untested(triforce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.plan.machine.untested_versions", lambda device: f"nobody tested this {device}")
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        code, _, err = triforce("generate", "--prompt", "Once", "--max-tokens", "1")
+    assert (code, err.count("nobody tested this cpu")) == (0, 1)

@@ -94,6 +94,7 @@ def prepare(
     from offload.config.gguf_header import is_gguf, read_header
     from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
     from offload.engine.request import check_sampling
+    from offload.plan.machine import untested_versions
     from offload.plan.options import DTYPE_BYTES
     from offload.plan.request import Request
 
@@ -110,6 +111,8 @@ def prepare(
     problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
     for problem in dict.fromkeys(filter(None, problems)):
         output.note(f"slower than need be, on torch's operators: {problem}")
+    if problem := untested_versions(device):
+        output.note(problem)
     if problem := prefill_problem(device):
         output.note(f"prompts are read by torch's fused kernel: {problem}")
     share = others.share() if device == "cpu" else 0.0

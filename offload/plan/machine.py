@@ -142,6 +142,11 @@ def _text(path: Path) -> str:
         return ""
 
 
+# The versions of Triton under which the GPU's kernels passed their tests, by torch's version. scripts/versions.sh tries
+# the first and the last.
+TESTED = {"2.10": "3.6", "2.13": "3.7", "2.15": "3.9"}
+
+
 def installed_version(package: str) -> str | None:
     """The version of an installed package, which is not imported."""
     if importlib.util.find_spec(package) is None:
@@ -150,6 +155,24 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         return "of unknown version"
+
+
+def untested_versions(device: str) -> str:
+    """The note where kernels on a GPU run under a pair of torch and Triton that nobody tested; "" otherwise."""
+    if device == "cpu" or os.environ.get(KERNELS) == "off":
+        return ""
+    torch, triton = installed_version("torch"), installed_version("triton")
+    if torch is None or triton is None or TESTED.get(_minor(torch)) == _minor(triton):
+        return ""
+    tested = ", ".join(f"{one} with {other}" for one, other in TESTED.items())
+    return (
+        f"torch {torch} with Triton {triton} has not been tested (torch {tested} have been); 'triforce doctor' tries "
+        "each kind of kernel"
+    )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 @dataclass(frozen=True)

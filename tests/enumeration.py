@@ -380,6 +380,7 @@ class Case:
     adapt: Callable[[int], Lengths] | Literal["adaptive", "adaptive, dear"] = Fixed
     warp: Warp = identity
     params: SamplingParams | None = None
+    suppressed: Tokens = ()  # tokens that are never drawn
     rule: Rule | None = None
     cells: int | None = None
     on_gpu: bool = False
@@ -392,7 +393,7 @@ class Case:
         if self.params is None:
             return made.Distribution(None, self.warp)
         letters, ends = Letters(self.vocabulary), (self.vocabulary - 1,)
-        biases = made._biases(self.params, letters, self.vocabulary, ends)
+        biases = made._biases(self.params, letters, self.vocabulary, ends, self.suppressed)
         penalties = decode.penalties.penalties_of(self.params, letters, ends)
         text = None
         if self.rule is not None:
@@ -409,8 +410,9 @@ class Case:
         if self.params is None:
             return self.warp(row[None])[0].double()
         ends = (self.vocabulary - 1,)
+        logits = [-math.inf if token in self.suppressed else x for token, x in enumerate(row.log().tolist())]
         return torch.tensor(
-            probabilities(row.log().tolist(), sequence, len(self.prompt), self.params, end_tokens=ends, rule=self.rule),
+            probabilities(logits, sequence, len(self.prompt), self.params, end_tokens=ends, rule=self.rule),
             dtype=torch.float64,
         )
 

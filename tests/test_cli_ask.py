@@ -200,19 +200,19 @@ def test_lines_of_openais_format_are_lines_of_our_own() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
         "logprobs": True, "top_logprobs": 2, "temperature": 0,
     }  # fmt: skip
-    found = own({"custom_id": "a", "url": "/v1/chat/completions", "body": body}, "line 1")
+    found = own({"custom_id": "a", "url": "/v1/chat/completions", "body": body}, "line 1", str)
     assert found == {
         "id": "a", "messages": body["messages"], "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2,
         "temperature": 0,
     }  # fmt: skip
-    assert own({"body": {"response_format": {"type": "json_object"}}}, "")["json_schema"] == {"type": "object"}
+    assert own({"body": {"response_format": {"type": "json_object"}}}, "", str)["json_schema"] == {"type": "object"}
     for wrong, said in [
         ({"url": "/v1/embeddings", "body": {}}, "only requests to"),
         ({"body": {"n": 2}}, "n is 2, it can only be 1"),
         ({"body": {"response_format": {"type": "xml"}}}, "response_format"),
     ]:
         with pytest.raises(UsageError, match=said):
-            own(wrong, "line 1")
+            own(wrong, "line 1", str)
 
 
 SCHEMA = {"type": "object", "required": ["a"]}
@@ -246,7 +246,7 @@ SCHEMA = {"type": "object", "required": ["a"]}
 )  # fmt: skip
 def test_a_field_of_openais_is_one_of_our_own_or_changes_nothing(body: dict[str, Any], found: dict[str, Any]) -> None:
     """A schema beside json_object was left out, and so were tools."""
-    assert own({"body": body}, "line 1") == found
+    assert own({"body": body}, "line 1", str) == found
 
 
 @pytest.mark.parametrize(
@@ -518,4 +518,4 @@ def test_who_asks_the_demo_model_is_told_which_one_answers(triforce: Triforce, t
 def test_what_stands_beside_the_body_is_named() -> None:
     """It was ignored."""
     with pytest.raises(UsageError, match="line 1: max_tokens stands beside body"):
-        own({"body": {}, "max_tokens": 3}, "line 1")
+        own({"body": {}, "max_tokens": 3}, "line 1", str)

@@ -88,6 +88,13 @@ CASES: dict[str, Case] = {
     "two levels, a draft of both": controlled(
         two_levels(3, 3, 2, straight=True, adapt=TurnLengths, prompt=PROMPT), **CONTROLS["repetition in a window"]
     ),
+    **{
+        f"{levels}, tokens that are never drawn": controlled(replace(case, suppressed=(1,)), **CONTROLS["top-k"])
+        for levels, case in (
+            ("one level", one_level(3, 2, prompt=PROMPT, lookup=True)),
+            ("two levels", two_levels(3, 2, 1, prompt=PROMPT)),
+        )
+    },
     "top-p after penalties": controlled(one_level(3, 2, prompt=PROMPT), **CONTROLS["repetition"], **CONTROLS["top-p"]),
     "biases and repetition": controlled(one_level(3, 2, prompt=PROMPT), **CONTROLS["repetition"], **CONTROLS["biases"]),
     "lookups, DRY": controlled(one_level(3, 3, 3, lookup=True, prompt=PROMPT), **CONTROLS["DRY"]),

@@ -217,7 +217,10 @@ def test_the_text_is_the_targets(
         plainly = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=24, speculation=False))
         assert [token for step in plainly for token in step.tokens] == wanted
         longer = [*PROMPT, *wanted, 3]
-        assert say(engine, longer, reuse=True) == say(engine, longer)
+        gone_on = say(engine, longer, reuse=True)
+        assert say(engine) == wanted  # the rows of before
+        plainly = engine.generate(GenerationRequest(longer, GREEDY, max_tokens=24, reuse=True, speculation=False))
+        assert [token for step in plainly for token in step.tokens] == gone_on
 
 
 def test_a_seeded_text_repeats(folders: tuple[Path, Path]) -> None:

@@ -51,14 +51,18 @@ class BareCalls:
         """Read a name up to the bracket behind it."""
         end = _end(_NAME, self._text, self._at)
         name, behind = self._text[self._at : end], self._text[end:]
-        names = [tool["function"]["name"] for tool in self._calls.tools] if self._calls is not None else []
+        is_kind = self._calls is not None and bool(self._kinds & {"(", "\n"})
+        names = [tool["function"]["name"] for tool in self._calls.tools] if self._calls and is_kind else []
         if not behind:
             self.possible = any(each.startswith(name) for each in names)
             return False
         bracket = _BEHIND_NAME.match(behind)
-        kind = "(" if bracket is not None and bracket[0].endswith("(") else "\n"
-        self.possible = name in names and kind in self._kinds and (bracket is not None or behind.isspace())
-        return bracket is not None and self._begin(end + bracket.end() - 1)
+        if bracket is None:
+            kinds = {"\n"} if "\n" in behind else {"\n", "("}
+            self.possible = name in names and behind.isspace() and bool(kinds & self._kinds)
+            return False
+        self.possible = name in names and ("(" if bracket[0].endswith("(") else "\n") in self._kinds
+        return self._begin(end + bracket.end() - 1)
 
     def _begin(self, bracket: int) -> bool:
         """Read the first bracket of a call."""

@@ -117,13 +117,14 @@ class ChatFormat:
 
     def _written_messages(self, messages: Messages, render: Render) -> tuple[str, str, tuple[str, ...]]:
         """`write_messages` of the messages, or of an adaptation if the template refuses them, with its notes."""
-        refused: UsageError | None = None
-        for each in adaptations(messages):
-            try:
-                return (*write_messages(each, render, self._guards), each.notes)
-            except UsageError as error:
-                refused = refused or error
-        raise refused or UsageError("there is no message to answer")
+        first, *others = adaptations(messages)
+        try:
+            return (*write_messages(first, render, self._guards), first.notes)
+        except UsageError:
+            for each in others:
+                with suppress(UsageError):
+                    return (*write_messages(each, render, self._guards), each.notes)
+            raise
 
     def _guarded(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The template's variables, guarded like text that a person wrote."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,9 +153,9 @@ def _arguments(given: Any) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
     text = "" if given is None else given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    try:
+    with suppress(ValueError, RecursionError):
         found = strict_json.parse(text) if text.strip() else {}
         strict_json.check_writable(found, MAX_DEPTH, "it")
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {BROKEN: text}
+        if isinstance(found, dict):
+            return found
+    return {BROKEN: text}

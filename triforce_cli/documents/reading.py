@@ -1,4 +1,5 @@
-"""Documents as texts: each from the reader of its kind, several joined below headings with their names.
+"""Documents as texts: each from the reader of its kind, which is imported for it, several joined below headings with
+their names.
 
 A single text file is its UTF-8 text, unchanged. If one of several documents cannot be read, none is.
 """
@@ -11,13 +12,9 @@ from dataclasses import dataclass
 from offload.errors import UsageError
 from offload.interrupts import poll
 from triforce_cli.documents import Document
-from triforce_cli.documents.epub import read_epub
 from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
-from triforce_cli.documents.pdf import read_pdf
 from triforce_cli.documents.places import Place
 from triforce_cli.documents.selection import Named, Source, select, without
-from triforce_cli.documents.web import read_page
-from triforce_cli.documents.word import read_word
 from triforce_cli.inputs import Note
 from triforce_cli.render.text import line_text
 from triforce_cli.utf8 import read_input
@@ -99,11 +96,15 @@ def _read(source: Source, what: str, note: Note, on_part: OnPart) -> Reading:
 
 
 def _read_pdf(source: Source, on_part: OnPart) -> Reading:
+    from triforce_cli.documents.pdf import read_pdf
+
     text, pages, detail, remarks = read_pdf(source.path, Meter(str(source.path)), on_part)
     return Reading(source, "PDF", text, pages, detail, tuple(remarks))
 
 
 def _read_page(source: Source, on_part: OnPart) -> Reading:
+    from triforce_cli.documents.web import read_page
+
     meter = Meter(str(source.path))
     with source.path.open("rb") as stream:
         text, headings, remarks = read_page(stream.read(MOST_MARKUP_BYTES + 1), meter, num_bytes=source.num_bytes)
@@ -111,11 +112,15 @@ def _read_page(source: Source, on_part: OnPart) -> Reading:
 
 
 def _read_word(source: Source, on_part: OnPart) -> Reading:
+    from triforce_cli.documents.word import read_word
+
     text, headings, remarks = read_word(source.path, Meter(str(source.path)), on_part)
     return Reading(source, "Word", text, headings, remarks=remarks)
 
 
 def _read_epub(source: Source, on_part: OnPart) -> Reading:
+    from triforce_cli.documents.epub import read_epub
+
     return Reading(source, "EPUB", *read_epub(source.path, Meter(str(source.path)), on_part))
 
 

@@ -127,6 +127,7 @@ class Sequences(Generic[Key]):
 
     def leave(self, key: Any, *, on_end: Callable[[Stats], None]) -> Stats:
         text, _, request = self._running.pop(key)
+        self._read.discard(key)
         stats = Stats(prompt_tokens=len(request.prompt), reused_tokens=self._engine.said.count(text) - 1)
         self._engine.left.append(text)
         on_end(stats)
@@ -135,6 +136,7 @@ class Sequences(Generic[Key]):
         return stats
 
     def drop(self, key: Any) -> None:
+        self._read.discard(key)
         if key in self._running:
             self._engine.left.append(self._running.pop(key)[0])
 

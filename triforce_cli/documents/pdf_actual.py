@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from triforce_cli.documents.limits import library
@@ -41,11 +42,10 @@ class ActualTexts:
 
     def of(self, owner: Any, properties: Any) -> str | None:
         """The text of marked content in `owner` with these properties; None where it is what it draws."""
-        try:
+        with suppress(*_FAULTS):
             text = self._of_element(owner, entry(properties, "/MCID"))
             return self._decoded(entry(properties, "/ActualText")) if text is None else text
-        except _FAULTS:
-            return None
+        return None
 
     def shows(self, text: str, operator: str, operands: Any) -> None:
         """Let a text-showing operator show `text`."""

@@ -3,18 +3,20 @@ a CPU: run as gpu_interpreted.py is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.bench.kernel_checks import kernel_checks
 from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import decode
+from offload.formats.stored_gpu import blocks_at_once, constants, decode, decode_blocks
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
 from offload.plan.hardware import probe
@@ -200,3 +202,28 @@ def test_the_doctors_small_kernels_hold(dtype: str, monkeypatch: pytest.MonkeyPa
     found = {name: check() for name, check, _ in kernel_checks(probe("cpu"), [dtype], "")}
     assert len(found) == 4
     assert all(passed for passed, _ in found.values()), found
+
+
+def moved(call: Callable[..., None], first: int) -> Callable[..., None]:
+    """The interpreter's call about a program of the grid, as if there were `first` programs before it."""
+    return lambda builder, x, y, z: call(builder, first + x, y, z)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "MXFP4"])
+def test_numbers_beyond_2_to_the_31_have_their_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last program alone, in memory of which only its own pages exist: elsewhere kernels counted in 32 bits
+    (CVE-2026-53923)."""
+    own, inputs = encoding(name), 1 << 16
+    outputs, at_once = (1 << 15) + 2, blocks_at_once(own)
+    last = made_up(name, 1, inputs, seed=17)
+    rows = torch.empty(outputs, last.rows.shape[1], dtype=torch.uint8)
+    out = torch.empty(outputs, inputs, dtype=torch.float16)
+    rows[-1:], out[-1] = last.rows, torch.nan
+    num_blocks = rows.numel() // own.nbytes
+    programs = inputs // own.numbers // at_once  # of the last row
+    first = num_blocks // at_once - programs
+    for each in ("set_grid_idx", "set_grid_dim"):
+        monkeypatch.setattr(InterpreterBuilder, each, moved(getattr(InterpreterBuilder, each), first))
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda self, *args: None)  # it would touch all memory
+    decode_blocks[(programs,)](rows, out, num_blocks, BLOCKS=at_once, **constants(own))
+    assert torch.equal(out[-1], last.matrix(torch.float16)[0])

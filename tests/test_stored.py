@@ -276,3 +276,18 @@ def test_encodings_have_names() -> None:
     assert encoding("INT4_F16/128").nbytes == 68
     assert encoding("FP8_F32/32").row_bytes(64) == 72
     assert not any(map(is_encoding, ["", "F16", "INT4_F16", "INT4_F16/48", "Q4_K/32", "INT3_F16/32"]))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", on_this_machine())
+def test_more_than_2_to_the_31_numbers_are_decoded(name: str) -> None:
+    """In 7 GB of memory, of which everything is marked first: elsewhere the rest kept old memory (CVE-2026-53923)."""
+    outputs, inputs, mark = (1 << 15) + 3, 1 << 16, 0x7FC1
+    last = made_up("Q8_0", 4, inputs, 1)
+    rows = torch.zeros(outputs, last.rows.shape[1], dtype=torch.uint8)
+    rows[-4:] = last.rows
+    out = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    out.view(torch.int16).fill_(mark)
+    decode(StoredMatrix(rows, last.encoding), out, built(name))
+    assert torch.equal(out[-4:], last.matrix(torch.bfloat16))
+    assert not any(bool((part.view(torch.int16) == mark).any()) for part in out.split(1 << 10))

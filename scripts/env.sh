@@ -10,13 +10,13 @@ venv="${TRIFORCE_VENV:-.venv}"
 
 find_python() {
     local name
-    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
-        if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$name"
             return
         fi
     done
-    echo "error: no Python 3.10 or later found; install one and run this again" >&2
+    echo "error: no Python 3.11 or later found; install one and run this again" >&2
     exit 2
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +28,6 @@ from triforce_cli import aliases, prompt_templates, tree
 from triforce_cli.aliases import Aliases
 from triforce_cli.prompt_templates import PromptTemplates
 from triforce_cli.utf8 import user_path
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 VARIABLE = "TRIFORCE_CONFIG"
 META = "triforce.configuration"  # key of a context's meta: the configuration that its command reads

@@ -187,6 +187,7 @@ def on_paper(*, without_values: bool = False) -> Iterator[PaperGpu]:
     with pytest.MonkeyPatch.context() as patch, Mode(gpu):
         for name, value in _cuda(gpu).items():
             patch.setattr(torch.cuda, name, value, raising=False)
+        patch.setattr(torch.version, "cuda", None)  # else a build with CUDA would run its programs
         patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())  # the program sets how it sums
         patch.setattr(torch, "tensor", partial(_tensor, torch.tensor))
         patch.setattr(Tensor, "is_pinned", lambda tensor, *_: gpu.is_pinned(tensor))

@@ -174,7 +174,7 @@ async def _body(request: Request) -> bytes:
     """The body of a request. Raises ApiError if it is too large or comes too slowly, ClientDisconnect."""
     try:
         return await asyncio.wait_for(_small_body(request), BODY_SECONDS)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise ApiError(408, f"the request was not whole after {BODY_SECONDS:g} s") from error
 
 

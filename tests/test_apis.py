@@ -685,6 +685,27 @@ def ended(**changes: Any) -> Ended:
     return Ended(**{**vars(ENDED), **changes})
 
 
+def test_a_message_that_waits_has_more_than_pings() -> None:
+    """Claude Code counts no pings: after 300 seconds of them it gave up, and asked again without a stream, 300 seconds
+    at a time."""
+    reply = MESSAGES.reply({}, "m")
+    events = [*reply.begin(Usage(10))]
+    for said in (Said("", "hm"), Said("It "), Said("rains.")):
+        for _ in range(25):
+            events += reply.keep_alive()
+        events += reply.add(said)
+    for _ in range(25):
+        events += reply.keep_alive()
+    events += reply.end(ENDED)
+    names = [event.name for event in events]
+    assert names[1:20] == ["ping"] * 19
+    assert names[20:22] == ["content_block_start", "content_block_delta"]
+    assert names.count("ping") == 4 * 24
+    summed = CLIENTS[MESSAGES.path](parse("".join(map(str, events))))
+    blocks = MESSAGES.reply({}, "m").document(ENDED)["content"]
+    assert without_names(summed["content"]) == without_names([{"type": "text", "text": ""}, *blocks])
+
+
 def test_a_chat_completion() -> None:
     whole = CHAT.reply({}, "m").document(ENDED)
     assert whole["id"].startswith("chatcmpl-")

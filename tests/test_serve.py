@@ -507,7 +507,7 @@ WAITS = {
 
 @pytest.mark.parametrize("path", WAITS)
 def test_a_stream_that_waits_says_so_in_the_form_of_its_api(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said so in comments, which do not hold clients that count events: Codex, Claude Code."""
+    """It said so in comments, which do not hold clients that count events, such as Codex."""
     monkeypatch.setattr(replies, "QUIET_SECONDS", 0.02)
     body = (
         {"prompt": "hi there"} if path == TEXT else {"input": "hi there"} if path == RESPONSES else request("hi there")

@@ -40,6 +40,7 @@ _IGNORED = (
     "mcp_servers",
 )
 _KNOWN = (*_READ, *_IGNORED, "max_tokens", "temperature", "top_p", "top_k")
+_WAITS = 20  # of ten seconds in a row, the last with a delta: Claude Code counts no pings and gives up after 300 s
 
 
 class Messages:
@@ -119,12 +120,19 @@ class MessageReply:
         self._head = head
         self._num_blocks = 0  # that have begun
         self._open = ""  # the type of the open block
+        self._num_waits = 0  # since the last delta
 
     def begin(self, usage: Usage) -> Iterator[Event]:
         yield _event("message_start", message=self._object([], _usage(usage)))
 
     def keep_alive(self) -> Iterator[Event]:
-        yield _event("ping")
+        """A ping, or now and then an empty delta of the open block or of a text, as some clients count no pings."""
+        self._num_waits += 1
+        if self._num_waits < _WAITS:
+            yield _event("ping")
+        else:
+            kind = self._open or "text"
+            yield from self._more(kind, f"{kind}_delta", "")
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:
@@ -155,6 +163,7 @@ class MessageReply:
 
     def _more(self, kind: str, delta: str, text: str) -> Iterator[Event]:
         """More of a block; the open one is closed if it is of another type."""
+        self._num_waits = 0
         if self._open != kind:
             yield from self._close()
             signature = {"signature": ""} if kind == "thinking" else {}

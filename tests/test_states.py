@@ -259,8 +259,13 @@ def follow(script: Script, acts: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("operators", OPERATORS)
-def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(operators: str) -> None:
-    assert all(follow(Script(operators), acts) for acts in itertools.chain(LONGER, every_script(2)))
+def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(
+    operators: str, pytestconfig: pytest.Config
+) -> None:
+    """By torch's operators, which take six times as long, a third of them: each act first, and each second."""
+    step = 3 if operators == "torch" and not pytestconfig.getoption("deep") else 1
+    scripts = itertools.chain(LONGER, itertools.islice(every_script(2), 0, None, step))
+    assert all(follow(Script(operators), acts) for acts in scripts)
 
 
 @pytest.mark.deep

@@ -151,7 +151,7 @@ def after_another(made: Engine, drafted: dict[int, list[Tensor]], prompt: Sequen
     return said(made, drafted, prompt)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("earlier", [again, after_another])
 @pytest.mark.parametrize("sizes", [SIZES, CODED], ids=["alone", "under 4 bits"])
 def test_an_earlier_request_changes_no_draft(
@@ -190,7 +190,7 @@ def test_a_neighbour_whose_rows_are_borrowed_changes_no_draft(folder: Path, draf
     assert any(alike((texts[2], logits[-count:]), fresh) for logits in drafted.values())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [SIZES, CODED, REAL], ids=["alone", "under 4 bits", "pages of 512"])
 def test_a_warm_store_changes_no_draft(
     folder: Path, sizes: Sizes, drafted: dict[int, list[Tensor]], tmp_path: Path

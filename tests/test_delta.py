@@ -367,6 +367,7 @@ def with_a_bug(old: str, new: str) -> RunDeltaRule:
     return module.delta_rule  # type: ignore[no-any-return]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("bug", BUGS)
 def test_mistakes_are_found(bug: str) -> None:
     with pytest.raises(AssertionError):

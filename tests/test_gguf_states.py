@@ -86,7 +86,7 @@ def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mode_says_what_plain_decoding_says(pairs: Callable[[str], Pair], kind: str, mode: str) -> None:

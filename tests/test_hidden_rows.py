@@ -200,7 +200,7 @@ def test_a_prefill_after_others_adds_the_bits_that_it_adds_with_rows_on_the_devi
         assert torch.equal(*added), (start, stop)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @EVERY_LINK
 def test_an_interrupted_prefill_changes_nothing_in_the_next(
     make: Callable[[], Link], engines: Callable[..., Engine]

@@ -443,7 +443,7 @@ def alone(folder: Path) -> list[int]:
         return say(made, PROMPT)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_mode_says_what_the_target_says_alone(folders: Callable[[str], Path], name: str, mode: str) -> None:

@@ -515,7 +515,7 @@ def test_behind_a_link_a_second_block_costs_nothing() -> None:
 @pytest.mark.parametrize("hardware", [CPU, GPU])
 @pytest.mark.parametrize("offload", [frozenset[str](), frozenset({"kv"})])
 @pytest.mark.parametrize("prompt", [100, 4000, 32000])
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_nothing_that_could_be_asked_for_is_predicted_to_be_much_faster_than_what_is_planned(
     prompt: int, offload: frozenset[str], hardware: Hardware
 ) -> None:

@@ -78,7 +78,7 @@ def test_each_of_one_to_eight_says_what_it_says_alone(folders, number):
         check(engine, some(number + 2, seed=number))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", [PLAIN, FIXED, replace(FIXED, draft_gamma=0), TWO])

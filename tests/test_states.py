@@ -412,6 +412,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
 def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
     """By another bit, or by a cache that has another length than it should."""
@@ -688,6 +689,7 @@ def forked_here() -> Iterator[list[Forked]]:
         yield started
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize("count", [1, 3])
 def test_where_rank_0_breaks_a_prefill_off_all_stay_in_step(

@@ -54,7 +54,7 @@ def forked_here() -> Iterator[list[Forked]]:
         yield started
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_mode_says_what_plain_decoding_says(pairs: Callable[[str], Pair], form: str, mode: str) -> None:

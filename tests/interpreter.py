@@ -5,14 +5,18 @@ Only in a process that was started with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -30,8 +34,8 @@ def products_by_row(patch: pytest.MonkeyPatch) -> None:
 @cache
 def without_idle_work() -> None:
     """Leave out what takes the interpreter most of its time and changes nothing: it replaces Triton's operators at
-    every call of a function, sums up what could overflow and looks at it only when debugging, and makes a table of
-    types for each type that it looks up."""
+    every call of a function, sums up what could overflow and looks at it only when debugging, makes a table of types
+    for each type that it looks up, and a type and a shape for each tensor."""
     patch_lang, patched = interpreter._patch_lang, set[str]()
 
     def patch_once(fn: Any) -> SimpleNamespace:
@@ -52,6 +56,56 @@ def without_idle_work() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = known_dtype_of
+    _share_types()
+
+
+def _share_types() -> None:
+    """One block type for each element type and shape, and one shape for all tensors that have it, which need not be
+    broadcast to each other."""
+    init_type, types = core.block_type.__init__, dict[tuple[type, str, tuple[int, ...]], core.block_type]()
+    shapes = dict[tuple[int, ...], core.tuple]()
+
+    def known_type(cls: type, element: core.dtype, shape: Iterable[Any]) -> core.block_type:
+        sizes = tuple([size if type(size) is int else core._unwrap_if_constexpr(size) for size in shape])
+        key = (type(element), element.name, sizes)  # the name of a pointer's says what it is to
+        if key not in types:
+            types[key] = object.__new__(cls)
+        return types[key]
+
+    def init_type_once(block: core.block_type, element: core.dtype, shape: Iterable[Any]) -> None:
+        if "numel" not in block.__dict__:
+            init_type(block, element, shape)
+
+    def init_tensor(tensor: core.tensor, handle: TensorHandle, of: core.dtype) -> None:
+        known = of.__dict__
+        if "tensors_shape" not in known:
+            sizes = of.shape if of.is_block() else ()
+            sizes = tuple(sizes)
+            if sizes not in shapes:
+                shapes[sizes] = core.tuple([core.constexpr(size) for size in sizes])
+            known["tensors_shape"] = shapes[sizes]
+            known["tensors_numel"] = core.constexpr(prod(sizes))
+        tensor.handle, tensor.type, tensor.dtype = handle, of, of.scalar
+        tensor.shape, tensor.numel = known["tensors_shape"], known["tensors_numel"]
+
+    unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
+
+    def unwrap_at_once(value: Any) -> Any:
+        of = type(value)
+        if of is core.constexpr:
+            return value.value
+        return value if of is int or of is core.tensor else unwrap(value)
+
+    def broadcast_others(semantic: TritonSemantic, left: core.tensor, right: core.tensor) -> tuple[Any, Any]:
+        if left.shape is right.shape or (not left.type.is_block() and not right.type.is_block()):
+            return left, right
+        return broadcast(semantic, left, right)
+
+    core.block_type.__new__ = staticmethod(known_type)
+    core.block_type.__init__ = init_type_once
+    core.tensor.__init__ = init_tensor
+    core._unwrap_if_constexpr = unwrap_at_once
+    TritonSemantic.broadcast_impl_value = broadcast_others
 
 
 def rounds_to_bf16(patch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,7 @@ def test_splits_are_alike_and_make_programs_enough() -> None:
     assert split_blocks(16, 256, encoding("Q4_K"), tiling_of(encoding("Q4_K"))) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_doctors_small_kernels_hold(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,15 @@ def _module(path: Path) -> str:
 
 
 @cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, read once for all rules."""
+    return ast.parse(source)
+
+
+@cache
 def walked(source: str) -> list[ast.AST]:
-    """All nodes of a module, read once for all rules."""
-    return list(ast.walk(ast.parse(source)))
+    """All nodes of a module, in the order of `ast.walk`."""
+    return list(ast.walk(parsed(source)))
 
 
 def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
@@ -228,7 +234,7 @@ def waits_are_interruptible(module: str, source: str) -> list[str]:
         for child in ast.iter_child_nodes(node) if owner not in whole else ():
             look(child, owner, waits)
 
-    look(ast.parse(source), "", False)
+    look(parsed(source), "", False)
     return found
 
 

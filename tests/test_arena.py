@@ -21,7 +21,7 @@ from offload.transfer.memory import Memory
 MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"
 SAMPLED = SamplingParams(temperature=0.8, seed=3)
-PROMPT = [7 + i * i % 3900 for i in range(900)]
+PROMPT = [7 + i * i % 3900 for i in range(650)]
 FIRST = 400  # tokens of the prompt that are run ahead
 
 

@@ -100,6 +100,7 @@ def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
     assert "of a sum" in table
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not kernels().usable, reason=kernels().reason)
 def test_states_are_compared_with_attention_alone(run: Run) -> None:
     few = ("--sizes", "0.8B", "--layers", "4", "--rows", "1,2", "--prompt", "70", "--turns", "1", "--megabytes", "1")
@@ -358,6 +359,7 @@ def test_each_question_about_a_document_has_its_passage_there_once(tmp_path: Pat
     assert [sum(each.passage in line.text for line in planted) for each in questions] == [1] * len(planted)
 
 
+@pytest.mark.deep
 def test_citations_are_judged_by_every_rule(run: Run) -> None:
     pytest.importorskip("lxml")
     demo = ROOT / "triforce_cli" / "models" / "demo-target"

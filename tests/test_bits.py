@@ -161,7 +161,7 @@ def assert_same_bits(spoken: Generated, plain: Generated) -> None:
     assert torch.equal(torch.cat(spoken.logits), torch.cat(plain.logits))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", sample_cases(40), ids=str)
 def test_speculation_changes_no_bit(decoders: Decoders, case: Case, kind: str) -> None:

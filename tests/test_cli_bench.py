@@ -348,7 +348,7 @@ def plot_again(folder: Path) -> bytes:
     return (folder / "again.png").read_bytes()
 
 
-SLOW = ("--contexts", "120,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.003")
+SLOW = ("--contexts", "120,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.006")
 
 
 @pytest.mark.few(1)  # of a terminal and Ctrl-C below

@@ -164,7 +164,7 @@ def said(folder: Path, sampling: SamplingParams, **options: Any) -> tuple[list[i
         return tokens, engine, {**allocated["device"], **allocated["host"]}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=5)])
 @pytest.mark.parametrize("options", [{"cpu_experts": 99}, {"cpu_experts": 1}, {"cpu_experts": 1, "speculation": False}])
 @pytest.mark.parametrize("name", MODELS)

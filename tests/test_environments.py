@@ -57,7 +57,7 @@ def surroundings(variables: dict[str, str], script: dict[str, Any] | None = None
     return {name: value for name, value in environment(script, **variables).items() if value or name not in variables}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @apart_from(*DEEP)
 @pytest.mark.parametrize("args", COMMANDS.values(), ids=COMMANDS)
 def test_commands_answer(args: list[str], variables: dict[str, str]) -> None:

@@ -88,7 +88,7 @@ def alone(path: Path, dtype: str) -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kind"), FORMS)
 def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(files: Files, name: str, kind: str) -> None:
     path, plain = files(name, kind)
@@ -96,7 +96,7 @@ def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(files: Files, name: 
     assert len({*alone(path, "fp32")}) > 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "kind"), FORMS)
 def test_every_mode_says_what_plain_decoding_says(files: Files, draft: Path, name: str, kind: str, mode: str) -> None:
@@ -139,6 +139,7 @@ def made(name: str, root: Path, change: Change | None = None) -> Path:
     return root / "model.gguf"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["F32", "Q4_0"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "glm4_moe", "gemma4, sparse"])
 def test_gates_and_ups_in_one_tensor_are_those_of_two(tmp_path: Path, name: str, kind: str) -> None:

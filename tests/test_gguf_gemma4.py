@@ -57,6 +57,7 @@ def alone(path: Path) -> list[int]:
         return say(engine)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FIELDS)
 def test_in_fp32_a_file_says_what_its_numbers_say(files: Callable[[str, str], Pair], name: str, kind: str) -> None:

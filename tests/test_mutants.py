@@ -515,6 +515,7 @@ MUTANTS = [
 FIRST = {(mutant.edits[0].module, mutant.fails): mutant for mutant in reversed(MUTANTS)}  # tried by default
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize(
     "mutant",
     [pytest.param(mutant, marks=[] if mutant in FIRST.values() else [pytest.mark.deep]) for mutant in MUTANTS],
@@ -533,6 +534,7 @@ UNEDITED = {ONE, TWO, GREEDY, SEEDED, ON_GPU, MIXED_ON_GPU, DRAFT, MIDDLE_LOOKUP
 UNEDITED |= {f"controlled: {check}" for check in ("one level, repetition", "two levels, a rule", "one level, DRY")}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "check",
     [

@@ -278,6 +278,7 @@ def stacked(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("which", ["its own", "the model's", "both"])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -320,6 +321,7 @@ def wide(scales: Tensor, weight: Tensor) -> Tensor:
     return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
@@ -473,6 +475,7 @@ def test_a_heads_experts_are_in_slots_where_the_targets_are(folders: Callable[[s
         assert not made.worker.models.decoders["draft"].streams
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "options",
     [
@@ -505,7 +508,7 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(
 
 
 @pytest.mark.usefixtures("forked_here")
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_two_ranks_say_the_same(folders: Callable[[str], Path], name: str, streams: bool) -> None:

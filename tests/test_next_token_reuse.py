@@ -151,7 +151,7 @@ def after_another(made: Engine, drafted: dict[int, list[Tensor]], prompt: Sequen
     return said(made, drafted, prompt)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("earlier", [again, after_another])
 @pytest.mark.parametrize("sizes", [SIZES, CODED], ids=["alone", "under 4 bits"])
 def test_an_earlier_request_changes_no_draft(

@@ -3,17 +3,18 @@ the same as with them, and is no unexpected error."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
+import os
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, Popen
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -126,31 +127,35 @@ def outcomes(commands: Mapping[str, list[str]]) -> dict[str, list[Any]]:
     found = {}
     for name, args in commands.items():
         said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with (
+            open(os.devnull, encoding="utf-8") as nothing,
+            patch.object(sys, "stdin", nothing),
+            redirect_stdout(said),
+            redirect_stderr(said),
+        ):
             code = main(args)
         found[name] = [code, said.getvalue().strip().rpartition("\n")[2]]
     return found
 
 
-def run(*flags: str) -> subprocess.Popen[str]:
-    """A process of its own that runs the command lines it is given."""
-    command = [sys.executable, *flags, "-c", RUNS]
-    return subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The outcomes without assertions, and with them."""
+    """The outcomes without assertions, of a process of its own, and with them, of this one meanwhile."""
     root = tmp_path_factory.mktemp("optimised")
     commands = {name: make(root / name.replace(" ", "-").replace("*", "")) for name, make in CASES.items()}
-    found = []
-    for debugs, process in ((False, run("-O")), (True, run())):
-        said, errors = process.communicate(json.dumps(commands))
-        assert process.returncode == 0, errors[-3000:]
-        has_assertions, outcome = json.loads(said.splitlines()[-1])
-        assert has_assertions == debugs
-        found.append(outcome)
-    return found[0], found[1]
+    asked, errors = root / "asked", root / "errors"
+    asked.write_text(json.dumps(commands))
+    with asked.open() as stdin, errors.open("w") as stderr:
+        process = Popen(
+            [sys.executable, "-O", "-c", RUNS], cwd=ROOT, stdin=stdin, stdout=PIPE, stderr=stderr, text=True
+        )
+    usual = outcomes(commands)
+    said, _ = process.communicate()
+    assert process.returncode == 0, errors.read_text()[-3000:]
+    has_assertions, bare = json.loads(said.splitlines()[-1])
+    assert not has_assertions
+    assert __debug__
+    return bare, usual
 
 
 @pytest.mark.parametrize("name", CASES)

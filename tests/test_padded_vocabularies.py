@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import TOKENIZER_SIZE, random_model, save
+from asked import Asked, alone, together
+from models import TOKENIZER_SIZE, Sizes, random_model, save, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.plan.options import Options
 from offload.weights.embedding import Embedding
+from processor import OPERATORS, process_uses
 
 PROMPT = [5 + at * at % 250 for at in range(300)]
 OTHERS: dict[str, dict[str, Any]] = {
@@ -60,3 +62,17 @@ def test_padding_is_never_said_nor_embedded(
     assert max(said) < TOKENIZER_SIZE
     assert seen
     assert max(seen) < TOKENIZER_SIZE
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
+def test_nor_is_it_said_where_sequences_share_passes(operators: str, tmp_path: Path) -> None:
+    """In blocks of rows, too, as torch's operators run them; and alone in such blocks."""
+    target = padded(tmp_path / "target", 272, 0)
+    sampling = SamplingParams(temperature=2.0, seed=3)
+    requests = [Asked(PROMPT[:num_tokens], sampling, 12) for num_tokens in (60, 41)]
+    with process_uses(operators):
+        plan = tiny_plan(target, None, Sizes(), num_prompt_tokens=60, max_tokens=12, num_sequences=2)
+        with Engine.load(plan, target, None, load_tokenizer(target, None)) as engine:
+            said = [*together(engine, requests)[0], alone(engine, requests[0])]
+    assert [len(text) for text in said] == [12] * 3
+    assert max(map(max, said)) < TOKENIZER_SIZE

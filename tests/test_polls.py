@@ -43,7 +43,7 @@ from offload.session.folder import Folder, Lock
 from offload.transfer.ahead import Ahead
 from offload.worker import models as worker_models
 from offload.worker import turns as worker_turns
-from test_architecture import sources
+from test_architecture import parsed, sources
 from triforce_cli import consent, inputs, outfile
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
@@ -449,8 +449,8 @@ def callers(name: str) -> set[str]:
             look(child, f"{owner}.{child.name}" if named else owner)  # type: ignore[attr-defined]
 
     for module, source in sources():
-        if module != "offload.interrupts":
-            look(ast.parse(source), module)
+        if module != "offload.interrupts" and f"{name}(" in source:
+            look(parsed(source), module)
     return found
 
 

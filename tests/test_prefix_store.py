@@ -326,6 +326,7 @@ def said(engine: Engine, request: GenerationRequest) -> list[int]:
     return tokens
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_warm_store_gives_the_text_of_a_cold_one(case: Case, sampling: SamplingParams, tmp_path: Path) -> None:
     requests = [asked(130, question=number, sampling=sampling) for number in range(3)]

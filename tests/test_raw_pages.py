@@ -402,7 +402,7 @@ def test_a_request_takes_what_was_planned_of_the_host_from_its_beginning_to_its_
     cache = "kv cache"
     assert plan.placement.host_bytes[cache] < 0.77 * as_they_are.placement.host_bytes[cache]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        list(engine.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[:600], SamplingParams(temperature=0.0), max_tokens=12)))
         list(engine.generate(GenerationRequest(PROMPT[800:], SamplingParams(temperature=0.0), max_tokens=12)))
     for name in (cache, PURPOSE):
         assert most[name] == plan.placement.host_bytes[name]
@@ -416,8 +416,8 @@ def test_several_sequences_say_what_each_says_alone() -> None:
     )  # fmt: skip
     models = read_config(TARGET), read_config(DRAFT)
     asked = Request(*models, options, CPU)
-    prompts = [PROMPT[start:] for start in (len(PROMPT) - 640, len(PROMPT) - 500, len(PROMPT) - 330)]
-    plan = asked.together(asked.plan(num_prompt_tokens=640, max_tokens=12), 2, most=2)
+    prompts = [PROMPT[start:] for start in (len(PROMPT) - 530, len(PROMPT) - 290, len(PROMPT) - 100)]
+    plan = asked.together(asked.plan(num_prompt_tokens=530, max_tokens=12), 2, most=2)
     requests = [Asked(prompt, SamplingParams(temperature=0.0), 6) for prompt in prompts]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         said = [alone(engine, each) for each in requests]
@@ -426,6 +426,7 @@ def test_several_sequences_say_what_each_says_alone() -> None:
         assert most[name] == plan.placement.host_bytes[name]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("model", [LLAMA2_7B, LLAMA2_13B], ids=["7B", "13B"])
 @pytest.mark.parametrize("tokens", [5000, 8192, 119_744, 130_816])
 @pytest.mark.parametrize("num_devices", [1, 2])

@@ -119,3 +119,13 @@ def test_scores_of_an_answer_are_bounded(read: Reader, monkeypatch: pytest.Monke
         assert (said[100], "101 tokens, 10 each, are 1,010" in said[101]) == ("", True), path
         assert "1,000 is the limit, so max_tokens can be 100" in said[1 << 20], path  # the context is shorter
     assert not refused(read, CHAT, json.dumps({"messages": SAID, "max_tokens": 1 << 20}))
+
+
+def test_scores_are_counted_up_to_the_end_of_the_context(read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an answer ends, whatever max_tokens is; tokens of the prompt have none."""
+    room = 4096 - read.num_tokens(Messages(), json.dumps({"messages": SAID}).encode())
+    body = json.dumps({"messages": SAID, "logprobs": True, "top_logprobs": 9, "max_tokens": 1 << 20})
+    monkeypatch.setattr(reader, "MOST_SCORES", 10 * room)
+    assert not refused(read, CHAT, body)
+    monkeypatch.setattr(reader, "MOST_SCORES", 10 * room - 1)
+    assert f"log-probabilities of {room:,} tokens, 10 each" in refused(read, CHAT, body)

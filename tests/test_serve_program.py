@@ -188,6 +188,7 @@ def test_an_answer_under_way_ends_after_a_signal_and_others_are_refused(target: 
         assert any("prompt tokens" in line for line in server.said)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_drops_answers_under_way(target: Path, number: signal.Signals) -> None:
     with Program([*options(target), "--no-store"]) as server:

@@ -259,8 +259,13 @@ def follow(script: Script, acts: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("operators", OPERATORS)
-def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(operators: str) -> None:
-    assert all(follow(Script(operators), acts) for acts in itertools.chain(LONGER, every_script(2)))
+def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(
+    operators: str, pytestconfig: pytest.Config
+) -> None:
+    """By torch's operators, which take six times as long, a third of them: each act first, and each second."""
+    step = 3 if operators == "torch" and not pytestconfig.getoption("deep") else 1
+    scripts = itertools.chain(LONGER, itertools.islice(every_script(2), 0, None, step))
+    assert all(follow(Script(operators), acts) for acts in scripts)
 
 
 @pytest.mark.deep
@@ -407,6 +412,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
 def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
     """By another bit, or by a cache that has another length than it should."""
@@ -683,6 +689,7 @@ def forked_here() -> Iterator[list[Forked]]:
         yield started
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize("count", [1, 3])
 def test_where_rank_0_breaks_a_prefill_off_all_stay_in_step(

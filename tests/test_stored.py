@@ -131,7 +131,7 @@ def rows_of(form: str, count: int, inputs: int) -> Tensor:
 @pytest.mark.parametrize("instructions", on_this_machine())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.few(48)
+@pytest.mark.few(32)
 def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: torch.dtype, instructions: str) -> None:
     """Beside fp64, also where rounding is all that is left: where the second half of a sum is the first one's negative,
     the result is small, and its own rounding smaller. The bound is of the terms with the group's largest weight: where

@@ -118,7 +118,7 @@ class Checkpoints:
         return self._states.nbytes + self._tails.nbytes
 
     def release(self) -> None:
-        """They are not used again."""
+        """Release the memory; the checkpoints are not used again."""
         for held in (self._states, self._tails):
             self._memory.released(held, tier="host", purpose=PURPOSE)
 

@@ -97,7 +97,7 @@ class LastHidden:
         return self._rows.nbytes
 
     def release(self) -> None:
-        """They are not used again."""
+        """Release the memory; the rows are not used again."""
         self._memory.released(self._rows, tier="device", purpose=PURPOSE)
 
     def _put(self, start: int, rows: Tensor) -> None:
@@ -113,7 +113,7 @@ class LastHidden:
 
 
 class DraftedHidden:
-    """The same as a level writes them that drafts: after the rows of the target, whose cache is `full`."""
+    """The hidden rows as a drafting level writes them: after the rows of the target, whose cache is `full`."""
 
     def __init__(self, rows: LastHidden, full: FullCache) -> None:
         self._rows, self._full = rows, full

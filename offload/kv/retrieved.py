@@ -1,6 +1,6 @@
-"""What the retrieval cache holds on the device: chosen chunks, as they are or in 4 bits, and the exact rows after them.
+"""The store of the retrieval cache on the device: chosen chunks, exact or in 4 bits, and the exact rows after them.
 
-All of it is in the arena's bytes, which a prefill takes: then it is opened again, empty.
+All of it is in the arena's bytes. A prefill takes the bytes; after it the store is opened again, empty.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ class ModelConfig:
 
     @cached_property
     def plain(self) -> ModelConfig:
-        """The same model with plain numbers in all matrices."""
+        """The description of the model with plain numbers in all matrices."""
         blocks = self.mapped(lambda block: replace(block, encodings=Encodings())).blocks
         return replace(self, blocks=blocks, table_encoding="", head_encoding="")
 

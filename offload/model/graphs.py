@@ -93,7 +93,7 @@ class _Recorded:
 
     @property
     def nbytes(self) -> int:
-        """Of the outputs, which no other graph may overwrite."""
+        """Bytes of the outputs, which no other graph may overwrite."""
         return sum(tensor.nbytes for made in self.made for tensor in made)
 
 

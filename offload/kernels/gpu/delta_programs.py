@@ -57,8 +57,8 @@ def _token(
     KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, OUT: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """What a head reads of a token, as it is stored: of W tokens, this one last, query, key and value [WIDTH_PADDED,
-    numbers]; its step and its time."""
+    """The inputs of a head for a token, in the dtype in which they are stored: query, key and value [WIDTH_PADDED,
+    numbers] of W tokens, this token last; its step and its time."""
     KEPT: tl.constexpr = CHANNELS + 2 * HEADS
     each = _inputs(held, rows, row_stride, token + tl.arange(0, WIDTH_PADDED), first_new, KEPT, OUT)[:, None]
     query = tl.load(each + at_key, mask=in_key, other=0.0)

@@ -277,7 +277,8 @@ def multiply_blocks(
     UNITS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """The same with matrices as they are stored, gate and up in one encoding. There is an even number of columns."""
+    """Program (t, c): as `multiply_plain`, with matrices as they are stored, gate and up in one encoding. The number of
+    columns is even."""
     tile, column = tl.program_id(0), tl.program_id(1)
     place = _place(expert_of, places, tile)
     if place < 0:

@@ -241,8 +241,8 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each.
-        Those of experts are left out."""
+        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each. The
+        products of experts are left out."""
         return self._products
 
     @cached_property

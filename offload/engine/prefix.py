@@ -192,7 +192,7 @@ class PrefixCache:
         return common
 
     def save(self, store: Store, extra: Mapping[str, object], on_progress: OnProgress) -> None:
-        """Write the cached rows to `store`, but for those that it has already; see `Engine.save`. An empty cache of a
+        """Write the cached rows to `store`, except rows that it has already; see `Engine.save`. An empty cache of a
         model with windows or states replaces `extra` alone."""
         worker = self._worker
         self._settle()

@@ -1,9 +1,9 @@
 """Attention over runs by torch's operators, on any device: where no kernels of our own run.
 
-Rows attend in blocks of `ROWS`, filled up, over pieces of a run whose shape follows from where they lie in it. Results
-are merged in the order of the pieces, and what a row does not see adds exact zeros: so a row's bits depend on the keys
-that it sees, and neither on the rows beside it nor on their number. Where a trial finds a row's place in a block to
-change its bits (kernels/rows.py), rows attend one by one.
+Rows attend in blocks of `ROWS`, filled up, over pieces of a run whose shape follows from their place in the run.
+Results are merged in the order of the pieces, and keys that a row does not see add exact zeros: so a row's bits depend
+on the keys that it sees, and neither on the rows beside it nor on their number. Where a trial finds a row's place in a
+block to change its bits (kernels/rows.py), rows attend one by one.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class SpanAttention:
         return Part(out.unflatten(1, (num_heads, -1)), top * log(2) + total.log(), mass)
 
     def _merged(self, out: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
-        """The spans' merge into `out`, and masses of so many heads."""
+        """Merge the spans into `out`. Returns `out`, and the masses of `num_heads` heads, if there are any."""
         assert self._rows is not None
         a = self._attention
         mass = torch.empty(a.rows, num_heads, a.slots * a.chunks) if a.chunks else None

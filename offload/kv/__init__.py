@@ -28,7 +28,7 @@ class Cache(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take in new rows and return their attention over all that they may see.
+        """Add new rows, and return the attention of each over all that it may see.
 
         q [T, H, D], k, v [T, H_kv, D], not rotated: positions are the cache's affair. -> [T, H * D], q's dtype.
         """

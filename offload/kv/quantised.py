@@ -43,7 +43,7 @@ class QuantisedCache:
         beside: bool = False,
     ) -> None:
         """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that encode and
-        attend. beside: the full cache's pages may lie at home as what they have beside these codes."""
+        attend. beside: pages of the full cache may be stored at home as residuals of the codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
         self._attention = QuantisedAttention(kernels, full.scorings, shape.dtype, Places(full.device))

@@ -184,8 +184,8 @@ class RetrievalCache:
             self._fill(known, self.chunks, self.chunks)
 
     def _give_up(self) -> None:
-        """The bytes are somebody else's now. Rows that were drafted into the tail are in no other place: they are
-        pending again."""
+        """Leave the bytes to another user. Rows that were drafted into the tail are stored nowhere else, so their
+        tokens are pending again."""
         self.length = self._exact
         self._chosen.close()
 

@@ -41,7 +41,7 @@ class RetrievedStore(Protocol):
         ...
 
     def close(self) -> None:
-        """The memory is somebody else's."""
+        """Leave the memory to another user."""
         ...
 
     def reserve(self, tail: int) -> None:
@@ -79,7 +79,7 @@ class _InArena:
     """Exact rows of all layers, [L, 2, H_kv, before | tail, D]; what is before the tail is the subclass's."""
 
     def __init__(self, full: FullCache, *, before: int, tail: int, step: int) -> None:
-        """tail: room for so many tokens, in steps of so many."""
+        """tail: tokens for which there is room at first, rounded up to a multiple of `step`."""
         self.full, self._before, self._step = full, before, step
         self._room = -(-tail // step) * step
         self._rows: Tensor | None = None

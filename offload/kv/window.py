@@ -1,7 +1,7 @@
 """The window cache: keys and values of layers whose rows see their last tokens only.
 
-They are in a ring of pages on the device: page n of the sequence is in slot n % P. So a page lies at the same tokens in
-every pass, nothing is moved, and a row's bits do not depend on how much of the sequence is still there.
+Its pages are a ring on the device: page n of the sequence is in slot n % P. So a page has the same tokens in every
+pass, nothing is moved, and a row's bits do not depend on how much of the sequence is still cached.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WindowCache:
 
     @property
     def first_page(self) -> int:
-        """The first page of the sequence that is still there."""
+        """The first page of the sequence that is still in the ring."""
         return max(self.first_kept(self._stop), self._oldest)
 
     def first_kept(self, length: int) -> int:
@@ -74,7 +74,7 @@ class WindowCache:
         return max(length + 1 - max(self._windows), 0) // self.shape.page_tokens
 
     def reaches(self, length: int) -> bool:
-        """Whether all is there that rows after the first `length` tokens see."""
+        """Whether the first `length` tokens are cached, with all pages that rows after them see."""
         return length <= self.length and self.first_seen(length) >= self.first_page
 
     def reachable(self, length: int) -> int:

@@ -177,8 +177,8 @@ def finish_rows(
     NUMBERS: tl.constexpr,  # of inputs that a program moves
     ROWS: tl.constexpr,  # of them that it moves at a time
 ):
-    """Program p of the first T * H: the norm and gate of a head of a row. Of the others: a block of the numbers of what
-    is held, which it reads before it writes, since what moves overlaps the place where it goes."""
+    """Program p of the first T * H: the norm and gate of a head of a row. Each other program: a block of the held
+    numbers. It reads before it writes, since source and target of the numbers that move overlap."""
     number, own = tl.program_id(0), num_rows * HEADS
     if number < own:
         column, row = tl.arange(0, VALUE_PADDED), (number // HEADS).to(tl.int64)

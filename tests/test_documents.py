@@ -108,6 +108,60 @@ def test_every_module_says_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "offload/decode/speculation: " in capsys.readouterr().out
 
 
+def test_every_docstring_names_a_thing() -> None:
+    found = [f"{path}:{fault.line}" for path, source in module_docs.sources() for fault in module_docs.faults(source)]
+    assert not found, "run python scripts/module_docs.py --check"
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        *("Those", "These", "What", "Of", "The same", "They", "It", "Its", "Whose", "Whom", "Where", "Their"),
+        *("those", "It's"),
+    ],
+)
+def test_a_docstring_that_names_no_thing_is_found(opening: str) -> None:
+    docs = [f'"""{opening} of a model."""', f'"""{opening}\n    of a model, all of them."""']
+    module, function = docs
+    source = f"{module}\n\nclass Cache:\n    async def _rows(self):\n        def inner():\n            {function}\n"
+    first = opening.split()
+    assert list(module_docs.faults(source)) == [
+        (1, "module", " ".join([*first, "of", "a", "model."])),
+        (6, "Cache._rows.inner", " ".join([*first, "of", "a", "model,", "all", "of"][:6])),
+    ]
+
+
+@pytest.mark.parametrize("text", ["See `Cache`.", "See `kernels.runs.RunAttention`", "\n    See `Cache`.\n    "])
+def test_a_docstring_that_only_refers_is_found(text: str) -> None:
+    source = f'class Full:\n    """{text}"""\n'
+    assert list(module_docs.faults(source)) == [(2, "Full", " ".join(text.split()))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("What-if plans.", "Offloaded rows.", "Items.", "The samest rows.", "Whereabouts.", "`Its` name."),
+        *("See `Cache`. Rows come in one call.", "See `Cache`: rows of a window.", ""),
+    ],
+)
+def test_a_docstring_that_names_a_thing_is_no_fault(text: str) -> None:
+    assert not list(module_docs.faults(f'def rows():\n    """{text}"""\n    "These are no docstring."\n'))
+
+
+def test_the_check_prints_each_docstring_that_names_no_thing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for package in module_docs.PACKAGES:
+        (tmp_path / package).mkdir()
+    monkeypatch.setattr(module_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["module_docs.py", "--check"])
+    page = tmp_path / "offload" / "page.py"
+    page.write_text('"""Pages."""\n', encoding="utf-8")
+    assert (module_docs.main(), capsys.readouterr().out) == (0, "")
+    page.write_text('"""Pages."""\n\ndef size():\n    """Of a page, in bytes."""\n', encoding="utf-8")
+    assert (module_docs.main(), capsys.readouterr().out) == (1, "offload/page.py:4: size: Of a page, in bytes.\n")
+
+
 def test_the_plan_that_is_shown_is_the_plan() -> None:
     """Shortened: all of its lines are there, in their order."""
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")

@@ -59,7 +59,7 @@ class Aliases:
         return model
 
     def with_alias(self, name: str, model: str) -> Aliases:
-        """These and one more, which stands for a model that can be found. Raises UsageError, ModelError."""
+        """The aliases and one more, which stands for a model that can be found. Raises UsageError, ModelError."""
         aliases = Aliases.read({**self.names, name: model}, self.file)
         aliases._check_there(name, aliases.path(name)[-1])
         return aliases

@@ -129,7 +129,7 @@ class AnswerLog:
         return None if row is None else self._entry(row)
 
     def missing(self, numbers: Sequence[int]) -> list[int]:
-        """Those of the ids that no entry has."""
+        """The ids in `numbers` that no entry has."""
         with self._reading() as connection:
             there = set[int]()
             if connection is not None:

@@ -1,4 +1,4 @@
-"""What a shell completes besides commands and options: names of sessions, models, aliases and templates, keys of the
+"""A shell's completions besides commands and options: names of sessions, models, aliases and templates, keys of the
 configuration file. Nothing heavy is imported, and a fault completes nothing.
 
 Where nothing fits, the shell offers files.
@@ -22,7 +22,7 @@ Complete = Callable[[typer.Context, str], list[str]]
 
 
 def _completing(names: Callable[[typer.Context], Iterable[str]]) -> Complete:
-    """The function that Typer calls, which leaves those that begin as what was typed."""
+    """The function that Typer calls for the names. Typer offers the names that begin with the typed text."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         with suppress(TriforceError, OSError):

@@ -46,7 +46,7 @@ class Prepared:
     store: StoreSettings | None = None
 
     def limited(self, context: int) -> Prepared:
-        """The same models, for prompts of a shorter context."""
+        """The models, prepared for a shorter context of `context` tokens."""
         options = replace(self.request.options, context=context)
         return replace(self, request=replace(self.request, options=options))
 

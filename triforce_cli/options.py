@@ -229,7 +229,7 @@ StoreSize = Annotated[
     float | None,
     option(
         "--store-size",
-        "Most of it that is kept, in 10^9 bytes; without it 20, or a tenth of the free disk.",
+        "Most bytes that --store keeps, in 10^9; by default 20, or a tenth of the free disk if less.",
         SESSION,
         metavar="GB",
         parser=number,

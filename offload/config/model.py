@@ -241,8 +241,8 @@ class ModelConfig:
         return replace(changed, blocks=repeated[:num_layers])
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each.
-        Those of experts are left out."""
+        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each. The
+        products of experts are left out."""
         return self._products
 
     @cached_property
@@ -286,7 +286,7 @@ class ModelConfig:
 
     @cached_property
     def plain(self) -> ModelConfig:
-        """The same model with plain numbers in all matrices."""
+        """The description of the model with plain numbers in all matrices."""
         blocks = self.mapped(lambda block: replace(block, encodings=Encodings())).blocks
         return replace(self, blocks=blocks, table_encoding="", head_encoding="")
 

@@ -69,7 +69,7 @@ class NextTokenNames:
 
     @property
     def norms(self) -> tuple[str, str, str]:
-        """Of the embeddings, of the hidden rows, of the output."""
+        """The names of the norms of the embeddings, of the hidden rows and of the output."""
         return self.embedding_norm, self.hidden_norm, self.norm
 
 

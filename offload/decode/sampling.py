@@ -102,11 +102,15 @@ class SamplingParams:
         float, Setting("Taken from the logits of generated tokens; 0 is off.", -2, 2, off=0)
     ] = 0.0
     frequency_penalty: Annotated[
-        float, Setting("The same, as often as each was generated; 0 is off.", -2, 2, off=0)
+        float, Setting("Taken from a token's logit for each time it was generated; 0 is off.", -2, 2, off=0)
     ] = 0.0
     penalty_window: Annotated[
         int,
-        Setting("Last tokens that these three look at; 0: the whole text.", 0, means={0: "the whole text"}),
+        Setting(
+            "Last tokens that repetition, presence and frequency penalties look at; 0: the whole text.",
+            0,
+            means={0: "the whole text"},
+        ),
     ] = 512
     no_repeat_ngram: Annotated[
         int, Setting("Never write so many tokens in a row a second time; 0 is off.", 0, off=0)

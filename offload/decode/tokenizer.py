@@ -53,7 +53,8 @@ class Tokenizer:
         return None if token is None else cast("int | None", self._pipeline.token_to_id(str(token)))
 
     def limited(self, most: int) -> Tokenizer:
-        """The same tokenizer with a limit: encoding raises DoesNotFit as soon as a text certainly has more tokens."""
+        """The tokenizer with a limit: encoding raises DoesNotFit as soon as a text certainly has more than `most`
+        tokens."""
         return Tokenizer(self._inner, self._pipeline, most=most)
 
     def encode(self, text: str) -> list[int]:

@@ -156,7 +156,9 @@ class PrefixCache:
             self._num_own, self._num_saved = min(best._num_own, count), 0
 
     def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
-        """See `Engine.restore`."""
+        """Read the rows of the longest common prefix of `store` and `tokens`, unless the cache has them. Returns the
+        number of tokens of the prefix, where layers have states up to the last saved one; 0 if a window or a state that
+        the tokens need was not saved. Raises as `Engine.restore`."""
         worker = self._worker
         self._settle()
         common = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
@@ -190,7 +192,8 @@ class PrefixCache:
         return common
 
     def save(self, store: Store, extra: Mapping[str, object], on_progress: OnProgress) -> None:
-        """See `Engine.save`."""
+        """Write the cached rows to `store`, except rows that it has already; see `Engine.save`. An empty cache of a
+        model with windows or states replaces `extra` alone."""
         worker = self._worker
         self._settle()
         if not self.tokens and (worker.windows or worker.states):  # the saved rows may still begin the text
@@ -215,7 +218,8 @@ class PrefixCache:
         self._num_saved = len(self.tokens)
 
     def keep(self, on_progress: OnProgress, documents: Sequence[str]) -> int:
-        """See `Engine.keep`."""
+        """Write the first rows that have the bits of one prefill to the prefix store. Returns the number of tokens that
+        are kept; see `Engine.keep`."""
         worker, own = self._worker, self.tokens[: self._num_own]
         if (store := self._store_for(own)) is None:
             return 0

@@ -44,11 +44,11 @@ class KVCodes:
     def shape_of_blocks(
         num_layers: int, num_kv_heads: int, num_tokens: int, head_dim: int
     ) -> tuple[int, int, int, int]:
-        """For the whole groups of so many tokens."""
+        """The shape of `blocks` for the whole groups of `num_tokens` tokens."""
         return num_layers, num_kv_heads, num_tokens // GROUP, kv_code_bytes(head_dim)
 
     def groups(self, start: int, stop: int) -> KVCodes:
-        """Those numbers `start` to `stop`."""
+        """The groups `start` to `stop`, as views."""
         return replace(self, blocks=self.blocks[:, :, start:stop])
 
     def rows(self, dtype: torch.dtype) -> Tensor:
@@ -86,7 +86,8 @@ def encode(rows: Tensor, into: KVCodes, kernels: Library) -> None:
 
 
 def encode_with_torch(rows: Tensor, into: KVCodes) -> None:
-    """The same by torch's operators, bit for bit, in either order."""
+    """Fill `into` with the codes of rows by torch's operators, in either order of codes. The codes are those of
+    `encode`, bit for bit."""
     dim = check_rows(rows, into, into.order)[4]
     keys, values = rows.unflatten(3, (-1, GROUP)).unbind(1)  # [L, H, groups, GROUP, D]
     key_scales, keys = group_codes(keys.transpose(3, 4))  # [L, H, groups, D, 2], [..., D, GROUP]

@@ -110,7 +110,7 @@ def _wanted(tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, contiguous and no two in the same memory, as safetensors requires."""
+    """The tensors made contiguous, no two of them in the same memory, as safetensors requires."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():

@@ -22,7 +22,8 @@ _NARROWEST_HEAD = 16
 
 @cache
 def gpu_kernels(device: torch.device) -> DeviceKernels:
-    """What this process may use on `device`, a GPU. Errors: UsageError if TRIFORCE_KERNELS is neither on nor off."""
+    """The kernels that this process may use on `device`, a GPU. Errors: UsageError if TRIFORCE_KERNELS is neither on
+    nor off."""
     if not wanted(VARIABLE):
         return DeviceKernels(reason=OFF, whose="GPU")
     if device.type != "cuda":
@@ -39,7 +40,7 @@ def gpu_kernels(device: torch.device) -> DeviceKernels:
 
 
 def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> DeviceKernels:
-    """What a model with such heads and products, see `cpu.fitting`, may use on `device`."""
+    """The kernels of `device` for a model with heads of `head_dim` numbers and with `products`, see `cpu.fitting`."""
     if device.type == "cpu":
         return cpu.fitting(device, head_dim, products)
     if not _NARROWEST_HEAD <= head_dim <= WIDEST_GPU_HEAD or head_dim % 16:
@@ -48,14 +49,14 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
 
 
 def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
-    """The same of a model whose layers may have heads of several sizes: none where one kind has none."""
+    """The kernels of `device` for a model, whose layers may have heads of several sizes: none if one size has none."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
     return next((each for each in found if not each.usable), found[0])
 
 
 def prefill_attention(device: torch.device, head_dim: int, *, page: int, windows: bool) -> PrefillAttention | None:
-    """Of a prefill in 16 bits on `device` over pages of `page` tokens: flash-attn's, else Triton's. None: torch's
-    operators attend. windows: of layers that have one, which we do not ask flash-attn for."""
+    """The attention of a prefill in 16 bits on `device` over pages of `page` tokens: flash-attn's, else Triton's. None:
+    torch's operators attend. windows: whether layers have a window; then flash-attn is not used."""
     call = None if windows else flash(device).call
     if call is not None and head_dim <= WIDEST_HEAD and head_dim % 8 == 0 and page % PAGE_STEP == 0:
         return FlashTiles(call)

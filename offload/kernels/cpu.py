@@ -123,7 +123,8 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
 
 
 def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
-    """The same of a model whose layers may have heads of several sizes."""
+    """This process's kernels, or none where some layer of the model cannot run on them. Layers may have heads of
+    several sizes."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
     if config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT:
         reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {config.hidden_size}"
@@ -132,7 +133,8 @@ def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
 
 
 def instruction_sets(system: str, machine: str, capability: str, features: Collection[str]) -> tuple[str, ...]:
-    """Those that this machine has, the best one first. capability: what torch's own kernels use."""
+    """The instruction sets of this machine for which there are kernels, the best one first. capability: the instruction
+    set that torch's own kernels use."""
     if system != "linux":
         return ()
     if machine == "x86_64":
@@ -162,7 +164,8 @@ def load(folder: Path, name: str) -> DeviceKernels:
 
 
 def features() -> Collection[str]:
-    """What the CPU can do beyond AVX-512; nothing where torch was asked for less than all of it."""
+    """The CPU's features, by which instruction sets beyond AVX-512 are chosen; none where ATEN_CPU_CAPABILITY is
+    set."""
     return () if CAPABILITY in os.environ else cpu_features()
 
 

@@ -29,9 +29,9 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held of one layer's tokens. state: [heads, key_dim, value_dim] fp32, after the tokens up to some place.
-    inputs: [width - 1 + M, kept] in the dtype of projected rows: without their gates, the rows of the last width - 1
-    tokens before that place, then those of the tokens after it."""
+    """The state and the inputs that are held of one layer's tokens. state: [heads, key_dim, value_dim] fp32, after the
+    tokens up to some place. inputs: [width - 1 + M, kept] in the dtype of projected rows: without their gates, the rows
+    of the last width - 1 tokens before that place, then the rows of the tokens after it."""
 
     state: Tensor
     inputs: Tensor
@@ -63,7 +63,7 @@ class RunDeltaRule(Protocol):
 def delta_rule(
     delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
-    """See `RunDeltaRule`."""
+    """`RunDeltaRule` by torch's operators, one token after the other, in fp32."""
     before, count = delta.width - 1, replayed.count
     new, gates = _without_gates(delta, rows)
     for _ in _advanced(delta, weights, held.state, held.inputs[: before + count]):

@@ -34,7 +34,7 @@ class MakeAttention(Protocol):
 
 
 class CopyChunks(Protocol):
-    """See `kernels.gpu.copies.chunks`."""
+    """A copy of chunks from raw tiles to a buffer, see `kernels.gpu.copies.chunks`."""
 
     def __call__(
         self, homes: Tensor, wanted: Tensor, held: Tensor, *, chunk: int, page: int, tile: int, slot: int = 0,
@@ -43,7 +43,7 @@ class CopyChunks(Protocol):
 
 
 class CopyPackedChunks(Protocol):
-    """See `formats.packed_gpu.packed_chunks`."""
+    """A copy of chunks from packed pages to a buffer, see `formats.packed_gpu.packed_chunks`."""
 
     def __call__(
         self, blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int, page: int,

@@ -195,7 +195,7 @@ def run_experts(
 
 
 def _through(network: FeedForward, weights: ExpertWeights, multiply: Multiply, rows: Tensor) -> Tensor:
-    """What one expert makes of rows [n, hidden]."""
+    """The output [n, hidden] of one expert for normed rows [n, hidden]."""
     bias = weights.gate_up_bias
     if weights.gate is None:
         inner = activated(multiply(rows, weights.up, bias), network.activation)

@@ -1,9 +1,9 @@
 """Attention over runs by torch's operators, on any device: where no kernels of our own run.
 
-Rows attend in blocks of `ROWS`, filled up, over pieces of a run whose shape follows from where they lie in it. Results
-are merged in the order of the pieces, and what a row does not see adds exact zeros: so a row's bits depend on the keys
-that it sees, and neither on the rows beside it nor on their number. Where a trial finds a row's place in a block to
-change its bits (kernels/rows.py), rows attend one by one.
+Rows attend in blocks of `ROWS`, filled up, over pieces of a run whose shape follows from their place in the run.
+Results are merged in the order of the pieces, and keys that a row does not see add exact zeros: so a row's bits depend
+on the keys that it sees, and neither on the rows beside it nor on their number. Where a trial finds a row's place in a
+block to change its bits (kernels/rows.py), rows attend one by one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Block:
 
     @property
     def count(self) -> int:
-        """Its rows."""
+        """The number of rows."""
         return len(self.own) // self.group
 
     def out(self) -> Tensor:
@@ -67,7 +67,7 @@ class _Block:
 
 
 class OperatorAttention:
-    """See `RunAttention`. Codes are in the order "lanes"."""
+    """`RunAttention` by torch's operators. Codes are in the order "lanes"."""
 
     def __init__(self, *, dtype: torch.dtype, chunk: int | None = None) -> None:
         """chunk: tokens of a chunk, a divisor of a page's."""
@@ -77,7 +77,6 @@ class OperatorAttention:
         self._masses = False
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
-        """See `RunAttention`."""
         self._rows, self._masses, self._places = rows, masses and self._chunk is not None, rows.in_memory()
         num_rows, num_kv_heads, group = len(rows.q), rows.k.shape[1], rows.q.shape[1] // rows.k.shape[1]
         size = self._block_rows(rows)
@@ -91,12 +90,10 @@ class OperatorAttention:
             self._blocks.append(_Block(folded, own, group, sink_part(rows.scoring.sink_logits, folded[0])))
 
     def append_rows(self, run: Run) -> None:
-        """See `RunAttention`."""
         assert self._rows is not None
         append_rows(run.pages, run.first, self._rows.index, (self._keys, self._rows.v), self._places)
 
     def attend(self, run: Run) -> None:
-        """See `RunAttention`."""
         if run.windowed and run.held.dim() == 4:
             for block in self._blocks:
                 self._attend_window(block, run)
@@ -106,14 +103,12 @@ class OperatorAttention:
                 self._attend(block, run, pages, at)
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
-        """See `RunAttention`."""
         out = self._joined([block.out() for block in self._blocks]).to(self._dtype)
         mass = self._joined([block.mass().sum(2) for block in self._blocks]) if self._masses else None
         self._rows, self._blocks = None, []
         return out, mass.to(MASS_DTYPE) if mass is not None and mass.is_cuda else mass
 
     def part(self) -> Part:
-        """See `RunAttention`."""
         lse = self._joined([block.lse() for block in self._blocks])
         out = self._joined([block.out() for block in self._blocks]).unflatten(1, (lse.shape[1], -1))
         mass = self._joined([block.mass().flatten(1, 2) for block in self._blocks]) if self._masses else None
@@ -151,7 +146,7 @@ class OperatorAttention:
         )  # fmt: skip
 
     def _attend(self, block: _Block, run: Run, pages: Tensor, at: int) -> None:
-        """To a piece of the run that begins with its token `at`."""
+        """Attend to `pages`, a piece of the run that begins with the run's token `at`."""
         assert self._rows is not None
         count, page, scoring = run.tokens - at, pages.shape[3], self._rows.scoring
         seen, first = self._seen(block, run, at, pages.shape[1] * page)
@@ -169,8 +164,9 @@ class OperatorAttention:
         block.add(part, used * page // self._chunk if self._chunk else 0)
 
     def _seen(self, block: _Block, run: Run, at: int, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of the piece's tokens those up to which each row sees, and the first one that it sees, [G * ROWS]; None: all
-        of them. Numbers decide on that only where no graph may have other ones."""
+        """The tokens of the piece up to which each row sees, and the first one that it sees, [G * ROWS] each, as
+        `attend` takes them; None: all of them. The host's numbers decide on None only where no graph may run again with
+        other numbers."""
         assert self._rows is not None
         before, count = self._rows.index - run.first - at, run.tokens - at
         if run.coded:
@@ -184,7 +180,8 @@ class OperatorAttention:
         return seen if before + len(self._rows.q) <= count else seen.clamp(max=count), first
 
     def _coded(self, run: Run) -> Iterator[tuple[Tensor, int]]:
-        """As `_pieces`: numbers that the codes stand for, of pages of CODED_PAGE tokens, the last filled up."""
+        """The pieces of a run of codes, as of `_pieces`: the numbers of the codes, in pages of CODED_PAGE tokens, the
+        last one filled up."""
         assert self._rows is not None
         step, blocks = PAGES * CODED_PAGE // GROUP, run.held[:, : run.tokens // GROUP]
         for first in range(0, blocks.shape[1], step):

@@ -111,7 +111,7 @@ class OperatorBlock:
         return self.first + self.count - 1
 
     def _visible(self, tile: Tensor, base: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of the tile's tokens those up to which each row sees, and the first one that it sees; None: all of them."""
+        """The tokens of the tile up to which each row sees, and the first one that it sees; None: all of them."""
         num_tokens, own = tile.shape[1] * tile.shape[3], self.first + 1 - base
         begins = self.window is not None and own + self.count - 1 > self.window
         if own >= num_tokens and not begins:

@@ -24,7 +24,7 @@ _FLOATS = 2  # of a partial result, beside its sum of values: the largest score 
 
 
 class SpanAttention:
-    """See `RunAttention`. Keeps its scratch."""
+    """`RunAttention` by the CPU's kernels. Keeps its scratch."""
 
     def __init__(self, kernels: Library, *, dtype: torch.dtype, span: int, chunk: int | None = None) -> None:
         """span: tokens of the runs' spans; chunk: tokens of a chunk."""
@@ -41,7 +41,6 @@ class SpanAttention:
         self._rows: Rows | None = None
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
-        """See `RunAttention`."""
         a, r, scoring, rope = self._attention, self._rotation, rows.scoring, rows.scoring.rope
         stop, num_slots = rows.position + len(rows.q), sum(-(-tokens // self.span) for tokens in counts)
         sizes = (*rows.q.shape, rows.k.shape[1], num_slots, len(lasts) or 1, masses)
@@ -81,12 +80,10 @@ class SpanAttention:
         r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
 
     def append_rows(self, run: Run) -> None:
-        """See `RunAttention`."""
         self._take(run)
         self._library.append_rows(self._code, ctypes.byref(self._rotation))
 
     def attend(self, run: Run) -> None:
-        """See `RunAttention`."""
         self._take(run)
         threads = torch.get_num_threads()
         self._scratch = _at_least(self._scratch, threads * self._per_thread)
@@ -102,12 +99,10 @@ class SpanAttention:
         self._slot += -(-run.tokens // self.span)
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
-        """See `RunAttention`."""
         a = self._attention
         return self._merged(torch.empty(a.rows, a.out_stride, dtype=self._dtype), a.kv_heads)
 
     def part(self) -> Part:
-        """See `RunAttention`."""
         a = self._attention
         num_heads = a.kv_heads * a.group
         sums = torch.empty(a.rows, num_heads, 2)
@@ -118,7 +113,7 @@ class SpanAttention:
         return Part(out.unflatten(1, (num_heads, -1)), top * log(2) + total.log(), mass)
 
     def _merged(self, out: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
-        """The spans' merge into `out`, and masses of so many heads."""
+        """Merge the spans into `out`. Returns `out`, and the masses of `num_heads` heads, if there are any."""
         assert self._rows is not None
         a = self._attention
         mass = torch.empty(a.rows, num_heads, a.slots * a.chunks) if a.chunks else None

@@ -28,7 +28,7 @@ class Cache(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take in new rows and return their attention over all that they may see.
+        """Add new rows, and return the attention of each over all that it may see.
 
         q [T, H, D], k, v [T, H_kv, D], not rotated: positions are the cache's affair. -> [T, H * D], q's dtype.
         """
@@ -44,8 +44,8 @@ class Cache(Protocol):
 
     @property
     def graph_key(self) -> Hashable:
-        """Of the forward that began, as a pass that may be a graph on a GPU: forwards of as many rows with equal keys
-        differ in nothing but the contents of memory. None: it may not."""
+        """The key of the forward that began, if its pass may be a graph on a GPU; None if it may not. Forwards of equal
+        numbers of rows with equal keys differ in nothing but the contents of memory."""
         ...
 
     def nbytes(self) -> int:

@@ -11,8 +11,9 @@ from offload.kv.full import FullCache
 
 
 class AheadCache:
-    """The full cache as the level sees it at which the target proposes to itself over all of it: drafted rows follow
-    its tokens in its tiles, until the target's own rows take their place. Where all tiles are on the device."""
+    """The full cache with drafted rows, for the level at which the target proposes to itself over the whole cache.
+    Drafted rows follow the tokens in the same tiles, until the target's own rows overwrite them. All tiles are on the
+    device."""
 
     def __init__(self, full: FullCache) -> None:
         self._full = full
@@ -37,9 +38,9 @@ class AheadCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the full cache."""
         return self._full.graph_key
 
     def nbytes(self) -> int:
-        """None of its own."""
+        """0: the memory is the full cache's."""
         return 0

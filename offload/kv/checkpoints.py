@@ -25,9 +25,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints by place: the number of tokens that a sequence has there. Where there is no room for another, the one
-    goes whose neighbours are the nearest, measured by the distance from the end: so what lies further back can be
-    reached by running again no more than about twice as many tokens as follow it."""
+    """Checkpoints by place, the number of tokens of the sequence before it. Without room for another, the checkpoint is
+    dropped whose neighbours are nearest to each other, measured by the distance from the end, see `least_missed`. So
+    any place can be reached by running again no more than about twice as many tokens as follow it."""
 
     def __init__(self, memory: Memory, delta: DeltaRule, *, num_layers: int, dtype: torch.dtype, most: int) -> None:
         """most: checkpoints, 2 or more."""
@@ -118,7 +118,7 @@ class Checkpoints:
         return self._states.nbytes + self._tails.nbytes
 
     def release(self) -> None:
-        """They are not used again."""
+        """Release the memory; the checkpoints are not used again."""
         for held in (self._states, self._tails):
             self._memory.released(held, tier="host", purpose=PURPOSE)
 
@@ -127,8 +127,8 @@ class Checkpoints:
 
 
 def least_missed(places: Sequence[int], stays: int | None = None) -> int:
-    """The place, of ascending `places`, without which what lies between its neighbours is reached at the least cost:
-    their distance divided by that of the earlier one from the last place. That one stays, and so does `stays`."""
+    """The place among ascending `places` whose absence costs the least: the distance between its neighbours, divided by
+    the distance of the earlier one from the last place. The last place stays, and so does `stays`."""
     before, end = [0, *places], places[-1]
     costs = [
         ((after - before[index]) / (end - before[index]), place)

@@ -51,7 +51,8 @@ class Fetch(Protocol):
 
 
 class HostFetch:
-    """The host looks which chunks are wanted, gathers them in pinned memory and copies that over the link."""
+    """`Fetch` by the host, which reads which chunks are wanted, gathers them in pinned memory and copies that memory
+    over the link."""
 
     def __init__(self, full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> None:
         """num_bytes: of the buffer. kernels: that encode."""
@@ -59,7 +60,6 @@ class HostFetch:
         full.pages.reader.reserve(min(FETCH_BYTES, num_bytes))
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
-        """See `Fetch`."""
         if wanted is None:
             self._full.pages.wait_home()
         else:
@@ -68,12 +68,10 @@ class HostFetch:
         _read_tail(self._full, held, tail)
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """See `Fetch`."""
         self._full.pages.wait_home()
         return self._full.pages.reader.tokens(start, stop)
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
-        """See `Fetch`."""
         self._full.pages.follow_home()
         _, num_heads, num_groups, num_bytes = codes.blocks.shape
         blocks = codes.blocks.view(-1, num_bytes)
@@ -105,18 +103,18 @@ class HostFetch:
 
 
 class GpuFetch:
-    """A kernel reads the homes itself, those in pinned memory of the host too, and skips the slots whose chunk stays:
-    a launch for chunks and one for the tail, of all layers. The host looks at no tensor of the GPU and waits for none,
-    unless pages of the tail are residuals.
+    """`Fetch` by a GPU's kernel, which reads the homes itself, pinned memory of the host included, and skips the slots
+    whose chunk stays. One launch copies the chunks of all layers, and one their tail. The host reads no tensor of the
+    GPU and waits for none, unless pages of the tail are residuals.
 
-    They run on the stream that computes: a retrieval pass, which is next but for a short draft, needs them all.
+    Both launches run on the stream that computes: the next pass but for a short draft is a retrieval pass, which needs
+    all copied rows.
     """
 
     def __init__(self, full: FullCache, chunk: int, copies: Copies) -> None:
         self._full, self._chunk, self._copies = full, chunk, copies
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
-        """See `Fetch`."""
         self._full.pages.follow_home()
         if wanted is not None:
             self._copy(wanted, held)
@@ -125,8 +123,9 @@ class GpuFetch:
         self._full.pages.read_home()
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
-        """See `Fetch`. By two launches for as many slots as a fetch may move: one copies what is wanted, one encodes
-        it. The host does not look which that is."""
+        """See `Fetch`. Slots are encoded in parts, FETCH_BYTES of keys and values or one slot each at most, by two
+        launches a part: one copies the wanted chunks, one encodes them. The host does not read which chunks are
+        wanted."""
         self._full.pages.follow_home()
         shape, num_layers = self._full.shape, self._full.num_layers
         slot_bytes = num_layers * 2 * shape.num_kv_heads * self._chunk * shape.head_dim * shape.dtype.itemsize
@@ -140,7 +139,6 @@ class GpuFetch:
         self._full.pages.read_home()
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """See `Fetch`."""
         rows = self._rows(stop - start)
         self.fetch(rows, Tail(start, start, stop, 0))
         return rows
@@ -155,15 +153,16 @@ class GpuFetch:
         self._copy(numbers, held, slot=slot, tokens=range(tail.start, tail.stop))
 
     def _lie_beside_codes(self, tail: Tail) -> bool:
-        """Whether pages of it are residuals, which the kernel does not restore: where a text was cut, some of the last
-        tokens were codes before."""
+        """Whether pages of the tail are residuals, which the kernel does not restore: where a text was cut, some of the
+        last tokens were codes before."""
         packed, page = self._full.pages.packed, self._full.shape.page_tokens
         if packed is None:
             return False
         return bool((packed.table.flags[:, tail.start // page : -(-tail.stop // page)] == RESIDUAL).any())
 
     def _copy(self, wanted: Tensor, held: Tensor, **more: Any) -> None:
-        """See `kernels.gpu.copies.chunks`."""
+        """Copy chunks from their homes, raw or packed, to `held`. more: `slot` and `tokens` of
+        `kernels.gpu.copies.chunks`."""
         full, packed = self._full, self._full.pages.packed
         more |= {"chunk": self._chunk, "page": full.shape.page_tokens}
         if packed is None:
@@ -180,7 +179,8 @@ class GpuFetch:
 
 
 def _read_tail(full: FullCache, held: Tensor, tail: Tail) -> None:
-    """By the host, a part at a time."""
+    """Copy the tail's tokens from `start` to `stop` to `held` by the host, at most FETCH_BYTES or one token at a
+    time."""
     step = max(FETCH_BYTES // (held[:, :, :, 0].numel() * held.itemsize), 1)
     for start in range(tail.start, tail.stop, step):
         stop, at = min(start + step, tail.stop), tail.at + start - tail.first
@@ -188,7 +188,8 @@ def _read_tail(full: FullCache, held: Tensor, tail: Tail) -> None:
 
 
 def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> Fetch:
-    """By the GPU's kernel where it has one and reaches all homes. num_bytes: of the buffer."""
+    """A `Fetch` by the GPU's kernel, if the device has one and the kernel reaches all homes; otherwise by the host.
+    num_bytes: of the buffer."""
     if kernels.copies is not None and (full.pages.all_on_device or kernels_read_host(full.device)):
         return GpuFetch(full, chunk, kernels.copies)
     return HostFetch(full, chunk, kernels, num_bytes)

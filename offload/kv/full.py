@@ -58,12 +58,12 @@ class FullCache:
         self._run_pages = (run_tokens or shape.tokens) // shape.page_tokens
         self._prefill = prefill or OperatorTiles(shape.num_kv_heads)
         self._attention = kernels.attention(dtype=shape.dtype, page=shape.page_tokens, chunk=mass_chunk)
-        self.record_mass = mass_chunk is not None  # from the next decode forward on, for who chooses chunks by it
-        self.keep_mass = False  # the same for others
+        self.record_mass = mass_chunk is not None  # from the next decode forward on, to choose chunks by
+        self.keep_mass = False  # as `record_mass`, for other readers of masses
         self.length = 0
-        self.num_ahead = 0  # drafted rows after these, see `AheadCache`
+        self.num_ahead = 0  # drafted rows after the tokens, see `AheadCache`
         self._start = 0
-        self.stable_length = 0  # tokens that it has had ever since `mark_synced`, for the one cache that asks
+        self.stable_length = 0  # first tokens that stayed since `mark_synced`; `QuantisedCache` reads it
         self._phase: Phase | None = None  # of the forward under way
         self._taken = [0] * num_layers
         self._reach = 0  # tokens that the forward's attention may reach: see `_reached`
@@ -72,7 +72,7 @@ class FullCache:
         self._kept: Tensor | None = None  # where graphs leave them
 
     def reserve(self, num_tokens: int) -> None:
-        """See `PageStorage`."""
+        """Allocate tiles for `num_tokens` tokens. Raises DoesNotFit."""
         self.pages.reserve(num_tokens)
 
     def begin(self, phase: Phase, num_rows: int, *, ahead: bool = False) -> None:
@@ -119,7 +119,7 @@ class FullCache:
         return block.attended().to(q.dtype)
 
     def advance(self, num_tokens: int, *, ahead: bool = False) -> None:
-        """The forward that began is over, see `Cache`; ahead: as there."""
+        """The forward that began is over, see `Cache`. ahead: see `begin`."""
         if ahead:
             self.num_ahead += num_tokens
         else:
@@ -131,11 +131,12 @@ class FullCache:
         self.pages.keep(self.length + MAX_ROWS)
 
     def mark_synced(self) -> None:
-        """From now on `stable_length` counts anew."""
+        """Count all cached tokens as stable from now on, see `stable_length`."""
         self.stable_length = self.length
 
     def truncate_ahead(self, length: int) -> None:
-        """Of what is drafted after the tokens, keep no more than `length` tokens in all leave room for."""
+        """Drop the drafted rows after the first `length` tokens; the cache's own tokens all stay. Also ends a forward
+        that was broken off."""
         self._end()
         self.num_ahead = max(min(self.num_ahead, length - self.length), 0)
 
@@ -144,27 +145,24 @@ class FullCache:
         self.pages.access["decode"].fetch_ahead(self.length)
 
     def page_of_all(self, number: int) -> list[Tensor]:
-        """See `PagedRows`."""
         return self.pages.read(number)
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """See `PagedRows`."""
         return self.pages.to_fill(number)
 
     def filled(self, number: int, layers: Sequence[Tensor]) -> None:
-        """See `PagedRows`."""
         self.pages.filled(number)
 
     def restored(self, length: int) -> None:
-        """The pages of the first `length` tokens were written from outside: these tokens count, no others."""
+        """Set the length to `length` tokens, whose pages were written from outside. No other token counts."""
         self._cut(0)
         self.pages.changed()
         self.pages.keep(length)
         self.length = length
 
     def copy_from(self, other: FullCache, num_tokens: int | None = None) -> None:
-        """Copy all rows of `other`, or the first `num_tokens`, in place of its own. The tiles there may have another
-        size and live elsewhere."""
+        """Copy all rows of `other`, or the first `num_tokens`, in place of the cache's own. The tiles of `other` may
+        have another size and other homes."""
         length = other.length if num_tokens is None else num_tokens
         other.wait_home()
         self.wait_home()
@@ -185,14 +183,14 @@ class FullCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`: where all rows of a layer are in one tile on the GPU."""
+        """The key of the forward, see `Cache`. None unless all rows of a layer are in one tile on the GPU."""
         if not self._is_whole:
             return None
         kept = (self._kept.data_ptr(), self._kept.shape) if self._records and self._kept is not None else None
         return self._places.number, self._reach, kept
 
     def nbytes(self) -> int:
-        """Of its homes."""
+        """Bytes of the pages' homes."""
         return self.pages.nbytes()
 
     def mass(self, num_rows: int, *, after: int = 0) -> Tensor:
@@ -209,11 +207,11 @@ class FullCache:
         return torch.stack([mass.sum(0, dtype=torch.float32) for mass in masses])
 
     def wait_home(self) -> None:
-        """See `PageStorage`."""
+        """Wait until the tiles' homes have all rows and no kernel reads them."""
         self.pages.wait_home()
 
     def _cut(self, length: int) -> None:
-        """No forward is under way, and there are no more than `length` tokens."""
+        """End the forward under way, and keep at most the first `length` tokens."""
         self._end()
         self.length, self.num_ahead = min(self.length, length), 0
         self.stable_length = min(self.stable_length, self.length)

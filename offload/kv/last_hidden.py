@@ -13,11 +13,11 @@ PURPOSE = "hidden rows of drafts"
 
 class LastHidden:
     """The model's last hidden rows by position: of the first `sinks` tokens, and of the last ones in a ring. Rows of
-    rejected tokens are overwritten. What is not there reads as zeros: drafts are worse for it, nothing else.
+    rejected tokens are overwritten. Missing rows read as zeros, which make drafts worse and change nothing else.
 
     A head that begins to draft after some tokens reads the rows of the first `sinks` and of the last `window` of them.
-    slack: rows after the sequence's tokens that may be written and rejected. The ring counts as if these had always
-    been written, so what it has follows from the tokens alone, and not from what was drafted after them.
+    slack: rows after the sequence's tokens that may be written and rejected. The ring counts as if `slack` rows had
+    always been written, so its contents follow from the tokens alone, and not from what was drafted after them.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LastHidden:
         return self._rows.nbytes
 
     def release(self) -> None:
-        """They are not used again."""
+        """Release the memory; the rows are not used again."""
         self._memory.released(self._rows, tier="device", purpose=PURPOSE)
 
     def _put(self, start: int, rows: Tensor) -> None:
@@ -113,7 +113,7 @@ class LastHidden:
 
 
 class DraftedHidden:
-    """The same as a level writes them that drafts: after the rows of the target, whose cache is `full`."""
+    """The hidden rows as a drafting level writes them: after the rows of the target, whose cache is `full`."""
 
     def __init__(self, rows: LastHidden, full: FullCache) -> None:
         self._rows, self._full = rows, full

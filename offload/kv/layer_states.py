@@ -47,7 +47,7 @@ class LayerStates:
 
     @property
     def place(self) -> int:
-        """The place that all states have passed at most; of lost ones one that is beyond all tokens."""
+        """The furthest place of a layer's state. Of lost states: a place beyond all tokens."""
         return max(self.bases) if self._begun is None else self._begun + 1
 
     def begin(self, start: int, num_rows: int) -> None:
@@ -75,12 +75,12 @@ class LayerStates:
         self.known([start] * len(self.bases))
 
     def known(self, bases: list[int]) -> None:
-        """These are the states' places."""
+        """Set the place of each layer's state, by layer."""
         self.bases, self._begun = bases, None
 
     def settled(self, layer: int, place: int, weights: DeltaWeights) -> Held:
-        """What would be held if a layer's state were at `place`, the end of the tokens whose inputs are held. A
-        copy."""
+        """A copy of a layer's state and inputs, with the state moved to `place`, the end of the tokens whose inputs are
+        held."""
         held = Held(self.states[layer].clone(), self.inputs[layer].clone())
         nothing = self.inputs.new_empty(0, sum(self.delta.parts))
         self._run(self.delta, weights, held, nothing, Replayed(place - self.bases[layer]), settles=True)
@@ -114,7 +114,8 @@ class LayerStates:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the pass, see `Cache`. None unless all states are at one place and a GPU's kernels read the number
+        of replayed tokens from memory."""
         if self._there is None or not self._alike:
             return None
         return self._number, self.states.data_ptr(), self.inputs.data_ptr()
@@ -123,7 +124,7 @@ class LayerStates:
         return self.states.nbytes + self.inputs.nbytes
 
     def release(self) -> None:
-        """They are not used again."""
+        """Release the memory; the states are not used again."""
         for held in (self.states, self.inputs):
             self._memory.released(held, tier="device", purpose=PURPOSE)
 

@@ -14,9 +14,9 @@ from offload.kv.window import WindowCache
 
 
 class MixedCache:
-    """growing: of the layers without a window, whichever level it serves. windows: of the layers with one, one cache
-    for all levels of a sequence. states: of the layers with a state. drafts: the level's rows are drafted, and follow
-    the exact ones."""
+    """The caches of one level, one for each kind of layers, as one `Cache`. growing: of the layers that attend without
+    a window, whichever level it serves. windows: of the layers with a window, one cache for all levels of a sequence.
+    states: of the layers with a state. drafts: the level's rows are drafted, and follow the exact ones."""
 
     def __init__(
         self,
@@ -46,12 +46,10 @@ class MixedCache:
         self.growing.begin(phase, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Cache`."""
         cache, at = self._places[layer]
         return cache.attend(at, q, k, v)
 
     def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
-        """See `MixRows`."""
         assert self.states is not None, "a model with states has a cache of them"
         return self.states.recur(self._stateful[layer], rows, weights)
 
@@ -68,7 +66,7 @@ class MixedCache:
         return length
 
     def truncate(self, length: int) -> None:
-        """See `Cache`. Keeps no more than is reachable."""
+        """Keep the first `length` tokens at most, and no more than the exact caches can be truncated to."""
         if not self._drafts:
             length = self.reachable(min(length, self.length))
             for each in self._exact:
@@ -77,7 +75,7 @@ class MixedCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The keys of all caches; None if one of them has none."""
         keys = tuple(each.graph_key for each in (self.growing, *self._beside))
         return None if None in keys else keys
 

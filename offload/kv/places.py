@@ -1,4 +1,4 @@
-"""Where the rows of the forward under way are, kept on the device."""
+"""The places of the rows of the forward under way, kept on the device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ QKV = tuple[Tensor, Tensor, Tensor]  # [T, H, D] and [T, H_kv, D] twice, not rot
 
 
 class Places:
-    """Those of the forward under way. On a GPU forwards of as many rows, up to MAX_ROWS, have them at the same
-    addresses; elsewhere they are numbers. number: no other places of this process ever have it, so a graph that reads
-    these is known by it."""
+    """The places of a forward's rows: positions, slots and bounds. On a GPU the places of forwards of equally many
+    rows, up to MAX_ROWS, are at the same addresses; on other devices attention takes numbers. number: unique in this
+    process, so it names the addresses in the key of a graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.number = device, next(_numbers)
@@ -33,14 +33,14 @@ class Places:
 
     @property
     def in_memory(self) -> bool:
-        """Whether they are in a GPU's memory, from where a graph reads them."""
+        """Whether the places are in a GPU's memory, from which a graph reads them."""
         return self._device.type == "cuda"
 
     def set(
         self, position: int, slot: int, num_rows: int, *, num_coded: int = 0, first_written: int = _ALL_WRITTEN
     ) -> None:
-        """A forward of `num_rows` rows starts, the first of them at these. num_coded, first_written: the bounds of
-        `RowPlaces`."""
+        """A forward of `num_rows` rows starts: the first row's position and slot. num_coded, first_written: the bounds
+        of `RowPlaces`."""
         self._first, self._num_rows, self._all = (position, slot), num_rows, None
         self._bounds = num_coded, first_written
         if self.in_memory:
@@ -49,21 +49,24 @@ class Places:
             self._all = RowPlaces(there[2 : 2 + num_rows], there[2 + num_rows :], there[:2])
 
     def rows(self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0) -> Rows:
-        """The forward's rows from the `first` on, as a cache gets them. window: that they have in windowed runs."""
+        """The forward's rows from the `first` on, as a cache gets them. window: tokens that the rows see of windowed
+        runs."""
         position, slot = self._first
         return Rows(*qkv, scoring, position + first, slot + first, window, self._on_gpu(first, len(qkv[0])))
 
     def blocks(
         self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0, most: int = FEW_ROWS
     ) -> Iterator[Rows]:
-        """The same, at most so many at a time: on a GPU each block takes scratch for all spans that it sees."""
+        """The rows of `rows` in blocks of at most `most` rows: on a GPU a block takes scratch for all spans that it
+        sees."""
         parts = [qkv] if len(qkv[0]) <= most else zip(*(x.split(most) for x in qkv), strict=True)
         for some in parts:
             yield self.rows(first, some, scoring, window=window)
             first += len(some[0])
 
     def _on_gpu(self, first: int, count: int) -> RowPlaces | None:
-        """None where the device is no GPU: there attention takes numbers."""
+        """The places of `count` rows from the `first` on; None where the device is no GPU, since attention takes
+        numbers on it."""
         if self._all is None or count == self._num_rows:
             return self._all
         own = slice(first, first + count)

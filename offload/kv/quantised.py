@@ -43,7 +43,7 @@ class QuantisedCache:
         beside: bool = False,
     ) -> None:
         """num_tokens: room for them. drafted: rows, at most, after the full cache's tokens. kernels: that encode and
-        attend. beside: the full cache's pages may lie at home as what they have beside these codes."""
+        attend. beside: pages of the full cache may be stored at home as residuals of the codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
         self._attention = QuantisedAttention(kernels, full.scorings, shape.dtype, Places(full.device))
@@ -60,7 +60,7 @@ class QuantisedCache:
 
     @property
     def order(self) -> Order:
-        """See `PageCodes`, as of what follows."""
+        """The order of the codes. With the next four members the cache implements `PageCodes`."""
         return self._codes.order
 
     @property
@@ -83,7 +83,7 @@ class QuantisedCache:
         self._attention.begin(self.length, self._place(self.length), num_rows, self.coded - EXACT, self._codes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Cache`."""
+        """Attention over the codes and the exact rows, the new ones among them; see `Cache`."""
         taken = self._taken[layer]
         self._taken[layer] += len(q)
         return self._attention.attend(layer, taken, (q, k, v), self._held[layer])
@@ -106,7 +106,7 @@ class QuantisedCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the memory of codes and exact rows, and of attention over them; see `Cache`."""
         return self._codes.blocks.data_ptr(), self._held.data_ptr(), self._held.shape, self._attention.graph_key
 
     def nbytes(self) -> int:
@@ -134,10 +134,11 @@ class QuantisedCache:
         self.length = self._exact = length
 
     def _forget_after(self, kept: int, most: int) -> None:
-        """Of what was taken from the full cache, its first `kept` tokens are still there; at most `most` are codes.
+        """Keep the rows that were taken from the full cache's first `kept` tokens, with codes of the first `most`
+        tokens at most.
 
-        Beyond these the codes of tokens that are still there stay in memory, unchanged, for the pages that lie beside
-        them: encoded again they would be the same, and a page that gets other rows is raw from then on.
+        The codes of later tokens stay in memory, for the pages that are residuals of them: encoded again an unchanged
+        token has the same codes, and a page that gets other rows is raw from then on.
         """
         coded = max(min(self.coded, kept // GROUP * GROUP, most), EXACT)
         moved = coded < self.coded  # then the tail begins elsewhere
@@ -171,7 +172,8 @@ class QuantisedCache:
         return list(pairwise(cuts))
 
     def _place(self, position: int) -> int:
-        """Of a token in the exact rows, one of the first or of the tail."""
+        """The row of the token at `position` among the exact rows. It must be one of the first EXACT tokens or of the
+        tail."""
         return position if position < EXACT else position - self.coded + EXACT
 
     def _reserve(self, num_rows: int) -> None:

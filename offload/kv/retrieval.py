@@ -73,7 +73,7 @@ class RetrievalCache:
         self._chosen.begin(self.length, self._tail_at + drafted, self._num_filled, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Cache`."""
+        """Attention over the chosen chunks and the tail, the new rows among it; see `Cache`."""
         taken = self._taken[layer]
         self._taken[layer] += len(q)
         return self._chosen.attend(layer, taken, (q, k, v))
@@ -101,7 +101,7 @@ class RetrievalCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the store of chosen chunks."""
         return self._chosen.graph_key
 
     def nbytes(self) -> int:
@@ -184,8 +184,8 @@ class RetrievalCache:
             self._fill(known, self.chunks, self.chunks)
 
     def _give_up(self) -> None:
-        """The bytes are somebody else's now. Rows that were drafted into the tail are in no other place: they are
-        pending again."""
+        """Leave the bytes to another user. Rows that were drafted into the tail are stored nowhere else, so their
+        tokens are pending again."""
         self.length = self._exact
         self._chosen.close()
 

@@ -1,6 +1,6 @@
-"""What the retrieval cache holds on the device: chosen chunks, as they are or in 4 bits, and the exact rows after them.
+"""The store of the retrieval cache on the device: chosen chunks, exact or in 4 bits, and the exact rows after them.
 
-All of it is in the arena's bytes, which a prefill takes: then it is opened again, empty.
+All of it is in the arena's bytes. A prefill takes the bytes; after it the store is opened again, empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RetrievedStore(Protocol):
         ...
 
     def close(self) -> None:
-        """The memory is somebody else's."""
+        """Leave the memory to another user."""
         ...
 
     def reserve(self, tail: int) -> None:
@@ -79,7 +79,7 @@ class _InArena:
     """Exact rows of all layers, [L, 2, H_kv, before | tail, D]; what is before the tail is the subclass's."""
 
     def __init__(self, full: FullCache, *, before: int, tail: int, step: int) -> None:
-        """tail: room for so many tokens, in steps of so many."""
+        """tail: tokens for which there is room at first, rounded up to a multiple of `step`."""
         self.full, self._before, self._step = full, before, step
         self._room = -(-tail // step) * step
         self._rows: Tensor | None = None

@@ -21,7 +21,8 @@ from offload.plan.sizing import PREFILL_BLOCK
 
 
 class StateCache:
-    """The exact states of one sequence, and checkpoints of them on the host."""
+    """The exact states of one sequence, and checkpoints of them on the host. Sessions read and fill it as
+    `StateRows`."""
 
     def __init__(self, layers: LayerStates, checkpoints: Checkpoints, *, block: int = PREFILL_BLOCK) -> None:
         """block: rows of a prefill's blocks."""
@@ -39,7 +40,7 @@ class StateCache:
         return wanted if self.layers.place <= wanted else self.checkpoints.last(wanted)
 
     def begin(self, phase: Phase, num_rows: int, start: int | None = None) -> None:
-        """A forward of `num_rows` rows starts after the tokens, whatever `start` is."""
+        """A forward of `num_rows` rows starts after the tokens. start: ignored; `DraftStates` needs it."""
         self._phase, self._start, self._taken = phase, self.length, [0] * len(self._taken)
         if phase == "prefill":
             self.checkpoints.begin(places_of_prefill(self.length, num_rows, self._block))
@@ -100,43 +101,35 @@ class StateCache:
 
     @property
     def delta(self) -> DeltaRule:
-        """See `StateRows`."""
         return self.layers.delta
 
     @property
     def num_layers(self) -> int:
-        """See `StateRows`."""
         return len(self.layers.bases)
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `StateRows`."""
         return self.layers.inputs.dtype
 
     @property
     def places(self) -> Sequence[int]:
-        """See `StateRows`."""
         return self.checkpoints.places
 
     @property
     def most(self) -> int:
-        """See `StateRows`."""
         return self.checkpoints.most
 
     def checkpoint(self, place: int) -> Checkpoint:
-        """See `StateRows`."""
         found = self.checkpoints.at(place)
         assert found is not None, f"there is no checkpoint at {place}"
         return found
 
     def fill(self, place: int, checkpoint: Checkpoint) -> None:
-        """See `StateRows`."""
         own = self.checkpoints.take(place)
         own.states.copy_(checkpoint.states)
         own.tails.copy_(checkpoint.tails)
 
     def restored(self, length: int) -> None:
-        """See `StateRows`."""
         self.checkpoints.forget_after(length)
         self._restore(length)
         self.length, self._phase = length, None
@@ -148,7 +141,7 @@ class StateCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the layers' states."""
         return self.layers.graph_key
 
     def nbytes(self) -> int:
@@ -208,7 +201,8 @@ class DraftStates:
         layers.begin(start, num_rows)
 
     def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
-        """See `MixRows`."""
+        """The delta rule's output for drafted rows, which no state passes: each of them can be forgotten. See
+        `MixRows`."""
         return self.layers.run(layer, self._length, rows, weights, settles=False)
 
     def advance(self, num_tokens: int) -> None:
@@ -216,12 +210,12 @@ class DraftStates:
         self._length += num_tokens
 
     def release(self) -> None:
-        """They are not used again."""
+        """Release the memory; the states are not used again."""
         self.layers.release()
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the layers' states."""
         return self.layers.graph_key
 
     def nbytes(self) -> int:

@@ -96,7 +96,7 @@ class StreamingCache:
         self._places.set(self.length, self.length - self._first, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Cache`."""
+        """Attention over the sinks and each row's window; see `Cache`."""
         taken = self._taken[layer]
         self._taken[layer] += len(q)
         blocks = self._places.blocks(taken, (q, k, v), self._scorings[layer], window=self.window)
@@ -124,7 +124,7 @@ class StreamingCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`: while sinks and window are full."""
+        """The key of the forward, see `Cache`. None unless sinks and window are full."""
         full = self.length >= self.sinks and self.length - self._first >= self.window
         return self._places.number if full else None
 

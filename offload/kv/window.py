@@ -1,7 +1,7 @@
 """The window cache: keys and values of layers whose rows see their last tokens only.
 
-They are in a ring of pages on the device: page n of the sequence is in slot n % P. So a page lies at the same tokens in
-every pass, nothing is moved, and a row's bits do not depend on how much of the sequence is still there.
+Its pages are a ring on the device: page n of the sequence is in slot n % P. So a page has the same tokens in every
+pass, nothing is moved, and a row's bits do not depend on how much of the sequence is still cached.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WindowCache:
     """Keys (rotated) and values of the last tokens, [2, P, H_kv, S, D] for each layer of a window.
 
     Each row sees the last `windows[layer]` tokens, itself among them. Rows may be drafted: they follow the tokens in
-    the same ring, until exact ones take their place. Of the ring's pages those that no window needs at present are what
-    a shorter sequence can come back to.
+    the same ring, until exact ones take their place. A sequence can be cut as far back as the ring has all pages that
+    windows need then. Sessions read and fill the cache as `WindowRows`.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class WindowCache:
         self._in_ring = self._places.in_memory and kernels.usable  # kernels of a GPU find the pages that rows see
         self.length = 0
         self._stop = 0  # rows were written up to this position, which is in the ring's last page
-        self._oldest = 0  # page that was filled, of rows that came from elsewhere
-        self._filled: int | None = None  # the same since the cache was emptied for them
+        self._oldest = 0  # first page that was filled, where rows came from elsewhere
+        self._filled: int | None = None  # first page filled since the last `restored`; None: none
         self._start = 0  # of the forward under way
         self._is_draft = False
         self._phase: Phase | None = None
@@ -62,7 +62,7 @@ class WindowCache:
 
     @property
     def first_page(self) -> int:
-        """The first page of the sequence that is still there."""
+        """The first page of the sequence that is still in the ring."""
         return max(self.first_kept(self._stop), self._oldest)
 
     def first_kept(self, length: int) -> int:
@@ -74,7 +74,7 @@ class WindowCache:
         return max(length + 1 - max(self._windows), 0) // self.shape.page_tokens
 
     def reaches(self, length: int) -> bool:
-        """Whether all is there that rows after the first `length` tokens see."""
+        """Whether the first `length` tokens are cached, with all pages that rows after them see."""
         return length <= self.length and self.first_seen(length) >= self.first_page
 
     def reachable(self, length: int) -> int:
@@ -82,8 +82,8 @@ class WindowCache:
         return length if self.reaches(length) else 0
 
     def begin(self, phase: Phase, num_rows: int, start: int | None = None) -> None:
-        """A forward of `num_rows` rows starts: they follow the tokens or, where it is drafted, are at `start` and on.
-        Drafted rows of tokens that are known already change nothing."""
+        """A forward of `num_rows` rows starts: after the tokens or, where its rows are drafted, at position `start`.
+        Drafted rows of tokens that are cached already are not written."""
         self._is_draft, self._phase = start is not None, phase
         self._start = self.length if start is None else start
         self._taken = [0] * self.num_layers
@@ -130,25 +130,23 @@ class WindowCache:
         self.restored(num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """See `PagedRows`: all is there."""
+        """Nothing to do: the ring has all its memory."""
 
     def wait_home(self) -> None:
-        """See `PagedRows`: pages are at home where they are attended to."""
+        """Nothing to wait for: the ring is the home of its pages."""
 
     def page_of_all(self, number: int) -> list[Tensor]:
-        """See `PagedRows`."""
         return list(self._ring[:, :, number % self._num_pages])
 
     def page_to_fill(self, number: int) -> list[Tensor]:
-        """See `PagedRows`."""
         return self.page_of_all(number)
 
     def filled(self, number: int, layers: Sequence[Tensor]) -> None:
-        """See `PagedRows`."""
         self._filled = number if self._filled is None else min(self._filled, number)
 
     def restored(self, length: int) -> None:
-        """See `PagedRows`. Of these tokens the pages are there that were filled since there were none."""
+        """Set the length to `length` tokens, see `PagedRows`. The ring has the pages that were filled since the last
+        call."""
         self._end()
         self.length = self._stop = length
         self._oldest = (self._filled or 0) if length else 0
@@ -160,7 +158,7 @@ class WindowCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """See `Cache`."""
+        """The key of the forward, see `Cache`. None unless a GPU's kernels find the pages of the ring."""
         return (self._places.number, self._ring.data_ptr()) if self._in_ring else None
 
     def nbytes(self) -> int:
@@ -173,8 +171,8 @@ class WindowCache:
         return -(-num_tokens // self.shape.page_tokens)
 
     def _seen(self, layer: int, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
-        """What rows at `start` to `stop` see, and they: tiles [2, p, H_kv, S, D] and the position of each one's first
-        token. Two where the ring ends between."""
+        """The tiles [2, p, H_kv, S, D] that rows at `start` to `stop` see, each with the position of its first token:
+        two if the ring ends between their pages, else one. The rows' own pages are among them."""
         page = self.shape.page_tokens
         first, last = max(start + 1 - self._windows[layer], 0) // page, (stop - 1) // page
         while first <= last:

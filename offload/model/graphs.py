@@ -93,7 +93,7 @@ class _Recorded:
 
     @property
     def nbytes(self) -> int:
-        """Of the outputs, which no other graph may overwrite."""
+        """Bytes of the outputs, which no other graph may overwrite."""
         return sum(tensor.nbytes for made in self.made for tensor in made)
 
 
@@ -138,7 +138,8 @@ class Graphs:
         self._kinds.clear()
 
     def _add(self, kind: Kind, found: _Recorded | int) -> None:
-        """Enter what is known of `kind`, which is used now. Those whose last use is longest ago make room."""
+        """Enter a recorded pass, or a number of uses, for `kind`, which is used now. The kinds that were used longest
+        ago make room."""
         self._kinds[kind] = found
         self._kinds.move_to_end(kind)
         while len(self._kinds) > 1 and (len(self._kinds) > MOST_GRAPHS or self._nbytes > MOST_BYTES):

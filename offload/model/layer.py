@@ -29,7 +29,7 @@ Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside"]
 
 
 class MixRows(Protocol):
-    """What layers ask of the caches of a forward's sequences; see `offload.kv`."""
+    """The interface through which layers use the caches of a forward's sequences; see `offload.kv`."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, H_kv, D] -> [T, H * D], contiguous."""
@@ -138,7 +138,8 @@ def _network(block: Block, weights: LayerWeights, alone: bool) -> tuple[list[Lay
 
 
 def _experts(block: Block, experts: Experts, weights: LayerWeights) -> tuple[list[LayerStep], list[LayerStep]]:
-    """The same of a mixture of experts, and of the feed-forward network beside it, if there is one."""
+    """The steps of a mixture of experts and of the feed-forward network beside it, if there is one: those that read x,
+    and those that add to it."""
     assert weights.router is not None
     beside: list[LayerStep] = [_inner(block, weights), Product("inner", weights.down, "beside")]
     beside, normed = beside if block.feed_forward.size else [], block.joins_normed

@@ -26,7 +26,7 @@ from offload.transfer.timing import Timing, measured_together
 
 
 class Hidden(Protocol):
-    """Where a level writes the last hidden rows of its tokens, for a next-token head."""
+    """The last hidden rows of a level's tokens, which the level writes for a next-token head."""
 
     def write(self, start: int, rows: Tensor) -> None:
         """Rows [n, hidden] of the tokens at `start` and on."""

@@ -45,8 +45,9 @@ class NextTokenDecoder(Decoder):
         self._hidden = torch.empty(0)
 
     def rows(self, cache: StreamingCache, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """The outputs [n, hidden] of rows of `tokens` and `hidden` [n, hidden], normed: what the next rows take for
-        hidden rows, and logits are of. The caller has begun the forward on the cache."""
+        """The outputs [n, hidden] for rows of `tokens` and of `hidden` [n, hidden], which is normed. Logits are made of
+        outputs, and the next rows take outputs for hidden rows, see `of_own`. The caller has begun the forward on the
+        cache."""
         self._hidden = hidden
         return self.forward([Segment(cache, tokens)]).clone()
 
@@ -74,8 +75,8 @@ def _first_rows(head: Linear | None, count: int) -> Linear | None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows that run together: tokens [n] and hidden rows [n, hidden]. is_sure: these are the model's. is_last: logits
-    are wanted after them."""
+    """Rows that run together: tokens [n] and hidden rows [n, hidden]. is_sure: the hidden rows are the model's.
+    is_last: logits are wanted after the rows."""
 
     tokens: Tensor
     hidden: Tensor
@@ -136,7 +137,7 @@ class NextTokenLevel(Level):
         return made
 
     def _parts(self, tokens: Tensor) -> Iterator[_Rows]:
-        """The rows of `tokens` in parts that run one after the other. What no later row sees is left out."""
+        """The rows of `tokens` in parts that run one after the other. Rows that no later row sees are left out."""
         cache, model = self._window, self._model
         first_rows = max(min(cache.sinks - cache.length, len(tokens)), 0)
         if first_rows and len(tokens) > first_rows + cache.window:
@@ -156,7 +157,9 @@ class NextTokenLevel(Level):
             yield _Rows(some, hidden, is_sure=count > 0, is_last=not len(tokens))
 
     def _num_ready(self, count: int) -> int:
-        """Of the next `count` rows those that can run at once: the model has run their tokens, or nobody has."""
+        """The number of the next `count` rows that can run at once: rows whose tokens the model has run, or all rows
+        while the head has no output; no more than the cache takes. 0: the next row takes the head's last output for its
+        hidden row."""
         ready = min(max(self._model.length - self._window.length, 0), count, self._window.max_rows)
         return ready if ready or len(self._last) else min(count, self._window.max_rows)
 
@@ -182,7 +185,8 @@ class NextTokenLevel(Level):
         return tuple(made)
 
     def _logits_of(self, out: Tensor) -> Tensor:
-        """The logits [1, V]. A token that is not drafted is nearly impossible, but not where no other is allowed."""
+        """The logits [1, V] of an output. Tokens outside the head's vocabulary have a logit of -1e4: such a token is
+        nearly impossible, unless a constraint allows no other."""
         logits = self._decoder.logits(out)[:, : self._vocab_size]
         return pad(logits, (0, self._vocab_size - logits.shape[1]), value=_UNLIKELY)
 

@@ -86,7 +86,7 @@ class Mover:
         return event
 
     def pack_behind(self) -> None:
-        """See `PackedPages`."""
+        """Begin to pack raw pages on a thread, where pages are packed; see `PackedPages.pack_behind`."""
         if self.packed is not None:
             self.packed.pack_behind()
 

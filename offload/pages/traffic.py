@@ -49,14 +49,15 @@ class Traffic:
             self._settle_kernel()
 
     def pending(self, tiles: Collection[Tile]) -> list[Event]:
-        """What `settle` would wait for, for another thread to wait."""
+        """The events that `settle` would wait for, so that another thread can wait for them."""
         copies = (self._written, self._read)
         last = [[event for tile, event in events.items() if tile in tiles][-1:] for events in copies]
         kernel = [] if self._read_by_kernel is None else [self._read_by_kernel]
         return [*last[0], *last[1], *kernel]
 
     def happened(self, pending: Collection[Event]) -> None:
-        """What `pending` gave has happened, so nobody need wait for it, nor for what was copied before."""
+        """Forget the events in `pending`, which are complete, and the earlier copies in the same direction, which
+        complete in order."""
         for events in (self._written, self._read):
             known = list(events)
             last = max((at for at, tile in enumerate(known) if events[tile] in pending), default=-1)

@@ -101,7 +101,7 @@ def _processor(root: Path) -> str:
 
 
 def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
-    """Those of `FEATURES` that the CPU has."""
+    """The features of the CPU that are in `FEATURES`."""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     present = set(found[1].split()) if found else set()
     return tuple(feature for feature in FEATURES if feature in present)

@@ -292,7 +292,7 @@ class _Filling:
 
     @cached_property
     def _of_head(self) -> tuple[int, int]:
-        """See `Sizing.head_experts`."""
+        """Bytes of all experts of the next-token head that drafts, and of one of them; see `Sizing.head_experts`."""
         return self.sizing.head_experts(self.composition)
 
     @property
@@ -313,7 +313,7 @@ class _Filling:
 
 
 def _some(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those that are not 0."""
+    """The sizes that are not 0."""
     return {name: size for name, size in sizes.items() if size}
 
 

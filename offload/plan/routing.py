@@ -24,9 +24,13 @@ def distinct_experts(experts: Experts, rows: float) -> float:
 
 
 def hit_rate(experts: Experts, slots: int, rows: int) -> float:
-    """The share of the experts of a layer that a pass of `rows` rows wants which are among the `slots` that were used
-    last. These are the experts of the rows before, as many as have so many distinct ones, and hits are those that the
-    pass's rows do not add to them. A pass that wants more experts than there are slots finds as much less."""
+    """The share of the experts wanted by a pass of `rows` rows that are in one of a layer's `slots` slots; 1 if all
+    experts have a slot.
+
+    Slots are taken to have the experts of the rows before the pass: of as many rows as choose `slots` distinct experts,
+    and of at least `rows`. A miss is an expert that the pass's rows add to the distinct experts of the rows before. If
+    the pass wants more experts than there are slots, the share is multiplied by slots / wanted experts.
+    """
     wanted = distinct_experts(experts, rows)
     held = min(slots, experts.count)
     if held == experts.count:

@@ -105,7 +105,7 @@ class Conditions:
         return max(num_tokens + 1 - self.window, 0) // self.identity.page_tokens
 
     def most_stored(self, num_tokens: int) -> int:
-        """Of a prompt's `num_tokens` tokens those that need not be computed if their rows are stored."""
+        """The number of a prompt's `num_tokens` tokens that need not be computed if their rows are stored."""
         return max(num_tokens - self.head_window, 0)
 
     def links(self, tokens: Sequence[int]) -> list[str]:

@@ -26,7 +26,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 class PagedRows(Protocol):
     """The cache interface that a session saves from and fills: keys and values of one sequence, page by page.
-    `FullCache` implements it."""
+    `FullCache` and `WindowCache` implement it."""
 
     @property
     def num_layers(self) -> int: ...

@@ -195,8 +195,9 @@ class PrefixStore:
         return [(kind, number) for kind in kinds for number in range(firsts[kind], count)]
 
     def _with_room(self, ends: Sequence[int]) -> Sequence[int]:
-        """Of `ends`, numbers of first pages after which there are states, the last ones for whose states, and for all
-        pages up to there, the store has room."""
+        """The ends among `ends` that the store has room for. The last one is the latest end that fits with its states
+        and all pages before it; the others are the ends just before it, as many as the remaining room has states for.
+        ends: numbers of first pages after which there are states, ascending."""
         room, per_state = self._most_bytes(), self._most_nbytes("states")
         per_page = sum(form.nbytes for form in self._formats.values() if form.num_layers)
         for count in range(len(ends), 0, -1):

@@ -25,7 +25,7 @@ class StateRows(Protocol):
 
     @property
     def delta(self) -> DeltaRule:
-        """Whose states they are."""
+        """The delta rule of the layers."""
         ...
 
     @property

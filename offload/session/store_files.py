@@ -163,7 +163,7 @@ def _tidy(root: Path) -> None:
 
 
 def summaries(root: Path) -> list[Summary]:
-    """What the store at `root` has, the last used first."""
+    """Summaries of the store at `root`, one for each model and set of conditions, the last used first."""
     found = []
     for folder in _folders(root):
         files = [file for file in _files_of(folder) if file.is_page]

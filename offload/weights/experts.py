@@ -98,12 +98,12 @@ class ResidentExperts:
         self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
-        """See `ExpertHomes`: all in one batch."""
+        """See `ExpertHomes`. All experts are in one batch."""
         yield self._places
 
 
 class ExpertSlots:
-    """Slots for experts on the device, of one layer or shared by several: an expert that is in none of them takes that
+    """Slots for experts on the device, of one layer or shared by several. An expert that is in no slot takes the slot
     of the least recently used one."""
 
     def __init__(self, content: Tensor, link: Link) -> None:
@@ -117,15 +117,15 @@ class ExpertSlots:
         return len(self.content)
 
     def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
-        """The slots of those of the experts that are there. They count as used now."""
+        """The slot of each of `experts` that is in one. Such an expert counts as used now."""
         there = {expert: self._held[expert] for expert in experts if expert in self._held}
         for expert in there:
             self._held.move_to_end(expert)
         return there
 
     def fetch(self, experts: Mapping[Expert, Tensor]) -> dict[Expert, int]:
-        """Begin to fetch experts that are not there from their homes, as many as there are slots: their slots. Each
-        copy waits for all computation issued so far, since that may read the slot."""
+        """Begin to fetch experts that are in no slot from their homes, at most as many as there are slots. Returns
+        their slots. Each copy waits for all computation issued so far, since that may read the slot."""
         found = dict[Expert, int]()
         for expert, home in experts.items():
             slot = self._free.pop() if self._free else self._held.popitem(last=False)[1]
@@ -136,7 +136,7 @@ class ExpertSlots:
         return found
 
     def arrived(self, slots: dict[Expert, int]) -> dict[Expert, int]:
-        """The same slots; computation issued from now on runs after their copies."""
+        """Make computation issued from now on wait for the copies to `slots`. Returns `slots`."""
         for slot in slots.values():
             if (event := self._arriving.get(slot)) is not None:
                 event.wait()
@@ -158,8 +158,8 @@ class StreamedExperts:
         self._homes, self._slots, self._layer = homes, slots, layer
 
     def batches(self, chosen: Tensor) -> Iterator[Tensor]:
-        """See `ExpertHomes`: first the experts that are there, while the others cross the link; then of these, a few at
-        a time."""
+        """See `ExpertHomes`. The first batch has the experts that are in slots, while the others cross the link; each
+        further one has a few of the others."""
         for slots in self._batches(chosen.cpu().unique().tolist()):
             places = torch.full((len(self._homes),), -1, dtype=torch.int32)
             places[[number for _, number in slots]] = torch.tensor([*slots.values()], dtype=torch.int32)
@@ -245,7 +245,7 @@ def load_experts(
 
 
 def in_prefill(homes: ExpertHomes | None) -> ExpertHomes | None:
-    """The same experts as a prefill uses them."""
+    """The experts of a layer for a prefill: streamed where the CPU runs them in a pass, else `homes` as they are."""
     return homes.in_prefill if isinstance(homes, HostExperts) else homes
 
 

@@ -188,8 +188,8 @@ class LayerLayout:
 
 
 def scoring_weights(attention: Attention, layout: LayerLayout, buffer: Tensor, device: torch.device) -> ScoringWeights:
-    """What a layer's attention scores take of its weights in `buffer`, copied to `device`, where it stays wherever the
-    layer is."""
+    """The weights in `buffer` that a layer's attention scores need, copied to `device`. The copies stay on it wherever
+    the layer is."""
 
     def copied(name: str) -> Tensor:
         return layout.views[name].of(buffer).clone().to(device)

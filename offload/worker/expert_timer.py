@@ -45,7 +45,8 @@ def time_experts(config: ModelConfig, dtype: str) -> ExpertTimes | None:
 
 
 def _rows(size: int, count: int, random: torch.Generator) -> Tensor:
-    """Rows [count, size], of which as many differ as rows of a text choose experts independently."""
+    """Random rows [count, size] fp32, of which round(independent_rows(count)) are distinct, taken in turn: the rows of
+    a text choose experts like so many independent ones."""
     different = torch.randn(round(independent_rows(count)), size, generator=random)
     return different[torch.arange(count) % len(different)]
 

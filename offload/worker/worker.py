@@ -333,7 +333,7 @@ class Worker:
         return Level(name, decoder, cache, vocab_size=self.vocab_size, **more)
 
     def _hidden_for(self, name: str) -> Hidden | None:
-        """Where a level of the target writes its hidden rows; None without a next-token head."""
+        """The hidden rows that a level of the target writes; None without a next-token head."""
         if self.hidden is None or name == "target":
             return self.hidden
         return DraftedHidden(self.hidden, self.full)

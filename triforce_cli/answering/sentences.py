@@ -28,7 +28,7 @@ def whole(text: str, start: int, end: int, least: int = 0, most: int | None = No
 
 
 def _beginnings(text: str, first: int, last: int) -> Iterator[int]:
-    """Where sentences begin, from `first` to `last`."""
+    """The positions in the text, from `first` to `last`, at which sentences begin."""
     while first and text[first - 1].isspace():
         first -= 1
     for gap in _GAP.finditer(text, first, last):

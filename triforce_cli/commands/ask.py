@@ -72,7 +72,8 @@ Question = Annotated[
     ),
 ]
 MoreWords = Annotated[
-    list[str] | None, typer.Argument(metavar="WORD", help="Of a question without quotes: refused.", hidden=True)
+    list[str] | None,
+    typer.Argument(metavar="WORD", help="Further words of a question without quotes, which are refused.", hidden=True),
 ]
 QuestionFile = Annotated[
     Path | None,

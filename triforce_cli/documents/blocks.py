@@ -57,7 +57,7 @@ class Writer:
 
     @property
     def anchors(self) -> Mapping[str, int]:
-        """Where the blocks with anchors begin in the text."""
+        """The positions in the text, by anchor, at which the blocks with anchors begin."""
         return self._anchors
 
 

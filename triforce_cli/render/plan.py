@@ -186,7 +186,7 @@ def _residency(planned: Planned) -> dict[str, str]:
 
 
 def _slots(plan: Plan, target: ModelConfig) -> str:
-    """What slots for experts are of."""
+    """The remark on the bytes of expert slots; "" for a model without experts."""
     if target.experts is None:
         return ""
     if plan.placement.cpu_experts == target.num_expert_layers:

@@ -176,7 +176,6 @@ class GpuAttention:
         return out.flatten(1), self._whole_chunks(mass)
 
     def part(self) -> Part:
-        """See `RunAttention`."""
         masses = self._masses
         out, logs = self._merged(torch.float32)
         lse = self._by_rows(logs[..., None])

@@ -25,7 +25,7 @@ ALIGNMENT = 16  # numbers, at multiples of which rows begin in their memory, whi
 def delta_rule(
     delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
-    """See `RunDeltaRule`."""
+    """`RunDeltaRule` by two launches. With `settles` rows run in parts of at most MOST_ROWS, by two launches each."""
     if not settles or len(rows) <= MOST_ROWS:
         return _run(delta, weights, held, rows, replayed, settles=settles)
     first, *others = rows.split(MOST_ROWS)

@@ -57,8 +57,8 @@ def _token(
     KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, OUT: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """What a head reads of a token, as it is stored: of W tokens, this one last, query, key and value [WIDTH_PADDED,
-    numbers]; its step and its time."""
+    """The inputs of a head for a token, in the dtype in which they are stored: query, key and value [WIDTH_PADDED,
+    numbers] of W tokens, this token last; its step and its time."""
     KEPT: tl.constexpr = CHANNELS + 2 * HEADS
     each = _inputs(held, rows, row_stride, token + tl.arange(0, WIDTH_PADDED), first_new, KEPT, OUT)[:, None]
     query = tl.load(each + at_key, mask=in_key, other=0.0)
@@ -177,8 +177,8 @@ def finish_rows(
     NUMBERS: tl.constexpr,  # of inputs that a program moves
     ROWS: tl.constexpr,  # of them that it moves at a time
 ):
-    """Program p of the first T * H: the norm and gate of a head of a row. Of the others: a block of the numbers of what
-    is held, which it reads before it writes, since what moves overlaps the place where it goes."""
+    """Program p of the first T * H: the norm and gate of a head of a row. Each other program: a block of the held
+    numbers. It reads before it writes, since source and target of the numbers that move overlap."""
     number, own = tl.program_id(0), num_rows * HEADS
     if number < own:
         column, row = tl.arange(0, VALUE_PADDED), (number // HEADS).to(tl.int64)

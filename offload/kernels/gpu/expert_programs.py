@@ -32,7 +32,7 @@ def score_rows(
     NUMBERS: tl.constexpr,  # inputs at a time
 ):
     """Program (b, c): the scores of block b of the rows for block c of the experts, products with the router's rows.
-    Of the inputs every `NUMBERS`-th one is summed first, one after the other, and then these sums."""
+    Every `NUMBERS`-th input is summed first, one after the other; then the `NUMBERS` sums are."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     real, there = row < num_rows, expert < num_experts
@@ -120,7 +120,7 @@ def arrange_pairs(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # pairs at a time
 ):
-    """Program e: gives the pairs of expert e the lines of its tiles, in their order. Those of the experts before it
+    """Program e: gives the pairs of expert e the lines of its tiles, in their order. The pairs of the experts before it
     come first."""
     own, expert = tl.program_id(0), tl.arange(0, PADDED)
     count = tl.zeros([PADDED], tl.int32)
@@ -277,7 +277,8 @@ def multiply_blocks(
     UNITS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """The same with matrices as they are stored, gate and up in one encoding. There is an even number of columns."""
+    """Program (t, c): as `multiply_plain`, with matrices as they are stored, gate and up in one encoding. The number of
+    columns is even."""
     tile, column = tl.program_id(0), tl.program_id(1)
     place = _place(expert_of, places, tile)
     if place < 0:

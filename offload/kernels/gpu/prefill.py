@@ -38,11 +38,10 @@ class PrefillTiling:
 
 
 class TritonTiles:
-    """Prefill attention over tiles [2, P, H_kv, S, D] with S a multiple of PAGE_STEP, any strides, and contiguous rows
+    """`PrefillAttention` over tiles [2, P, H_kv, S, D] with S a multiple of PAGE_STEP, any strides, and contiguous rows
     of D."""
 
     def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> TritonBlock:
-        """See `PrefillAttention`."""
         return TritonBlock(rows, first, scoring, window or 0)
 
 

@@ -455,7 +455,7 @@ EditedConfig = Annotated[
     Path | None,
     option(
         "--config",
-        "The file to change, instead of your own configuration file.",
+        "This file, instead of your own configuration file.",
         PROGRAM,
         metavar="FILE",
         callback=use_configuration_as_far_as_it_is_one,

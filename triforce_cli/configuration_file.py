@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 from offload.errors import TriforceError, UsageError
+from offload.interrupts import ctrl_c_ignored, waiting
 from triforce_cli.configuration import default_file
 
 _PRIVATE = 0o600
@@ -35,11 +35,8 @@ def edit(file: Path) -> None:
         process = subprocess.Popen(command)
     except OSError as error:
         raise UsageError(f"the editor {command[0]} cannot be run: {error.strerror}; set VISUAL or EDITOR") from error
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the editor's
-    try:
+    with ctrl_c_ignored(), waiting():  # it is the editor's
         code = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, handler)
     if code:
         raise TriforceError(f"the editor {command[0]} ended with exit code {code}; {file} is as it left it")
 

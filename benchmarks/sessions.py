@@ -31,6 +31,7 @@ from offload.metrics import Spread
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.session.identity import Identity
+from offload.session.kept import Kept
 from offload.session.store import Store
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
@@ -95,9 +96,9 @@ def measure(cache: FullCache, folder: Path, repeats: int) -> tuple[dict[str, lis
     times: dict[str, list[float]] = {"save": [], "dd, cold": [], "load, cold": [], "dd, warm": [], "load, warm": []}
     for _ in range(repeats):
         with Store.open(folder, identity) as store:
-            times["save"].append(seconds(partial(store.save, cache, tokens, capacity=0, extra={}, unchanged=0)))
+            times["save"].append(seconds(partial(store.save, Kept(cache), tokens, capacity=0, extra={}, unchanged=0)))
             files = sorted(folder.glob("page-*"))
-            works = {"dd": partial(read_with_dd, files), "load": partial(store.load, cache, len(tokens))}
+            works = {"dd": partial(read_with_dd, files), "load": partial(store.load, Kept(cache), len(tokens))}
             for name, work in works.items():
                 drop(files)
                 times[f"{name}, cold"].append(seconds(work))

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -232,6 +232,11 @@ def handled(handlers: Mapping[signal.Signals, Handler], *, then: Handler = None)
     finally:
         for number in heard:
             signal.signal(number, before[number] if then is None else then)
+
+
+def ctrl_c_ignored() -> AbstractContextManager[None]:
+    """A context in which Ctrl-C is for another program in the same terminal."""
+    return handled({signal.SIGINT: signal.SIG_IGN})
 
 
 def _request(listener: _Listener | None) -> None:

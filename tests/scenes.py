@@ -198,6 +198,11 @@ def a_configuration() -> None:
     os.environ["TRIFORCE_SEED"] = "7"
 
 
+def an_editor() -> None:
+    a_configuration()
+    os.environ["EDITOR"] = "sed -i s/temperature/temprature/"
+
+
 ASKED = "--prompt 'It was a bright cold day'"
 PAIR = "--model 13b --draft 68m"
 SCRIPTED = "Hello\n/tokens\nAnd then?\n"
@@ -273,9 +278,8 @@ SCENES: dict[str, Scene] = {
     "log-rm-asked": Scene("log rm --all", a_log, typed=[("?", "n")], modes="terminal"),
     "config-show": Scene("config show generate --config config.toml", a_configuration),
     "config-show-ask": Scene("config show ask --config config.toml", a_configuration, modes="terminal json"),
-    "config-set": Scene("config set chat.temperature 0.7 --config config.toml", a_configuration, modes=OUTPUT_MODES),
-    "config-set-refused": Scene("config set temperature hot --config config.toml", a_configuration, modes=OUTPUT_MODES),
-    "config-unset": Scene("config unset generate.max-tokens --config config.toml", a_configuration, modes=OUTPUT_MODES),
+    "config-path": Scene("config path --config config.toml", modes=OUTPUT_MODES),
+    "config-edit": Scene("config edit --config config.toml", an_editor, modes=OUTPUT_MODES),
     "version": Scene("version"),
     "version-alone": Scene("--version", modes=OUTPUT_MODES),
     "error-1-runtime": Scene(f"generate {ASKED}", fake_engine(fail="TriforceError"), modes=OUTPUT_MODES),

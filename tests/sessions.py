@@ -13,6 +13,7 @@ from torch import Tensor
 from offload.errors import SessionError
 from offload.pages.tiles import TileShape, TileStore
 from offload.session.identity import Identity
+from offload.session.kept import Kept
 from offload.session.page import PagedRows, format_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
@@ -89,7 +90,7 @@ def save(
 ) -> None:
     """Open, save rows of `tokens`, close."""
     with Store.open(path, identity) as store:
-        store.save(Rows.of(identity, tokens), tokens, capacity=100, extra=extra, unchanged=unchanged)
+        store.save(Kept(Rows.of(identity, tokens)), tokens, capacity=100, extra=extra, unchanged=unchanged)
 
 
 def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...], bytes]:
@@ -97,7 +98,7 @@ def restore(path: Path, identity: Identity = IDENTITY) -> tuple[tuple[int, ...],
     rows = Rows.of(identity, range(2 * identity.page_tokens + 1))
     with Store.open(path, identity, read_only=True) as store:
         try:
-            store.load(rows, len(store.tokens))
+            store.load(Kept(rows), len(store.tokens))
         except SessionError:
             assert rows.length == 0
             assert all(rows.page(layer, page).isfinite().all() for layer in range(LAYERS) for page in range(2))

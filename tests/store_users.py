@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from offload.session.conditions import Conditions
+from offload.session.kept import Kept
 from offload.session.page import PagedRows
 from offload.session.prefix_store import PrefixStore
 from offload.session.store_files import clear
@@ -35,14 +36,14 @@ def opened(root: Path, conditions: Conditions = CONDITIONS, limit: int = ENOUGH)
 
 def keep(root: Path, tokens: Sequence[int] = TOKENS, limit: int = ENOUGH) -> None:
     store, notes = opened(root, limit=limit)
-    store.keep(Rows(tokens), None, tokens, no_progress)
+    store.keep(Kept(Rows(tokens)), tokens, no_progress)
     assert not notes
 
 
 def read(root: Path, tokens: Sequence[int], held: int = 0) -> tuple[int, PagedRows, list[str]]:
     store, notes = opened(root)
     rows = Rows(tokens[:held])
-    return store.load(rows, None, tokens, held, no_progress), rows, notes
+    return store.load(Kept(rows), tokens, held, no_progress), rows, notes
 
 
 def keep_forever(root: Path, ready: Connection) -> None:
@@ -58,7 +59,7 @@ def use(root: Path, seed: int, told: Connection) -> None:
     for _ in range(25):
         tokens = text(chance.randrange(4))
         if chance.random() < 0.5:
-            opened(root, limit=8 * 600)[0].keep(Rows(tokens), None, tokens, no_progress)
+            opened(root, limit=8 * 600)[0].keep(Kept(Rows(tokens)), tokens, no_progress)
         got, rows, _ = read(root, tokens)
         if bits(rows) != bits(Rows(tokens[:got])):
             told.send(f"{seed}: {got} tokens are not what they were")

@@ -1,4 +1,4 @@
-"""`triforce bench` on tiny models: numbers from the runs, what it refuses, the table, the plot, Ctrl-C."""
+"""`triforce bench` on tiny models: numbers from the runs, what it refuses, the table, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload.plan.options import Options
 from programs import ProgramTerminal, begin
 from terminals import CTRL_C
 from test_cli_fake import environment, make_plan, make_stats
-from triforce_cli import plot, prompt
+from triforce_cli import prompt
 from triforce_cli.progress import TimeLeft
 from triforce_cli.render import bench as render_bench
 
@@ -259,17 +259,10 @@ class TestRefusals:
             (2, ("--temperature", "-1"), "temperature is -1.0"),
             (2, ("--prompt-file", "nowhere.txt"), "nowhere.txt"),
             (2, ("--against", "llama.cpp"), "'llama.cpp' is not one of 'none', 'transformers'"),
-            (2, ("--plot", "figure.pdf"), "it must end in .png or .svg"),
-            (2, ("--plot", "nowhere/figure.svg"), "cannot be written"),
         ],
     )
     def test_silly_requests_are_refused_by_name(self, shell, code, args, said):
         assert said in shell.refused(code, *args)
-
-    def test_a_plot_without_matplotlib_says_what_to_install(self, shell, monkeypatch, tmp_path):
-        monkeypatch.setattr(plot, "find_spec", lambda name: None)
-        err = shell.refused(2, "--plot", str(tmp_path / "figure.svg"))
-        assert "pip install matplotlib" in err
 
     def test_a_python_without_sources_says_so(self, monkeypatch, shell):
         monkeypatch.setattr(prompt, "TEXT_MODULES", ("sys",))
@@ -317,35 +310,6 @@ class TestReport:
         sampled = Comparison(plan=comparison(4096).plan, greedy=False, prefill_rates={}, runs=comparison(4096).runs)
         assert "Texts were sampled" in render_bench.report([sampled], width=80)
         assert render_bench.document(sampled)["first_difference_from_plain"] is None
-
-
-class TestPlot:
-    @pytest.mark.parametrize(("name", "begins"), [("figure.png", b"\x89PNG"), ("figure.SVG", b"<?xml")])
-    def test_it_is_written_as_its_name_says(self, name, begins, tmp_path):
-        file = tmp_path / name
-        plot.check(file)
-        plot.draw([comparison(4096), comparison(8192, seconds=0.030)], file)
-        assert file.read_bytes().startswith(begins)
-        assert len(file.read_bytes()) > 5000
-
-    def test_it_has_a_line_for_each_way_and_one_for_acceptance(self, tmp_path):
-        file = tmp_path / "figure.svg"
-        plot.draw([comparison(context, ways=(PLAIN, TRIFORCE, TRANSFORMERS)) for context in (4096, 8192)], file)
-        written = file.read_text()
-        for text in ("plain", "TriForce", "transformers", "ms/token", "acceptance", "4,096", "8,192"):
-            assert f"<!-- {text} -->" in written
-        assert plot_again(tmp_path) == plot_again(tmp_path)
-
-    def test_the_command_draws_it(self, shell, tmp_path):
-        code, _, err = shell.code("--contexts", "300", *LEVELS, "--plot", str(tmp_path / "figure.svg"))
-        assert code == 0
-        assert f"drawn in {tmp_path / 'figure.svg'}" in err
-        assert "<!-- 300 -->" in (tmp_path / "figure.svg").read_text()
-
-
-def plot_again(folder: Path) -> bytes:
-    plot.draw([comparison(4096)], folder / "again.png")
-    return (folder / "again.png").read_bytes()
 
 
 SLOW = ("--contexts", "120,850", *LEVELS, "--offload", "kv", "--link-gbps", "0.006")

@@ -32,7 +32,6 @@ def handlers(tree: ast.AST) -> list[ast.ExceptHandler]:
 GOING_ON = (
     "aliases.py",
     "configuration_file.py",
-    "configuration_key.py",
     "answer_log.py",
     "answering/recorder.py",
     "batch/runner.py",

@@ -21,6 +21,7 @@ import typer
 
 from offload.session import manifest as manifests
 from offload.session.catalogue import Summary, inspect
+from offload.session.kept import Kept
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store
@@ -146,7 +147,7 @@ def test_ls_as_json_has_the_same_sessions(root, run):
 def test_ls_shows_a_session_that_is_open(root, run):
     with Store.open(root / "chat", IDENTITY) as store:
         assert "nothing was saved yet" in run("ls")[1]
-        store.save(Rows(range(5)), range(5), capacity=7, extra={}, unchanged=0)
+        store.save(Kept(Rows(range(5))), range(5), capacity=7, extra={}, unchanged=0)
         assert "nothing was saved yet" not in run("ls")[1]
 
 

@@ -71,21 +71,11 @@ def completed(tmp_path, monkeypatch, capfd) -> Callable[[str], list[str]]:
         ("pull ", [alias.name for alias in ALIASES]),
         ("pull smollm2-1.", ["smollm2-1.7b-instruct"]),
         ("ask -t ", ["sum"]),
-        ("config set temp", ["temperature", "template", "template-arg"]),
-        ("config set chat.temper", ["chat.temperature"]),
-        ("config set sessions.ls.j", ["sessions.ls.json"]),
-        ("config unset ", ["temperature", "chat.top-k", "aliases.small", "templates.sum.prompt"]),
         ("ask --model ./", []),  # the shell's own files
     ],
 )
 def test_names_are_completed(line: str, names: list[str], completed) -> None:
     assert completed(f"triforce {line}") == names
-
-
-def test_keys_of_one_command_are_offered_once_it_is_begun(completed) -> None:
-    found = completed("triforce config set ")
-    assert {"model", "temperature"} <= set(found)
-    assert not [key for key in found if "." in key]
 
 
 def test_a_file_that_is_named_is_asked(completed, tmp_path: Path) -> None:
@@ -109,7 +99,7 @@ def test_a_faulty_file_hides_no_models_and_says_nothing(text: str, completed, tm
 def test_without_folders_nothing_is_completed(completed, tmp_path: Path, monkeypatch) -> None:
     for variable in (SESSIONS_VARIABLE, MODELS_VARIABLE, configuration.VARIABLE):
         monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
-    for line in ("chat --session ", "ask -m ", "ask -t ", "config unset "):
+    for line in ("chat --session ", "ask -m ", "ask -t "):
         assert completed(f"triforce {line}") == []
 
 
@@ -120,7 +110,7 @@ def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
         "import os, sys, atexit\n"
         f"os.environ.update(_TRIFORCE_COMPLETE='complete_bash', COMP_WORDS='triforce ask -m ', COMP_CWORD='3',\n"
         f"    {MODELS_VARIABLE}={str(tmp_path)!r})\n"
-        "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy', 'tomlkit', 'prompt_toolkit'}\n"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'numpy', 'prompt_toolkit'}\n"
         "atexit.register(lambda: sys.stderr.write(','.join(heavy & set(sys.modules))))\n"
         "from triforce_cli.__main__ import run\nrun()\n"
     )

@@ -360,10 +360,7 @@ def test_a_damaged_file_of_hidden_rows_ends_a_session(
     with engine(folder) as made, opened(tmp_path, folder, made) as store:
         said(made, drafted, QUESTION)
         made.save(store, {})
-        assert (
-            store.bytes_to_write(len(store.tokens), len(store.tokens), None, made.worker.states, made.worker.hidden)
-            == 0
-        )
+        assert store.bytes_to_write(len(store.tokens), len(store.tokens), made.worker.kept) == 0
         [file] = tmp_path.glob("hidden-*")
         content = bytearray(file.read_bytes())
         content[-1] ^= 1

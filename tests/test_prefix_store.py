@@ -24,6 +24,7 @@ from offload.plan.planner import Plan
 from offload.progress import Progress
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
+from offload.session.kept import Kept
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.store_files import clear, nbytes, pages_of, remove, shrink, summaries
@@ -120,15 +121,15 @@ def test_a_damaged_page_and_those_after_it_do_not_count(tmp_path: Path, damage: 
     if damage is DAMAGES["unreadable"] and os.access(victim, os.R_OK):
         pytest.skip("this user may read everything")
     rows = Rows()
-    assert store.load(rows, None, TOKENS, 0, no_progress) == rows.length == 3 * PAGE
+    assert store.load(Kept(rows), TOKENS, 0, no_progress) == rows.length == 3 * PAGE
     assert bits(rows) == bits(Rows(TOKENS[: 3 * PAGE]))
     assert len(notes) == 1
     assert "computed again" in notes[0]
     if not victim.is_dir():
         assert not os.path.lexists(victim)
-        store.keep(Rows(TOKENS), None, TOKENS, no_progress)
+        store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress)
         assert store.stored(TOKENS).num_tokens == 6 * PAGE
-        assert store.load(rows, None, TOKENS, 0, no_progress) == 6 * PAGE
+        assert store.load(Kept(rows), TOKENS, 0, no_progress) == 6 * PAGE
 
 
 def test_the_least_used_pages_go_first_and_of_a_text_the_last_ones(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_text_that_has_no_room_is_kept_as_far_as_it_has(tmp_path: Path) -> Non
     page = files(tmp_path / "all")[0].stat().st_size
     store, notes = opened(tmp_path / "some", limit=3 * page + 1)
     for _ in range(2):
-        assert store.keep(Rows(TOKENS), None, TOKENS, no_progress) == 3 * PAGE
+        assert store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress) == 3 * PAGE
     assert store.stored(TOKENS).num_tokens == 3 * PAGE
     assert len(files(tmp_path / "some")) == 3
     [note] = notes  # once
@@ -162,10 +163,10 @@ def test_a_text_that_has_no_room_is_kept_as_far_as_it_has(tmp_path: Path) -> Non
 def test_a_text_that_has_no_room_at_all_is_said(tmp_path: Path) -> None:
     """It was said that what the model has read is kept, and nothing was."""
     store, notes = opened(tmp_path, limit=10)
-    assert store.keep(Rows(TOKENS), None, TOKENS, no_progress) == 0
+    assert store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress) == 0
     assert notes[0].startswith("what the model has read is not kept: ")
     assert "are needed, and the store may take 10 B" in notes[0]
-    assert opened(tmp_path)[0].keep(Rows(TOKENS), None, TOKENS, no_progress) == 6 * PAGE
+    assert opened(tmp_path)[0].keep(Kept(Rows(TOKENS)), TOKENS, no_progress) == 6 * PAGE
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +175,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, mon
 
     monkeypatch.setattr("offload.session.page.write_all", full)
     store, notes = opened(tmp_path)
-    assert store.keep(Rows(TOKENS), None, TOKENS, no_progress) == 0
+    assert store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress) == 0
     assert notes[0].startswith("what the model has read is not kept: ")
     assert notes[0].endswith("No space left on device")
     assert not files(tmp_path)
@@ -184,7 +185,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, mon
 def kept_of(root: Path, seed: int, *documents: str) -> list[int]:
     """The tokens of a prompt with documents that is kept at `root`."""
     tokens = text(seed)
-    assert opened(root)[0].keep(Rows(tokens), None, tokens, no_progress, documents=documents) == len(tokens)
+    assert opened(root)[0].keep(Kept(Rows(tokens)), tokens, no_progress, documents=documents) == len(tokens)
     return tokens
 
 
@@ -506,7 +507,7 @@ def test_after_a_damaged_page_no_row_of_a_ring_counts(tmp_path: Path) -> None:
         notes, worker = list[str](), engine.worker
         store = PrefixStore(root, Conditions.of(case.folder, plan), on_note=notes.append)
         flip(store.path / store.stored(whole.prompt).pages["rows", held // SIZES.page].file)
-        count = store.load(worker.rows, worker.window_rows, whole.prompt[:130], held, no_progress)
+        count = store.load(worker.kept, whole.prompt[:130], held, no_progress)
         assert worker.windows is not None
         assert (count, worker.full.length, worker.windows.length) == (0, 0, 0)
         assert len(notes) == 1

@@ -118,7 +118,7 @@ def say(
 
 def rows_of(engine: Engine, length: int) -> Tensor:
     """Rows of all heads, [L, 2, H_kv, length, D]."""
-    rows = engine.worker.rows
+    rows = engine.worker.kept.rows
     rows.wait_home()
     pages = range(-(-length // rows.shape.page_tokens))
     return torch.cat([torch.stack(rows.page_of_all(page)).clone() for page in pages], 3)[:, :, :, :length]
@@ -602,12 +602,12 @@ def test_each_rank_moves_its_share_over_its_own_link(folders: Folders) -> None:
     whole on each rank, and cross its link between two layers."""
     with make(folders, 1, PLAIN, offload=("kv",)) as alone:
         say(alone)
-        alone.worker.rows.wait_home()
+        alone.worker.kept.rows.wait_home()
         whole, config = alone.worker.link_stats, alone.worker.target.config
     hidden = (config.num_layers - 1) * (len(PROMPT) - PLAIN.rows) * config.hidden_size * 4
     with make(folders, 2, PLAIN, offload=("kv",)) as engine:
         say(engine)
-        engine.worker.rows.wait_home()
+        engine.worker.kept.rows.wait_home()
         ranks = engine.worker.rank_stats()
     assert [rank.rank for rank in ranks] == [0, 1]
     for rank in ranks:

@@ -418,7 +418,7 @@ def test_a_session_is_saved_from_residuals_and_opened(folder: Path, tmp_path: Pa
             engine.save(store, {})
     with made(folder, 9) as engine:
         with Store.open(tmp_path / "session", identity_of(folder, engine.plan)) as store:
-            store.load(engine.worker.rows, len(store.tokens))
+            store.load(engine.worker.kept, len(store.tokens))
         assert torch.equal(
             engine.worker.full.pages.reader.tokens(0, len(store.tokens)), wanted[..., : len(store.tokens), :]
         )

@@ -31,6 +31,7 @@ from offload.session.fingerprints import (
 )
 from offload.session.folder import WRITER
 from offload.session.identity import Identity, differences
+from offload.session.kept import Kept
 from offload.session.manifest import checksum
 from offload.session.names import FOLDER_VARIABLE, session_folder, sessions_folder
 from offload.session.store import Store
@@ -133,7 +134,7 @@ def test_what_is_no_session_is_not_listed(root: Path) -> None:
 def test_listing_and_looking_lock_nobody_out_and_are_not_locked_out(root: Path) -> None:
     with Store.open(root / "chat", IDENTITY) as store:
         assert summaries(root)[0].problem == "nothing was saved yet"
-        store.save(Rows(range(5)), range(5), capacity=7, extra={"a": 1}, unchanged=0)
+        store.save(Kept(Rows(range(5))), range(5), capacity=7, extra={"a": 1}, unchanged=0)
         assert summaries(root)[0].num_tokens == 5
         manifest = inspect(root / "chat")
     assert (manifest.tokens, manifest.capacity, manifest.extra) == (tuple(range(5)), 7, {"a": 1})

@@ -25,6 +25,7 @@ from forked import forked
 from offload.errors import DoesNotFit, SessionError
 from offload.session.catalogue import remove, summaries
 from offload.session.folder import READERS, WRITER, Folder, Lock
+from offload.session.kept import Kept
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.store import Store
 from sessions import IDENTITY, Rows, bits, page_files, restore, save, saved
@@ -40,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_new(store: Store) -> None:
-    store.save(Rows(NEW), NEW, capacity=0, extra={}, unchanged=min(UNCHANGED, len(store.tokens)))
+    store.save(Kept(Rows(NEW)), NEW, capacity=0, extra={}, unchanged=min(UNCHANGED, len(store.tokens)))
 
 
 def assert_tidy(path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_session(
             if next_one.tokens:
                 assert_tidy(path)
                 assert restore(path) == saved(next_one.tokens)
-            next_one.save(Rows(NEW), NEW, capacity=0, extra={}, unchanged=0)
+            next_one.save(Kept(Rows(NEW)), NEW, capacity=0, extra={}, unchanged=0)
         assert restore(path) == saved(NEW)
     assert len(outcomes) == 2
 
@@ -219,7 +220,7 @@ def test_a_full_disk_leaves_the_old_session(tmp_path: Path) -> None:
                 ):
                     write_new(store)
             with pytest.raises(DoesNotFit, match="sessions prune"):
-                store.save(Rows(range(200)), range(200), capacity=0, extra={}, unchanged=0)
+                store.save(Kept(Rows(range(200))), range(200), capacity=0, extra={}, unchanged=0)
             assert_tidy(path)
             assert restore(path) == saved(OLD)
             (disk / "filling").unlink()
@@ -273,7 +274,9 @@ def save_for_ever(path: Path, answers: Connection) -> None:
         while True:
             for tokens in (NEW, OLD):
                 answers.send("next")
-                store.save(Rows(tokens), tokens, capacity=0, extra={}, unchanged=min(UNCHANGED, len(store.tokens)))
+                store.save(
+                    Kept(Rows(tokens)), tokens, capacity=0, extra={}, unchanged=min(UNCHANGED, len(store.tokens))
+                )
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_session(path: Path) -> None:
@@ -322,7 +325,7 @@ def hold(path: Path, answers: Connection, read_only: bool) -> None:
     with Store.open(path, IDENTITY, read_only=read_only) as store:
         answers.send(os.getpid())
         answers.recv()
-        store.load(rows, len(store.tokens))
+        store.load(Kept(rows), len(store.tokens))
         answers.send((store.tokens, bits(rows)))
         answers.recv()
 
@@ -372,7 +375,7 @@ def compete(path: Path, seed: int, answers: Connection) -> None:
         try:
             if action < 0.5:
                 with Store.open(path, IDENTITY) as store:
-                    store.save(Rows(mine), mine, capacity=0, extra={}, unchanged=0)
+                    store.save(Kept(Rows(mine)), mine, capacity=0, extra={}, unchanged=0)
                     num_saved += 1
             elif action < 0.9:
                 tokens, rows = restore(path)
@@ -431,7 +434,7 @@ def test_a_session_that_may_not_be_written_can_be_read() -> None:
 
 def test_a_folder_that_was_put_in_the_place_of_ours_is_not_written_to(path: Path, tmp_path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
-        store.save(Rows(OLD), OLD, capacity=0, extra={}, unchanged=0)
+        store.save(Kept(Rows(OLD)), OLD, capacity=0, extra={}, unchanged=0)
         path.rename(tmp_path / "moved")
         save(path, range(3))
         write_new(store)

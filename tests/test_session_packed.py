@@ -31,6 +31,7 @@ from offload.session import manifest as manifests
 from offload.session import page
 from offload.session.catalogue import inspect, summaries
 from offload.session.folder import Folder
+from offload.session.kept import Kept
 from offload.session.layout import PageFile, PageFormat
 from offload.session.manifest import MANIFEST_FILE, checksum, encode
 from offload.session.store import Store
@@ -70,7 +71,7 @@ def flags(path: Path) -> list[str]:
 
 def save_rows(path: Path, rows: Rows) -> None:
     with Store.open(path, PACKED) as store:
-        store.save(rows, range(rows.length), capacity=0, extra={}, unchanged=0)
+        store.save(Kept(rows), range(rows.length), capacity=0, extra={}, unchanged=0)
 
 
 def scattered(home: Tensor) -> None:
@@ -142,8 +143,8 @@ def test_rows_that_the_host_cannot_reach_go_through_a_buffer(
 def test_rows_on_a_gpu_are_packed_and_come_back(path: Path) -> None:
     rows, back = Rows.of(PACKED, TOKENS, "cuda"), Rows.of(PACKED, range(9), "cuda")
     with Store.open(path, PACKED) as store:
-        store.save(rows, TOKENS, capacity=0, extra={}, unchanged=0)
-        store.load(back, len(TOKENS))
+        store.save(Kept(rows), TOKENS, capacity=0, extra={}, unchanged=0)
+        store.load(Kept(back), len(TOKENS))
     assert flags(path)[0] == FORM.most_packed
     assert bits(back) == saved(TOKENS, PACKED)[1]
 
@@ -174,12 +175,14 @@ def test_what_is_still_to_be_written_counts_as_it_is(path: Path) -> None:
     save(path, TOKENS[:40], identity=PACKED)
     written, read = list[tuple[int, ...]](), list[int]()
     with Store.open(path, PACKED) as store:
-        assert store.bytes_to_write(64, 40) == FORM.nbytes
+        assert store.bytes_to_write(64, 40, Kept(Rows(()))) == FORM.nbytes
         rows = Rows.of(PACKED, TOKENS[:64])
-        store.save(rows, TOKENS[:64], capacity=0, extra={}, unchanged=40, on_bytes=lambda *each: written.append(each))
+        store.save(
+            Kept(rows), TOKENS[:64], capacity=0, extra={}, unchanged=40, on_bytes=lambda *each: written.append(each)
+        )
         assert written.pop(0) == (0, FORM.nbytes - ALL_PACKED.nbytes)
         assert sum(num_bytes for (num_bytes,) in written) == ALL_PACKED.nbytes
-        store.load(rows, 64, on_bytes=read.append)
+        store.load(Kept(rows), 64, on_bytes=read.append)
         assert sum(read) == store.bytes_to_read(64) - 2 * len(ALL_PACKED.header)
 
 
@@ -203,7 +206,7 @@ def test_a_manifest_that_could_get_too_long_is_refused_before_anything_is_writte
     monkeypatch.setattr(manifests, "MAX_BYTES", (path / "kept" / MANIFEST_FILE).stat().st_size - 24)
     with Store.open(path / "new", PACKED) as store:
         with pytest.raises(SessionError, match="is the limit"), at_step(-1, lambda *call: None) as calls:
-            store.save(Rows.of(PACKED, TOKENS), TOKENS, capacity=100, extra={}, unchanged=0)
+            store.save(Kept(Rows.of(PACKED, TOKENS)), TOKENS, capacity=100, extra={}, unchanged=0)
         assert not calls
 
 
@@ -218,9 +221,9 @@ def test_caches_that_lie_packed_themselves_are_saved_and_filled(path: Path, pack
         driver.extend([packs])
     identity, expected = identity_of(source, "bf16"), bits(source)
     with Store.open(path, identity) as store:
-        store.save(source, range(source.length), capacity=0, extra={}, unchanged=0)
+        store.save(Kept(source), range(source.length), capacity=0, extra={}, unchanged=0)
         assert flags(path)[0] == identity.page_format.most_packed
-        store.load(other, source.length)
+        store.load(Kept(other), source.length)
     assert bits(source) == bits(other) == expected
     drivers = [Driver(each, tape, padding=ROWS, history=[0] * (2 * TILE + 5) + [packs]) for each in (source, other)]
     assert torch.equal(*(driver.extend([0] * 3) for driver in drivers))
@@ -234,7 +237,7 @@ def test_a_page_whose_file_would_not_be_smaller_lies_as_it_is(path: Path) -> Non
         scattered(rows.page(layer, 0)[half])
     assert PageFile(small.page_format, "0001").nbytes > small.page_format.nbytes
     with Store.open(path, small) as store:
-        store.save(rows, range(16), capacity=0, extra={}, unchanged=0)
+        store.save(Kept(rows), range(16), capacity=0, extra={}, unchanged=0)
     assert flags(path) == [""]
     assert restore(path, small) == (tuple(range(16)), bits(rows))
 
@@ -298,7 +301,7 @@ def test_the_files_of_before_are_a_session(path: Path) -> None:
     assert encode(inspect(path)) == OLD_MANIFEST
     with Store.open(path, PACKED) as store:
         assert store.nbytes == FORM.nbytes
-        store.save(rows, range(SIZE), capacity=200, extra={}, unchanged=SIZE)
+        store.save(Kept(rows), range(SIZE), capacity=200, extra={}, unchanged=SIZE)
     assert [file.name for file in page_files(path)] == [OLD_PAGE]
     assert record_of(path)["format"] == 1
 
@@ -490,7 +493,7 @@ def test_escapes_beyond_the_room_are_zeros_and_nobody_elses_memory(path: Path) -
     for reading in OPERATORS:
         with process_uses(reading), Store.open(path, PACKED, read_only=True) as store:
             rows = Rows.of(PACKED, range(9))
-            store.load(rows, SIZE)
+            store.load(Kept(rows), SIZE)
             group = rows.page(1, 0)[1, 1, 16:].flatten()
             assert (group.view(torch.int16) >> 7 & 255).count_nonzero() == 0
             found.add(bits(rows))
@@ -535,7 +538,7 @@ def test_a_save_that_fails_at_any_step_leaves_a_whole_session(tmp_path: Path) ->
         save(path, TOKENS[:40], identity=PACKED)
         with Store.open(path, PACKED) as store:
             with at_step(number, full) as calls, suppress(SessionError):
-                store.save(Rows.of(PACKED, TOKENS), TOKENS, capacity=0, extra={}, unchanged=40)
+                store.save(Kept(Rows.of(PACKED, TOKENS)), TOKENS, capacity=0, extra={}, unchanged=40)
             seen.add(len(store.tokens))
             assert restore(path, PACKED) == saved(TOKENS[: len(store.tokens)], PACKED)
             assert store.nbytes == sum((path / page.file).stat().st_size for page in inspect(path).pages)

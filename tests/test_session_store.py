@@ -26,6 +26,7 @@ from offload.session import manifest as manifests
 from offload.session import page
 from offload.session.catalogue import inspect
 from offload.session.folder import Folder
+from offload.session.kept import Kept
 from offload.session.layout import PageFile, PageFormat
 from offload.session.store import Store
 from offload.transfer.link import Link, PacedLink
@@ -80,10 +81,10 @@ def test_pages_are_read_and_filled_once_all_rows_are_home(path: Path) -> None:
     tokens = list(range(6))
     rows = Noted(tokens)
     with Store.open(path, IDENTITY) as store:
-        store.save(rows, tokens, capacity=77, extra={}, unchanged=0)
+        store.save(Kept(rows), tokens, capacity=77, extra={}, unchanged=0)
         assert rows.asked == ("wait", "page", "page")
         rows.asked = ()
-        store.load(rows, 6)
+        store.load(Kept(rows), 6)
         assert rows.asked == ("hold 0", "wait", "page", "filled 0", "page", "filled 1", "hold 6")
 
 
@@ -92,7 +93,7 @@ def test_pages_are_read_and_filled_once_all_rows_are_home(path: Path) -> None:
 def test_what_is_loaded_is_what_was_saved(path: Path, dtype: str, num_tokens: int) -> None:
     identity, tokens = replace(IDENTITY, dtype=dtype), list(range(7, 7 + num_tokens))
     with Store.open(path, identity, writer="1.2.3") as store:
-        store.save(Rows(tokens, dtype), tokens, capacity=77, extra={"turns": ["a", {"b": None}]}, unchanged=0)
+        store.save(Kept(Rows(tokens, dtype)), tokens, capacity=77, extra={"turns": ["a", {"b": None}]}, unchanged=0)
     assert restore(path, identity) == saved(tokens, identity)
     with Store.open(path, identity) as store:
         assert (store.capacity, store.extra) == (77, {"turns": ["a", {"b": None}]})
@@ -104,8 +105,8 @@ def test_bits_that_are_no_number_come_back_too(path: Path) -> None:
     rows.page(1, 0)[0].view(torch.int16).copy_(torch.arange(32704, 32704 + HEADS * PAGE * DIM).view(HEADS, PAGE, DIM))
     identity, back = replace(IDENTITY, dtype="bf16"), Rows((), "bf16")
     with Store.open(path, identity) as store:
-        store.save(rows, range(PAGE), capacity=0, extra={}, unchanged=0)
-        store.load(back, PAGE)
+        store.save(Kept(rows), range(PAGE), capacity=0, extra={}, unchanged=0)
+        store.load(Kept(back), PAGE)
     assert not back.page(1, 0).isfinite().all()
     assert bits(back) == bits(rows)
 
@@ -118,7 +119,7 @@ def test_a_part_is_loaded_without_reading_the_rest(path: Path, num_tokens: int) 
         file.unlink()
     counted: list[int] = []
     with Store.open(path, IDENTITY, read_only=True) as store:
-        store.load(rows, num_tokens, on_bytes=counted.append)
+        store.load(Kept(rows), num_tokens, on_bytes=counted.append)
     assert rows.length == num_tokens
     assert bits(rows) == bits(Rows(tokens[:num_tokens]))
     assert sum(counted) == -(-num_tokens // PAGE) * LAYERS * 2 * HEADS * PAGE * DIM * 4
@@ -131,11 +132,11 @@ def fingerprint(file: Path) -> tuple[str, int, int, int]:
 
 def test_an_appending_save_writes_only_what_changed(path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
-        store.save(Rows(range(10)), range(10), capacity=0, extra={}, unchanged=0)
+        store.save(Kept(Rows(range(10))), range(10), capacity=0, extra={}, unchanged=0)
         before = [fingerprint(file) for file in page_files(path)]
         written: list[int] = []
-        assert store.bytes_to_write(13, 10) == 2 * store.nbytes // 3
-        store.save(Rows(range(13)), range(13), capacity=0, extra={}, unchanged=10, on_bytes=written.append)
+        assert store.bytes_to_write(13, 10, Kept(Rows(()))) == 2 * store.nbytes // 3
+        store.save(Kept(Rows(range(13))), range(13), capacity=0, extra={}, unchanged=10, on_bytes=written.append)
         assert sum(written) == 2 * IDENTITY.page_format.nbytes
     after = [fingerprint(file) for file in page_files(path)]
     assert len(after) == 4
@@ -159,7 +160,7 @@ def test_a_session_remembers_when_it_was_made_and_who_wrote_it_last(
     for seconds, writer in ((1000.0, "1.0"), (2000.5, "1.1")):
         monkeypatch.setattr(time, "time", lambda: seconds)  # noqa: B023
         with Store.open(path, IDENTITY, writer=writer) as store:
-            store.save(Rows(range(5)), range(5), capacity=0, extra={}, unchanged=0)
+            store.save(Kept(Rows(range(5))), range(5), capacity=0, extra={}, unchanged=0)
     manifest = inspect(path)
     assert (manifest.created, manifest.updated, manifest.writer) == (1000.0, 2000.5, "1.1")
 
@@ -194,7 +195,7 @@ def test_equal_sequences_are_equal_files_and_the_live_rows_stay(path: Path) -> N
     garbage = dirty.page(1, 1).clone()
     for name, rows in (("a", clean), ("b", dirty)):
         with Store.open(path / name, IDENTITY) as store:
-            store.save(rows, range(6), capacity=0, extra={}, unchanged=0)
+            store.save(Kept(rows), range(6), capacity=0, extra={}, unchanged=0)
     contents = [[file.read_bytes() for file in page_files(path / name)] for name in "ab"]
     assert contents[0] == contents[1]
     assert torch.equal(dirty.page(1, 1), garbage)
@@ -205,7 +206,7 @@ def test_equal_sequences_are_equal_files_and_the_live_rows_stay(path: Path) -> N
 def test_page_files_are_safetensors(path: Path, dtype: str) -> None:
     identity, rows = replace(IDENTITY, dtype=dtype), Rows(range(8), dtype)
     with Store.open(path, identity) as store:
-        store.save(rows, range(8), capacity=0, extra={}, unchanged=0)
+        store.save(Kept(rows), range(8), capacity=0, extra={}, unchanged=0)
     for number, file in enumerate(page_files(path)):
         with safe_open(file, "pt") as tensors:
             assert sorted(tensors.keys()) == ["layers.0", "layers.1"]
@@ -255,14 +256,14 @@ def test_a_restored_cache_goes_on_with_the_same_bits(
     forward(level, tokens[41:], 1)
     identity = identity_of(cache, "fp32")
     with Store.open(path, identity) as store:
-        store.save(cache, tokens, capacity=0, extra={}, unchanged=0)
+        store.save(Kept(cache), tokens, capacity=0, extra={}, unchanged=0)
     level.truncate(num_tokens)
     expected = forward(level, more, 7)
     other, restored = level_over(decoder, links[1])
     forward(other, models.random_tokens(50, seed=3), 1)
     restored.fetch_ahead()
     with Store.open(path, identity, read_only=True) as store:
-        store.load(restored, num_tokens)
+        store.load(Kept(restored), num_tokens)
     assert restored.length == num_tokens
     assert torch.equal(forward(other, more, 7), expected)
     for link in links:
@@ -278,14 +279,14 @@ def test_what_a_refused_load_leaves_behind_changes_nothing(path: Path, decoder: 
     forward(level, tokens, 1)
     identity = identity_of(cache, "fp32")
     with Store.open(path, identity) as store:
-        store.save(cache, tokens, capacity=0, extra={}, unchanged=0)
+        store.save(Kept(cache), tokens, capacity=0, extra={}, unchanged=0)
     third = page_files(path)[2]  # tokens 16 to 24
     third.write_bytes(
         third.read_bytes()[: len(PageFile(identity.page_format).header)].ljust(third.stat().st_size, b"\xff")
     )
     other, damaged = level_over(decoder, None)
     with Store.open(path, identity) as store, pytest.raises(SessionError, match=third.name):
-        store.load(damaged, 40)
+        store.load(Kept(damaged), 40)
     assert damaged.length == 0
     assert torch.equal(forward(other, tokens[:20], 20), expected)
 
@@ -301,8 +302,8 @@ def test_rows_that_the_host_cannot_reach_go_through_a_buffer(path: Path, monkeyp
 def test_rows_on_a_gpu_come_back(path: Path, num_tokens: int) -> None:
     rows, back = Rows(range(num_tokens), device="cuda"), Rows(range(9), device="cuda")
     with Store.open(path, IDENTITY) as store:
-        store.save(rows, range(num_tokens), capacity=0, extra={}, unchanged=0)
-        store.load(back, num_tokens)
+        store.save(Kept(rows), range(num_tokens), capacity=0, extra={}, unchanged=0)
+        store.load(Kept(back), num_tokens)
     assert bits(back) == saved(range(num_tokens))[1]
 
 
@@ -349,7 +350,7 @@ def test_reading_changes_nothing_and_makes_nothing(path: Path) -> None:
     restore(path)
     assert sorted(fingerprint(file) for file in path.iterdir()) == before
     with Store.open(path, IDENTITY, read_only=True) as store, pytest.raises(RuntimeError, match="opened read-only"):
-        store.save(Rows(range(5)), range(5), capacity=0, extra={}, unchanged=5)
+        store.save(Kept(Rows(range(5))), range(5), capacity=0, extra={}, unchanged=5)
 
 
 def test_a_session_that_was_never_saved_leaves_nothing(path: Path) -> None:
@@ -379,19 +380,19 @@ def test_a_folder_of_other_things_is_left_alone(path: Path) -> None:
 
 def test_what_a_caller_must_not_do(path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
-        store.save(Rows(range(5)), range(5), capacity=0, extra={}, unchanged=0)
+        store.save(Kept(Rows(range(5))), range(5), capacity=0, extra={}, unchanged=0)
         for tokens, unchanged in (((0, 1, 9), 3), (range(5), 6), (range(5), -1), (range(6), 6)):
             with pytest.raises(ValueError, match="are not those that were saved"):
-                store.save(Rows(tokens), tokens, capacity=0, extra={}, unchanged=unchanged)
+                store.save(Kept(Rows(tokens)), tokens, capacity=0, extra={}, unchanged=unchanged)
         with pytest.raises(ValueError, match="6 tokens, and rows of 5"):
-            store.save(Rows(range(5)), range(6), capacity=0, extra={}, unchanged=0)
+            store.save(Kept(Rows(range(5))), range(6), capacity=0, extra={}, unchanged=0)
         with pytest.raises(ValueError, match="rows are"):
-            store.load(Rows((), "bf16"), 1)
+            store.load(Kept(Rows((), "bf16")), 1)
         with pytest.raises(ValueError, match="6 tokens of 5"):
-            store.load(Rows(), 6)
+            store.load(Kept(Rows()), 6)
         for extra in ({"a": (1, 2)}, {"a": float("nan")}, {1: 2}, nested(17)):
             with pytest.raises(ValueError, match=r"extra|JSON"):
-                store.save(Rows(range(5)), range(5), capacity=0, extra=extra, unchanged=0)  # type: ignore[arg-type]
+                store.save(Kept(Rows(range(5))), range(5), capacity=0, extra=extra, unchanged=0)  # type: ignore[arg-type]
     assert restore(path) == saved(range(5))
     assert len(os.listdir(path)) == 5
 

@@ -37,6 +37,7 @@ from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.folder import Folder
 from offload.session.identity import Identity
+from offload.session.kept import Kept
 from offload.session.layout import StateFormat
 from offload.session.manifest import MANIFEST_FILE, Manifest
 from offload.session.prefix_store import PrefixStore
@@ -400,7 +401,7 @@ def test_what_can_be_loaded_ends_at_a_place_with_states(folder: Path, tmp_path: 
         for count in range(len(tokens) + 1):
             assert store.num_loadable(count) == max(place for place in places if place <= count)
         with pytest.raises(ValueError, match="tokens of"):
-            store.load(made.worker.rows, places[2] + 1, states=made.worker.state_rows)
+            store.load(made.worker.kept, places[2] + 1)
         assert made.restore(store, DOCUMENT[: places[1] - 1]) == 0
         assert made.restore(store, [*DOCUMENT[: places[2]], 1, 2]) == places[2]
         states = made.worker.states
@@ -420,8 +421,8 @@ def test_a_save_writes_the_states_that_are_new_and_says_how_many_bytes(folder: P
             before, num_saved = files(path), made.prefix._num_saved
             made.worker.note_states()
             tokens, new = len(made.prefix.tokens), [place for place in states.places if place > num_saved]
-            pages = store.bytes_to_write(tokens, num_saved)
-            assert store.bytes_to_write(tokens, num_saved, None, states) - pages == len(new) * form.nbytes
+            pages = store.bytes_to_write(tokens, num_saved, Kept(made.worker.full))
+            assert store.bytes_to_write(tokens, num_saved, made.worker.kept) - pages == len(new) * form.nbytes
             made.save(store, {"turn": turn})
             after = files(path)
             assert len(after.keys() - before.keys()) == len(new)
@@ -723,7 +724,7 @@ def states_of(tokens: Sequence[int]) -> States:
 
 def write(store: Store, tokens: Sequence[int]) -> None:
     unchanged = min(UNCHANGED, len(store.tokens))
-    store.save(Rows(tokens), tokens, capacity=0, extra={}, unchanged=unchanged, states=states_of(tokens))  # type: ignore[arg-type]
+    store.save(Kept(Rows(tokens), states=states_of(tokens)), tokens, capacity=0, extra={}, unchanged=unchanged)  # type: ignore[arg-type]
 
 
 def assert_whole(path: Path, tokens: Sequence[int]) -> None:
@@ -731,7 +732,7 @@ def assert_whole(path: Path, tokens: Sequence[int]) -> None:
     rows, states = Rows(range(9)), States(range(9), [1, 9])
     with Store.open(path, STATEFUL, read_only=True) as store:
         assert store.tokens == tokens
-        store.load(rows, len(tokens), states=states)  # type: ignore[arg-type]
+        store.load(Kept(rows, states=states), len(tokens))  # type: ignore[arg-type]
     assert bits(rows) == bits(Rows(tokens))
     assert states.bits() == states_of(tokens).bits()
     assert {each.name for each in path.glob("*.safetensors")} == manifest_of(path).files
@@ -780,8 +781,8 @@ def test_a_writer_of_states_killed_at_any_step_leaves_the_old_or_the_new_session
 
 def test_the_disks_room_for_states_is_looked_at_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.open(tmp_path, STATEFUL) as store:
-        pages = store.bytes_to_write(len(OLD), 0)
-        assert store.bytes_to_write(len(OLD), 0, None, states_of(OLD)) == pages + 2 * FORM.nbytes  # type: ignore[arg-type]
+        pages = store.bytes_to_write(len(OLD), 0, Kept(Rows(OLD)))
+        assert store.bytes_to_write(len(OLD), 0, Kept(Rows(OLD), states=states_of(OLD))) == pages + 2 * FORM.nbytes  # type: ignore[arg-type]
 
 
 def test_rows_of_a_model_with_states_come_with_them(tmp_path: Path) -> None:
@@ -790,7 +791,7 @@ def test_rows_of_a_model_with_states_come_with_them(tmp_path: Path) -> None:
             Store.open(tmp_path / str(states is None), identity) as store,
             pytest.raises(ValueError, match="states are"),
         ):
-            store.save(Rows(OLD), OLD, capacity=0, extra={}, unchanged=0, states=states)  # type: ignore[arg-type]
+            store.save(Kept(Rows(OLD), states=states), OLD, capacity=0, extra={}, unchanged=0)  # type: ignore[arg-type]
 
 
 # The prefix store.
@@ -873,16 +874,16 @@ def test_states_that_could_not_be_read_leave_the_ones_that_are_held(folder: Path
 def test_pages_without_states_are_not_kept_and_count_for_nothing(tmp_path: Path) -> None:
     page, tokens, told = STATEFUL.page_tokens, list(range(20)), list[str]()
     store = PrefixStore(tmp_path, conditions_with(STATEFUL), limit=ENOUGH, on_note=told.append)
-    store.keep(Rows(tokens), None, tokens, lambda progress: None, States(tokens, [3, 18]))  # type: ignore[arg-type]
+    store.keep(Kept(Rows(tokens), states=States(tokens, [3, 18])), tokens, lambda progress: None)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-    store.keep(Rows(tokens), None, tokens, lambda progress: None, States(tokens, [page, 3 * page, 18]))  # type: ignore[arg-type]
+    store.keep(Kept(Rows(tokens), states=States(tokens, [page, 3 * page, 18])), tokens, lambda progress: None)  # type: ignore[arg-type]
     assert len(stored_files(tmp_path, "rows")) == 3
     assert [store.stored(tokens[:count]).num_tokens for count in (3, 4, 8, 11, 12, 20)] == [0, 4, 4, 4, 12, 12]
     found = store.stored(tokens)
     assert found.nbytes == sum((store.path / file.file).stat().st_size for file in found.pages.values())
     assert nbytes(tmp_path) == sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors"))
     rows, states = Rows(), States()
-    assert store.load(rows, None, tokens, 0, lambda progress: None, states) == 12  # type: ignore[arg-type]
+    assert store.load(Kept(rows, states=states), tokens, 0, lambda progress: None) == 12  # type: ignore[arg-type]
     assert bits(rows) == bits(Rows(tokens[:12]))
     assert states.bits() == {12: States(tokens, [12]).bits()[12]}
     assert not told
@@ -895,7 +896,7 @@ def test_a_store_with_little_room_keeps_a_beginning_that_can_be_gone_on_with(tmp
         root, limit = tmp_path / f"{pages} {count}", pages * per_page + count * per_state
         told = list[str]()
         store = PrefixStore(root, conditions_with(STATEFUL), limit=limit, on_note=told.append)
-        kept = store.keep(Rows(tokens), None, tokens, lambda progress: None, states)  # type: ignore[arg-type]
+        kept = store.keep(Kept(Rows(tokens), states=states), tokens, lambda progress: None)  # type: ignore[arg-type]
         assert kept == store.stored(tokens).num_tokens == expected, (pages, count)
         assert ["the store may take" in line for line in told] == [True] * (expected < len(tokens))
         assert nbytes(root) <= limit
@@ -906,11 +907,11 @@ def test_a_store_with_little_room_keeps_a_beginning_that_can_be_gone_on_with(tmp
 def test_of_a_text_that_is_used_the_last_states_go_first(tmp_path: Path) -> None:
     tokens = list(range(20))
     store = PrefixStore(tmp_path, conditions_with(STATEFUL), limit=ENOUGH, on_note=pytest.fail)
-    store.keep(Rows(tokens), None, tokens, lambda progress: None, States(tokens, [4, 12, 20]))  # type: ignore[arg-type]
+    store.keep(Kept(Rows(tokens), states=States(tokens, [4, 12, 20])), tokens, lambda progress: None)  # type: ignore[arg-type]
     for file in tmp_path.glob("*/*.safetensors"):
         os.utime(file, (1.0, 1.0))
     used = [*tokens[:12], *range(50, 58)]  # which has another end
-    assert store.load(Rows(), None, used, 0, lambda progress: None, States()) == 12  # type: ignore[arg-type]
+    assert store.load(Kept(Rows(), states=States()), used, 0, lambda progress: None) == 12  # type: ignore[arg-type]
     shrink(tmp_path, 3 * STATEFUL.page_format.nbytes + 2 * FORM.nbytes)
     assert store.stored(tokens).num_tokens == 12
     assert [store.stored(tokens[:count]).num_tokens for count in (4, 12)] == [4, 12]
@@ -974,8 +975,8 @@ def test_a_session_of_states_is_of_any_number_of_ranks(folder: Path, tmp_path: P
             known, places = len(store.tokens), [state.place for state in store._manifest.states] if store.tokens else []  # type: ignore[union-attr]
             assert made.restore(store, text) == known
             for state in places:  # each rank has its part
-                assert made.worker.state_rows is not None
-                checkpoint = made.worker.state_rows.checkpoint(state)
+                assert made.worker.kept.states is not None
+                checkpoint = made.worker.kept.states.checkpoint(state)
                 again = tmp_path / "again"
                 again.mkdir(exist_ok=True)
                 with Folder(again) as where:

@@ -569,7 +569,7 @@ def test_a_save_writes_the_page_that_has_grown_and_says_how_many_bytes(folder: P
         assert windows is not None
         form = store._window_format
         pages = form.count(len(made.prefix.tokens)) - before // 32
-        new = store.bytes_to_write(len(made.prefix.tokens), before, windows)
+        new = store.bytes_to_write(len(made.prefix.tokens), before, made.worker.kept)
         assert new == pages * (form.nbytes + store._format.nbytes)
         made.save(store, {})
         tokens = list(store.tokens)
@@ -594,7 +594,7 @@ def test_a_save_without_a_change_writes_no_page(folder: Path, tmp_path: Path) ->
             made.save(store, {"said": 1})
             before = {each.name: each.stat().st_mtime_ns for each in path.glob("*-*")}
             num_tokens = len(made.prefix.tokens)
-            assert store.bytes_to_write(num_tokens, num_tokens, made.worker.windows) == 0
+            assert store.bytes_to_write(num_tokens, num_tokens, made.worker.kept) == 0
             made.save(store, {"said": 2})
             assert {each.name: each.stat().st_mtime_ns for each in path.glob("*-*")} == before
             assert store.extra == {"said": 2}

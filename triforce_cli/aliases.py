@@ -54,23 +54,13 @@ class Aliases:
         an alias stands for none that can be found."""
         path = self.path(name)
         model = next((each for each in path if os.path.exists(each)), path[-1])
-        if model != name:
-            self._check_there(name, model)
+        if model != name and (problem := _problem(model)):
+            raise ModelError(f"alias {name} ({TABLE} in {self.file}): {problem}")
         return model
-
-    def with_alias(self, name: str, model: str) -> Aliases:
-        """The aliases and one more, which stands for a model that can be found. Raises UsageError, ModelError."""
-        aliases = Aliases.read({**self.names, name: model}, self.file)
-        aliases._check_there(name, aliases.path(name)[-1])
-        return aliases
 
     def problem(self, name: str) -> str:
         """The reason why an alias cannot be used, "" if it can."""
         return _problem(self.path(name)[-1])
-
-    def _check_there(self, name: str, model: str) -> None:
-        if problem := _problem(model):
-            raise ModelError(f"alias {name} ({TABLE} in {self.file}): {problem}")
 
 
 def _problem(model: str) -> str:

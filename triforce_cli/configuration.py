@@ -64,10 +64,6 @@ class Configuration:
         """Raises UsageError for a key that is none, or a value of another kind. root: the group of all commands."""
         self._check(self.values, (), tree.commands(root))
 
-    def check_names(self, root: Any) -> None:
-        """Raises UsageError for a key that is none, whatever its value."""
-        self._check(self.values, (), tree.commands(root), kinds=False)
-
     def aliases(self) -> Aliases:
         """The aliases of models. Raises UsageError."""
         return Aliases.read(self.values.get(aliases.TABLE, {}), self.file)
@@ -89,10 +85,8 @@ class Configuration:
             below = node.get(word) if word is not None else None
             node = below if isinstance(below, dict) else {}  # "store" is a command and an option
 
-    def _check(
-        self, node: Mapping[str, Any], words: Words, commands: Mapping[Words, Any], *, kinds: bool = True
-    ) -> None:
-        """Raises UsageError for unknown commands and options. commands: those below `words`. kinds: of values, too."""
+    def _check(self, node: Mapping[str, Any], words: Words, commands: Mapping[Words, Any]) -> None:
+        """Raises UsageError for unknown commands and options. commands: the ones below `words`."""
         depth = len(words)
         sections = {path[depth] for path in commands if len(path) > depth}
         known = {name: option for command in commands.values() for name, option in tree.options(command).items()}
@@ -106,11 +100,11 @@ class Configuration:
                 if name not in sections:
                     raise UsageError(f"{place} is no command{nearest(name, sections)}")
                 below = {path: command for path, command in commands.items() if path[depth : depth + 1] == (name,)}
-                self._check(value, (*words, name), below, kinds=kinds)
+                self._check(value, (*words, name), below)
             elif name not in known:
                 where = f"triforce {' '.join(words)}" if words else "any command"
                 raise UsageError(f"{place} is no option of {where}{nearest(name, known)}")
-            elif kinds:
+            else:
                 _check_kind(place, known[name], value)
 
 

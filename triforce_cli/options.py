@@ -190,7 +190,7 @@ Include = Annotated[
     list[str] | None,
     option(
         "--include",
-        "Of folders, files like this; !X: not X.",
+        "Read files like this from folders; !X: no files like X.",
         PROMPT,
         metavar="PATTERN",
     ),
@@ -214,7 +214,7 @@ Session = Annotated[
         autocompletion=completion.sessions,
     ),
 ]
-CacheFile = Annotated[Path | None, option("--cache", "The same in a folder of your choice.", SESSION, metavar="PATH")]
+CacheFile = Annotated[Path | None, option("--cache", "Keep what was computed in this folder, as --session does by a name.", SESSION, metavar="PATH")]
 ReadOnly = Annotated[bool, switch("--read-only", "Resume without changing it.", SESSION)]
 Store = Annotated[
     bool,
@@ -455,7 +455,7 @@ EditedConfig = Annotated[
     Path | None,
     option(
         "--config",
-        "The file to change, instead of your own configuration file.",
+        "This file, instead of your own configuration file.",
         PROGRAM,
         metavar="FILE",
         callback=use_configuration_as_far_as_it_is_one,

@@ -85,13 +85,6 @@ class PromptTemplates:
             check_name(name, f"{file}: {TABLE}")
         return cls({name: PromptTemplate.read(name, inner, file) for name, inner in table.items()}, file)
 
-    def with_text(self, name: str, key: str, text: str) -> PromptTemplates:
-        """The templates with one text of the template `name` set. The template may be new. Raises UsageError."""
-        known = self.templates.get(name)
-        texts = {} if known is None else {PROMPT: known.prompt, SYSTEM: known.system, BEGIN_REPLY: known.begin_reply}
-        changed = PromptTemplates.read({name: {**texts, key: text}}, self.file)
-        return PromptTemplates({**self.templates, **changed.templates}, self.file)
-
     def named(self, name: str) -> PromptTemplate:
         """The template called `name`. Raises UsageError, which lists all."""
         if name not in self.templates:

@@ -159,18 +159,18 @@ class PrefixCache:
         """Read the rows of the longest common prefix of `store` and `tokens`, unless the cache has them. Returns the
         number of tokens of the prefix, where layers have states up to the last saved one; 0 if a window or a state that
         the tokens need was not saved. Raises as `Engine.restore`."""
-        worker = self._worker
+        worker, kept = self._worker, self._worker.kept
         self._settle()
         common = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
         has = num_common(self.tokens, tokens)
         if worker.states is None:
             used = min(common, max(len(tokens) - worker.plan.placement.rows, 0))  # by a request of these tokens
-            if any(store.num_loadable(count, worker.window_rows) < count for count in (common, used)):
+            if any(store.num_loadable(count, kept.windows) < count for count in (common, used)):
                 return 0
             is_there = common <= has
         else:  # a request goes on from the last place before the prompt's last token
             last = len(tokens) - 1
-            common, used = (store.num_loadable(count, worker.window_rows) for count in (common, min(common, last)))
+            common, used = (store.num_loadable(count, kept.windows) for count in (common, min(common, last)))
             if not used:
                 return 0
             is_there = used <= worker.reachable(min(has, last))
@@ -179,14 +179,7 @@ class PrefixCache:
         self.truncate(0)
         total = store.bytes_to_read(common)
         report = bytes_of("restore", total, on_progress)
-        store.load(
-            worker.rows,
-            common,
-            windows=worker.window_rows,
-            states=worker.state_rows,
-            hidden=worker.hidden,
-            on_bytes=report,
-        )
+        store.load(kept, common, on_bytes=report)
         report(total)
         self.tokens, self._num_saved = list(tokens[:common]), common
         return common
@@ -200,20 +193,10 @@ class PrefixCache:
             store.keep(extra)
             return
         worker.note_states()
-        states = worker.state_rows
-        total = store.bytes_to_write(len(self.tokens), self._num_saved, worker.window_rows, states, worker.hidden)
+        kept, capacity = worker.kept, worker.plan.request.capacity
+        total = store.bytes_to_write(len(self.tokens), self._num_saved, kept)
         report = bytes_of("save", total, on_progress)
-        store.save(
-            worker.rows,
-            self.tokens,
-            capacity=worker.plan.request.capacity,
-            extra=extra,
-            unchanged=self._num_saved,
-            windows=worker.window_rows,
-            states=states,
-            hidden=worker.hidden,
-            on_bytes=report,
-        )
+        store.save(kept, self.tokens, capacity=capacity, extra=extra, unchanged=self._num_saved, on_bytes=report)
         report(total)
         self._num_saved = len(self.tokens)
 
@@ -223,9 +206,7 @@ class PrefixCache:
         worker, own = self._worker, self.tokens[: self._num_own]
         if (store := self._store_for(own)) is None:
             return 0
-        return store.keep(
-            worker.rows, worker.window_rows, own, on_progress, worker.state_rows, worker.hidden, documents
-        )
+        return store.keep(worker.kept, own, on_progress, documents)
 
     def _read(self, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read rows of `tokens` from the prefix store, where all rows in the cache are those of one prefill. Returns
@@ -233,7 +214,7 @@ class PrefixCache:
         worker, held = self._worker, len(self.tokens)
         if (store := self._worth_reading(tokens, held)) is None or self._num_own_pages(held) < held:
             return 0
-        count = store.load(worker.rows, worker.window_rows, tokens, held, on_progress, worker.state_rows, worker.hidden)
+        count = store.load(worker.kept, tokens, held, on_progress)
         self.tokens, self._num_own, self._num_saved = list(tokens[:count]), count, min(self._num_saved, count)
         return max(count - held, 0)
 

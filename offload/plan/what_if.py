@@ -1,9 +1,9 @@
-"""What-if plans: a request on a changed machine, the changes under which it would fit, and well-known models on this
-machine before a download."""
+"""What-if plans: a request in 16 bits, the changes of the machine under which it would fit, and well-known models on
+this machine before a download."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -51,59 +51,6 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig | None]] = {
     "13B": (LLAMA2_13B, LLAMA_68M),
     "Llama-3.1-8B": (LLAMA31_8B, None),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A request on one machine. plan: None if it does not fit. longest_context: tokens that fit in memory, up to the
-    model's limit."""
-
-    plan: Plan | None
-    longest_context: int
-
-    @classmethod
-    def of(cls, request: Request, sizes: Mapping[str, int]) -> Case:
-        """The case of a request. sizes: num_prompt_tokens and max_tokens."""
-        try:
-            plan = request.plan(**sizes)
-        except DoesNotFit:
-            plan = None
-        return cls(plan, request.longest_context())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"plan": self.plan and self.plan.as_dict(), "longest_context": self.longest_context}
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """A comparison of two cases. before: the case on the machine called `name`."""
-
-    name: str
-    before: Case
-    after: Case
-
-    @property
-    def first_token_ratio(self) -> float | None:
-        """The speed-up of the first token; None if the request did not fit before."""
-        if self.before.plan is None or self.after.plan is None:
-            return None
-        return self.before.plan.predicted.first_token_seconds / self.after.plan.predicted.first_token_seconds
-
-    @property
-    def token_ratio(self) -> float | None:
-        if self.before.plan is None or self.after.plan is None:
-            return None
-        return self.before.plan.predicted.seconds_per_token / self.after.plan.predicted.seconds_per_token
-
-    @property
-    def context_ratio(self) -> float | None:
-        """The ratio of the longest contexts; None if no token fitted before."""
-        return self.after.longest_context / self.before.longest_context if self.before.longest_context else None
-
-    def as_dict(self) -> dict[str, Any]:
-        names = ("first_token_ratio", "token_ratio", "context_ratio")
-        cases = {"name": self.name, "before": self.before.as_dict(), "after": self.after.as_dict()}
-        return cases | {name: getattr(self, name) for name in names}
 
 
 def in_16_bits(request: Request, plan: Plan, *, num_prompt_tokens: int, max_tokens: int) -> Prediction | None:

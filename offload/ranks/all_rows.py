@@ -20,11 +20,16 @@ class AllRows:
     it is filled. Peak host memory: two pages.
 
     heads: the KV heads of each rank; several ranks may have the same heads. tell: sends a command to the other ranks.
-    record: rank 0's token record.
+    record: rank 0's token record, of the layers that keep every token.
     """
 
     def __init__(
-        self, own: PagedRows, heads: Sequence[range], sums: Sums, tell: Callable[..., int], record: TokenRecord
+        self,
+        own: PagedRows,
+        heads: Sequence[range],
+        sums: Sums,
+        tell: Callable[..., int],
+        record: TokenRecord | None = None,
     ) -> None:
         self._own, self._heads, self._sums, self._tell, self._record = own, heads, sums, tell, record
 
@@ -69,7 +74,8 @@ class AllRows:
     def restored(self, length: int) -> None:
         self._tell("restored", length=length)
         self._own.restored(length)
-        self._record.forget(length)
+        if self._record is not None:
+            self._record.forget(length)
 
 
 class AllWindows(AllRows):

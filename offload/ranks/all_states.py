@@ -71,7 +71,7 @@ class AllStates:
         self._own.fill(place, own)
 
     def restored(self, length: int) -> None:
-        self._tell("restored_states", length=length)
+        self._tell("restored", length=length)
         self._own.restored(length)
 
 

@@ -32,8 +32,6 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
 from offload.ranks.watch import Watch
-from offload.session.page import PagedRows
-from offload.session.states import StateRows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
 
@@ -193,58 +191,48 @@ class Follower:
         assert self._sums is not None
         return asdict(stats_of_rank(self._shard.rank, self._workers[worker], self._sums.seconds))
 
-    def _reserve(self, worker: int, num_tokens: int, windows: bool = False) -> None:
-        self._rows(worker, windows).reserve(num_tokens)
+    def _reserve(self, worker: int, part: str, num_tokens: int) -> None:
+        self._part(worker, part).reserve(num_tokens)
 
-    def _wait_home(self, worker: int, windows: bool = False) -> None:
-        self._rows(worker, windows).wait_home()
+    def _wait_home(self, worker: int, part: str) -> None:
+        self._part(worker, part).wait_home()
 
-    def _gather_page(self, worker: int, page: int, windows: bool = False) -> None:
+    def _gather_page(self, worker: int, part: str, page: int) -> None:
         assert self._sums is not None
-        self._sums.gather(packed_page(self._rows(worker, windows), page))
+        self._sums.gather(packed_page(self._part(worker, part), page))
 
-    def _fill_page(self, worker: int, page: int, windows: bool = False) -> None:
+    def _fill_page(self, worker: int, part: str, page: int) -> None:
         assert self._sums is not None
-        rows = self._rows(worker, windows)
+        rows = self._part(worker, part)
         own = empty_page(rows.num_layers, rows.shape)
         self._sums.scatter([], own)
         unpack_page(rows, page, own)
 
-    def _restored(self, worker: int, length: int, windows: bool = False) -> None:
-        self._rows(worker, windows).restored(length)
-        self._records[worker].forget(length)
+    def _restored(self, worker: int, part: str, length: int) -> None:
+        self._part(worker, part).restored(length)
+        if part == "rows":
+            self._records[worker].forget(length)
 
     def _note_states(self, worker: int) -> None:
         self._workers[worker].note_states()
 
-    def _gather_state(self, worker: int, place: int) -> None:
+    def _gather_state(self, worker: int, part: str, place: int) -> None:
         assert self._sums is not None
-        own = self._states(worker).checkpoint(place)
-        for part in (own.states, own.tails):
-            self._sums.gather(part)
+        own = self._part(worker, part).checkpoint(place)
+        for tensor in (own.states, own.tails):
+            self._sums.gather(tensor)
 
-    def _fill_state(self, worker: int, place: int) -> None:
+    def _fill_state(self, worker: int, part: str, place: int) -> None:
         assert self._sums is not None
-        states = self._states(worker)
+        states = self._part(worker, part)
         own = empty_checkpoint(states)
-        for part in (own.states, own.tails):
-            self._sums.scatter([], part)
+        for tensor in (own.states, own.tails):
+            self._sums.scatter([], tensor)
         states.fill(place, own)
 
-    def _restored_states(self, worker: int, length: int) -> None:
-        self._states(worker).restored(length)
-
-    def _states(self, worker: int) -> StateRows:
-        states = self._workers[worker].state_rows
-        assert states is not None
-        return states
-
-    def _rows(self, worker: int, windows: bool) -> PagedRows:
-        """The rows of the full cache, or of the layers that have a window."""
-        own = self._workers[worker]
-        rows = own.window_rows if windows else own.rows
-        assert rows is not None
-        return rows
+    def _part(self, worker: int, name: str) -> Any:
+        """A part of what a worker keeps, by the name of its field."""
+        return getattr(self._workers[worker].kept, name)
 
     def _own(self, data: Mapping[str, Any]) -> Plan:
         """Rank 0's plan on this rank's device: the same kind, its index increased by the rank within the machine."""

@@ -33,8 +33,7 @@ from offload.ranks.all_states import AllStates
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
-from offload.session.page import PagedRows, WindowRows
-from offload.session.states import StateRows
+from offload.session.kept import Kept
 from offload.worker.assemble import block_rows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
@@ -136,32 +135,25 @@ class LeadingWorker(Worker):
         return worker
 
     @property
-    def rows(self) -> PagedRows:
-        return AllRows(self.full, self._kv_heads(windows=False), self._lead.sums, self.tell, self._record)
-
-    @property
-    def window_rows(self) -> WindowRows | None:
-        if self.windows is None:
-            return None
-        tell = partial(self.tell, windows=True)
-        return AllWindows(self.windows, self._kv_heads(windows=True), self._lead.sums, tell, self._record)
-
-    @property
-    def state_rows(self) -> StateRows | None:
-        if self.states is None:
-            return None
-        whole, size = self._lead.whole, self._lead.team.size
+    def kept(self) -> Kept:
+        """The parts joined from all ranks, with all heads. Only rank 0 has a next-token head and its hidden rows."""
+        whole, size, sums = self._lead.whole, self._lead.team.size, self._lead.sums
         assert whole is not None
-        shards = [Shard(rank, size) for rank in range(size)]
-        return AllStates(self.states, whole.layer(whole.stateful[0]), shards, self._lead.sums, self.tell)
+        shards, windows, states = [Shard(rank, size) for rank in range(size)], None, None
 
-    def _kv_heads(self, *, windows: bool) -> list[range]:
-        """The KV heads of each rank, in the layers that have a window or in the others."""
-        whole, size = self._lead.whole, self._lead.team.size
-        assert whole is not None
-        layers = whole.windowed if windows else whole.growing
-        alike = whole.layer(layers[0]) if layers else whole
-        return [Shard(rank, size).kv_heads(alike) for rank in range(size)]
+        def heads(layers: Sequence[int]) -> list[range]:
+            alike = whole.layer(layers[0]) if layers else whole
+            return [shard.kv_heads(alike) for shard in shards]
+
+        def tell_of(part: str) -> Callable[..., int]:
+            return partial(self.tell, part=part)
+
+        rows = AllRows(self.full, heads(whole.growing), sums, tell_of("rows"), self._record)
+        if self.windows is not None:
+            windows = AllWindows(self.windows, heads(whole.windowed), sums, tell_of("windows"))
+        if self.states is not None:
+            states = AllStates(self.states, whole.layer(whole.stateful[0]), shards, sums, tell_of("states"))
+        return Kept(rows, windows, states, self.hidden)
 
     def tell(self, verb: str, **arguments: Any) -> int:
         """Send a command for this worker; see `Team.tell`."""

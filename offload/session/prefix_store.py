@@ -27,9 +27,10 @@ from offload.progress import OnBytes, OnProgress, bytes_of
 from offload.session.conditions import Conditions
 from offload.session.folder import Folder
 from offload.session.hidden import HiddenRows, read_hidden, write_hidden
+from offload.session.kept import Kept
 from offload.session.layout import PageFile
 from offload.session.manifest import Page
-from offload.session.page import PagedRows, WindowRows, read_page, write_page
+from offload.session.page import PagedRows, read_page, write_page
 from offload.session.states import StateRows, read_state, write_state
 from offload.session.store_files import PageName, make_folder, nbytes, note_documents, shrink, unfinished
 from offload.units import size
@@ -94,44 +95,26 @@ class PrefixStore:
         rate = read_records(machine_name()).get(_RATE)
         return stored.nbytes / (rate if type(rate) is float and rate > 0 else _USUAL_RATE)
 
-    def load(
-        self,
-        rows: PagedRows,
-        windows: WindowRows | None,
-        tokens: Sequence[int],
-        held: int,
-        on_progress: OnProgress,
-        states: StateRows | None = None,
-        hidden: HiddenRows | None = None,
-    ) -> int:
-        """Fill `rows`, `windows` and `states` if the model has some, and `hidden` if a next-token head reads it, which
-        have the first `held` tokens, in whole pages, with the longest stored beginning of `tokens`, a prompt's. Returns
-        the number of tokens that they have then: `held` if no more are stored, perhaps fewer after a damaged page."""
-        caches: dict[str, PagedRows] = {"rows": rows} if windows is None else {"rows": rows, "windows": windows}
+    def load(self, kept: Kept, tokens: Sequence[int], held: int, on_progress: OnProgress) -> int:
+        """Fill `kept`, which has the first `held` tokens, in whole pages, with the longest stored beginning of
+        `tokens`, a prompt's. Returns the number of tokens that it has then: `held` if no more are stored, perhaps fewer
+        after a damaged page."""
         while (stored := self.stored(tokens)).num_tokens > held:
-            if self._fill(caches, states, hidden, stored, held, on_progress):
+            if self._fill(kept, stored, held, on_progress):
                 self._touch(stored, tokens)
                 return stored.num_tokens
-            held = held if windows is None else 0  # a ring has lost its rows
-            for cache in caches.values():
-                cache.restored(held)
+            held = held if kept.windows is None else 0  # a ring has lost its rows
+            for part in kept.pages:
+                part.restored(held)
         return held
 
-    def keep(
-        self,
-        rows: PagedRows,
-        windows: WindowRows | None,
-        tokens: Sequence[int],
-        on_progress: OnProgress,
-        states: StateRows | None = None,
-        hidden: HiddenRows | None = None,
-        documents: Sequence[str] = (),
-    ) -> int:
-        """Write the missing whole pages of `tokens`, the first ones of `rows` and `windows`, which one prefill has
-        computed, `states` at ends of pages, up to the last of them, and the first rows of `hidden`. Nothing is written
-        where a window has lost rows that a sequence needs to go on from there, or where there are no such states.
-        documents: names of the prompt's, by which its pages can be removed. Returns the number of tokens with which a
-        sequence can begin from the store then. If there is no room for all of them, a note says so, once."""
+    def keep(self, kept: Kept, tokens: Sequence[int], on_progress: OnProgress, documents: Sequence[str] = ()) -> int:
+        """Write the missing whole pages of `tokens`, the first ones of `kept`, which one prefill has computed, states
+        at ends of pages, up to the last of them, and the first hidden rows. Nothing is written where a window has lost
+        rows that a sequence needs to go on from there, or where there are no such states. documents: names of the
+        prompt's, by which its pages can be removed. Returns the number of tokens with which a sequence can begin from
+        the store then. If there is no room for all of them, a note says so, once."""
+        rows, windows, states, hidden = kept.rows, kept.windows, kept.states, kept.hidden
         links = self._conditions.links(tokens)
         ends: Sequence[int] = ()
         if states is not None:
@@ -168,13 +151,13 @@ class PrefixStore:
                 why = f"the store may take {size(most)}; --store-size GB sets another limit"
         except OSError as error:
             why = f"{self.path}: {error.strerror}"
-        kept = self._longest(self._conditions.links(tokens), len(tokens)).num_tokens
-        if kept:
+        count = self._longest(self._conditions.links(tokens), len(tokens)).num_tokens
+        if count:
             with contextlib.suppress(OSError):
-                note_documents(self.path, documents, self._conditions.links(tokens[:kept]))
+                note_documents(self.path, documents, self._conditions.links(tokens[:count]))
         if why:
-            self._tell_once(kept, f"{size(needed)} are needed, and {why}")
-        return kept
+            self._tell_once(count, f"{size(needed)} are needed, and {why}")
+        return count
 
     def _needed(self, count: int, first: int) -> int:
         """The most bytes of the files with which a sequence can begin after `count` pages, windows' from `first` on."""
@@ -258,34 +241,27 @@ class PrefixStore:
         form = others[kind] if kind in others else self._formats[kind]
         return form.nbytes if form is not None else 0
 
-    def _fill(
-        self,
-        caches: Mapping[str, PagedRows],
-        states: StateRows | None,
-        hidden: HiddenRows | None,
-        stored: Stored,
-        held: int,
-        on_progress: OnProgress,
-    ) -> bool:
+    def _fill(self, kept: Kept, stored: Stored, held: int, on_progress: OnProgress) -> bool:
         """Read the pages that the caches lack. Returns False where one is missing or damaged, which then no longer
         counts; then states and hidden rows are as they were. Peak host memory: states of one place."""
         first = held // self._page_tokens
         missing = {key: page for key, page in stored.pages.items() if key[0] == "windows" or key[1] >= first}
         began, total = time.perf_counter(), self._nbytes(missing)
         report = bytes_of("restore", total, on_progress)
-        for cache in caches.values():
+        paged: dict[str, PagedRows] = dict(zip(("rows", "windows"), kept.pages, strict=False))
+        for cache in paged.values():
             cache.wait_home()
             cache.reserve(stored.num_tokens)
-        if "windows" in caches:
-            caches["windows"].restored(0)
+        if kept.windows is not None:
+            kept.windows.restored(0)
         whole = dict[str, Checkpoint | Tensor]()  # of each kind that is no page
         for (kind, number), page in missing.items():
-            if kind not in caches:
+            if kind not in paged:
                 if (found := self._read(kind, page, report)) is None:
                     return False
                 whole[kind] = found
                 continue
-            layers = caches[kind].page_to_fill(number)
+            layers = paged[kind].page_to_fill(number)
             try:
                 with Folder(self.path) as folder:
                     read_page(folder, page, self._formats[kind], layers, report)
@@ -293,14 +269,14 @@ class PrefixStore:
                 self._spoilt(page, error)
                 return False
             finally:
-                caches[kind].filled(number, layers)
-        for cache in caches.values():
+                paged[kind].filled(number, layers)
+        for cache in paged.values():
             cache.restored(stored.num_tokens)
-        if states is not None and isinstance(state := whole.get("states"), Checkpoint):
-            states.fill(stored.num_tokens, state)
-            states.restored(stored.num_tokens)
-        if hidden is not None and isinstance(rows := whole.get("hidden"), Tensor):
-            hidden.fill(rows, len(rows), rows[:0])
+        if kept.states is not None and isinstance(state := whole.get("states"), Checkpoint):
+            kept.states.fill(stored.num_tokens, state)
+            kept.states.restored(stored.num_tokens)
+        if kept.hidden is not None and isinstance(rows := whole.get("hidden"), Tensor):
+            kept.hidden.fill(rows, len(rows), rows[:0])
         _remember(total, time.perf_counter() - began)
         return True
 

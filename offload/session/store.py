@@ -24,6 +24,7 @@ from offload.session import manifest as manifests
 from offload.session.folder import Folder
 from offload.session.hidden import HiddenRows, planned_hidden, read_hidden, write_hidden
 from offload.session.identity import Identity
+from offload.session.kept import Kept
 from offload.session.layout import HiddenFormat, PageFile, PageFormat
 from offload.session.leftovers import discard, sweep, temporary_file
 from offload.session.manifest import MANIFEST_FILE, NO_CHECKSUM, Hidden, Manifest, Page, State, page_file
@@ -123,30 +124,21 @@ class Store:
 
     def load(
         self,
-        rows: PagedRows,
+        kept: Kept,
         num_tokens: int,
         *,
-        windows: WindowRows | None = None,
-        states: StateRows | None = None,
-        hidden: HiddenRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the contents of `rows`, of `windows` and `states` if the model has some, and of `hidden` if a
-        next-token head reads it, by the first `num_tokens` saved tokens, which must be loadable.
+        """Replace the contents of `kept` by the first `num_tokens` saved tokens, which must be loadable.
 
         Whole pages are read, directly into the caches' memory. Raises SessionError if a file is damaged; then the
         caches are empty. on_bytes: called with the number of bytes read.
         """
-        self._check_rows(rows, windows, states)
+        self._check(kept)
+        rows, windows, states, hidden = kept.rows, kept.windows, kept.states, kept.hidden
         if not 0 <= num_tokens <= len(self.tokens) or self.num_loadable(num_tokens, windows) < num_tokens:
             raise ValueError(f"{num_tokens} tokens of {len(self.tokens)}")
-        for cache in filter(None, (rows, windows)):
-            cache.restored(0)
-            cache.wait_home()  # an interrupted forward may still be copying rows to their pages
-        if states is not None:
-            states.restored(0)
-        if hidden is not None:
-            hidden.truncate(0)
+        kept.clear()
         rows.reserve(num_tokens)
         pages = self._manifest.pages if self._manifest else ()
         for number in range(self._format.count(num_tokens)):
@@ -163,50 +155,38 @@ class Store:
             found = read_hidden(self._folder, saved_rows.file, saved_rows.checksum, form, on_bytes)
             hidden.fill(found[: saved_rows.num_first], saved_rows.start, found[saved_rows.num_first :])
             hidden.truncate(num_tokens)
-        if windows is not None:
-            windows.restored(num_tokens)
-        rows.restored(num_tokens)
+        for part in kept.pages:
+            part.restored(num_tokens)
 
     def _read(self, rows: PagedRows, number: int, page: Page, form: PageFormat, on_bytes: OnBytes) -> None:
         layers = rows.page_to_fill(number)
         read_page(self._folder, page, form, layers, on_bytes)
         rows.filled(number, layers)
 
-    def bytes_to_write(
-        self,
-        num_tokens: int,
-        unchanged: int,
-        windows: WindowRows | None = None,
-        states: StateRows | None = None,
-        hidden: HiddenRows | None = None,
-    ) -> int:
+    def bytes_to_write(self, num_tokens: int, unchanged: int, kept: Kept) -> int:
         """The most bytes of files that `save` would write for these arguments: pages that can be packed take less."""
-        kept = self._num_kept(num_tokens, unchanged)
-        new = max(self._format.count(num_tokens) - kept, 0) * self._format.nbytes
-        written = [state.checksum == NO_CHECKSUM for state in self._planned_states(states, num_tokens, unchanged, "")]
-        new += self._bytes_of_states(sum(written))
-        rows = self._planned_hidden(hidden, num_tokens, unchanged, "")
-        new += self._bytes_of_hidden(rows, num_tokens) if rows and rows.checksum == NO_CHECKSUM else 0
+        same, windows = self._num_same(num_tokens, unchanged), kept.windows
+        new = max(self._format.count(num_tokens) - same, 0) * self._format.nbytes
+        states = self._planned_states(kept.states, num_tokens, unchanged, "")
+        new += self._bytes_of_states(sum(state.checksum == NO_CHECKSUM for state in states))
+        hidden = self._planned_hidden(kept.hidden, num_tokens, unchanged, "")
+        new += self._bytes_of_hidden(hidden, num_tokens) if hidden and hidden.checksum == NO_CHECKSUM else 0
         if windows is None:
             return new
         num_windows = self._window_format.count(num_tokens) - windows.first_page
-        return new + (num_windows - len(self._kept_windows(kept, windows))) * self._window_format.nbytes
+        return new + (num_windows - len(self._same_windows(same, windows))) * self._window_format.nbytes
 
     def save(
         self,
-        rows: PagedRows,
+        kept: Kept,
         tokens: Sequence[int],
         *,
         capacity: int,
         extra: Mapping[str, object],
         unchanged: int,
-        windows: WindowRows | None = None,
-        states: StateRows | None = None,
-        hidden: HiddenRows | None = None,
         on_bytes: OnBytes = _ignore,
     ) -> None:
-        """Replace the saved session by `tokens`, which are the first tokens of `rows`, of `windows` and `states` if the
-        model has some, and of `hidden` if a next-token head reads it.
+        """Replace the saved session by `tokens`, which are the first tokens of `kept`.
 
         unchanged: number of first tokens whose rows are bit for bit the last loaded or saved ones; pages that hold only
         such tokens, and states among them, are not written again. capacity, extra (plain JSON): stored for the caller.
@@ -214,21 +194,21 @@ class Store:
         error the session is either the old one or the new one; `tokens` tells which. on_bytes: called with numbers of
         bytes, and with the shrinkage of the total from `bytes_to_write`.
         """
-        self._check_rows(rows, windows, states)
+        self._check(kept)
         if self.read_only:
             raise RuntimeError("this session was opened read-only")
-        if len(tokens) > rows.length:
-            raise ValueError(f"{len(tokens)} tokens, and rows of {rows.length}")
+        if len(tokens) > kept.rows.length:
+            raise ValueError(f"{len(tokens)} tokens, and rows of {kept.rows.length}")
         if not 0 <= unchanged <= len(tokens) or tuple(tokens[:unchanged]) != self.tokens[:unchanged]:
             raise ValueError(f"the first {unchanged} tokens are not those that were saved")
-        planned = self._planned_manifest(tokens, capacity, extra, unchanged, windows, states, hidden)
-        needed = self.bytes_to_write(len(tokens), unchanged, windows, states, hidden) + len(manifests.encode(planned))
+        planned = self._planned_manifest(tokens, capacity, extra, unchanged, kept)
+        needed = self.bytes_to_write(len(tokens), unchanged, kept) + len(manifests.encode(planned))
         self._check_space(needed)
-        rows.wait_home()
+        kept.rows.wait_home()
         with self._recovered(needed):
-            written = self._write_pages(planned, rows, windows, on_bytes)
-            written = self._write_states(written, states, on_bytes)
-            self._manifest = self._publish(self._write_hidden(written, hidden, on_bytes))
+            written = self._write_pages(planned, kept, on_bytes)
+            written = self._write_states(written, kept.states, on_bytes)
+            self._manifest = self._publish(self._write_hidden(written, kept.hidden, on_bytes))
         sweep(self._folder, self._manifest)
 
     def keep(self, extra: Mapping[str, object]) -> None:
@@ -236,8 +216,8 @@ class Store:
         if self.read_only:
             raise RuntimeError("this session was opened read-only")
         old, now = self._manifest, time.time()
-        kept = old or Manifest(self.identity, (), (), 0, {}, now, now)
-        planned = replace(kept, extra=dict(extra), updated=now, writer=self._writer)
+        known = old or Manifest(self.identity, (), (), 0, {}, now, now)
+        planned = replace(known, extra=dict(extra), updated=now, writer=self._writer)
         self._check_space(needed := len(manifests.encode(planned)))
         with self._recovered(needed):
             self._manifest = self._publish(planned)
@@ -259,15 +239,15 @@ class Store:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _num_kept(self, num_tokens: int, unchanged: int) -> int:
+    def _num_same(self, num_tokens: int, unchanged: int) -> int:
         """Number of first pages that need not be written. The partly used last page counts only if nothing is added."""
         page = self._format.page_tokens
         return -(-num_tokens // page) if unchanged == num_tokens == len(self.tokens) else unchanged // page
 
-    def _kept_windows(self, num_kept: int, windows: WindowRows) -> dict[int, Page]:
-        """The pages of layers with a window that need not be written. num_kept: number of first pages that stay."""
+    def _same_windows(self, num_same: int, windows: WindowRows) -> dict[int, Page]:
+        """The pages of layers with a window that need not be written. num_same: number of first pages that stay."""
         saved = self._manifest.windows_by_number if self._manifest else {}
-        return {number: page for number, page in saved.items() if windows.first_page <= number < num_kept}
+        return {number: page for number, page in saved.items() if windows.first_page <= number < num_same}
 
     def _planned_manifest(
         self,
@@ -275,26 +255,24 @@ class Store:
         capacity: int,
         extra: Mapping[str, object],
         unchanged: int,
-        windows: WindowRows | None,
-        states: StateRows | None,
-        hidden: HiddenRows | None,
+        kept: Kept,
     ) -> Manifest:
         """The manifest of the coming save, at its longest. Its new pages and states are named but not yet written."""
-        now, tag, old = time.time(), secrets.token_hex(8), self._manifest
-        num_kept = self._num_kept(len(tokens), unchanged)
-        kept = old.pages[:num_kept] if old else ()
-        new = range(len(kept), self._format.count(len(tokens)))
-        pages = (*kept, *(Page(page_file(number, tag), NO_CHECKSUM, self._format.most_packed) for number in new))
+        now, tag, old, windows = time.time(), secrets.token_hex(8), self._manifest, kept.windows
+        num_same = self._num_same(len(tokens), unchanged)
+        same = old.pages[:num_same] if old else ()
+        new = range(len(same), self._format.count(len(tokens)))
+        pages = (*same, *(Page(page_file(number, tag), NO_CHECKSUM, self._format.most_packed) for number in new))
         created = old.created if old else now
         planned = Manifest(self.identity, tuple(tokens), pages, capacity, dict(extra), created, now, self._writer)
         planned = replace(
             planned,
-            states=self._planned_states(states, len(tokens), unchanged, tag),
-            hidden=self._planned_hidden(hidden, len(tokens), unchanged, tag),
+            states=self._planned_states(kept.states, len(tokens), unchanged, tag),
+            hidden=self._planned_hidden(kept.hidden, len(tokens), unchanged, tag),
         )
         if windows is None:
             return planned
-        known, most = self._kept_windows(num_kept, windows), self._window_format.most_packed
+        known, most = self._same_windows(num_same, windows), self._window_format.most_packed
         numbers = range(windows.first_page, self._window_format.count(len(tokens)))
         of_windows = (
             known.get(number) or Page(page_file(number, tag, "window"), NO_CHECKSUM, most) for number in numbers
@@ -327,17 +305,15 @@ class Store:
                 "make room ('triforce sessions prune'), or have TRIFORCE_SESSIONS_DIR name a folder on a larger disk"
             )
 
-    def _write_pages(
-        self, planned: Manifest, rows: PagedRows, windows: WindowRows | None, on_bytes: OnBytes
-    ) -> Manifest:
+    def _write_pages(self, planned: Manifest, kept: Kept, on_bytes: OnBytes) -> Manifest:
         def written(rows: PagedRows, number: int, page: Page, form: PageFormat) -> Page:
             if page.checksum != NO_CHECKSUM:
                 return page
             used = len(planned.tokens) - number * form.page_tokens
             return write_page(self._folder, page.file, form, rows.page_of_all(number), used, on_bytes)
 
-        pages = tuple(written(rows, number, page, self._format) for number, page in enumerate(planned.pages))
-        if windows is None:
+        pages = tuple(written(kept.rows, number, page, self._format) for number, page in enumerate(planned.pages))
+        if (windows := kept.windows) is None:
             return replace(planned, pages=pages)
         of_windows = planned.windows_by_number.items()
         own = tuple(written(windows, number, page, self._window_format) for number, page in of_windows)
@@ -388,7 +364,9 @@ class Store:
         self._manifest = manifests.read(self._folder)
         sweep(self._folder, self._manifest)
 
-    def _check_rows(self, rows: PagedRows, windows: WindowRows | None, states: StateRows | None) -> None:
+    def _check(self, kept: Kept) -> None:
+        """Raises ValueError where `kept` has other parts than the session is for."""
+        rows, windows, states = kept.rows, kept.windows, kept.states
         if format_of(rows) != self._format:
             raise ValueError(f"rows are {format_of(rows)}, the session is for {self._format}")
         if (windows is not None) != bool(self._window_format.num_layers):

@@ -28,8 +28,7 @@ from offload.model.next_token import NextTokenDecoder, NextTokenLevel
 from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress
-from offload.session.page import PagedRows, WindowRows
-from offload.session.states import StateRows
+from offload.session.kept import Kept
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
@@ -135,19 +134,9 @@ class Worker:
         return self.models.link
 
     @property
-    def rows(self) -> PagedRows:
-        """The target's cached rows, which sessions save and restore."""
-        return self.full
-
-    @property
-    def window_rows(self) -> WindowRows | None:
-        """The cached rows of the target's layers that have a window; None without such layers."""
-        return self.windows
-
-    @property
-    def state_rows(self) -> StateRows | None:
-        """The states of the target's layers that have one; None without such layers."""
-        return self.states
+    def kept(self) -> Kept:
+        """The parts of the target's caches that sessions and the prefix store save and restore."""
+        return Kept(self.full, self.windows, self.states, self.hidden)
 
     @property
     def link_stats(self) -> LinkStats:

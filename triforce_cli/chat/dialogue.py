@@ -154,10 +154,6 @@ class Dialogue:
         self.change(done)
         self.output.note(render_chat.compacted(count, freed, self.num_used, self.engine.limit))
 
-    def _num_to_summarise(self, asked: Conversation) -> int:
-        """The tokens of a request for a summary."""
-        return len(self.format.prompt(asked, BEGIN).tokens)
-
     def undo_compaction(self) -> None:
         """Take the last compaction back. Raises UsageError."""
         if self._compaction is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from offload.bench.comparison import TRANSFORMERS
 from offload.errors import DoesNotFit, UsageError
 from offload.interrupts import Terminated
-from triforce_cli import __version__, options, plot
+from triforce_cli import __version__, options
 from triforce_cli.choice import Models
 from triforce_cli.control import BASIC, BasicGreedySampling
 from triforce_cli.documents.selection import Named
@@ -82,15 +82,6 @@ Against = Annotated[
         BENCH,
     ),
 ]
-Plot = Annotated[
-    Path | None,
-    option(
-        "--plot",
-        "Draw ms/token and acceptance against context: a .png or .svg file (needs matplotlib).",
-        BENCH,
-        metavar="FILE",
-    ),
-]
 
 
 class Findings:
@@ -100,8 +91,8 @@ class Findings:
     Leave the output's context first, so that the table does not mix with a progress display.
     """
 
-    def __init__(self, output: Output, *, as_json: bool, plot_file: Path | None) -> None:
-        self._output, self._as_json, self._plot_file = output, as_json, plot_file
+    def __init__(self, output: Output, *, as_json: bool) -> None:
+        self._output, self._as_json = output, as_json
         self._about: dict[str, object] | None = None
         self._comparisons: list[Comparison] = []
 
@@ -126,9 +117,6 @@ class Findings:
             self._output.document(document)
         elif self._comparisons:
             self._output.text(render_bench.report(self._comparisons, width=self._output.text_width))
-        if self._plot_file is not None and self._comparisons:
-            plot.draw(self._comparisons, self._plot_file)
-            self._output.note(f"drawn in {self._plot_file}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +131,13 @@ class Bench:
     options: Options
     models: Models
     against: bool
-    plot: Path | None
     as_json: bool
     quiet: bool
 
     def run(self) -> None:
         """Plan all contexts, then measure one after the other. Ctrl-C keeps those that are finished."""
-        if self.plot is not None:
-            plot.check(self.plot)
         output = Output(quiet=self.quiet)
-        with Findings(output, as_json=self.as_json, plot_file=self.plot) as findings, output:
+        with Findings(output, as_json=self.as_json) as findings, output:
             text = self._text(output)
             self._measure(text, findings, output)
 
@@ -272,7 +257,6 @@ def bench(
     contexts: Contexts = None,
     repeats: Repeats = 5,
     against: Against = "none",
-    plot: Plot = None,
     max_tokens: options.MaxTokens = 128,
     sampling: BasicGreedySampling,
     levels: LevelFlags,
@@ -288,7 +272,7 @@ def bench(
     checked to be the same. The table shows medians and, below them, minimum and maximum. Ctrl-C keeps the contexts that
     are finished.
 
-    Example: triforce bench --prompt-file book.txt --contexts 4096,16384 --plot book.svg
+    Example: triforce bench --prompt-file book.txt --contexts 4096,16384
     """
     if max_tokens < 2:
         raise UsageError(f"max-tokens is {max_tokens}, it must be 2 or more: the first token is not timed")
@@ -303,7 +287,6 @@ def bench(
         options=plan_options(levels, **vars(placement)),
         models=models.chosen(),
         against=against == TRANSFORMERS,
-        plot=plot,
         as_json=json,
         quiet=quiet,
     )

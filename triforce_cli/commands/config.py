@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from offload.errors import UsageError, quoted_line
-from triforce_cli import completion, options, tree
-from triforce_cli.configuration import Configuration, default_file, file_of, origin, parsed
+from triforce_cli import options, tree
+from triforce_cli.configuration import Configuration, default_file, file_of, origin
 from triforce_cli.elsewhere import Group
 from triforce_cli.flags import ProgramFlags, spread
 from triforce_cli.output import Output
-from triforce_cli.prompt_templates import PROMPT, PromptTemplate
+from triforce_cli.prompt_templates import PromptTemplate
 from triforce_cli.render import config as render_config
 from triforce_cli.render.config import Setting
 
-KEY_HELP = "As in the file: model, chat.temperature, aliases.NAME, templates.NAME.prompt."
-KeyToSet = Annotated[
-    str, typer.Argument(metavar="KEY", help=KEY_HELP, show_default=False, autocompletion=completion.keys)
-]
-KeyToUnset = Annotated[
-    str, typer.Argument(metavar="KEY", help=KEY_HELP, show_default=False, autocompletion=completion.keys_in_the_file)
-]
 ASKING = ("ask",)  # the command that takes templates
 
 config = typer.Typer(
-    cls=Group, no_args_is_help=True, help="Look at the configuration file and what it changes, or change it."
+    cls=Group, no_args_is_help=True, help="Look at the configuration file and what it changes, or edit it."
 )
 
 
@@ -55,24 +46,38 @@ class Showing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """One `triforce config set` or `unset`, parsed. edit: of the file's text. hidden_by: a variable that wins over the
-    key, "" if none does."""
+class Location:
+    """One `triforce config path`, parsed."""
 
     file: Path
-    edit: Callable[[str], str]
-    done: str
-    hidden_by: str = ""
+
+    def run(self) -> None:
+        with Output() as output:
+            output.text(f"{self.file}\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """One `triforce config edit`, parsed. root: the group of all commands, whose options the file may set."""
+
+    file: Path
+    root: Any
     quiet: bool
 
     def run(self) -> None:
-        from triforce_cli.configuration_file import rewrite
+        from triforce_cli.configuration_file import edit
 
+        edit(self.file)
         with Output(quiet=self.quiet) as output:
-            rewrite(self.file, self.edit)
-            output.note(self.done)
-            if self.hidden_by:
-                output.note(f"the environment variable {self.hidden_by} is set and wins over it")
+            try:
+                aliases = Configuration.read(self.file, self.root).aliases()
+            except UsageError as error:
+                again = quoted_line("triforce", "config", "edit")
+                raise UsageError(f"{error}; the file is kept as it is; edit it again: {again}") from error
+            output.note(f"{self.file} has no fault")
+            for name in aliases.names:
+                if problem := aliases.problem(name):
+                    output.note(f"alias {name}: {problem}")
 
 
 @config.command()
@@ -82,7 +87,7 @@ def show(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[COMMAND]", help="Of this command alone: generate, or sessions ls.", show_default=False
+            metavar="[COMMAND]", help="Show the options of this command alone: generate, or sessions ls.", show_default=False
         ),
     ] = None,
     *,
@@ -120,73 +125,30 @@ def show(
     )
 
 
-@config.command("set", context_settings={"ignore_unknown_options": True})  # -3 is a value
+@config.command()
 @spread
-def set_(
-    context: typer.Context,
-    key: KeyToSet,
-    values: Annotated[
-        list[str],
-        typer.Argument(metavar="VALUE", help="Several for an option that can be repeated.", show_default=False),
-    ],
-    *,
-    quiet: options.Quiet = False,
-    config: options.EditedConfig = None,
-    log_file: options.LogFile = None,
-    debug: options.Debug = False,
-) -> Change:
-    """Set a key of the configuration file. Everything else in the file stays, comments too.
+def path(*, config: options.EditedConfig = None, debug: options.Debug = False) -> Location:
+    """Print the path of the configuration file, which need not exist.
 
-    The value is checked as that of the option is on the command line. A switch is true or false. The file is made if
-    there is none.
-
-    Example: triforce config set chat.temperature 0.8
+    Example: cp "$(triforce config path)" backup.toml
     """
-    from triforce_cli.configuration_edit import with_value
-    from triforce_cli.configuration_file import current_text
-    from triforce_cli.configuration_key import Key, checked_value
-
-    root, file, named = context.find_root().command, file_of(config), Key.of(key)
-    known = Configuration(file, parsed(file, current_text(file)))
-    value = checked_value(named, values, known, root)
-    variable = next((str(option.envvar) for option in named.options(root).values()), "")
-    return Change(
-        file=file,
-        edit=lambda text: with_value(text, named.parts, value),
-        done=f"set {named} in {file}",
-        hidden_by=variable if variable and os.environ.get(variable) else "",
-        quiet=quiet,
-    )
+    return Location(file=file_of(config))
 
 
 @config.command()
 @spread
-def unset(
-    key: KeyToUnset,
+def edit(
+    context: typer.Context,
     *,
     quiet: options.Quiet = False,
     config: options.EditedConfig = None,
     log_file: options.LogFile = None,
     debug: options.Debug = False,
-) -> Change:
-    """Remove a key from the configuration file, also one that no option has. Everything else stays.
+) -> Edit:
+    """Open the configuration file in your editor (VISUAL, or EDITOR), and check it afterwards.
 
-    Example: triforce config unset chat.temperature
+    The file is made if there is none. A fault is named with its line or key, and the file is kept as it is.
+
+    Example: EDITOR=nano triforce config edit
     """
-    from triforce_cli.configuration_edit import value_at, without
-    from triforce_cli.configuration_file import current_text
-    from triforce_cli.configuration_key import Key
-
-    file, named = file_of(config), Key.of(key)
-    found = value_at(parsed(file, current_text(file)), named.parts)
-    if found is None:
-        raise UsageError(f"{named} is not set in {file}")
-    if isinstance(found, dict) and not named.is_of_template:
-        raise UsageError(f"{named} is a section of {file}; name one of its keys: {named}.{next(iter(found), 'KEY')}")
-    if named.is_of_template and named.parts[2:] == (PROMPT,):
-        template = ".".join(named.parts[:2])
-        remedy = quoted_line("triforce", "config", "unset", template)
-        raise UsageError(f"a template needs its {PROMPT}; {remedy} removes the whole template")
-    return Change(
-        file=file, edit=lambda text: without(text, named.parts), done=f"removed {named} from {file}", quiet=quiet
-    )
+    return Edit(file=file_of(config), root=context.find_root().command, quiet=quiet)

@@ -106,7 +106,7 @@ def listing(
     """List the stored models, how much of their context fits this machine, aliases, and what can be pulled.
 
     Pulled and converted models are in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. Aliases
-    are those of the configuration file (triforce config set aliases.NAME MODEL).
+    are those of the configuration file (triforce config edit).
 
     Example: triforce models --json
     """

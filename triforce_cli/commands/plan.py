@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from offload.plan.options import Options
     from offload.plan.planner import Plan
     from offload.plan.request import Request
-    from offload.plan.what_if import WhatIf
     from triforce_cli.render.plan import Planned
 
 MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
@@ -84,17 +83,6 @@ class Machine:
             if here.is_cpu and given is not None:
                 raise UsageError(f"{name} is about GPUs and {_without_gpus(self.device)}")
         return self._changed(here)
-
-    @property
-    def baseline(self) -> tuple[str, Machine] | None:
-        """(name, machine) to compare with: one GPU for several GPUs, else the machine without the user's changes; None
-        if there are none."""
-        as_it_is = replace(self, gpu_memory=None, host_memory=None, link_gbps=None, host_gbps=None)
-        if self.gpus is not None and self.gpus > 1:
-            return "one process" if self.device == "cpu" else "one such GPU", replace(self, gpus=1)
-        if self == as_it_is:
-            return None
-        return ("RTX 4090" if self.assumed else "this machine"), as_it_is
 
     @property
     def assumed(self) -> bool:
@@ -169,7 +157,6 @@ class Planning:
             link_given=self.machine.link_gbps is not None,
             host_given=self.machine.host_gbps is not None,
             longest_context=longest,
-            what_if=self._what_if(request, plan, sizes),
             in_16_bits=in_16_bits(request, plan, **sizes),
         )
 
@@ -215,14 +202,6 @@ class Planning:
             raise UsageError(f"max-tokens is {self.max_tokens}, it must be less than the context of {context}")
         return {"num_prompt_tokens": context - self.max_tokens, "max_tokens": self.max_tokens}
 
-    def _what_if(self, request: Request, plan: Plan, sizes: Mapping[str, int]) -> WhatIf | None:
-        if self.machine.baseline is None:
-            return None
-        from offload.plan.what_if import Case, WhatIf
-
-        name, before = self.machine.baseline
-        return WhatIf(name, Case.of(self._request(before), sizes), Case(plan, request.longest_context()))
-
 
 @spread
 def plan(
@@ -250,8 +229,7 @@ def plan(
     Reads config.json alone, and with --prompt-file the tokenizer; nothing else is loaded and nothing is measured.
     Without --gpus it plans for this machine; with it, for that many GPUs of 24 GB on links of 25 GB/s with 128 GB of
     host memory at 72 GB/s (165 for more than two GPUs), unless you say otherwise; with --device cuda as well, for that
-    many GPUs of this machine, with --device cpu for that many processes here. Several GPUs are compared with one, and a
-    changed machine with the one that is there.
+    many GPUs of this machine, with --device cpu for that many processes here.
     Exit code 3 when the context does not fit; the message names the nearest changes that would make it fit.
 
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2

@@ -100,12 +100,6 @@ def families(known: Sequence[Family | Wrapper]) -> str:
     )
 
 
-def families_table(known: Sequence[Family | Wrapper]) -> str:
-    """The families as a table of docs/models.md."""
-    rows = [f"| `{each.name}` | {each.about} | {each.refuses or '-'} |" for each in known]
-    return "\n".join(["| model_type | models | refused |", "|---|---|---|", *rows]) + "\n"
-
-
 def families_document(known: Sequence[Family | Wrapper]) -> dict[str, Any]:
     """The JSON of `models --families`."""
     return {

@@ -22,7 +22,6 @@ from triforce_cli.render.text import (
     lengths_of,
     levels_of,
     line_text,
-    significant,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from offload.plan.cost import Prediction
     from offload.plan.planner import Plan
     from offload.plan.request import Request
-    from offload.plan.what_if import Case, WhatIf
 
 _BAR, _BESIDE_BAR = 40, 21  # columns of the bar, and of the text beside it
 _LEAST_BAR = 10
@@ -42,7 +40,7 @@ _LEAST_REMARK = 14  # columns; with fewer, remarks go below their table
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """The findings of `triforce plan`. link_given, host_given: the user set the rate of the link, and of host memory.
-    longest_context: with --fit. what_if: the comparison with another machine, or None. in_16_bits: the prediction for
+    longest_context: with --fit. in_16_bits: the prediction for
     the same request in 16 bits everywhere, if the plan uses fewer bits."""
 
     model: Path
@@ -51,7 +49,6 @@ class Planned:
     link_given: bool
     host_given: bool
     longest_context: int | None = None
-    what_if: WhatIf | None = None
     in_16_bits: Prediction | None = None
 
     @property
@@ -93,8 +90,6 @@ def report(planned: Planned, *, width: int) -> RenderableType:
         _bars(planned, width),
         _speed(planned, width),
     ]
-    if planned.what_if is not None:
-        parts.append(_compared(planned.what_if, planned.request.target.context_limit, width))
     parts += [_labelled("note", note) for note in planned.plan.notes]
     return Group(*[piece for part in parts for piece in (part, Text())][:-1])
 
@@ -112,7 +107,6 @@ def document(planned: Planned) -> dict[str, Any]:
         "graphs": planned.graphs,
         "fit": fit,
         "in_16_bits": asdict(planned.in_16_bits) if planned.in_16_bits else None,
-        "what_if": planned.what_if.as_dict() if planned.what_if else None,
         "model": str(planned.model),
         "stored_in": list(planned.request.target.stored_in),
         "version": __version__,
@@ -303,33 +297,6 @@ def _graphs(planned: Planned) -> Iterator[str]:
         levels = " and ".join(planned.graphs)
         launches = "one for each layer" if planned.plan.placement.expert_slots else "one launch"
         yield f"a pass of {levels} is {launches}" if levels else "none: kernels are launched one by one"
-
-
-def _compared(what_if: WhatIf, limit: int, width: int) -> RenderableType:
-    """A table comparing this machine with another one."""
-    before, after = what_if.before, what_if.after
-    at_limit = ", the model's limit" if after.longest_context == limit else ""
-    contexts = (f"{case.longest_context:,}" for case in (before, after))
-    rows = [
-        ("first token", _first(before), _first(after), _times(what_if.first_token_ratio, "as fast")),
-        ("a token", _token(before), _token(after), _times(what_if.token_ratio, "as fast")),
-        ("longest context", *contexts, _times(what_if.context_ratio, "as long") + at_limit),
-    ]
-    return _table(("compared", what_if.name, "as asked", ""), rows, width)
-
-
-def _first(case: Case) -> str:
-    return duration(case.plan.predicted.first_token_seconds) if case.plan else "does not fit"
-
-
-def _token(case: Case) -> str:
-    return latency(case.plan.predicted.seconds_per_token) if case.plan else "does not fit"
-
-
-def _times(ratio: float | None, how: str) -> str:
-    if ratio is None:
-        return ""
-    return "the same" if significant(ratio) == "1.00" else f"{significant(ratio)}x {how}"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> RenderableType:

@@ -301,3 +301,12 @@ class TestSeconds:
         assert load_expert_times("here", "CPU", "one") is None
         save_expert_times("here", "CPU", "one", ExpertTimes((0.5,) * len(ROWS), "some"))
         assert load_expert_times("here", "CPU", "one") is not None
+
+
+def test_rows_that_the_kernels_do_not_know_run_by_torchs_operators(tmp_path: Path) -> None:
+    """Half of the program took the kernels, whose assertion about 16 numbers then failed."""
+    folder = save_tiny("qwen3_moe", tmp_path / "model", tokenizer=True, vocab_size=264, hidden_size=40)
+    request = GenerationRequest(random_tokens(40), SamplingParams(temperature=0.0), max_tokens=4)
+    plan = plan_request(folder, None, Options(device="cpu"), num_prompt_tokens=40, max_tokens=4)
+    with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as engine:
+        assert sum(len(step.tokens) for step in engine.generate(request)) == 4

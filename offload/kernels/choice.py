@@ -50,6 +50,8 @@ def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, i
 
 def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """The kernels of `device` for a model, whose layers may have heads of several sizes: none if one size has none."""
+    if device.type == "cpu":
+        return cpu.of_model(device, config)
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
     return next((each for each in found if not each.usable), found[0])
 

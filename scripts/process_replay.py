@@ -87,7 +87,7 @@ class Configurations:
         yield "a 4-bit cache proposes", partial(self._drafted, "--kv-bits", "4", "--dtype", "bf16", prompt=LONG)
         yield (
             "4-bit weights propose",
-            partial(self._one, "wide", "--weight-bits", "4", "--dtype", "bf16", "--no-lookup"),
+            partial(self._one, "wide", "--weight-bits", "4", "--kv-bits", "16", "--dtype", "bf16", "--no-lookup"),
         )
         yield "two ranks", partial(self._drafted, "--gpus", "2")
         yield "two ranks, streamed", partial(self._drafted, "--gpus", "2", "--offload", "kv", prompt=LONG)
@@ -176,10 +176,10 @@ def run(args: Sequence[str], folder: Path) -> dict[str, Any]:
             file.seek(0)
             texts.append(file.read())
     is_timed = args[0] != "plan"
-    said = [
-        stable(json.loads(line), is_timed=is_timed) if line[:1] in ("{", "[") else line
-        for line in texts[0].splitlines()
-    ]
+    lines = [json.loads(line) if line[:1] in ("{", "[") else line for line in texts[0].splitlines()]
+    if all(isinstance(line, dict) and "id" in line for line in lines):
+        lines.sort(key=lambda line: line["id"])  # a batch's results come as they end
+    said = [stable(line, is_timed=is_timed) for line in lines]
     found: dict[str, Any] = {"exit": code, "said": said}
     if code:
         found["error"] = texts[1].splitlines()[-1:]

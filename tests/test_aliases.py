@@ -117,18 +117,6 @@ def test_aliases_are_listed_with_what_is_wrong(file: Path, triforce: Run) -> Non
     ]
 
 
-def test_aliases_are_set_and_unset(file: Path, triforce: Run) -> None:
-    before = file.read_text()
-    assert triforce("config", "set", "aliases.v1.5", "ours")[0] == 0
-    assert file.read_text() == f'{before}"v1.5" = "ours"\n'
-    assert models("-m", "v1.5") == (TARGET, None)
-    assert triforce("config", "unset", "aliases.v1.5")[0] == 0
-    assert file.read_text() == before
-    for args, code in ((("aliases.mine", "ours"), 2), (("aliases.new", "nonsense"), 4), (("aliases.a b", "mine"), 2)):
-        assert triforce("config", "set", *args)[0] == code
-    assert file.read_text() == before
-
-
 def test_a_listing_without_aliases_says_nothing_of_them(triforce: Run) -> None:
     assert "aliases" not in triforce("models")[1]
 

@@ -65,16 +65,20 @@ def test_what_is_held_back_comes_with_the_last_step_or_where_the_answer_is_broke
         answer = answer_to(REPLY)
         assert told(answer.add(step(text, finish))) == (text.strip(), "")
         assert answer.finish == finish
-        assert answer.break_off() is None
+        assert answer.end("timeout") is None
+        assert (answer.finish, answer.is_cut) == (finish, False)
     answer = answer_to(REPLY)
     answer.add(step("<think>Well</thi"))
-    assert (told(answer.break_off()), answer.finish) == (("", "</thi"), None)
-    assert answer.break_off() is None
+    assert (answer.finish, answer.is_cut) == ("", False)
+    assert told(answer.end("timeout")) == ("", "</thi")
+    assert (answer.finish, answer.is_cut) == ("timeout", True)
+    assert answer.end("interrupted") is None
+    assert answer.finish == "timeout"
 
 
-def test_an_answer_that_has_not_begun_has_nothing_to_break_off() -> None:
+def test_an_answer_that_has_not_begun_has_nothing_held_back() -> None:
+    assert answer_to(Prompt([1], is_chat=True, begin="Under")).end("interrupted") is None
     answer = answer_to(Prompt([1], is_chat=True, begin="Under"))
-    assert answer.break_off() is None
     assert told(answer.add(step(" it", "stop"))) == ("Under it", "")
 
 
@@ -88,7 +92,7 @@ def test_json_has_what_is_wanted_and_no_more() -> None:
         answer, notes = answer_to(prompt, wanted), list[str]()
         score = TokenScore(97, -0.5, ((98, -1.0),))
         answer.add(step("a", "stop", scores=(score,) if wanted.logprobs else (), passages=(Passage(0, 2, (0.25,)),)))
-        return answer.as_dict("stop", note=notes.append)
+        return answer.as_dict(note=notes.append)
 
     plain = {"text": "a", "tokens": [97], "finish_reason": "stop"}
     assert found(REPLY, WANTED) == plain

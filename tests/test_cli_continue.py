@@ -173,7 +173,7 @@ def test_thoughts_are_told_apart_across_the_cut(cut: int) -> None:
 
     first = read(prompt, *reply[:cut], finish=None)
     begun = Begun.of(first, [1, 2])  # before what is held back is written, as by `kept`
-    first.break_off()
+    first.end("interrupted")
     again = begun.prompt([1, 2, 9])
     assert again.earlier == Earlier(cut, len(first.text), sum(len(part.thoughts) for part in first.parts))
     assert list(again.tokens) == [1, 2, 3, *map(ord, reply[:cut])]

@@ -158,20 +158,6 @@ def test_config_show_lists_templates(file: Path, triforce: Run, monkeypatch: pyt
     }
 
 
-def test_templates_are_set_and_unset(file: Path, triforce: Run) -> None:
-    before = file.read_text()
-    for name, text in (("prompt", "Say {input}"), ("begin-reply", "So")):
-        assert triforce("config", "set", f"templates.v1.2.{name}", text)[0] == 0
-    made = PromptTemplates.read(configuration.parsed(file, file.read_text())["templates"], file)
-    assert made.named("v1.2") == PromptTemplate("v1.2", "Say {input}", "", "So")
-    assert "a template needs its prompt" in triforce("config", "unset", "templates.v1.2.prompt")[2]
-    assert triforce("config", "unset", "templates.v1.2")[0] == 0
-    assert file.read_text().rstrip() == before.rstrip()
-    for key in ("templates.new.system", "templates.sum.sytem", "templates.sum", "templates.a b.prompt"):
-        assert triforce("config", "set", key, "x")[0] == 2
-    assert file.read_text().rstrip() == before.rstrip()
-
-
 def test_placeholders_are_names_in_single_braces() -> None:
     assert placeholders_in("{a} {{b}} {1} {c_2}{a}") == ["a", "c_2", "a"]
     assert replaced("{{a}}", {}, "it") == "{a}"

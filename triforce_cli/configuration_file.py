@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from offload.errors import TriforceError, UsageError
-from offload.interrupts import ctrl_c_ignored, waiting
+from offload.interrupts import ctrl_c_ignored
 from triforce_cli.configuration import default_file
 
 _PRIVATE = 0o600
@@ -35,7 +35,7 @@ def edit(file: Path) -> None:
         process = subprocess.Popen(command)
     except OSError as error:
         raise UsageError(f"the editor {command[0]} cannot be run: {error.strerror}; set VISUAL or EDITOR") from error
-    with ctrl_c_ignored(), waiting():  # it is the editor's
+    with ctrl_c_ignored():  # it is the editor's
         code = process.wait()
     if code:
         raise TriforceError(f"the editor {command[0]} ended with exit code {code}; {file} is as it left it")

@@ -190,7 +190,7 @@ Include = Annotated[
     list[str] | None,
     option(
         "--include",
-        "Read files like this from folders; !X: no files like X.",
+        "Files to read in folders; !X: not X.",
         PROMPT,
         metavar="PATTERN",
     ),
@@ -214,7 +214,10 @@ Session = Annotated[
         autocompletion=completion.sessions,
     ),
 ]
-CacheFile = Annotated[Path | None, option("--cache", "Keep what was computed in this folder, as --session does by a name.", SESSION, metavar="PATH")]
+CacheFile = Annotated[
+    Path | None,
+    option("--cache", "Keep what was computed in this folder.", SESSION, metavar="PATH"),
+]
 ReadOnly = Annotated[bool, switch("--read-only", "Resume without changing it.", SESSION)]
 Store = Annotated[
     bool,

@@ -65,9 +65,7 @@ class Alone:
         finally:
             if self.recorder is not None and writer.answer is not None:
                 seconds = time.monotonic() - began
-                self.recorder.record(
-                    writer.answer, output, question=run.question, finish=writer.finish, seconds=seconds
-                )
+                self.recorder.record(writer.answer, output, question=run.question, seconds=seconds)
 
     def _file(self, output: Output) -> AbstractContextManager[object]:
         if self.file is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli.answering.citations import Citation, citations
+from triforce_cli.answering.ending import LENGTH, STOP
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import Piece
 
@@ -35,12 +36,14 @@ class Part:
 
 
 class Answer:
-    """The parts of an answer so far. citations: None until the answer ends, and if none are wanted."""
+    """The parts of an answer so far. finish: the finish reason, see triforce_cli.answering.ending; "" before the end.
+    citations: None until the answer ends by itself, and if none are wanted."""
 
     def __init__(self, prompt: Prompt, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.prompt, self.wanted = prompt, wanted
         self.parts: list[Part] = []
         self.num_tokens = 0
+        self.finish = ""
         self.citations: list[Citation] | None = None
         self._tokenizer = tokenizer
         self._splitter = prompt.splitter()
@@ -58,17 +61,27 @@ class Answer:
         self.num_tokens += len(step.tokens)
         text, thoughts = self._told_apart(pieces)
         self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish, step.stop))
-        if step.finish is not None and self.wanted.cites:
+        self.finish = step.finish or ""
+        if self.finish and self.wanted.cites:
             read, documents = self.prompt.tokens, self.prompt.documents
             self.citations = citations(step.passages, read, documents, self._tokenizer, self.text)
         return self.parts[-1]
 
-    def break_off(self) -> Part | None:
-        """The part with the text held back, for an answer that ends early; None if there is none."""
-        if not self.parts or self.finish is not None or not (pieces := self._splitter.flush()):
+    def end(self, early: str) -> Part | None:
+        """End the answer: for the reason `early`, unless it has ended by itself. Returns the part with the text that
+        was held back, None if there is none."""
+        if self.finish:
+            return None
+        self.finish = early
+        if not self.parts or not (pieces := self._splitter.flush()):
             return None
         self.parts.append(Part(*self._told_apart(pieces)))
         return self.parts[-1]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended before the model, or a limit of tokens, ended it."""
+        return self.finish not in ("", STOP, LENGTH)
 
     def scores(self, part: Part) -> list[dict[str, Any]]:
         """The scores of a part's tokens as JSON: ids, texts and log-probabilities in nats, also of the likeliest
@@ -83,7 +96,7 @@ class Answer:
     @property
     def num_written(self) -> tuple[int, int]:
         """The characters of text and of thoughts that are written once the answer ends, by earlier runs, too."""
-        held = [] if self.finish is not None else copy(self._splitter).flush()
+        held = [] if self.finish else copy(self._splitter).flush()
         said, thoughts = (self._num_split[kind] + len(_joined(held, is_thought=kind)) for kind in (False, True))
         return max(self._earlier[False], said), max(self._earlier[True], thoughts)
 
@@ -97,23 +110,19 @@ class Answer:
         return [token for part in self.parts for token in part.tokens]
 
     @property
-    def finish(self) -> str | None:
-        """The finish reason; None before the end, and for an answer that ended early."""
-        return self.parts[-1].finish if self.parts else None
-
-    @property
     def stop(self) -> str:
         """The wanted stop string that ended the answer, or ""."""
         stop = self.parts[-1].stop if self.parts else ""
         return stop if stop in self.wanted.stops else ""
 
-    def as_dict(self, finish_reason: str, *, note: Callable[[str], None]) -> dict[str, Any]:
-        """The answer as JSON, without parts that were not wanted. note: called with a note on unreadable tool calls."""
+    def as_dict(self, *, note: Callable[[str], None]) -> dict[str, Any]:
+        """The answer, which has ended, as JSON, without parts that were not wanted. note: called with a note on
+        unreadable tool calls."""
         text, thoughts = self.text, "".join(part.thoughts for part in self.parts)
         found: dict[str, Any] = {"text": text, "tokens": self.tokens}
         if self.wanted.logprobs is not None:
             found["logprobs"] = [score for part in self.parts for score in self.scores(part)]
-        found["finish_reason"] = finish_reason
+        found["finish_reason"] = self.finish
         if self.prompt.calls is not None:
             found["tool_calls"], notice = self.prompt.calls.read(text)
             note(notice)

@@ -37,12 +37,11 @@ class Recorder:
         output: Output,
         *,
         question: str,
-        finish: str,
         seconds: float,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put an answer with at least one token into the log. The first use of the log is said. options: that have
-        changed since the command began."""
+        """Put an answer that has ended, with at least one token, into the log. The first use of the log is said.
+        options: that have changed since the command began."""
         from triforce_cli.answer_log import AnswerLog, Entry
 
         if not answer.num_tokens:
@@ -57,7 +56,7 @@ class Recorder:
             question=ending(question, MOST_QUESTION),
             documents=tuple(document.name for document in answer.prompt.documents),
             answer=answer.text,
-            finish=finish,
+            finish=answer.finish,
             seconds=round(seconds, 3),
         )
         try:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from triforce_cli.answering.answer import Answer, Part
+from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.deadline import Deadline, TimedOut
 
@@ -47,7 +48,7 @@ class Asked:
 
     @property
     def is_complete(self) -> bool:
-        return self.answer.finish is not None
+        return bool(self.answer.finish)
 
     @property
     def is_over(self) -> bool:
@@ -107,7 +108,7 @@ class Answers(Generic[Key]):
         """Take an answer off, with the text that was held back, and its statistics. on_end: gets them before its
         prompt's rows are kept, which takes a while."""
         asked = self._under_way[key]
-        asked.answer.break_off()
+        asked.answer.end(TIMEOUT)
         stats = self._sequences.leave(key, on_end=on_end)
         del self._under_way[key]  # after an error it is to be dropped
         return asked, stats

@@ -27,11 +27,11 @@ class Writer:
     limit or an error.
 
     Leave the output's context first, so that JSON and tables do not mix with a progress display. remark: a note on the
-    whole answer, below it. stats: of the tokens so far. finish: the finish reason, at the end.
+    whole answer, below it. stats: of the tokens so far.
     """
 
     def __init__(self, output: Output, written: Written, models: Models) -> None:
-        self.remark = self.finish = ""
+        self.remark = ""
         self.stats: Stats | None = None
         self.answer: Answer | None = None
         self._output, self._written, self._models = output, written, models
@@ -61,11 +61,11 @@ class Writer:
         is_over = kind is None or issubclass(kind, KeyboardInterrupt | Terminated | TimedOut | Unfinished)
         is_failure = not is_over and isinstance(error, Exception) and not isinstance(error, BrokenPipeError)
         early = TIMEOUT if kind is TimedOut else FAILED if is_failure else INTERRUPTED
-        self.finish = (self.answer.finish if self.answer is not None else None) or early
+        rest = None if self.answer is None else self.answer.end(early)
         if is_over:
-            if self.answer is not None and (rest := self.answer.break_off()) is not None:
+            if rest is not None:
                 self._form.add(rest, [])
-            self._form.end(self._document(self.finish))
+            self._form.end(self._document(early if self.answer is None else self.answer.finish))
             self._show_below()
         elif isinstance(error, Exception) and is_failure:
             self._form.fail(describe(error, debug=debugging()), self._document(FAILED))
@@ -78,7 +78,7 @@ class Writer:
         log.event(f"ended ({finish_reason})", stats.as_dict() if stats else None)
         found: dict[str, Any] = {"text": "", "tokens": [], "finish_reason": finish_reason}
         if self.answer is not None:
-            found = self.answer.as_dict(finish_reason, note=self._output.note)
+            found = self.answer.as_dict(note=self._output.note) | {"finish_reason": finish_reason}
         return {
             **({"prompt": self._echo} if self._written.echo else {}),
             **found,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import DoesNotFit
 from triforce_cli import log
-from triforce_cli.answering.ending import LENGTH, TIMEOUT, End, check_ends
+from triforce_cli.answering.ending import LENGTH, End, check_ends
 from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.together import Asked
@@ -86,7 +86,7 @@ class Batch:
             left.next_step()
             came = answered(rest, prompts, engine, prepared.tokenizer, on_progress=output.progress)
             for number, (record, asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
-                if not asked.is_complete:
+                if asked.answer.is_cut:
                     output.note(f"{record.name}: out of time; what had come is kept")
                 result = self._result(record, asked, stats, output.note)
                 num_tokens += len(result["tokens"])
@@ -123,9 +123,7 @@ class Batch:
         return found
 
     def _result(self, record: Record, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:
-        found = asked.answer.as_dict(
-            asked.answer.finish or TIMEOUT, note=lambda notice: note(f"{record.name}: {notice}" if notice else "")
-        )
+        found = asked.answer.as_dict(note=lambda notice: note(f"{record.name}: {notice}" if notice else ""))
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo and record.messages is None else {}),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.citations import Citation
-from triforce_cli.answering.ending import INTERRUPTED, LENGTH, TIMEOUT, End
+from triforce_cli.answering.ending import INTERRUPTED, LENGTH, STOP, TIMEOUT, End
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Prompt, Wanted
@@ -286,25 +286,23 @@ class Dialogue:
                     raise
                 stopped = error
             self._num_replies += 1
-            rest = answer.break_off()
-            self.conversation = asked.answered(*self.format.remembered(answer), complete=answer.finish == "stop")
-            finish = answer.finish or (TIMEOUT if stopped is None else INTERRUPTED)
+            rest = answer.end(TIMEOUT if stopped is None else INTERRUPTED)
+            self.conversation = asked.answered(*self.format.remembered(answer), complete=answer.finish == STOP)
             try:
                 with stoppable(by_ctrl_c=self.interactive):
-                    self._show_end(answer, rest, prompt, finish)
+                    self._show_end(answer, rest, prompt)
             except Stopped as error:
                 stopped = error
             constraint = wanted.sampling.constraint
-            self.ends.append(End(f"reply {self._num_replies}", finish, "" if constraint is None else constraint.name))
-            self._record(answer, asked.question or "", finish, time.monotonic() - began)
+            name = "" if constraint is None else constraint.name
+            self.ends.append(End(f"reply {self._num_replies}", answer.finish, name))
+            self._record(answer, asked.question or "", time.monotonic() - began)
         return answer, stopped
 
-    def _record(self, answer: Answer, question: str, finish: str, seconds: float) -> None:
+    def _record(self, answer: Answer, question: str, seconds: float) -> None:
         if self._recorder is not None:
             options = self.settings.since(self._first_settings)
-            self._recorder.record(
-                answer, self.output, question=question, finish=finish, seconds=seconds, options=options
-            )
+            self._recorder.record(answer, self.output, question=question, seconds=seconds, options=options)
 
     def _show_steps(self, answer: Answer, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> None:
         """Show steps until the reply ends or its deadline passes."""
@@ -314,15 +312,15 @@ class Dialogue:
                 if step.finish is None and deadline.has_passed:
                     return
 
-    def _show_end(self, answer: Answer, rest: Part | None, prompt: Prompt, finish: str) -> None:
+    def _show_end(self, answer: Answer, rest: Part | None, prompt: Prompt) -> None:
         """Show `rest`, the text that was held back, how the reply ended, and its citations."""
         if rest is not None:
             self._form.add(rest, [])
-        if answer.finish is None:
+        if answer.is_cut:
             self.output.end_line()
-            self.output.note("stopped" if finish == INTERRUPTED else "out of time; what had come is kept")
+            self.output.note("stopped" if answer.finish == INTERRUPTED else "out of time; what had come is kept")
         stats = None if self.engine.stats is None else self.engine.stats.as_dict()
-        self._form.end(answer.as_dict(finish, note=self.output.note) | {"stats": stats})
+        self._form.end(answer.as_dict(note=self.output.note) | {"stats": stats})
         self.citations = answer.citations or []
         if prompt.documents and answer.citations is not None:
             self.output.note(render_chat.cited(answer.citations))

@@ -87,7 +87,9 @@ def show(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[COMMAND]", help="Show the options of this command alone: generate, or sessions ls.", show_default=False
+            metavar="[COMMAND]",
+            help="Options of this command alone: generate, or sessions ls.",
+            show_default=False,
         ),
     ] = None,
     *,

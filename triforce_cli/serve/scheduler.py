@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.answering.together import Answers, Asked
 from triforce_cli.apis.api import ApiError
 from triforce_cli.deadline import TimedOut
@@ -181,9 +180,8 @@ class Scheduler:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(Piece(part.text, part.thoughts, 0, ()))
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
-            finish = answer.finish or TIMEOUT
-            job.report(Finish(finish, stats, answer.stop))
-            self._on_end(Ending(job.name, finish, stats, is_gone, job.num_read(stats.reused_tokens)))
+            job.report(Finish(answer.finish, stats, answer.stop))
+            self._on_end(Ending(job.name, answer.finish, stats, is_gone, job.num_read(stats.reused_tokens)))
 
         answers.finish(job, on_end=tell)
 

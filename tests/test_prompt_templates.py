@@ -15,7 +15,7 @@ from triforce_cli.app import app
 from triforce_cli.commands.ask import Ask
 from triforce_cli.output import Output
 from triforce_cli.placeholders import placeholders_in, replaced
-from triforce_cli.prompt_templates import PromptTemplate, PromptTemplates
+from triforce_cli.prompt_templates import PromptTemplate
 
 Run = Callable[..., tuple[int, str, str]]
 FILE = """

@@ -132,7 +132,7 @@ def show(
 def path(*, config: options.EditedConfig = None, debug: options.Debug = False) -> Location:
     """Print the path of the configuration file, which need not exist.
 
-    Example: cp "$(triforce config path)" backup.toml
+    Example: triforce config path
     """
     return Location(file=file_of(config))
 
@@ -151,6 +151,6 @@ def edit(
 
     The file is made if there is none. A fault is named with its line or key, and the file is kept as it is.
 
-    Example: EDITOR=nano triforce config edit
+    Example: triforce config edit
     """
     return Edit(file=file_of(config), root=context.find_root().command, quiet=quiet)

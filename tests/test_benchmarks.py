@@ -256,10 +256,12 @@ def test_acceptance_compares_rules_on_the_same_texts_and_trees_reads_it(run: Run
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(3600)
 def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A widened model, decoding under a cap that makes it stream and on chip, bits, and transformers beside it."""
     out = tmp_path / "gpu.json"
     args = ("--device", "cpu", "--like", "tiny", "--lengths", "600", "--max-tokens", "6", "--device-memory", "0.066")
+    args = (*args, "--minutes", "600")  # on a machine of any speed
     monkeypatch.setattr("offload.bench.checks.MODELS", {})  # they have tests of their own
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)  # the plan is of bf16 anywhere
     _, table = run("gpu.py", *args, "--work", str(tmp_path), "--out", str(out))

@@ -73,6 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("names", groups, ids=" ".join)
 
 
+@pytest.mark.timeout(3600)  # with --deep a file's cases take minutes, on a busy machine ten times as many
 def test_every_kernel_runs_in_the_interpreter(names: list[str], pytestconfig: pytest.Config, tmp_path: Path) -> None:
     """In a process of its own, as Triton decides on import whether it compiles."""
     files = [f"tests/{name}_interpreted.py" for name in names]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from offload.model.next_token import NextTokenLevel
 from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.transfer.memory import Memory
+from offload.worker.assemble import last_hidden
 from processor import best
 from quantised import level_stats
 from test_placement import TEMPORARY
@@ -537,3 +539,28 @@ def test_sequences_of_a_batch_say_what_each_says_alone(
     plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, num_sequences=3, **more)
     with tiny_engine(plan, folder, folder) as made:
         asked.check(made, requests)
+
+
+def test_drafts_after_a_pass_whose_rows_all_stay_overwrite_no_row_that_counts() -> None:
+    """A ring of a long draft took rows of rejected ones for the model's."""
+    gamma, rows, window, sinks = 64, 16, 240, 16
+    plan = SimpleNamespace(
+        composition=SimpleNamespace(gamma=gamma, draft_gamma=4, sinks=sinks, window=window, draft=True),
+        placement=SimpleNamespace(rows=rows),
+        request=SimpleNamespace(dtype="fp32"),
+    )
+    head = SimpleNamespace(config=SimpleNamespace(is_head=True, hidden_size=1))
+    hidden = last_hidden(plan, head, Memory(torch.device("cpu")))  # type: ignore[arg-type]
+    assert hidden is not None
+    numbered = torch.arange(1.0, 4000.0)[:, None]
+    hidden.write(0, numbered[:2500])
+    length = 2500
+    for _ in range(4):
+        hidden.write(length, numbered[length : length + gamma + 1])
+        length += gamma + 1
+        hidden.write_drafted(length, -numbered[length : length + gamma + 4])
+        hidden.truncate(length)
+    stop = hidden.oldest + window
+    kept = hidden.reachable(stop - rows, stop)
+    hidden.truncate(kept)
+    assert torch.equal(hidden.read(stop - window, kept), numbered[stop - window : kept])

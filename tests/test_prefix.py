@@ -217,13 +217,13 @@ def test_the_common_prefix_is_the_longest(first: list[int], second: list[int]) -
 @pytest.mark.parametrize(
     ("seconds", "streamed", "tokens"),
     [
-        (1.0, 0, 100),
-        (9.9, 0, 100),
+        (1.0, 0, 1000),  # for a prompt that is longer than the planned one
+        (9.9, 0, 102),
         (20.0, 0, 50),
         (80.0, 0, 14),
         (80.0, 3, 14),
         (80.0, 20, 50),
-        (30.0, 20, 100),
+        (30.0, 20, 134),
         (1e9, 1, 2),
     ],
 )

@@ -538,3 +538,37 @@ def test_scores_are_computed_of_every_row(tmp_path: Path) -> None:
         said(engine, asked(130))
     with case.engine(case.plan(), tmp_path / "store") as engine, case.engine(case.plan(), None) as without:
         assert torch.equal(engine.score(tokens).log_probabilities, without.score(tokens).log_probabilities)
+
+
+def test_rows_that_another_plan_computed_are_none_of_a_prefill(tmp_path: Path) -> None:
+    """Attention is summed tile by tile. Rows of the plan before went into the store under the key of the new one."""
+    target, _ = save_pair(tmp_path / "models", context=512)
+    case = Case(target, None, SIZES)
+    small, large = changed(case.plan(), tile_tokens=64 * 3), changed(case.plan(190), tile_tokens=64)
+    request = asked(130)
+    with case.engine(large, None) as cold:
+        whole, rows = said(cold, request), rows_of(cold, 128)
+    with case.engine(small, tmp_path / "store") as engine:
+        said(engine, request)
+        engine.replan(large)
+        assert engine.prefix._num_own == 64  # the first tile of both
+        assert (engine.keep(), said(engine, request)) == (64, whole)
+        assert engine.stats.reused_tokens == 64
+        assert torch.equal(rows_of(engine, 128), rows)
+    with case.engine(large, tmp_path / "store") as warm:
+        assert said(warm, request) == whole
+        assert torch.equal(rows_of(warm, 128), rows)
+
+
+def test_of_rows_that_were_cut_whole_blocks_are_those_of_a_prefill(tmp_path: Path) -> None:
+    """A prefill of just as many tokens has its last rows in a block of their own."""
+    target, _ = save_pair(tmp_path / "models", context=512)
+    case, text = Case(target, None, SIZES), random_tokens(130)
+    plan = case.plan()
+    count = plan.placement.prefill_block * 3 + 5
+    with case.engine(plan, None) as engine:
+        for prompt in (text, [*text[:count], *random_tokens(40, seed=6)]):
+            [*_] = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=2, reuse=True))
+        again = [*text[:count], *random_tokens(plan.placement.rows, seed=7)]
+        [*_] = engine.generate(GenerationRequest(again, GREEDY, max_tokens=2))
+        assert engine.stats.reused_tokens == plan.placement.prefill_block * 3

@@ -97,7 +97,7 @@ class PrefixCache:
     def generated(self, tokens: Sequence[int]) -> None:
         """Record that the full cache has rows of `tokens`, except the pending ones at the end."""
         self.tokens, self.num_precomputed = list(tokens[: self._target.length]), 0
-        self._num_own, self._num_saved = (min(number, len(self.tokens)) for number in (self._num_own, self._num_saved))
+        self._num_own, self._num_saved = self._own(len(self.tokens)), min(self._num_saved, len(self.tokens))
 
     def precomputed(self, tokens: Sequence[int]) -> None:
         """Record that the full cache has rows of all `tokens`, and that the levels below are prepared for them."""
@@ -106,22 +106,28 @@ class PrefixCache:
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` rows."""
         self.tokens = self.tokens[:length]
-        self._num_own = min(self._num_own, length)
-        self._num_saved = min(self._num_saved, length)
+        self._num_own, self._num_saved = self._own(length), min(self._num_saved, length)
         if length < self.num_precomputed:
             self.num_precomputed = 0
         self._target.truncate(length)
         if (held := self._target.length) < length and self.tokens:  # a window has lost rows that it needs
             self.truncate(held)
 
+    def _own(self, length: int) -> int:
+        """The number of the first `length` rows that a prefill of their tokens gives: of a cut one its whole blocks."""
+        block = self._worker.plan.placement.prefill_block
+        return self._num_own if self._num_own <= length else length // block * block
+
     def take(self, other: PrefixCache) -> None:
-        """Copy the rows of `other`, of the same model. No row is copied where positions are rotated differently."""
+        """Copy the rows of `other`, of the same model. No row is copied where positions are rotated differently. Rows
+        that this plan would compute with other bits stay rows of the text, and are none of a prefill."""
         other._settle()
         if self._worker.copy_rows(other._worker):
             self.tokens, self.num_precomputed = list(other.tokens), 0
             hidden = self._worker.hidden
             is_whole = hidden is None or len(hidden.first_rows) == min(hidden.sinks, len(self.tokens))
-            self._num_own, self._num_saved = other._num_own if is_whole else 0, other._num_saved
+            own = other._own(_num_with_the_same_bits(self._worker.plan, other._worker.plan))
+            self._num_own, self._num_saved = own if is_whole else 0, other._num_saved
 
     def take_prefill(self, other: PrefixCache) -> None:
         """Copy the rows of `other` that one prefill gave, and truncate `other` to them."""
@@ -153,7 +159,7 @@ class PrefixCache:
         more = count - self.num_kept(prompt, reuse=reuse)
         if more * COPIES > count and self._worker.copy_rows(best._worker, count):
             self.tokens, self.num_precomputed = list(prompt[:count]), 0
-            self._num_own, self._num_saved = min(best._num_own, count), 0
+            self._num_own, self._num_saved = best._own(count), 0
 
     def restore(self, store: Store, tokens: Sequence[int], on_progress: OnProgress) -> int:
         """Read the rows of the longest common prefix of `store` and `tokens`, unless the cache has them. Returns the
@@ -256,6 +262,16 @@ class PrefixCache:
         return self._worker.reachable(kept, len(prompt))
 
 
+def _num_with_the_same_bits(one: Plan, other: Plan) -> int:
+    """The number of first tokens whose rows both plans compute alike. A row's attention is summed tile by tile."""
+    ours, theirs = one.placement, other.placement
+    alike = ("prefill_block", "fused_prefill", "window_pages", "page_tokens")
+    if any(getattr(ours, name) != getattr(theirs, name) for name in alike):
+        return 0
+    is_same = ours.tile_tokens == theirs.tile_tokens
+    return one.request.capacity if is_same else min(ours.tile_tokens, theirs.tile_tokens)
+
+
 def span_tokens(plan: Plan) -> int:
     """The tokens of a span of a prefill, after which its rows stay: whole blocks for SPAN_SECONDS, or for
     SPAN_TRANSFERS times as long as the weights that stream cross the link, which they do once more in each span."""
@@ -263,5 +279,5 @@ def span_tokens(plan: Plan) -> int:
     streamed = sum(placement.host_bytes.get(name, 0) for name in ("target layers", "target experts"))
     each, rate = streamed / plan.request.num_devices, placement.link_bytes_per_second
     seconds = max(SPAN_SECONDS, SPAN_TRANSFERS * each / rate if rate else 0.0)
-    share = seconds / max(whole, seconds)
+    share = seconds / whole if whole else 1.0  # over 1 for a prompt that is longer than the planned one
     return max(math.ceil(share * plan.request.num_prompt_tokens / placement.prefill_block), 1) * placement.prefill_block

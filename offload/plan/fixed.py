@@ -55,8 +55,9 @@ def _draft_bytes(sizing: Sizing, draft: ModelConfig, composition: Composition) -
     layers = draft.all_layers(lambda layer: layer.layer_weight_bytes(sizing.itemsize))
     rest = rest_bytes(draft, sizing.itemsize)
     if draft.is_head:
-        rows = _draft_tokens(sizing, composition) * draft.hidden_size * sizing.itemsize
-        return {"draft layers": layers + rest, "hidden rows of drafts": rows}
+        rows = _draft_tokens(sizing, composition) + 2 * composition.gamma
+        hidden = rows * draft.hidden_size * sizing.itemsize
+        return {"draft layers": layers + rest, "hidden rows of drafts": hidden}
     experts = draft.all_layers(lambda layer: layer.experts_bytes(sizing.itemsize))
     return {"draft layers": layers, "draft experts": experts, "draft embeddings": rest}
 

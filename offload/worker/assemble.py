@@ -98,7 +98,7 @@ def last_hidden(plan: Plan, draft: Decoder | None, memory: Memory) -> LastHidden
         dtype=DTYPES[plan.request.dtype],
         sinks=composition.sinks,
         window=composition.window,
-        slack=_slack(plan),
+        slack=_slack(plan) + composition.gamma,  # drafts follow a pass of as many rows, of which all may stay
     )
 
 

@@ -400,6 +400,33 @@ def test_items_that_other_tools_left_are_taken_or_left_out_with_a_note() -> None
         RESPONSES.fields({"input": [*HI, {"type": "item_reference", "id": "x"}]}, unheard)
 
 
+def test_a_call_is_a_reply_so_what_is_before_it_is_not_new() -> None:
+    """A picture before a call ended the talk, in this API alone."""
+    picture = {"role": "user", "content": [{"type": "input_text", "text": "See"}, {"type": "input_image"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "done"}
+    notes: list[str] = []
+    found = RESPONSES.fields({"input": [picture, call, result]}, notes.append)["messages"]
+    assert found[0]["content"] == "See[input_image left out: only text can be read]"
+    assert len(notes) == 1
+    with pytest.raises(UsageError):
+        RESPONSES.fields({"input": [picture]}, unheard)
+
+
+@pytest.mark.parametrize("call", [[], {}, 1, None])
+def test_a_call_id_of_any_type_is_no_unexpected_error(call: object) -> None:
+    item = {"type": "custom_tool_call_output", "call_id": call, "output": "x"}
+    notes: list[str] = []
+    RESPONSES.fields({"input": [*HI, item, *HI]}, notes.append)
+    assert len(notes) == 1
+
+
+def test_parallel_calls_are_switched_by_a_truth_value() -> None:
+    body = {"max_tokens": 5, "messages": HI, "tool_choice": {"type": "auto", "disable_parallel_tool_use": "yes"}}
+    with pytest.raises(UsageError, match="disable_parallel_tool_use"):
+        MESSAGES.fields(body, unheard)
+
+
 def test_earlier_messages_of_a_response_are_taken_as_they_are() -> None:
     notes: list[str] = []
     items = [

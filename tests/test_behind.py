@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
 
 from offload.pages.traffic import Traffic
-from offload.transfer.behind import Behind
+from offload.transfer.behind import Behind, on_stack
 from offload.transfer.link import Event, PacedLink
 
 
@@ -86,3 +87,30 @@ def test_what_has_happened_is_not_waited_for_again() -> None:
     traffic.settle({(0, 2), (0, 3)})
     assert [event.waited for event in events] == [0, 0, 1, 0, 1, 0]
     link.close()
+
+
+def test_each_thread_has_the_stack_that_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size is the process's: of two threads that began together one had the other's, and it stayed for good."""
+    before, start, wanted = threading.stack_size(), threading.Thread.start, threading.local()
+    found: list[tuple[int, int]] = []
+
+    def noted(thread: threading.Thread) -> None:
+        if size := getattr(wanted, "size", 0):
+            time.sleep(0.001)  # in which another one may change it
+            found.append((size, threading.stack_size()))
+        start(thread)
+
+    def begin(size: int) -> None:
+        wanted.size = size
+        for _ in range(20):
+            on_stack(size, lambda: None)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    threads = [threading.Thread(target=begin, args=(size << 20,)) for size in (16, 64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all(size == at_start for size, at_start in found)
+    assert threading.stack_size() == before

@@ -104,6 +104,8 @@ class TestRecords:
             ('{"prompt": "x", "top_k": 1.5}', "top_k is 1.5; it must be a whole number"),
             ('{"prompt": "x", "seed": "1"}', 'seed is "1"; it must be a whole number of 64 bits or null'),
             ('{"prompt": "x", "stop": [""]}', "stop is"),
+            (json.dumps({"prompt": "x", "stop": ["a"] * 65}), "a list of up to 64 texts"),
+            (json.dumps({"prompt": "x", "stop": "a" * 1001}), "of up to 1,000 characters"),
             ('{"prompt": "x", "id": 1.5}', "id is 1.5; it must be a text or a whole number"),
             ('{"prompt": "x", "meta": 1}', "meta is 1; it must be an object"),
             ('{"prompt": "x", "id": 1}', "lines 1 and 2 have the same id 1"),

@@ -77,7 +77,7 @@ def test_a_fault_is_named_and_the_file_kept(
     code, said, notes = triforce("config", "edit", "--config", str(file))
     assert (code, said) == (2, "")
     assert fault in notes
-    assert "triforce config edit" in notes
+    assert f"triforce config edit --config {file}" in notes
     assert file.read_text() == text
     monkeypatch.setenv("EDITOR", editor(tmp_path, 'echo > "$2"'))  # a faulty file is edited again
     assert triforce("config", "edit", "--config", str(file))[0] == 0

@@ -18,7 +18,7 @@ from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.errors import UsageError
 from sampling_reference import Letters
 from triforce_cli.answering.options import ChatFlags
-from triforce_cli.answering.thoughts import Marks, Piece, Splitter, marks_of, switched_off
+from triforce_cli.answering.thoughts import Marks, Piece, Splitter, known, marks_of, switched_off
 from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.formats import ChatFormat
 
@@ -293,6 +293,7 @@ def stopped(reply: Sequence[str], stops: Sequence[str], **begins: Any) -> tuple[
             ("so 9.8[/THINK]It is ", "9.8"),
         ),
         ([".8", " 9.8"], {"begin": "[THINK]hm[/THINK]It is 9"}, (".8 ", "9.8")),
+        (["[THINK]hm[/THINK]", " ", "9", "9.8"], {}, ("[THINK]hm[/THINK] 9", "9.8")),
     ],
 )
 def test_a_stop_string_within_thoughts_ends_nothing(
@@ -410,3 +411,20 @@ def test_what_is_wrong_is_said() -> None:
             wrong.how()
     with pytest.raises(UsageError, match="NAME=VALUE"):
         ChatFlags(template_arg=["a"]).layout()
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 5, 100])
+@pytest.mark.parametrize("stop", ["\n", "\n\n"])
+def test_white_space_behind_thoughts_is_no_part_of_the_answer(stop: str, cuts: int) -> None:
+    """A stop string of white space left every answer of a model that thinks empty."""
+    reply = "[THINK]\nlet me\n\nsee\n[/THINK]\n\nHello there.\n\nMore text"
+    words = [reply[at : at + cuts] for at in range(0, len(reply), cuts)]
+    assert stopped(words, [stop]) == (reply[: reply.index("there.") + 6], stop)
+
+
+def test_a_reply_without_the_header_that_is_due_is_an_answer_and_has_its_stop_strings() -> None:
+    channels = known("<|channel|>analysis<|message|>", "<|end|>")
+    words = Words("ab ", "cd")
+    splitter = Splitter(channels)
+    written = ReplyText(words, (), stops=(), named={}, answer=splitter, of_answer=["b"])  # type: ignore[arg-type]
+    assert (written.push(0) + written.push(1) + written.flush(), written.stop) == ("a", "b")

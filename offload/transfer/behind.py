@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from offload.transfer.link import Event
 
 _STACK_STEP = 1 << 20  # bytes; systems want multiples of a page
+_STARTING = threading.Lock()  # of threads with a stack of their own
 Item = TypeVar("Item", bound=Hashable)
 Result = TypeVar("Result")
 
@@ -59,12 +60,14 @@ class Behind(Generic[Item, Result]):
 
 def on_stack(num_bytes: int, work: Callable[[], Result]) -> Result:
     """The result of `work`, done on a thread whose stack has so many bytes. Only those that it uses take memory."""
-    before = threading.stack_size(-(-num_bytes // _STACK_STEP) * _STACK_STEP)
-    try:
-        with ThreadPoolExecutor(1) as executor:
-            return executor.submit(work).result()
-    finally:
-        threading.stack_size(before)
+    with ThreadPoolExecutor(1) as executor:
+        with _STARTING:  # the size is the process's
+            before = threading.stack_size(-(-num_bytes // _STACK_STEP) * _STACK_STEP)
+            try:
+                begun = executor.submit(work)  # which starts the thread
+            finally:
+                threading.stack_size(before)
+        return begun.result()
 
 
 def _worked(after: Sequence[Event], work: Callable[[], Result]) -> Result:

@@ -200,12 +200,15 @@ class Splitter:
         self._places = {found.start() for name in named for found in re.finditer(re.escape(name), begin)}
         self._trims = trims and not begin  # whether to remove the white space that follows
         self._is_new, self._shown = False, frozenset[bool]()  # behind a mark; kinds of text so far, True: thoughts
+        self._has_header = False
         self._tell()
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not known yet if the text so far is an answer."""
-        return self.state == "start"
+        """Whether it is not known yet if the text so far is an answer: also without a header where one is due, and in
+        white space behind a mark, which is removed."""
+        is_space = self.state == "said" and self._is_new and self._trims
+        return self.state == "start" or is_space or (self.state == "header" and not self._has_header)
 
     @property
     def answer_from(self) -> int | None:
@@ -258,7 +261,7 @@ class Splitter:
         self.state, lead = marks.follows(self.state, text)
         self._taken(0 if self.state == "header" else len(mark))
         self._said_from = self._num_past
-        self._trims = self._is_new = True
+        self._trims = self._is_new = self._has_header = True
         return parts + self._out(lead, is_thought=False)
 
     def _certain(self) -> int:
@@ -291,8 +294,10 @@ class Splitter:
         return self._out(self._taken(count), is_thought=self.state == "thought")
 
     def _out(self, text: str, *, is_thought: bool) -> list[Piece]:
-        text = text.lstrip() if self._trims else text
-        if not text:
+        kept = text.lstrip() if self._trims else text
+        if self._is_new:
+            self._said_from += len(text) - len(kept)
+        if not (text := kept):
             return []
         gap = _GAP if self._is_new and is_thought in self._shown else ""
         self._trims = self._is_new = False

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis.api import PLACE, object_of
+from triforce_cli.apis.api import PLACE, flag, object_of
 from triforce_cli.apis.chat_fields import functions
 from triforce_cli.chat.messages import LEFT_OUT, Note, num_old, result_of, text_of
 
@@ -97,6 +97,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 def choice_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """The choice of tools. Raises UsageError for one that a chat template cannot force."""
     choice = object_of(body, "tool_choice", "type", "disable_parallel_tool_use", "name")
+    flag(choice, "disable_parallel_tool_use")
     if choice.get("type", "auto") not in ("auto", "none"):
         raise UsageError(
             f"{PLACE}: tool_choice is of the type {json.dumps(choice['type'])[:80]}, it can only be auto or none"

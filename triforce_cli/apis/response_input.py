@@ -71,7 +71,9 @@ class _Reading:
             function = {"name": name, "arguments": _arguments(item)}
             calls = [{"id": call, "type": "function", "function": function}]
             return {"role": "assistant", "content": None, "tool_calls": calls}
-        if kind == "function_call_output" or (kind.endswith("_output") and call in self._called):
+        if kind == "function_call_output" or (
+            kind.endswith("_output") and isinstance(call, str) and call in self._called
+        ):
             return {"role": "tool", "tool_call_id": call, "content": result_of(item.get("output"), place, self._note)}
         self._note(f"{place} is of the type {json.dumps(kind)[:80]} and is left out: it has no text for a model")
         return None

@@ -47,8 +47,17 @@ _MOST_SHOWN = 80  # characters of an unknown field's name
 _PROMPT = Kind("a text of 1 or more characters", lambda value: TEXT.fits(value) and value != "")
 _ID = Kind("a text or a whole number", lambda value: TEXT.fits(value) or INTEGER.fits(value))
 _META = Kind("an object without halves of surrogate pairs", lambda value: isinstance(value, dict) and _encodes(value))
+MOST_STOPS, MOST_OF_STOP = 64, 1000  # stop strings, characters of one: each token's text is compared with all of them
 _STOPS = Kind(
-    "a text, or a list of texts, none of them empty", lambda value: _PROMPT.fits(value) or list_of(_PROMPT).fits(value)
+    f"a text, or a list of up to {MOST_STOPS} texts, none of them empty, of up to {MOST_OF_STOP:,} characters each",
+    lambda value: (
+        (_PROMPT.fits(value) and len(value) <= MOST_OF_STOP)
+        or (
+            list_of(_PROMPT).fits(value)
+            and len(value) <= MOST_STOPS
+            and max(map(len, value), default=0) <= MOST_OF_STOP
+        )
+    ),
 )
 
 Id = str | int

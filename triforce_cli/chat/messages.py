@@ -60,9 +60,17 @@ def read(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def num_old(messages: Sequence[Any]) -> int:
-    """The number of messages up to the last reply."""
-    replies = (isinstance(message, Mapping) and message.get("role") == "assistant" for message in messages)
-    return max((number for number, is_reply in enumerate(replies, start=1) if is_reply), default=0)
+    """The number of messages up to the last reply. A call and its thoughts are one, also as items of their own."""
+    return max((number for number, message in enumerate(messages, start=1) if _is_reply(message)), default=0)
+
+
+def _is_reply(message: Any) -> bool:
+    if not isinstance(message, Mapping):
+        return False
+    kind = message.get("type")
+    return message.get("role") == "assistant" or (
+        isinstance(kind, str) and (kind.endswith("_call") or kind == "reasoning")
+    )
 
 
 def text_of(content: Any, place: str, note: Note | None, *, instead: str = LEFT_OUT) -> str:

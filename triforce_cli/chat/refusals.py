@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat.guards import CUT
+from triforce_cli.chat.script import MARK
 from triforce_cli.chat.templates import OWN
 
 _MOST_SAID = 400  # characters of a template's error message
@@ -33,5 +35,5 @@ def refusal(conversation: Conversation, error: Exception) -> str:
 
 def _said(error: Exception) -> str:
     """The template's error message, cut to the length of a line; the error's type if it has no message."""
-    said = str(error) or type(error).__name__
+    said = str(error).replace(CUT, "").replace(MARK, "") or type(error).__name__
     return said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + " ..."

@@ -72,7 +72,8 @@ class Edit:
             try:
                 aliases = Configuration.read(self.file, self.root).aliases()
             except UsageError as error:
-                again = quoted_line("triforce", "config", "edit")
+                named = () if self.file == default_file() else ("--config", str(self.file))
+                again = quoted_line("triforce", "config", "edit", *named)
                 raise UsageError(f"{error}; the file is kept as it is; edit it again: {again}") from error
             output.note(f"{self.file} has no fault")
             for name in aliases.names:

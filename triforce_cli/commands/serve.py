@@ -153,7 +153,7 @@ class Serve:
         from triforce_cli.serve.reader import Reader
 
         def note(line: str) -> None:
-            with suppress(OSError):  # standard error has gone: the next answer's line ends the server
+            with suppress(OSError):  # standard error has gone, and with it the log
                 output.note(_timed(line))
 
         context = plan.request.capacity

@@ -322,6 +322,9 @@ WRITTEN = [  # (template, calls that its form allows, calls that it does not)
     ("<tool_call> <function= <parameter=",
      [tagged(("city", "a\n</p> \"é"), ("days", "3")), tagged(name="get_time"), f"<tool_call>{JSON}</tool_call>"],
      [tagged(name="put"), "<tool_call>\n<function=get_time>x"]),
+    ("<function=",
+     ['<function=get_weather>{"city": "Paris"}</function>', tagged(("city", "a")) + tagged(("city", "b"))],
+     ["<function=put>"]),
     ("<seed:tool_call> <function=", [tagged(("city", "x")).replace("tool_call>", "seed:tool_call>")], []),
     ("<tool_call> <arg_key>",
      ["<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a\n</arg_value>\n</tool_call>",
@@ -370,6 +373,17 @@ def test_a_reply_beside_a_schema_is_a_call_or_follows_it(
 def test_tools_beside_a_schema_are_refused_where_the_form_of_calls_cannot_be_followed(template: str) -> None:
     with pytest.raises(UsageError, match="tools beside a JSON schema"):
         with_calls(ANSWER, Calls(TOOLS, template), {})
+
+
+@pytest.mark.parametrize(("template", "is_refused"), [("<function=", True), ("<tool_call>", False)])
+def test_a_tool_that_no_call_can_name_is_refused_beside_a_schema(template: str, is_refused: bool) -> None:
+    """The grammar allowed its call, and no reader took it. In JSON any name can be read."""
+    calls = Calls([{"type": "function", "function": {"name": "ns/tool 1"}}], template)
+    if not is_refused:
+        assert "ns/tool 1" in with_calls(ANSWER, calls, {}).calls
+        return
+    with pytest.raises(UsageError, match="the tool 'ns/tool 1' has characters that calls of this model cannot name"):
+        with_calls(ANSWER, calls, {})
 
 
 STARTS = [

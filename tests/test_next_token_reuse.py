@@ -30,6 +30,9 @@ from offload.progress import Progress
 from offload.session import manifest as manifests
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
+from offload.session.folder import Folder
+from offload.session.hidden import read_hidden
+from offload.session.layout import HiddenFormat
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from sessions import IDENTITY
@@ -458,3 +461,11 @@ def test_what_a_ring_has_depends_on_the_tokens_and_not_on_what_was_drafted(seed:
         assert kept >= min(full.length, first)
         needed = [place for place in range(first, kept) if stop > window + 4 or place >= 4]
         assert all(place >= plain.oldest for place in needed)
+
+
+def test_a_file_of_hidden_rows_is_measured_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+    """A made-up manifest may name any number of rows: 2**24 of them ended in an error of memory."""
+    form = HiddenFormat(2**40, 8192, "bf16")
+    (tmp_path / "rows").write_bytes(b"few")
+    with Folder(tmp_path) as folder, pytest.raises(SessionError, match="it has 3 bytes, this file of hidden rows has"):
+        read_hidden(folder, "rows", "", form, lambda num_bytes, fewer=0: None)

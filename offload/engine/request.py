@@ -76,8 +76,9 @@ def check_sampling(sampling: SamplingParams, model: ModelConfig, tokenizer: Toke
     before weights are loaded, for parameters that this model does not support: a bias of an unknown token, a constraint
     that cannot be used."""
     from offload.decode.distribution import distribution_of  # imports torch
+    from offload.worker.models import num_scored
 
     ends = end_tokens_of(model, tokenizer)
-    size, never = model.vocab_size, model.suppressed
+    size, never = num_scored(model, len(tokenizer)), model.suppressed  # as the engine has it, so a grammar is its own
     found = distribution_of(sampling, tokenizer, num_prompt=1, vocab_size=size, end_tokens=ends, suppressed=never)
     return found.adjust is not None

@@ -41,6 +41,23 @@ def write_tensors(
     return write_file(folder, name, contents, on_bytes, lasting=lasting)
 
 
+def check_size(folder: Folder, name: str, form: TensorsFormat, what: str) -> None:
+    """Raises SessionError for a file that has not the bytes of its format, before memory is taken for it."""
+    try:
+        fd = folder.open(name)
+        try:
+            found = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise damaged(folder.path / name, f"it cannot be read ({error.strerror})") from error
+    expected = len(form.header) + sum(form.block_bytes)
+    if found != expected:
+        raise damaged(
+            folder.path / name, f"it has {found} bytes, this {what} has {expected}: it was cut off or changed"
+        )
+
+
 def read_tensors(
     folder: Folder,
     name: str,

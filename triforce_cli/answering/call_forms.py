@@ -244,9 +244,9 @@ FORMS = (
         ("<function=", "<parameter="),  # Qwen3-Coder, Seed-OSS; with JSON in place of parameters Llama 3.1, Functionary
         _tags(r"<function=([\w.-]+)>", ("</function>", "</tool_call>"), r"<parameter=([^>\n]+)>", "</parameter>"),
         around=("<seed:tool_call>",),
-        written='(("<tool_call>" | "<seed:tool_call>") space)? "<function=" name ">" space'
-        ' ("<parameter=" key ">" parameter space)* "</function>" space'
-        ' (("</tool_call>" | "</seed:tool_call>") space)?',
+        written='((("<tool_call>" | "<seed:tool_call>") space)? "<function=" name ">" space'
+        ' (object space | ("<parameter=" key ">" parameter space)*) "</function>" space'
+        ' (("</tool_call>" | "</seed:tool_call>") space)?)+',
     ),
     Form(
         ("<arg_key>", "<arg_value>"),  # GLM-4.5

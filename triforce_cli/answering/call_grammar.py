@@ -11,6 +11,8 @@ from offload.decode.constraint import WHITESPACE, Constraint
 from offload.errors import UsageError
 from triforce_cli.answering.calls import Calls
 
+_READABLE = re.compile(r"[\w.-]+")  # names that every form's reader takes
+_NAMED = re.compile(r"\bname\b")  # a form that has names outside JSON
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 # Parts of forms, see `Form.written`. A value ends with the first closing mark.
 _PARTS = """
@@ -31,9 +33,15 @@ def with_calls(answer: Constraint, calls: Calls, named: Mapping[int, str]) -> Co
             f"tools beside a {answer.name}: the reply is one of both, and the model's chat template tells no form of "
             "calls that could be followed exactly; leave the tools or the constraint out"
         )
+    odd = next((name for name in _names(calls) if not _READABLE.fullmatch(name)), None)
+    if odd is not None and any(_NAMED.search(form) for form in forms):
+        raise UsageError(
+            f"tools beside a {answer.name}: the tool {odd!r} has characters that calls of this model cannot name; use "
+            "letters, digits, _, . and - alone, or leave the constraint out"
+        )
     ids = {json.dumps(mark, ensure_ascii=False): f"<[{token}]>" for token, mark in named.items()}
     written = (_LITERAL.sub(lambda found: ids.get(found[0], found[0]), form) for form in forms)
-    names = [tool["function"]["name"] for tool in calls.tools]
+    names = _names(calls)
     quoted = " | ".join(json.dumps(name, ensure_ascii=False) for name in dict.fromkeys(names))
     rules = (
         f"calls: {' | '.join(f'({form})' for form in written)}",
@@ -43,6 +51,10 @@ def with_calls(answer: Constraint, calls: Calls, named: Mapping[int, str]) -> Co
         f"llama_call: {_of_call(names, 'parameters')}",
     )
     return replace(answer, calls="\n".join(rules) + _PARTS)
+
+
+def _names(calls: Calls) -> list[str]:
+    return [tool["function"]["name"] for tool in calls.tools]
 
 
 def _of_call(names: Iterable[str], arguments: str) -> str:

@@ -272,7 +272,8 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu(run: Run, tmp_path: Path, monkeypa
     others = [("on chip", mode) for mode in ("published", "batch", "plain batch", "compiled")]
     assert said == [("bf16", "bits"), *decoding, *others, ("offloaded cache", "transformers")], table
     assert rows[4]["bytes_milliseconds"] > 0
-    assert all(row["milliseconds_per_token"] > 0 for row in rows[1:])
+    assert all(row["milliseconds_per_token"] > 0 for row in rows[1:-2])
+    assert all("milliseconds_per_token" in row for row in rows[-2:])  # differences of two times: 0 on a busy machine
     assert not any("skipped" in row for row in rows), table
     assert rows[0]["equal"] is True
     assert rows[1]["plan"]["placement"]["offload"]

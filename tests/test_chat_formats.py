@@ -23,7 +23,9 @@ from offload.errors import ModelError, UsageError
 from triforce_cli.chat import steps
 from triforce_cli.chat.conversation import Conversation, Document, Turn
 from triforce_cli.chat.formats import NAMES, ChatFormat, Part
-from triforce_cli.chat.guards import Guard
+from triforce_cli.chat.guards import CUT, Guard
+from triforce_cli.chat.refusals import refusal_of_messages
+from triforce_cli.chat.script import MARK
 
 TALK = "user system assistant User: Assistant: hello there, what is it?\n\nIt is 42.\n    def f(x):\n"
 CORPUS = [TALK] * 3 + ["\n\n"] * 20
@@ -695,3 +697,9 @@ def test_a_string_of_one_character_is_let_through() -> None:
     """It cannot be cut, and a cut behind it would change the tokens beside it."""
     assert Guard({"|"})("a|b") == "a|b"
     assert Guard({"|", "|b"})("a|b") != "a|b"
+
+
+def test_what_a_template_quotes_has_none_of_our_marks() -> None:
+    """Half of a surrogate pair cannot be encoded, and the server answered with status 500."""
+    said = refusal_of_messages(ValueError(f"unknown role <{CUT}s>{MARK}x"))
+    assert said == "the model's chat template refuses these messages (unknown role <s>x)"

@@ -12,7 +12,7 @@ from offload.errors import UsageError
 from offload.seeds import NUM_SEEDS
 
 BREAKERS = ("\n", ":", '"', "*")  # strings that end a repetition, as in llama.cpp
-MOST_BREAKERS, MOST_LETTERS = 64, 64  # texts, characters of one: all their splits are compared with every token
+MOST_BREAKERS, MOST_OF_BREAKER = 64, 64  # texts, characters of one: all their splits are compared with every token
 _BIAS = 100.0  # the largest bias
 
 
@@ -154,10 +154,10 @@ class SamplingParams:
                 )
         if "" in self.dry_breakers:
             raise UsageError("dry-breaker is empty, it must be at least one character")
-        if len(self.dry_breakers) > MOST_BREAKERS or any(len(text) > MOST_LETTERS for text in self.dry_breakers):
+        if len(self.dry_breakers) > MOST_BREAKERS or any(len(text) > MOST_OF_BREAKER for text in self.dry_breakers):
             raise UsageError(
                 f"dry-breaker has {len(self.dry_breakers)} texts, the longest of "
-                f"{max(map(len, self.dry_breakers))} characters; it may have {MOST_BREAKERS} of {MOST_LETTERS}"
+                f"{max(map(len, self.dry_breakers))} characters; it may have {MOST_BREAKERS} of {MOST_OF_BREAKER}"
             )
         if self.ignore_eos and self.constraint is not None:
             raise UsageError("ignore-eos lets no text end, and a constraint says where it ends; leave one of them out")

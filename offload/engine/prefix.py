@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload.decode.sequence import num_common as num_common
 from offload.model.decoder import OnHidden
+from offload.pages.tiles import tile_tokens
 from offload.progress import OnProgress, Progress, bytes_of
 from offload.session.prefix_store import PrefixStore
 from offload.worker.worker import Worker
@@ -126,7 +127,7 @@ class PrefixCache:
             self.tokens, self.num_precomputed = list(other.tokens), 0
             hidden = self._worker.hidden
             is_whole = hidden is None or len(hidden.first_rows) == min(hidden.sinks, len(self.tokens))
-            own = other._own(_num_with_the_same_bits(self._worker.plan, other._worker.plan))
+            own = other._own(_num_with_the_same_bits(self._worker, other._worker))
             self._num_own, self._num_saved = own if is_whole else 0, other._num_saved
 
     def take_prefill(self, other: PrefixCache) -> None:
@@ -262,14 +263,13 @@ class PrefixCache:
         return self._worker.reachable(kept, len(prompt))
 
 
-def _num_with_the_same_bits(one: Plan, other: Plan) -> int:
-    """The number of first tokens whose rows both plans compute alike. A row's attention is summed tile by tile."""
-    ours, theirs = one.placement, other.placement
-    alike = ("prefill_block", "fused_prefill", "window_pages", "page_tokens")
-    if any(getattr(ours, name) != getattr(theirs, name) for name in alike):
+def _num_with_the_same_bits(*workers: Worker) -> int:
+    """The number of first tokens whose rows a prefill of each of the workers gives alike, see `Conditions`."""
+    ours, theirs = (each.plan.placement for each in workers)
+    if ours.rounding != theirs.rounding or ours.page_tokens != theirs.page_tokens:
         return 0
-    is_same = ours.tile_tokens == theirs.tile_tokens
-    return one.request.capacity if is_same else min(ours.tile_tokens, theirs.tile_tokens)
+    tiles = {tile_tokens(each.plan, each.target.config) for each in workers}
+    return min(tiles) if len(tiles) > 1 else min(each.plan.request.capacity for each in workers)
 
 
 def span_tokens(plan: Plan) -> int:

@@ -57,6 +57,11 @@ class Placement:
     embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
 
     @property
+    def rounding(self) -> dict[str, object]:
+        """The sizes that decide, beside those of pages and tiles, how a prefill's sums round."""
+        return {"block": self.prefill_block, "ring": self.window_pages, "fused": self.fused_prefill}
+
+    @property
     def total_device_bytes(self) -> int:
         return sum(self.device_bytes.values())
 

@@ -77,9 +77,7 @@ class Conditions:
             "threads": torch.get_num_threads(),
             "kernels": of_model(device, config).name,
             "attention": [type(each).__name__ for each in kinds],
-            "block": placement.prefill_block,
-            "ring": placement.window_pages,
-            "fused": placement.fused_prefill,
+            **placement.rounding,
         }
         told = tuple((name, str(value)) for name, value in rounding.items())
         files = tuple((each.st_size, each.st_mtime_ns) for each in status)

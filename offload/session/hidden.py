@@ -12,7 +12,7 @@ from offload.session.folder import Folder
 from offload.session.layout import HiddenFormat
 from offload.session.manifest import NO_CHECKSUM, Hidden, hidden_file
 from offload.session.page import DTYPE_NAMES
-from offload.session.tensors import check_size, read_tensors, write_tensors
+from offload.session.tensors import check_tensors, read_tensors, write_tensors
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -74,7 +74,7 @@ def write_hidden(
 
 def read_hidden(folder: Folder, name: str, checksum: str, form: HiddenFormat, on_bytes: OnBytes) -> Tensor:
     """The rows of a file, [n, hidden] in new memory. Raises SessionError if it is damaged."""
-    check_size(folder, name, form, "file of hidden rows")  # a made-up manifest may name any number of rows
+    check_tensors(folder, name, form, "file of hidden rows")  # a made-up manifest may name any number of rows
     rows = torch.empty(form.num_rows, form.size, dtype=_DTYPES[form.dtype])
     read_tensors(folder, name, checksum, form, [rows], on_bytes, what="file of hidden rows")
     return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offload.session.hidden import HiddenRows
@@ -22,16 +21,14 @@ class Kept:
     hidden: HiddenRows | None = None
 
     @property
-    def pages(self) -> Iterator[PagedRows]:
-        """The parts that are kept page by page."""
-        yield self.rows
-        if self.windows is not None:
-            yield self.windows
+    def paged(self) -> dict[str, PagedRows]:
+        """The parts that are kept page by page, by their names."""
+        return {"rows": self.rows} if self.windows is None else {"rows": self.rows, "windows": self.windows}
 
     def clear(self) -> None:
         """Drop the contents, before all of them are filled again. Rows may still be on their way to their pages, after
         an interrupted forward."""
-        for part in self.pages:
+        for part in self.paged.values():
             part.restored(0)
             part.wait_home()
         if self.states is not None:

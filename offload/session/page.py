@@ -163,13 +163,17 @@ def read_page(folder: Folder, page: Page, page_format: PageFormat, layers: Seque
         raise
 
 
+def check_size(fd: int, expected: int, what: str) -> None:
+    """Raises ValueError for a file of another number of bytes than `expected`. what: the file holds."""
+    if (num_bytes := os.fstat(fd).st_size) != expected:
+        raise ValueError(f"it has {num_bytes} bytes, this {what} has {expected}: it was cut off or changed")
+
+
 def read_file(fd: int, header: bytes, parts: Sequence[memoryview], on_bytes: OnBytes, what: str = "page") -> str:
     """Fill `parts`, in order, from a file with this header, and return its checksum. Nothing is parsed: size and header
     must be exactly the expected ones. Each piece is hashed while it is still in the CPU's caches. what: the file holds.
     OSError, ValueError."""
-    num_bytes, expected = os.fstat(fd).st_size, len(header) + sum(map(len, parts))
-    if num_bytes != expected:
-        raise ValueError(f"it has {num_bytes} bytes, this {what} has {expected}: it was cut off or changed")
+    check_size(fd, len(header) + sum(map(len, parts)), what)
     found = bytearray(len(header))
     read_all(fd, memoryview(found), 0)
     if found != header:

@@ -104,7 +104,7 @@ class PrefixStore:
                 self._touch(stored, tokens)
                 return stored.num_tokens
             held = held if kept.windows is None else 0  # a ring has lost its rows
-            for part in kept.pages:
+            for part in kept.paged.values():
                 part.restored(held)
         return held
 
@@ -248,7 +248,7 @@ class PrefixStore:
         missing = {key: page for key, page in stored.pages.items() if key[0] == "windows" or key[1] >= first}
         began, total = time.perf_counter(), self._nbytes(missing)
         report = bytes_of("restore", total, on_progress)
-        paged: dict[str, PagedRows] = dict(zip(("rows", "windows"), kept.pages, strict=False))
+        paged = kept.paged
         for cache in paged.values():
             cache.wait_home()
             cache.reserve(stored.num_tokens)

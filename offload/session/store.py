@@ -155,7 +155,7 @@ class Store:
             found = read_hidden(self._folder, saved_rows.file, saved_rows.checksum, form, on_bytes)
             hidden.fill(found[: saved_rows.num_first], saved_rows.start, found[saved_rows.num_first :])
             hidden.truncate(num_tokens)
-        for part in kept.pages:
+        for part in kept.paged.values():
             part.restored(num_tokens)
 
     def _read(self, rows: PagedRows, number: int, page: Page, form: PageFormat, on_bytes: OnBytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from offload.progress import OnBytes
 from offload.session.folder import Folder
 from offload.session.names import damaged
-from offload.session.page import OTHER_CHECKSUM, pieces, read_file, write_file
+from offload.session.page import OTHER_CHECKSUM, check_size, pieces, read_file, write_file
 
 
 class TensorsFormat(Protocol):
@@ -41,21 +42,10 @@ def write_tensors(
     return write_file(folder, name, contents, on_bytes, lasting=lasting)
 
 
-def check_size(folder: Folder, name: str, form: TensorsFormat, what: str) -> None:
+def check_tensors(folder: Folder, name: str, form: TensorsFormat, what: str) -> None:
     """Raises SessionError for a file that has not the bytes of its format, before memory is taken for it."""
-    try:
-        fd = folder.open(name)
-        try:
-            found = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise damaged(folder.path / name, f"it cannot be read ({error.strerror})") from error
-    expected = len(form.header) + sum(form.block_bytes)
-    if found != expected:
-        raise damaged(
-            folder.path / name, f"it has {found} bytes, this {what} has {expected}: it was cut off or changed"
-        )
+    with _file(folder, name) as fd:
+        check_size(fd, len(form.header) + sum(form.block_bytes), what)
 
 
 def read_tensors(
@@ -71,19 +61,27 @@ def read_tensors(
     """Fill `tensors` from a file. Raises SessionError if it is damaged, or has a number that is not finite: it would be
     in all that follows. what: the file holds."""
     path = folder.path / name
+    with _file(folder, name) as fd:
+        if read_file(fd, form.header, [*_parts(form, tensors)], on_bytes, what) != checksum:
+            raise damaged(path, OTHER_CHECKSUM)
+    if not all(_is_finite(each) for each in tensors):
+        raise damaged(path, "some of its numbers are not finite")
+
+
+@contextmanager
+def _file(folder: Folder, name: str) -> Iterator[int]:
+    """A file's descriptor. What is wrong with the file is raised as SessionError."""
+    path = folder.path / name
     try:
         fd = folder.open(name)
         try:
-            if read_file(fd, form.header, [*_parts(form, tensors)], on_bytes, what) != checksum:
-                raise damaged(path, OTHER_CHECKSUM)
+            yield fd
         finally:
             os.close(fd)
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise damaged(path, str(error)) from error
-    if not all(_is_finite(each) for each in tensors):
-        raise damaged(path, "some of its numbers are not finite")
 
 
 def _parts(form: TensorsFormat, tensors: Sequence[Tensor]) -> Iterator[memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import plans
 
 from families import save_tiny
 from gguf_models import write_gguf
@@ -40,22 +45,9 @@ LARGE: dict[str, dict[str, object]] = {  # config.json alone, of which plans are
         "model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
         "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
     },
-    "Gemma 3 27B": {
-        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504,
-        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
-        "query_pre_attn_scalar": 168, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-    "Qwen3.6 27B": {
-        "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "num_key_value_heads": 4,
-        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "mtp_num_hidden_layers": 1,
-    },
-    "gpt-oss 120B": {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
-        "quantization_config": {"quant_method": "mxfp4"},
-    },
+    "Gemma 3 27B": plans.MODELS["Gemma 3 27B"],
+    "Qwen3.6 27B": plans.STATES["Qwen3.6 27B"],
+    "gpt-oss 120B": plans.MIXTURES["gpt-oss 120B"][0],
 }  # fmt: skip
 
 
@@ -111,6 +103,5 @@ def _usual(part: str, tensor: Tensor) -> Tensor:
 
 
 def _config(folder: Path, fields: Mapping[str, object]) -> None:
-    usual = {"dtype": "bfloat16", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**usual, **fields}))
+    (folder / "config.json").write_text(json.dumps({**plans.LLAMA, **fields}))

@@ -34,10 +34,10 @@ from report import about, emit, say
 
 from offload.bench.comparison import Setting, Tried, fastest, name_of
 from offload.bench.program import find_setting
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
 from offload.metrics import Spread
+from offload.text.tokenizer import Tokenizer
 
 Document = dict[str, Any]
 Way = tuple[str, Callable[[], Peer]]

@@ -30,18 +30,18 @@ from texts import NOVEL
 from torch import Tensor
 
 from offload.decode.sampling import SamplingParams
-from offload.decode.tokenizer import Tokenizer
-from offload.engine.attended import BESIDE, Attended, Masses, Passage, ranked
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.passages import BESIDE, Attended, Masses, Passage, ranked
 from offload.engine.request import GenerationRequest
 from offload.plan.options import Options
-from triforce_cli.answering import words
+from offload.text.tokenizer import Tokenizer
+from triforce_cli.answering import bm25
 from triforce_cli.answering.citations import ASKED, SHOWN, Citation, citations, located
-from triforce_cli.chat.conversation import Conversation
-from triforce_cli.chat.formats import ChatFormat
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
+from triforce_cli.prompts.conversation import Conversation
+from triforce_cli.prompts.formats import ChatFormat
 
 MAX_TOKENS = 96
 _DATE = "28 Nov 2026"
@@ -84,7 +84,7 @@ class Asked:
         return [each for each in found if each is not None]
 
     def by_words(self, query: str) -> list[Citation]:
-        scores = words.scores(query, ["" if each is None else each.text for each in self.windows])
+        scores = bm25.scores(query, ["" if each is None else each.text for each in self.windows])
         return self.by(torch.tensor(scores))
 
     def cited(self, passages: Sequence[Passage], answer: str = "") -> list[Citation]:
@@ -103,9 +103,9 @@ class Asked:
     def is_right(self) -> bool:
         """Whether the answer has at least half of the numbers and longer words of the passage that the question does
         not have: most likely it is right."""
-        telling = {word for word in words.words(self.question.passage) if len(word) > 3 or word.isdigit()}
-        telling -= set(words.words(self.question.text))
-        return 2 * len(telling & set(words.words(self.answer))) >= len(telling) > 0
+        telling = {word for word in bm25.words(self.question.passage) if len(word) > 3 or word.isdigit()}
+        telling -= set(bm25.words(self.question.text))
+        return 2 * len(telling & set(bm25.words(self.answer))) >= len(telling) > 0
 
     def judged(self, found: Sequence[Citation]) -> tuple[float, float]:
         """(1 if the passage is cited first, 1 if it is among SHOWN), else 0."""

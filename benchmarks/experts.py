@@ -31,7 +31,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import TriforceError, UsageError
 from offload.plan.planner import Options
-from offload.plan.routing import layers_read_bytes
+from offload.speed.routing import layers_read_bytes
 
 SIZES = {"vocab": 32000, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "experts": 64, "used": 4}
 INNER = 768

@@ -16,7 +16,7 @@ from report import say
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
-from offload.plan.pass_times import ROWS
+from offload.speed.pass_times import ROWS
 from offload.worker.pass_timer import time_passes
 
 SIZES: dict[str, object] = {

@@ -51,11 +51,11 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import DoesNotFit
-from offload.plan.hardware import probe, rates_key
-from offload.plan.machine import machine_name
+from offload.machine import machine_name
 from offload.plan.planner import Options, Plan
-from offload.plan.rates import TWO_CORES, Rates, save_rates
 from offload.plan.request import Request
+from offload.speed.hardware import probe, rates_key
+from offload.speed.rates import TWO_CORES, Rates, save_rates
 from offload.transfer.link import make_link
 from offload.worker.pass_timer import timed
 

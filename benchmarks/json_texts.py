@@ -35,11 +35,11 @@ from schemas import groups
 from offload import strict_json
 from offload.config.gguf_header import is_gguf
 from offload.config.reading import read_config
-from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest, check_sampling
 from offload.errors import TriforceError, UsageError
+from offload.grammar.constraint import Constraint
 from offload.plan.planner import Options
 
 PLAIN, GREEDY, WARM = "plain, greedy", "greedy", "temperature 0.8"

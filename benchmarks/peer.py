@@ -27,7 +27,7 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from offload.interrupts import waiting
-from offload.plan.rates import FOLDER_VARIABLE
+from offload.speed.rates import FOLDER_VARIABLE
 
 LOOKUPS = ("simple", "map_k", "map_k4v", "mod", "cache")  # n-gram lookups of the wheel
 

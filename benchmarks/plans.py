@@ -20,8 +20,8 @@ from offload.config.encodings import encoded, matrices
 from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.planner import Options, Plan, make_plan
+from offload.speed.hardware import RTX_4090, Hardware
 
 GPU = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, rates=RTX_4090)
 MAX_TOKENS = 256

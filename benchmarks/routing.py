@@ -6,7 +6,7 @@ usage: python benchmarks/routing.py --model DIR [--texts FILE,FILE] [--stretches
 Stretches of each text are read as they are, and the first half of each is continued by the model, greedily and at
 temperature 1; the experts that each row chooses are recorded. "repeated": the share of a row's experts that the next
 row of the layer chooses again. Distinct experts are those of rows that follow each other, in units of one row's;
-"power": the plan's (offload/plan/routing.py) that would fit them best. Hits are those of slots for a share of all
+"power": the plan's (offload/speed/routing.py) that would fit them best. Hits are those of slots for a share of all
 experts, shared by the layers as the program does it or apart for each layer, the least recently used one making room;
 the first quarter of the passes fills the slots and is not counted. "it wants": the share of all experts that a pass
 wants. "by growth": hits that follow from the growth of distinct experts with a power of the rows.
@@ -43,7 +43,7 @@ from offload.errors import UsageError
 from offload.metrics import ExpertStats
 from offload.plan.placement import LEAST_SLOTS
 from offload.plan.planner import Options
-from offload.plan.routing import distinct_experts, hit_rate
+from offload.speed.routing import distinct_experts, hit_rate
 from offload.weights.experts import ResidentExperts
 
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=1.0)

@@ -47,12 +47,12 @@ from offload.config.gguf_header import is_gguf
 from offload.decode.breakers import breakers_of
 from offload.decode.distribution import Distribution
 from offload.decode.sampling import BREAKERS, SamplingParams
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import TriforceError
 from offload.hub.convert import convert
 from offload.plan.options import Options
+from offload.text.tokenizer import Tokenizer
 
 EQUAL, NEAR_TIE, DIFFERS = "equal", "near tie", "differs"
 TASKS = ("continue", "quote", "summary")  # one of each length

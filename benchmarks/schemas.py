@@ -23,9 +23,9 @@ from typing import Any
 
 from report import about, emit, say
 
-from offload.decode.grammar import Constraint, Grammar
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
+from offload.grammar.grammar import Constraint, Grammar
+from offload.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[1] / "triforce_cli" / "models" / "demo-target"
 

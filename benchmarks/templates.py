@@ -19,8 +19,8 @@ from report import about, emit, say
 
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
-from triforce_cli.chat.conversation import Conversation
-from triforce_cli.chat.formats import ChatFormat
+from triforce_cli.prompts.conversation import Conversation
+from triforce_cli.prompts.formats import ChatFormat
 
 Messages = Sequence[Mapping[str, str]]
 QUESTION, REPLY, NEXT = "Where is the key?", "It lies under the mat.", "And who put it there?"

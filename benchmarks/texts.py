@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from offload.decode.tokenizer import Tokenizer
-from triforce_cli.prompt import library_text
+from offload.text.tokenizer import Tokenizer
+from triforce_cli.documents.prompt import library_text
 
 NOVEL = Path(__file__).parents[1] / "examples" / "persuasion.txt"
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 
-from triforce_cli import tree
 from triforce_cli.app import app
+from triforce_cli.settings import tree
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """# The command line

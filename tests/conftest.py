@@ -19,13 +19,14 @@ from hypothesis import HealthCheck, settings
 
 from examples import USUAL
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
-from offload.plan.rates import FOLDER_VARIABLE
-from triforce_cli import answer_log, configuration
-from triforce_cli.busy import OtherPrograms
+from offload.speed.rates import FOLDER_VARIABLE
+from triforce_cli.ground import answer_log
+from triforce_cli.screen.busy import OtherPrograms
+from triforce_cli.settings import configuration
 
 if TYPE_CHECKING:
     from offload.config.model import ModelConfig
-    from offload.plan.pass_times import PassTimes
+    from offload.speed.pass_times import PassTimes
 
 FEW = 12  # cases of a matrix, a test that is parametrized more than once, without --deep
 Values = tuple[tuple[str, int], ...]
@@ -75,8 +76,8 @@ def _passes_as_estimated(config: ModelConfig, dtype: str, weight_bits: int = 16)
     """In place of measured ones, which take seconds for each model, many more on a busy machine, and give other plans
     in each run. They have tests of their own."""
     from offload.model.loading import DTYPES
-    from offload.plan.pass_times import estimated
-    from offload.plan.rates import TWO_CORES
+    from offload.speed.pass_times import estimated
+    from offload.speed.rates import TWO_CORES
     from offload.worker.pass_timer import _kernels_name
 
     times = replace(estimated(config, DTYPES[dtype].itemsize, TWO_CORES), kernels=_kernels_name(config))

@@ -14,10 +14,10 @@ import torch
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from offload.decode.constraint import Constraint, Kind
-from offload.decode.grammar import Grammar
-from offload.decode.grammar_tokenizer import spellings
-from offload.decode.tokenizer import Tokenizer
+from offload.grammar.constraint import Constraint, Kind
+from offload.grammar.grammar import Grammar
+from offload.grammar.grammar_tokenizer import spellings
+from offload.text.tokenizer import Tokenizer
 from test_gguf_tokenizer import made, pieces
 
 ROOT = Path(__file__).resolve().parent.parent

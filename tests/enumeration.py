@@ -23,10 +23,10 @@ from torch import Tensor
 from offload.decode import (
     distribution,
     generation,
+    gpu_draws,
     grammar_proposer,
     grammar_text,
     lookup,
-    on_gpu,
     penalties,
     proposal,
     random_source,
@@ -67,7 +67,7 @@ class Decode:
     random_source: Any
     verify: Any
     proposal: Any
-    on_gpu: Any
+    gpu_draws: Any
     lookup: Any
     grammar_text: Any
     grammar_proposer: Any
@@ -86,7 +86,7 @@ REAL = Decode(
     random_source=random_source,
     verify=verify,
     proposal=proposal,
-    on_gpu=on_gpu,
+    gpu_draws=gpu_draws,
     lookup=lookup,
     grammar_text=grammar_text,
     grammar_proposer=grammar_proposer,
@@ -175,7 +175,7 @@ def beforehand_on_grid(source: Branching, decode: Decode, num_cells: int) -> Ran
     """The same of a GPU's source, whose uniforms are drawn before they are wanted."""
     one_by_one: Any = on_grid(source, decode, num_cells)
     one_by_one.uniforms = lambda count: torch.tensor([one_by_one._uniform() for _ in range(count)], dtype=torch.float64)
-    return cast(RandomSource, decode.on_gpu.Beforehand(one_by_one, torch.device("cpu")))
+    return cast(RandomSource, decode.gpu_draws.Beforehand(one_by_one, torch.device("cpu")))
 
 
 # Table language models

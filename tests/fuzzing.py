@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from triforce_cli.errors import describe
+from triforce_cli.ground.errors import describe
 
 MODEL_REFUSED = 4  # the exit code
 # What stands for text that no JSON encoder writes.

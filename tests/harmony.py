@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken
 
 from models import byte_tokenizer
-from offload.decode.tokenizer import Tokenizer
+from offload.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>")
 _THOUGHTS = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + thoughts + '<|end|>' }}"

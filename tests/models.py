@@ -43,12 +43,12 @@ from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
 from offload.kv.checkpoints import Checkpoints
+from offload.kv.chunk_store import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
 from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.selection import ByMass
 from offload.kv.states import StateCache
 from offload.kv.streaming import StreamingCache
@@ -59,11 +59,11 @@ from offload.model.level import Level, StreamingLevel
 from offload.model.passes import alone
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
-from offload.plan.hardware import Hardware
-from offload.plan.pass_times import PassTimes
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.plan.sizing import ring_pages
+from offload.speed.hardware import Hardware
+from offload.speed.pass_times import PassTimes
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import Done, Event, Link

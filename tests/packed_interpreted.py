@@ -25,7 +25,7 @@ from offload.kernels.gpu.copies import table_rows
 from offload.model.graphs import VARIABLE
 from offload.pages.traffic import Traffic
 from offload.progress import Progress
-from offload.transfer.behind import Behind
+from offload.transfer.background import BackgroundThread
 from offload.transfer.link import CudaEvent
 from offload.weights import embedding, homes
 from offload.weights.layers import StreamedLayers
@@ -217,13 +217,13 @@ def test_the_text_is_the_same_and_all_is_ordered(folder: Path) -> None:
 
 def behind(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Pages that the thread packs, from now on."""
-    begun, begin = list[tuple[int, ...]](), Behind.begin
+    begun, begin = list[tuple[int, ...]](), BackgroundThread.begin
 
-    def counted(thread: Behind, pages: Sequence[tuple[int, int]], *more: Any) -> None:
+    def counted(thread: BackgroundThread, pages: Sequence[tuple[int, int]], *more: Any) -> None:
         begun.extend(pages)
         begin(thread, pages, *more)
 
-    patch.setattr(Behind, "begin", counted)
+    patch.setattr(BackgroundThread, "begin", counted)
     return begun
 
 
@@ -255,7 +255,7 @@ def test_pages_of_a_prefill_are_packed_behind_it(folder: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "bug",
     [
-        Bug("the thread packs pages before they are home", "offload.transfer.behind", "    for event in after:",
+        Bug("the thread packs pages before they are home", "offload.transfer.background", "    for event in after:",
             "    for event in ():", reported="race: read by host (pack)"),
         Bug("what the thread packs is entered when it has begun", "offload.pages.packed",
             "        pages, sizes, happened = self._thread.take()",

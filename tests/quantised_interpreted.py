@@ -19,9 +19,9 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.layout import RESIDUAL
 from offload.formats.quantised_kv import GROUP
+from offload.kv.chunk_store import QuantisedChunks
 from offload.kv.fetch import GpuFetch
 from offload.kv.quantised import EXACT, QuantisedCache
-from offload.kv.retrieved import QuantisedChunks
 from offload.model.passes import forward
 from offload.pages.storage import PageStorage
 from offload.plan.sizing import KV_TAIL

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.decode.characters import Characters
 from offload.decode.sampling import SamplingParams
+from offload.text.characters import Characters
 
 Row = list[float]
 

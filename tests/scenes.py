@@ -164,7 +164,7 @@ def a_store() -> None:
 
 def a_log() -> None:
     """Of three answers."""
-    from triforce_cli.answer_log import AnswerLog, Entry
+    from triforce_cli.ground.answer_log import AnswerLog, Entry
 
     asked = [
         ("generate", {"max-tokens": 20}, 7, "It was a bright cold day", (), "in April."),

@@ -30,10 +30,9 @@ from offload.errors import TriforceError
 from offload.metrics import Stats
 from offload.progress import OnProgress, Progress
 from test_cli_fake import Step
-from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.several import Answers
 from triforce_cli.answering.thoughts import Marks, marks_of
-from triforce_cli.answering.together import Answers
 from triforce_cli.batch.records import Record
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.app import Served, Service, web_application
@@ -42,6 +41,7 @@ from triforce_cli.serve.http import HttpServer, listening_socket
 from triforce_cli.serve.job import Ending, Job
 from triforce_cli.serve.reader import Reader
 from triforce_cli.serve.scheduler import Scheduler
+from triforce_cli.tools.calls import Calls
 
 SPAN, MANY = 5, 1_000_000  # blocks after which a prefill stays; all of them
 PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes does not wait so long

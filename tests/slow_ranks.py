@@ -21,7 +21,7 @@ SLOWLY = f"""
 import os, time
 from offload import interrupts
 from offload.kv.full import FullCache
-from triforce_cli import progress
+from triforce_cli.screen import progress
 progress.LINE_SECONDS = 0.0  # a stage is seen at once
 sync, attend = os.fsync, FullCache.attend
 def wait_while(name, is_so):

@@ -33,7 +33,7 @@ import typer
 from hearing import hear_signals
 from planned import Plans
 from terminals import ENTER, Terminal
-from triforce_cli import tree
+from triforce_cli.settings import tree
 
 NOW = 1_800_000_000  # 2027-01-15 08:00:00 UTC
 GIB = 2**30
@@ -53,7 +53,7 @@ HEAVY = (
     *("offload.engine.engine", "offload.engine.sequences", "offload.hub.convert", "offload.hub.pull"),
     *("offload.bench.exactness", "offload.bench.trial", "offload.plan.what_if", "triforce_cli.app"),
     *("triforce_cli.chat.engine", "triforce_cli.chat.background", "triforce_cli.chat.reader"),
-    *("triforce_cli.chat.script", "triforce_cli.chat.slash", "triforce_cli.render.plan"),
+    *("triforce_cli.prompts.script", "triforce_cli.chat.slash", "triforce_cli.render.plan"),
 )
 
 
@@ -155,8 +155,8 @@ def rehearse() -> None:
 
 def _read_tokenizers_once() -> None:
     """Those of the embedded models, which most scenes have by these names."""
-    from offload.decode import tokenizer_files
-    from triforce_cli.choice import embedded_model
+    from offload.text import tokenizer_files
+    from triforce_cli.setup.choice import embedded_model
 
     load = tokenizer_files.load
     kept = {name: load(embedded_model(name)) for name in MODELS}
@@ -166,15 +166,19 @@ def _read_tokenizers_once() -> None:
 def _fix_the_machine() -> None:
     """Two cores, 32 GiB, passes of typical times, a clock that goes on by a quarter of a second whenever somebody looks
     at it."""
+    from offload import machine
     from offload.bench import diagnosis, environment
     from offload.engine import engine
-    from offload.plan import hardware, machine, request
+    from offload.plan import request
     from offload.session import store
+    from offload.speed import hardware
     from test_doctor import LAPTOP
-    from triforce_cli import busy, choice, deadline, progress
     from triforce_cli.answering import recorder
     from triforce_cli.chat import background
     from triforce_cli.commands import models, sessions
+    from triforce_cli.ground import deadline
+    from triforce_cli.screen import busy, progress
+    from triforce_cli.setup import choice
 
     laptop = hardware.Hardware("cpu", "Some laptop's CPU", 32 * GIB, 32 * GIB, True)
     gpu = hardware.Hardware("cuda:0", "NVIDIA GeForce RTX 4090", 24 * 10**9, 128 * 10**9, True, hardware.RTX_4090)

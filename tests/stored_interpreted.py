@@ -19,7 +19,7 @@ from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import blocks_at_once, constants, decode, decode_blocks
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
-from offload.plan.hardware import probe
+from offload.speed.hardware import probe
 from processor import before_a_guard
 from stored import NAMES, made_up
 

@@ -15,7 +15,7 @@ from offload.engine.engine import Engine, load_tokenizer
 from offload.errors import DoesNotFit
 from offload.plan.sizing import FETCH_BYTES
 from offload.progress import OnProgress, Progress, ignore
-from offload.transfer.ahead import Ahead
+from offload.transfer.prepinned import Prepinned
 from paper import PaperGpu, on_paper
 from paper.engines import CASES, Case, Pair
 
@@ -44,7 +44,7 @@ class Maker:
 
 def test_blocks_are_made_in_order_on_another_thread_before_they_are_asked_for() -> None:
     maker = Maker()
-    ahead = Ahead([3, 3, 5], maker)
+    ahead = Prepinned([3, 3, 5], maker)
     maker.let.release(3)
     ahead.wait(lambda done, total: None)
     assert maker.made == [3, 3, 5]
@@ -59,7 +59,7 @@ def test_blocks_are_made_in_order_on_another_thread_before_they_are_asked_for() 
 
 def test_who_asks_too_early_waits() -> None:
     maker = Maker()
-    ahead = Ahead([3, 5], maker)
+    ahead = Prepinned([3, 5], maker)
     threading.Timer(0.05, maker.let.release, (2,)).start()
     taken = ahead.take(5)
     assert taken is not None
@@ -69,7 +69,7 @@ def test_who_asks_too_early_waits() -> None:
 
 def test_an_error_is_raised_where_the_memory_is_wanted() -> None:
     maker = Maker(fails_at=1)
-    ahead = Ahead([3, 5], maker)
+    ahead = Prepinned([3, 5], maker)
     maker.let.release(2)
     ahead.wait(lambda done, total: None)
     assert ahead.take(3) is not None
@@ -80,7 +80,7 @@ def test_an_error_is_raised_where_the_memory_is_wanted() -> None:
 
 def test_progress_is_reported_while_somebody_waits_and_not_when_all_is_there() -> None:
     maker, reports = Maker(), list[tuple[int, int]]()
-    ahead = Ahead([3, 5], maker)
+    ahead = Prepinned([3, 5], maker)
 
     def noted(done: int, total: int) -> None:
         reports.append((done, total))
@@ -97,7 +97,7 @@ def test_progress_is_reported_while_somebody_waits_and_not_when_all_is_there() -
 
 def test_closing_ends_the_thread_after_its_block_and_drops_what_nobody_took() -> None:
     maker = Maker()
-    ahead = Ahead([3, 5, 7], maker)
+    ahead = Prepinned([3, 5, 7], maker)
     maker.let.release()
     while not ahead.held:
         pass

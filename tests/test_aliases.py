@@ -11,10 +11,10 @@ import pytest
 from offload.errors import ModelError, UsageError
 from offload.hub.names import FOLDER_VARIABLE
 from test_cli_models import LARGE, SMALL, put
-from triforce_cli import configuration
-from triforce_cli.aliases import Aliases
 from triforce_cli.app import app
-from triforce_cli.choice import embedded_model
+from triforce_cli.settings import configuration
+from triforce_cli.settings.aliases import Aliases
+from triforce_cli.setup.choice import embedded_model
 
 Run = Callable[..., tuple[int, str, str]]
 TARGET = embedded_model("demo-target")

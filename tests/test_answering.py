@@ -10,14 +10,14 @@ import pytest
 from models import byte_tokenizer
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams, ThoughtBudget
-from offload.decode.tokenizer import Tokenizer
-from offload.engine.attended import Passage
 from offload.engine.engine import Step
+from offload.engine.passages import Passage
+from offload.text.tokenizer import Tokenizer
 from triforce_cli.answering.answer import Answer, Part
-from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import Marks
 from triforce_cli.documents import Document
+from triforce_cli.tools.calls import Calls
 
 MARKS = Marks("<think>", "</think>")
 WANTED = Wanted(max_tokens=9, sampling=SamplingParams())

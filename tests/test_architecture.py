@@ -21,6 +21,7 @@ STOREYS = (
     *(
         "ground",
         "config",
+        "speed",
         "plan",
         "native",
         "formats",
@@ -30,16 +31,30 @@ STOREYS = (
         "pages",
         "kv",
         "model",
-        "decode",
-        "session",
     ),
-    *("worker", "ranks", "engine", "bench", "hub"),
+    *("text", "grammar", "decode", "session", "worker", "ranks", "engine", "bench", "hub"),
+)
+CLI_STOREYS = (
+    *(
+        "ground",
+        "screen",
+        "setup",
+        "documents",
+        "settings",
+        "tools",
+        "render",
+        "answering",
+        "prompts",
+        "apis",
+        "options",
+    ),
+    *("batch", "serve", "chat", "commands", "app", "__main__"),
 )
 GROUND = tuple(
     f"offload.{name}"
     for name in (
-        *("errors", "fields", "files", "formats.layout", "interrupts", "metrics", "progress", "seeds"),
-        *("strict_json", "units"),
+        *("errors", "fields", "files", "formats.layout", "interrupts", "machine", "metrics", "progress"),
+        *("seeds", "strict_json", "units"),
     )
 )
 CLI_MAY_IMPORT = (
@@ -47,9 +62,10 @@ CLI_MAY_IMPORT = (
     "offload.bench",
     "offload.hub",
     *GROUND,
-    *(f"offload.decode.{name}" for name in ("constraint", "logprobs", "sampling", "tokenizer")),
+    *("offload.speed", "offload.text.tokenizer", "offload.grammar.constraint"),
+    *(f"offload.decode.{name}" for name in ("logprobs", "sampling")),
 )
-WITHOUT_TORCH = ("offload.config", "offload.plan", *GROUND)
+WITHOUT_TORCH = ("offload.config", "offload.speed", "offload.plan", *GROUND)
 BROAD = ("Exception", "BaseException")
 
 Rule = Callable[[str, str], list[str]]
@@ -107,16 +123,18 @@ def dotted(node: ast.AST) -> str:
 
 
 def storey(module: str) -> int:
-    if within(module, *GROUND):
+    """The number of the module's storey in its package, from the ground up."""
+    if within(module, *GROUND) or module == "triforce_cli":
         return 0
-    return STOREYS.index(module.split(".")[1])
+    package, room = module.split(".")[:2]
+    return (STOREYS if package == "offload" else CLI_STOREYS).index(room)
 
 
 def imports_downwards(module: str, source: str) -> list[str]:
     found = []
     for name, line in imports(walked(source)):
         if within(name, "triforce_cli"):
-            wrong = within(module, "offload")
+            wrong = within(module, "offload") or storey(_existing(name)) > storey(module)
         elif not within(name, "offload") or name == "offload":
             wrong = False
         elif within(module, "triforce_cli"):
@@ -126,6 +144,12 @@ def imports_downwards(module: str, source: str) -> list[str]:
         if wrong:
             found.append(f"{module}:{line} imports {name}")
     return found
+
+
+def _existing(name: str) -> str:
+    """The module of the program that `name` is, or is defined in."""
+    path = ROOT / name.replace(".", "/")
+    return name if path.is_dir() or path.with_suffix(".py").exists() else name.rpartition(".")[0]
 
 
 def only_memory_pins(module: str, source: str) -> list[str]:
@@ -141,7 +165,7 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
     # One copies, one times, one pins, one packs, one works while a person types, the ranks watch each other and meet.
-    transfer = tuple(f"offload.transfer.{name}" for name in ("link", "timing", "ahead", "behind"))
+    transfer = tuple(f"offload.transfer.{name}" for name in ("link", "timing", "prepinned", "background"))
     # What the thread that pins reads is locked. A poll asks on which thread it is. A server talks to its clients on
     # a thread of its own, which no pass waits for.
     allowed = (
@@ -166,7 +190,7 @@ def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
 
 
 def only_output_writes(module: str, source: str) -> list[str]:
-    if module == "triforce_cli.output":
+    if module == "triforce_cli.screen.output":
         return []
     streams = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
     writers = ("print", "typer.echo", "typer.secho", "rich.print", "Console", "rich.console.Console")
@@ -185,7 +209,7 @@ def only_output_writes(module: str, source: str) -> list[str]:
 def only_app_catches_broadly(module: str, source: str) -> list[str]:
     """A handler that always raises again, as an error that says more, catches nothing; nor do the link's worker,
     the thread that pins and the other ranks, as their errors are raised in whoever waits."""
-    waited_for = ("offload.transfer.link", "offload.transfer.ahead", "offload.ranks.sums", "offload.ranks.follower")
+    waited_for = ("offload.transfer.link", "offload.transfer.prepinned", "offload.ranks.sums", "offload.ranks.follower")
     if module in ("triforce_cli.app", *waited_for):
         return []
     found = []
@@ -215,11 +239,11 @@ def only_interrupts_hears_signals(module: str, source: str) -> list[str]:
 def waits_are_interruptible(module: str, source: str) -> list[str]:
     """A system call that may last for ever is within `waiting`; a loop of short waits polls."""
     # A rank takes part in a sum, or in its own end, whatever happens. The watch, a copy's pace and the program that
-    # runs llama.cpp are other threads and processes. `Ahead.wait` reports progress, which polls.
+    # runs llama.cpp are other threads and processes. `Prepinned.wait` reports progress, which polls.
     ranks = ("offload.ranks.follower", "offload.ranks.shared", "offload.ranks.watch")
     if within(module, "offload.interrupts", *ranks, "offload.transfer.pace", "offload.bench.llama_cpp"):
         return []
-    whole = ("Sums._wait", "Sums._hear_why", "Ahead.wait")
+    whole = ("Sums._wait", "Sums._hear_why", "Prepinned.wait")
     found: list[str] = []
 
     def look(node: ast.AST, owner: str, waits: bool) -> None:
@@ -292,18 +316,21 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.kv.full", "import offload.decode.sampling"),
     (imports_downwards, "offload.model.decoder", "def f():\n    from offload.decode import sampling"),
     (imports_downwards, "offload.decode.verify", "from offload import engine"),
-    (imports_downwards, "offload.plan.hardware", "from offload.bench.diagnosis import diagnose"),
+    (imports_downwards, "offload.speed.hardware", "from offload.bench.diagnosis import diagnose"),
     (imports_downwards, "triforce_cli.commands.doctor", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.config.model", "from offload.kernels import rope"),
     (imports_downwards, "offload.weights.layers", "from offload.kv import Cache"),
     (imports_downwards, "offload.errors", "from offload.config.model import ModelConfig"),
-    (imports_downwards, "offload.engine.engine", "from triforce_cli.output import Output"),
+    (imports_downwards, "offload.engine.engine", "from triforce_cli.screen.output import Output"),
     (imports_downwards, "offload.engine.engine", "from offload.hub.library import locate"),
     (imports_downwards, "offload.engine.engine", "from offload.bench.trial import Trial"),
     (imports_downwards, "offload.bench.trial", "from offload.hub.library import locate"),
     (imports_downwards, "offload", "from offload.engine.engine import Engine"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.model.decoder import Decoder"),
     (imports_downwards, "triforce_cli.commands.generate", "from offload.decode.verify import verify"),
+    (imports_downwards, "triforce_cli.answering.answer", "from triforce_cli.chat.dialogue import Dialogue"),
+    (imports_downwards, "triforce_cli.ground.text", "from triforce_cli import app"),
+    (imports_downwards, "triforce_cli.screen.output", "def f():\n    from triforce_cli.options import flags"),
     (only_memory_pins, "offload.pages.tiles", "x = torch.zeros(4, pin_memory=True)"),
     (only_memory_pins, "offload.weights.layers", "x = x.pin_memory()"),
     (only_link_makes_threads_and_streams, "offload.engine.engine", "import threading"),
@@ -314,13 +341,13 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (only_output_writes, "offload.engine.engine", "print('loading')"),
     (only_output_writes, "offload.engine.engine", "import sys\nsys.stderr.write('x')"),
     (only_output_writes, "offload.engine.engine", "from sys import stdout"),
-    (only_output_writes, "triforce_cli.render.text", "import typer\ntyper.echo('x')"),
-    (only_output_writes, "triforce_cli.render.text", "from rich.console import Console\nc = Console()"),
-    (only_output_writes, "triforce_cli.render.text", "from rich import print"),
+    (only_output_writes, "triforce_cli.ground.text", "import typer\ntyper.echo('x')"),
+    (only_output_writes, "triforce_cli.ground.text", "from rich.console import Console\nc = Console()"),
+    (only_output_writes, "triforce_cli.ground.text", "from rich import print"),
     (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept Exception:\n    pass"),
     (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept:\n    pass"),
     (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
-    (only_app_catches_broadly, "triforce_cli.output", "with suppress(Exception):\n    f()"),
+    (only_app_catches_broadly, "triforce_cli.screen.output", "with suppress(Exception):\n    f()"),
     (
         only_app_catches_broadly,
         "offload.engine.engine",
@@ -328,8 +355,8 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     ),
     (only_interrupts_hears_signals, "triforce_cli.app", "import signal"),
     (only_interrupts_hears_signals, "offload.engine.engine", "def f():\n    from signal import SIGINT"),
-    (waits_are_interruptible, "triforce_cli.inputs", "select.select([stream], [], [], None)"),
-    (waits_are_interruptible, "triforce_cli.inputs", "with waiting():\n    pass\nsys.stdin.readline()"),
+    (waits_are_interruptible, "triforce_cli.ground.inputs", "select.select([stream], [], [], None)"),
+    (waits_are_interruptible, "triforce_cli.ground.inputs", "with waiting():\n    pass\nsys.stdin.readline()"),
     (waits_are_interruptible, "offload.files", "fcntl.flock(file, fcntl.LOCK_EX)"),
     (waits_are_interruptible, "offload.bench.trial", "while True:\n    if done.wait(0.1):\n        break"),
     (waits_are_interruptible, "offload.ranks.team", "while True:\n    answers.get(timeout=0.1)"),
@@ -343,10 +370,11 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     (imports_downwards, "offload.bench.diagnosis", "from offload.transfer.link import PacedLink"),
     (imports_downwards, "offload.hub.pull", "from offload.weights.checkpoint import Checkpoint"),
     (imports_downwards, "triforce_cli.app", "from offload.decode.sampling import SamplingParams"),
+    (imports_downwards, "triforce_cli.serve.app", "from triforce_cli import __version__\nimport triforce_cli.apis"),
     (only_memory_pins, "offload.transfer.memory", "x = torch.zeros(4, pin_memory=True)"),
     (only_link_makes_threads_and_streams, "offload.pages.tiles", "from offload.transfer.link import Event, Link"),
-    (only_output_writes, "triforce_cli.progress", "from rich.console import Console\ndef f(c: Console): ..."),
-    (only_output_writes, "triforce_cli.utf8", "import sys\nsys.stdin.read()"),
+    (only_output_writes, "triforce_cli.screen.progress", "from rich.console import Console\ndef f(c: Console): ..."),
+    (only_output_writes, "triforce_cli.screen.utf8", "import sys\nsys.stdin.read()"),
     (
         only_app_catches_broadly,
         "offload.engine.engine",
@@ -354,11 +382,11 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     ),
     (only_app_catches_broadly, "offload.engine.engine", "try:\n    f()\nexcept OSError:\n    pass"),
     (only_interrupts_hears_signals, "offload.interrupts", "import signal"),
-    (waits_are_interruptible, "triforce_cli.inputs", "with waiting():\n    sys.stdin.readline()"),
-    (waits_are_interruptible, "triforce_cli.outfile", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
+    (waits_are_interruptible, "triforce_cli.ground.inputs", "with waiting():\n    sys.stdin.readline()"),
+    (waits_are_interruptible, "triforce_cli.ground.outfile", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
     (waits_are_interruptible, "offload.bench.trial", "while True:\n    poll()\n    done.wait(0.1)"),
     (waits_are_interruptible, "offload.bench.trial", "while names:\n    names = rest.get(names)"),
-    (plans_without_torch, "offload.plan.hardware", "def probe():\n    import torch"),
+    (plans_without_torch, "offload.speed.hardware", "def probe():\n    import torch"),
     (plans_without_torch, "offload.engine.engine", "import torch"),
 ]
 
@@ -385,8 +413,8 @@ def test_every_rule_has_been_seen_to_fail_and_to_pass() -> None:
 
 def test_the_walk_meets_every_storey() -> None:
     modules = [module for module, _ in sources()]
-    assert {storey(module) for module in modules if module.startswith("offload.")} == set(range(len(STOREYS)))
-    assert "triforce_cli.app" in modules
+    for package, storeys in (("offload.", STOREYS), ("triforce_cli", CLI_STOREYS)):
+        assert {storey(module) for module in modules if module.startswith(package)} == set(range(len(storeys)))
 
 
 def circle(program: Iterable[tuple[str, str]]) -> list[str]:

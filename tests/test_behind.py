@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from offload.pages.traffic import Traffic
-from offload.transfer.behind import Behind, on_stack
+from offload.transfer.background import BackgroundThread, on_stack
 from offload.transfer.link import Event, PacedLink
 
 
@@ -28,7 +28,7 @@ class Later:
 
 
 def test_work_begins_after_its_events_and_changes_nothing_until_it_is_taken() -> None:
-    thread, events, where = Behind[int, str]("work"), [Later(), Later()], list[str]()
+    thread, events, where = BackgroundThread[int, str]("work"), [Later(), Later()], list[str]()
 
     def work() -> str:
         where.append(threading.current_thread().name)
@@ -50,7 +50,7 @@ def test_work_begins_after_its_events_and_changes_nothing_until_it_is_taken() ->
 
 
 def test_an_error_comes_to_who_takes_and_leaves_the_thread_usable() -> None:
-    thread = Behind[int, int]("work")
+    thread = BackgroundThread[int, int]("work")
 
     def fails() -> int:
         raise MemoryError("no more")

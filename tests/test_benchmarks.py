@@ -19,7 +19,7 @@ from families import save_tiny
 from models import TOKENIZER_SIZE, random_model, save
 from offload.kernels.cpu import kernels
 from offload.metrics import ExpertStats
-from offload.plan.rates import FOLDER_VARIABLE
+from offload.speed.rates import FOLDER_VARIABLE
 from test_expert_slots import NUM_LAYERS, Homes, streamed
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from offload.decode.breakers import Breakers, breakers_of
 from offload.decode.penalties import Dry, Text
 from offload.decode.sampling import SamplingParams
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
+from offload.text.tokenizer import Tokenizer
 from sampling_reference import Words
 
 DEMO = Path(__file__).parent.parent / "triforce_cli" / "models" / "demo-target"

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from models import random_model, save
-from offload.plan.rates import FOLDER_VARIABLE
-from triforce_cli import busy
-from triforce_cli.busy import OtherPrograms
+from offload.speed.rates import FOLDER_VARIABLE
+from triforce_cli.screen import busy
+from triforce_cli.screen.busy import OtherPrograms
 
 SHARE = OtherPrograms.share  # as it is; within other tests nobody else computes
 

@@ -10,15 +10,15 @@ from tokenizers import AddedToken
 
 from models import byte_tokenizer
 from offload import strict_json
-from offload.decode.constraint import Constraint
 from offload.decode.distribution import grammar_of
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
-from triforce_cli.answering import call_forms
-from triforce_cli.answering.bare_calls import BareCalls
-from triforce_cli.answering.call_forms import FORMS
-from triforce_cli.answering.call_grammar import with_calls
-from triforce_cli.answering.calls import MAX_DEPTH, MOST_BROKEN, Calls
+from offload.grammar.constraint import Constraint
+from offload.text.tokenizer import Tokenizer
+from triforce_cli.tools import call_forms
+from triforce_cli.tools.bare_calls import BareCalls
+from triforce_cli.tools.call_forms import FORMS
+from triforce_cli.tools.call_grammar import with_calls
+from triforce_cli.tools.calls import MAX_DEPTH, MOST_BROKEN, Calls
 
 PARAMETERS = {
     "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "at": {"type": "object"},

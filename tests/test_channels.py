@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from harmony import ANSWER, NEXT, SPECIAL, TEMPLATE, THOUGHTS, harmony
 from models import byte_tokenizer
-from offload.decode.constraint import Constraint
 from offload.decode.distribution import distribution_of
-from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams, ThoughtBudget
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Step
 from offload.fields import record, versioned
+from offload.grammar.constraint import Constraint
+from offload.text.reply_text import ReplyText
+from offload.text.tokenizer import Tokenizer
 from triforce_cli.answering.answer import Answer
-from triforce_cli.answering.begun import VERSION, Begun
-from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.resumable import VERSION, Resumable
 from triforce_cli.answering.thoughts import Channels, Splitter, marks_of, switched_off, without_thoughts
-from triforce_cli.chat.conversation import Conversation
-from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.messages import read
+from triforce_cli.options.answering import Layout
+from triforce_cli.prompts.conversation import Conversation
+from triforce_cli.prompts.formats import ChatFormat
+from triforce_cli.prompts.messages import read
 
 MARKS = Channels()
 WANTED = Wanted(max_tokens=99, sampling=SamplingParams())
@@ -336,8 +336,8 @@ def test_an_answer_goes_on_where_a_session_keeps_it(cut: int) -> None:
         if cut >= len(tokens):
             continue
         first = answered(chat_format, prompt, tokens[:cut])
-        kept = json.loads(json.dumps(Begun.of(first, []).as_dict()))
-        again = record(Begun, versioned(kept, VERSION, ""), "").prompt([])
+        kept = json.loads(json.dumps(Resumable.of(first, []).as_dict()))
+        again = record(Resumable, versioned(kept, VERSION, ""), "").prompt([])
         assert again.marks == prompt.marks
         second = Answer(again, WANTED, tokenizer)
         written = ReplyText(tokenizer, prompt.tokens, stops=(), named=again.named)

@@ -11,8 +11,8 @@ from offload.errors import DoesNotFit, UsageError
 from test_chat_dialogue import Make, make, models
 from triforce_cli.chat import slash
 from triforce_cli.chat.compact import BEGIN, REQUEST, Compaction, beginning, fitting
-from triforce_cli.chat.conversation import Conversation, Document, Turn
 from triforce_cli.chat.dialogue import Dialogue
+from triforce_cli.prompts.conversation import Conversation, Document, Turn
 
 __all__ = ["make", "models"]  # fixtures
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from examples import at_most
 from offload.errors import UsageError
-from triforce_cli.chat.conversation import VERSION, Conversation, Document, Turn
+from triforce_cli.prompts.conversation import VERSION, Conversation, Document, Turn
 
 BOOK, NOTE = Document("book.txt", "It was a dark night.\n"), Document("note.txt", "1")
 FIRST = Turn("who?", (BOOK,), "me", (5, 6), True)

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from examples import at_most
 from models import DYNAMIC_ROPE, GREEDY, random_model, save
-from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
+from offload.grammar.constraint import Constraint
 from offload.plan.planner import Options
 from offload.progress import OnProgress, Progress, Stage, ignore
 from triforce_cli.answering.answer import Answer, Part
@@ -30,17 +30,17 @@ from triforce_cli.answering.ending import End
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.chat import slash
 from triforce_cli.chat.background import BackgroundWork
-from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.engine import LEAST_CAPACITY, ChatEngine
-from triforce_cli.chat.formats import ChatFormat
+from triforce_cli.chat.notes import cut_short
 from triforce_cli.chat.settings import Settings
-from triforce_cli.choice import Models
 from triforce_cli.commands.chat import _converse
-from triforce_cli.deadline import Deadline, TimedOut
-from triforce_cli.engine import prepare
-from triforce_cli.output import Output
-from triforce_cli.render.chat import cut_short
+from triforce_cli.ground.deadline import Deadline, TimedOut
+from triforce_cli.prompts.conversation import Conversation, Document
+from triforce_cli.prompts.formats import ChatFormat
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import Models
+from triforce_cli.setup.engine import prepare
 
 # A row computed in another phase or block differs by rounding only: fp32, two layers, keys and values of size about 1.
 TOLERANCE = 5e-5

@@ -18,14 +18,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples import at_most
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError, UsageError
-from triforce_cli.chat import steps
-from triforce_cli.chat.conversation import Conversation, Document, Turn
-from triforce_cli.chat.formats import NAMES, ChatFormat, Part
-from triforce_cli.chat.guards import CUT, Guard
-from triforce_cli.chat.refusals import refusal_of_messages
-from triforce_cli.chat.script import MARK
+from offload.text.tokenizer import Tokenizer
+from triforce_cli.prompts import steps
+from triforce_cli.prompts.conversation import Conversation, Document, Turn
+from triforce_cli.prompts.formats import NAMES, ChatFormat, Part
+from triforce_cli.prompts.guards import CUT, Guard
+from triforce_cli.prompts.refusals import refusal_of_messages
+from triforce_cli.prompts.script import MARK
 
 TALK = "user system assistant User: Assistant: hello there, what is it?\n\nIt is 42.\n    def f(x):\n"
 CORPUS = [TALK] * 3 + ["\n\n"] * 20

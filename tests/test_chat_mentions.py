@@ -19,13 +19,13 @@ from prompt_toolkit.document import Document
 from models import save_pair
 from offload.errors import DoesNotFit
 from test_cli_log import ENTRY
-from triforce_cli import output
-from triforce_cli.answer_log import FOLDER_VARIABLE, AnswerLog
 from triforce_cli.answering.thoughts import Marks, without_thoughts
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.mentions import Mentions, mentions_in, typed
 from triforce_cli.chat.reader import _completer
 from triforce_cli.chat.slash import MOST_COPIED_BYTES
+from triforce_cli.ground.answer_log import FOLDER_VARIABLE, AnswerLog
+from triforce_cli.screen import output
 
 Chat = Callable[..., tuple[int, str, str]]
 

@@ -17,13 +17,13 @@ from offload.plan.planner import Options
 from test_chat_dialogue import GREEDILY, LINES, Make, check_against_a_fresh_start, engine_of, finish_ahead, send
 from test_next_token import SHAPES, with_head
 from triforce_cli.chat import slash
-from triforce_cli.chat.conversation import Conversation, Document
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.engine import LEAST_CAPACITY, ChatEngine
-from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.choice import Models, choose_models
-from triforce_cli.engine import prepare
-from triforce_cli.output import Output
+from triforce_cli.prompts.conversation import Conversation, Document
+from triforce_cli.prompts.formats import ChatFormat
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import Models, choose_models
+from triforce_cli.setup.engine import prepare
 
 
 @pytest.fixture(scope="module")

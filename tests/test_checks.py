@@ -23,8 +23,8 @@ from offload.kv.full import FullCache
 from offload.kv.layer_states import LayerStates
 from offload.model.level import Level
 from offload.model.passes import Pass
-from offload.plan.hardware import probe
 from offload.plan.what_if import LLAMA31_8B
+from offload.speed.hardware import probe
 from offload.transfer.link import PacedLink
 from offload.worker import pass_timer
 from offload.worker.pass_timer import time_passes

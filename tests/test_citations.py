@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.engine.attended import Attended, Passage
-from triforce_cli.answering import sentences, words
+from offload.engine.passages import Attended, Passage
+from triforce_cli.answering import bm25, sentences
 from triforce_cli.answering.citations import SHOWN, Citation, citations
 from triforce_cli.documents import Document
 
@@ -138,21 +138,21 @@ def test_masses_too_small_to_compare_make_no_passage_before_a_real_one() -> None
 
 
 def test_words_that_few_passages_have_count_for_more() -> None:
-    found = words.scores("The KEYS are here", PARTS)
+    found = bm25.scores("The KEYS are here", PARTS)
     assert found[2] > 2 * found[0]
     assert found[0] == found[1] > 0  # "are" alone
     assert found[3] == 0
-    assert words.scores("", PARTS) == [0, 0, 0, 0]
-    assert words.scores("anything", []) == []
+    assert bm25.scores("", PARTS) == [0, 0, 0, 0]
+    assert bm25.scores("anything", []) == []
 
 
 def test_a_word_counts_for_less_in_a_longer_passage_and_when_it_is_repeated() -> None:
-    short, long, twice = words.scores("key", ["the key", "the key " + "of it " * 9, "key key"])
+    short, long, twice = bm25.scores("key", ["the key", "the key " + "of it " * 9, "key key"])
     assert long < short < twice < 2 * short
 
 
 def test_words_are_compared_without_regard_to_case_in_any_script() -> None:
-    assert words.words("Straße, ÉTÉ_12: 4,800!") == ["strasse", "été", "12", "4", "800"]
+    assert bm25.words("Straße, ÉTÉ_12: 4,800!") == ["strasse", "été", "12", "4", "800"]
 
 
 class Letters:
@@ -287,7 +287,7 @@ def test_bm25_is_as_published() -> None:
         return weight * number * 2.2 / (number + 1.2 * (0.25 + 0.75 * length / mean))
 
     wanted = [part(2, 2, 3) + part(2, 1, 3), part(2, 1, 6), part(2, 1, 1)]
-    assert words.scores("Key, door! KEY", passages) == pytest.approx(wanted)  # a word of the answer counts once
+    assert bm25.scores("Key, door! KEY", passages) == pytest.approx(wanted)  # a word of the answer counts once
 
 
 # Sentences

@@ -13,8 +13,8 @@ import torch
 
 from models import save_pair
 from offload.decode.sampling import SamplingParams
-from offload.engine.attended import NUM_ROWS, Attended, Passage
 from offload.engine.engine import Engine, load_tokenizer, plan_request
+from offload.engine.passages import NUM_ROWS, Attended, Passage
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.plan.options import Options
@@ -23,11 +23,11 @@ from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
 from triforce_cli.batch.openai import own
 from triforce_cli.batch.records import read_records
-from triforce_cli.chat.conversation import Conversation, Document
-from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.tools import read_tools
 from triforce_cli.commands.ask import Ask
-from triforce_cli.placeholders import filled
+from triforce_cli.prompts.conversation import Conversation, Document
+from triforce_cli.prompts.formats import ChatFormat
+from triforce_cli.settings.placeholders import filled
+from triforce_cli.tools.tools import read_tools
 
 Triforce = Callable[..., tuple[int, str, str]]
 BOOK = "It was a dull day.\nThe key is under the mat.\nNobody came.\n"
@@ -48,9 +48,9 @@ def asked(folder: Path, triforce: Triforce, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*args: str, stdin: str | None = None) -> str:
         piped = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
-        monkeypatch.setattr("triforce_cli.prompt.stdin_is_terminal", lambda: stdin is None)
+        monkeypatch.setattr("triforce_cli.documents.prompt.stdin_is_terminal", lambda: stdin is None)
         monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: piped.buffer.read())
+        monkeypatch.setattr("triforce_cli.screen.utf8.read_stdin", lambda what, note: piped.buffer.read())
         common = ("--model", str(folder / "target"), "--draft", "none", "--dtype", "fp32", "--temperature", "0", "-q")
         code, out, err = triforce("ask", *common, "--max-tokens", "12", *args)
         assert (code, err) == (0, ""), err
@@ -105,14 +105,14 @@ def test_what_is_taken_from_standard_input_beside_a_question_is_named(
         (("generate", "--prompt", "Say one"), "the beginning of the prompt"),
     ):
         for piped, said in (("two\n", f"4 characters, read as {what}; </dev/null leaves it out"), ("", "")):
-            monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note, piped=piped: piped.encode())
+            monkeypatch.setattr("triforce_cli.screen.utf8.read_stdin", lambda what, note, piped=piped: piped.encode())
             code, _, err = triforce(*args, *common)
             assert code == 0
             assert [line for line in err.splitlines() if line.startswith("standard input")] == (
                 [f"standard input: {said}"] if said else []
             )
             assert triforce(*args, *common, "-q")[2] == ""
-    monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: b"Where?")
+    monkeypatch.setattr("triforce_cli.screen.utf8.read_stdin", lambda what, note: b"Where?")
     for command in ("ask", "generate"):  # all that there is: nothing else could be meant
         assert "standard input" not in triforce(command, *common)[2]
 
@@ -427,7 +427,7 @@ def test_generate_names_passages_of_documents_and_of_standard_input(
     assert 1 <= len(found) <= 3
     assert {each["document"] for each in found} == {"long.txt"}
     assert "[1] long.txt, line" in triforce(*args, "--prompt-file", str(book))[2]
-    monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: book.read_bytes())
+    monkeypatch.setattr("triforce_cli.screen.utf8.read_stdin", lambda what, note: book.read_bytes())
     piped = json.loads(triforce(*args, "--json", "-q")[1])["citations"]
     assert piped == [each | {"document": "standard input"} for each in found]
 

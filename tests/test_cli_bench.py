@@ -24,9 +24,9 @@ from offload.plan.options import Options
 from programs import ProgramTerminal, begin
 from terminals import CTRL_C
 from test_cli_fake import environment, make_plan, make_stats
-from triforce_cli import prompt
-from triforce_cli.progress import TimeLeft
+from triforce_cli.documents import prompt
 from triforce_cli.render import bench as render_bench
+from triforce_cli.screen.progress import TimeLeft
 
 CONTEXT = 1024
 TEXT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(22))  # about 900 tokens

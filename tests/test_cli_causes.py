@@ -17,12 +17,13 @@ import pytest
 from offload.errors import UsageError
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from test_cli_prompt import read, unread
-from triforce_cli import configuration, inputs
-from triforce_cli.choice import embedded_model
+from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.documents.selection import Named
-from triforce_cli.errors import describe
-from triforce_cli.prompt import read_prompt
-from triforce_cli.utf8 import read_text
+from triforce_cli.ground import inputs
+from triforce_cli.ground.errors import describe
+from triforce_cli.screen.utf8 import read_text
+from triforce_cli.settings import configuration
+from triforce_cli.setup.choice import embedded_model
 
 Run = Callable[..., tuple[int, str, str]]
 NOBODY = 65534
@@ -243,7 +244,7 @@ def test_file_in_a_model_is_not_the_model(triforce, model):
 
 
 def test_open_standard_input_is_said_even_if_quiet(monkeypatch, capfd):
-    from triforce_cli.output import Output
+    from triforce_cli.screen.output import Output
 
     monkeypatch.setattr(inputs, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(inputs, "LONG_SECONDS", 0.01)

@@ -9,11 +9,11 @@ import pytest
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import configuration, tree
 from triforce_cli.app import app, main
 from triforce_cli.commands.generate import Generate
 from triforce_cli.commands.sessions import Listing, Pruning
-from triforce_cli.configuration import Configuration
+from triforce_cli.settings import configuration, tree
+from triforce_cli.settings.configuration import Configuration
 
 ROOT = typer.main.get_command(app)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from triforce_cli import configuration
+from triforce_cli.settings import configuration
 
 Run = Callable[..., tuple[int, str, str]]
 

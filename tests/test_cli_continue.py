@@ -17,8 +17,8 @@ from offload.seeds import seed_within
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
 from triforce_cli.answering.answer import Answer
-from triforce_cli.answering.begun import Begun
 from triforce_cli.answering.request import Earlier, Prompt, Wanted
+from triforce_cli.answering.resumable import Resumable
 from triforce_cli.answering.thoughts import Marks
 from triforce_cli.app import main
 
@@ -138,7 +138,7 @@ def test_what_cannot_go_on_is_said(shell: Shell, model: Path, tmp_path: Path, mo
         assert f"leave out {named}" in shell.errors
     manifest = catalogue.inspect(session_folder("s"))
     with monkeypatch.context() as patch:
-        patch.setattr("triforce_cli.answering.kept._extra", lambda *of: {"kind": "text"})  # as 0.1.0 wrote it
+        patch.setattr("triforce_cli.answering.session._extra", lambda *of: {"kind": "text"})  # as 0.1.0 wrote it
         shell.begin("generate", 5, "--session", "s")
     shell.go_on("generate", 4, code=2)
     assert "an earlier version wrote it" in shell.errors
@@ -146,7 +146,7 @@ def test_what_cannot_go_on_is_said(shell: Shell, model: Path, tmp_path: Path, mo
         answer = {**manifest.extra["answer"], **change}  # type: ignore[dict-item]
         with monkeypatch.context() as patch:
             patch.setattr(
-                "triforce_cli.answering.kept._extra", lambda *of, answer=answer: {"kind": "text", "answer": answer}
+                "triforce_cli.answering.session._extra", lambda *of, answer=answer: {"kind": "text", "answer": answer}
             )
             shell.begin("generate", 5, "--session", "s")
         shell.go_on("generate", 4, code=2)
@@ -172,7 +172,7 @@ def test_thoughts_are_told_apart_across_the_cut(cut: int) -> None:
         return answer
 
     first = read(prompt, *reply[:cut], finish=None)
-    begun = Begun.of(first, [1, 2])  # before what is held back is written, as by `kept`
+    begun = Resumable.of(first, [1, 2])  # before what is held back is written, as by `kept`
     first.end("interrupted")
     again = begun.prompt([1, 2, 9])
     assert again.earlier == Earlier(cut, len(first.text), sum(len(part.thoughts) for part in first.parts))
@@ -183,7 +183,7 @@ def test_thoughts_are_told_apart_across_the_cut(cut: int) -> None:
     if not written_marks and cut >= len("<think>"):
         assert (first.text + second.text, thoughts) == ("Yes.", "Long thoughts")
     assert second.text.endswith("Yes."[len(first.text) :] if "think" in reply[cut:] else "")
-    assert Begun.of(second, [1]).ended
+    assert Resumable.of(second, [1]).ended
 
 
 def test_the_seed_of_what_follows_is_another_one() -> None:

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from models import save_pair
-from offload.decode.constraint import Constraint
-from offload.decode.on_gpu import Judge
+from offload.decode.gpu_draws import Judge
 from offload.decode.sampling import SamplingParams
 from offload.decode.warp import Warping
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.errors import UsageError
+from offload.grammar.constraint import Constraint
 from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.plan.request import Request

@@ -7,8 +7,8 @@ import sys
 import typer
 
 from test_cli_fake import ROOT
-from triforce_cli import tree
 from triforce_cli.app import app
+from triforce_cli.settings import tree
 
 sys.path.insert(0, str(ROOT / "scripts"))
 

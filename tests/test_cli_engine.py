@@ -16,7 +16,7 @@ import pytest
 from models import byte_tokenizer, save_pair
 from programs import begin
 from test_cli_fake import environment
-from triforce_cli import choice
+from triforce_cli.setup import choice
 
 CONTEXT = 1024
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(15))  # about 600 tokens

@@ -45,9 +45,9 @@ from offload.plan.cost import Prediction  # noqa: E402
 from offload.plan.placement import Placement  # noqa: E402
 from offload.plan.planner import Options, Plan, PlannedRequest  # noqa: E402
 from offload.progress import Progress  # noqa: E402
-from triforce_cli import progress  # noqa: E402
-from triforce_cli.busy import OtherPrograms  # noqa: E402
-from triforce_cli.deadline import Deadline  # noqa: E402
+from triforce_cli.ground.deadline import Deadline  # noqa: E402
+from triforce_cli.screen import progress  # noqa: E402
+from triforce_cli.screen.busy import OtherPrograms  # noqa: E402
 
 Key = TypeVar("Key")
 _MOMENT = [0.0]  # of pretended time

@@ -15,7 +15,7 @@ from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder
 from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.app import main
-from triforce_cli.deadline import Deadline, TimedOut
+from triforce_cli.ground.deadline import Deadline, TimedOut
 
 PROMPT = "".join(f"Line {i} of a long and rather dull text.\n" for i in range(30))
 SIZES = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 4096, "eos_token_id": None}

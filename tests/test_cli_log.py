@@ -18,10 +18,11 @@ import pytest
 from rich.cells import cell_len
 
 from models import save_pair
-from triforce_cli import answer_log, configuration
-from triforce_cli.answer_log import FOLDER_VARIABLE, AnswerLog, DamagedLog, Entry, LogError
 from triforce_cli.answering.recorder import MOST_OF_TEXT, MOST_QUESTION, ending
+from triforce_cli.ground import answer_log
+from triforce_cli.ground.answer_log import FOLDER_VARIABLE, AnswerLog, DamagedLog, Entry, LogError
 from triforce_cli.render.answer_log import table
+from triforce_cli.settings import configuration
 
 ROOT = Path(__file__).resolve().parent.parent
 Triforce = Callable[..., tuple[int, str, str]]
@@ -143,7 +144,7 @@ def test_replies_of_a_chat_are_kept_with_what_was_set(
 def test_an_answer_that_is_out_of_time_is_kept_as_far_as_it_came(
     run: Triforce, log: AnswerLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triforce_cli.deadline import Deadline, TimedOut
+    from triforce_cli.ground.deadline import Deadline, TimedOut
 
     def within(self: Deadline, steps: Iterator[Any], *, is_end: object) -> Iterator[Any]:
         yield next(steps)
@@ -179,7 +180,7 @@ def test_a_log_that_cannot_be_written_costs_a_note_and_no_answer(
 
 def test_several_processes_lose_no_answer(log: AnswerLog) -> None:
     code = (
-        "import sys; from triforce_cli.answer_log import AnswerLog, Entry\n"
+        "import sys; from triforce_cli.ground.answer_log import AnswerLog, Entry\n"
         "for number in range(10):\n"
         "    entry = Entry(0.0, 'ask', 'm', None, {}, 1, '?', (), f'{sys.argv[1]}.{number}', 'stop', 1.0)\n"
         "    AnswerLog.of_user().add(entry)"
@@ -194,7 +195,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_entries_before(log:
     for _ in range(12):
         log.add(ENTRY)
     code = (
-        "import os, signal; from triforce_cli.answer_log import AnswerLog\n"
+        "import os, signal; from triforce_cli.ground.answer_log import AnswerLog\n"
         "with AnswerLog.of_user()._changing() as connection:\n"
         "    connection.execute('PRAGMA cache_size = 1')\n"
         '    connection.execute("UPDATE answers SET answer = hex(zeroblob(5000))")\n'

@@ -14,10 +14,10 @@ from models import byte_tokenizer, random_model, save
 from offload.errors import ModelError
 from offload.hub.library import MOVING, STAGING, Origin, has_room, locate, state_of
 from offload.hub.names import ALIASES, FOLDER_VARIABLE, alias_of, id_of, is_id, repository_of, short_name
-from offload.plan import hardware
-from offload.plan.hardware import Hardware
+from offload.speed import hardware
+from offload.speed.hardware import Hardware
 from triforce_cli import __version__
-from triforce_cli.choice import choose_models
+from triforce_cli.setup.choice import choose_models
 
 YARN = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "finetuned": True}
 LLAMA_13B = {

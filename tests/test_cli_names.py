@@ -13,10 +13,10 @@ from offload.errors import ModelError, UsageError, quoted_line
 from offload.hub.names import pull_command
 from offload.weights.checkpoint import Checkpoint
 from triforce_cli.answering.citations import Citation
+from triforce_cli.chat import notes
 from triforce_cli.documents.selection import Named, select, without
-from triforce_cli.render import chat as render_chat
-from triforce_cli.render.text import line_text, visible
-from triforce_cli.texts import read_texts
+from triforce_cli.documents.texts import read_texts
+from triforce_cli.ground.text import line_text, visible
 
 NAME, SHOWN = "a\nb\t\x1b[31mc\u202e.txt", r"a\nb\t\u001b[31mc\u202e.txt"
 Run = Callable[..., tuple[int, str, str]]
@@ -80,7 +80,7 @@ def test_a_note_of_a_folder_is_one_line(folder: Path, triforce: Run) -> None:
 
 def test_citations_and_a_chats_lines_have_names_on_one_line() -> None:
     assert str(Citation(NAME, "lines 1 to 2", (), 1, 2, 0.5, "text")).startswith(f"{SHOWN}, lines 1 to 2")
-    assert render_chat.kept(Path(NAME), 3, 4).startswith(f"kept in {SHOWN}: ")
+    assert notes.kept(Path(NAME), 3, 4).startswith(f"kept in {SHOWN}: ")
 
 
 # Addresses

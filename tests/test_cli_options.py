@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import typer
 
-from offload.decode.constraint import Constraint
 from offload.decode.sampling import SETTINGS
 from offload.errors import UsageError
+from offload.grammar.constraint import Constraint
 from offload.session.names import session_folder
 from sampler_values import others
-from triforce_cli import choice, tree
 from triforce_cli.app import app, main
-from triforce_cli.choice import choose_models
 from triforce_cli.commands.generate import Generate
-from triforce_cli.flags import _offloaded
+from triforce_cli.options.flags import _offloaded
+from triforce_cli.settings import tree
+from triforce_cli.setup import choice
+from triforce_cli.setup.choice import choose_models
 
 WORDS = Path(__file__).parent / "words.lark"
 FLAGS = [  # option, what is typed, where it arrives, as what

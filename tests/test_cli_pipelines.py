@@ -14,11 +14,13 @@ import pytest
 import programs
 from offload.errors import TriforceError
 from test_cli_fake import environment, fork, run
-from triforce_cli import __version__, log, output
+from triforce_cli import __version__
 from triforce_cli.app import main
 from triforce_cli.commands.generate import destination
-from triforce_cli.deadline import Deadline, TimedOut
-from triforce_cli.outfile import OutputFile
+from triforce_cli.ground import log
+from triforce_cli.ground.deadline import Deadline, TimedOut
+from triforce_cli.ground.outfile import OutputFile
+from triforce_cli.screen import output
 
 TEXT = {"pieces": ["One", " two", ".\n"], "finish": "stop"}
 
@@ -180,7 +182,7 @@ class TestOutputFile:
             monkeypatch.undo()
             first.__exit__(None, None, None)
 
-        monkeypatch.setattr("triforce_cli.outfile.fcntl.flock", finish_first)
+        monkeypatch.setattr("triforce_cli.ground.outfile.fcntl.flock", finish_first)
         second = OutputFile(tmp_path / "out", note=str).__enter__()
         second.write(b"second")
         assert (tmp_path / "out").read_bytes() == b"first"

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from offload.formats.layout import CACHED_SHARE
-from offload.plan.hardware import rates_key
-from offload.plan.machine import machine_name
-from offload.plan.rates import RTX_4090, TWO_CORES, save_rates
+from offload.machine import machine_name
+from offload.speed.hardware import rates_key
+from offload.speed.rates import RTX_4090, TWO_CORES, save_rates
 from offload.units import size
 from planned import Plans
 from terminals import Terminal
 from test_cli_fake import ROOT, environment, play
 from test_doctor import pretend_gpus
-from triforce_cli.render.text import duration, latency
+from triforce_cli.ground.text import duration, latency
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 LLAMA = {

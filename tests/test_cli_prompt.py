@@ -13,10 +13,10 @@ import pytest
 
 from offload.errors import UsageError
 from test_cli_fake import command, environment, run, start
-from triforce_cli import inputs
+from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.documents.selection import Named
-from triforce_cli.prompt import read_prompt
-from triforce_cli.utf8 import decode_argument
+from triforce_cli.ground import inputs
+from triforce_cli.screen.utf8 import decode_argument
 
 
 class Terminal:

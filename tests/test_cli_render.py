@@ -12,9 +12,9 @@ from offload import units
 from offload.metrics import LevelStats, LinkStats, Stats
 from offload.plan.planner import Options
 from test_cli_fake import make_plan, make_stats
-from triforce_cli.progress import PlainDisplay, TerminalDisplay
-from triforce_cli.render import text as render
+from triforce_cli.ground import text as render
 from triforce_cli.render.stats import stats_table
+from triforce_cli.screen.progress import PlainDisplay, TerminalDisplay
 
 
 @pytest.mark.parametrize(

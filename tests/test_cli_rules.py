@@ -12,10 +12,10 @@ PACKAGE = Path(triforce_cli.__file__).parent
 MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 HEAVY = {
     *("torch", "transformers", "safetensors", "numpy", "huggingface_hub", "pypdf", "lxml"),
-    *("offload.engine.engine", "offload.decode", "offload.model"),
+    *("offload.engine.engine", "offload.text", "offload.grammar", "offload.decode", "offload.model"),
     *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
 }
-LIGHT = ("offload.decode.sampling", "offload.decode.constraint")
+LIGHT = ("offload.decode.sampling", "offload.grammar.constraint")
 
 
 def names(tree: ast.AST) -> Iterator[str]:
@@ -30,16 +30,16 @@ def handlers(tree: ast.AST) -> list[ast.ExceptHandler]:
 
 
 GOING_ON = (
-    "aliases.py",
-    "configuration_file.py",
-    "answer_log.py",
+    "settings/aliases.py",
+    "settings/configuration_file.py",
+    "ground/answer_log.py",
     "answering/recorder.py",
     "batch/runner.py",
     "chat/background.py",
     "chat/dialogue.py",
     "chat/mentions.py",
     "chat/reader.py",
-    "chat/script.py",
+    "prompts/script.py",
     "commands/chat.py",
     "commands/plan.py",
     "commands/sessions.py",
@@ -89,11 +89,11 @@ def test_only_output_writes():
         module: [name for name in names(tree) if name == "print" or name.startswith(streams)]
         for module, tree in MODULES.items()
     }
-    assert [module for module, found in writes.items() if found] == ["output.py"], writes
+    assert [module for module, found in writes.items() if found] == ["screen/output.py"], writes
 
 
 def test_output_is_seen_to_write():
-    assert "sys.stdout" in set(names(MODULES["output.py"]))
+    assert "sys.stdout" in set(names(MODULES["screen/output.py"]))
 
 
 def test_only_app_main_catches_for_good():

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from forked import forked_ranks
 from gguf_models import write_gguf
 from models import byte_tokenizer, random_model, save, save_pair
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Engine
 from offload.engine.scores import Distance, Likelihood, Scores, num_common_tokens
 from offload.errors import ModelError, UsageError
 from offload.plan.planner import Plan
+from offload.text.tokenizer import Tokenizer
 from test_cli_prompt import Terminal, piped
-from triforce_cli.choice import embedded_model
-from triforce_cli.texts import Text
+from triforce_cli.documents.texts import Text
+from triforce_cli.setup.choice import embedded_model
 
 CONTEXT = 256
 FIRST, SECOND = "Sé naïve 🙂:\nof the Rhine.\n", "It was a bright cold day in April.\n" * 3
@@ -133,7 +133,7 @@ def test_positions_count_lines_and_characters(name: str, folder: Path) -> None:
 def test_the_table_has_a_row_for_each_text_and_one_for_all(
     score: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triforce_cli.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("triforce_cli.screen.progress.LINE_SECONDS", 0.0)
     code, out, err = score("first.txt", "second.txt", "--worst", "1")
     means = [float(of_tokens(folder / "target", text).mean()) for text in (FIRST, SECOND)]
     rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[0].splitlines()}
@@ -315,7 +315,7 @@ def test_a_text_as_long_as_the_context_fits(score: Run, folder: Path) -> None:
 
 
 def test_models_in_turn_are_not_for_ranks_that_others_started(score: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.plan.hardware import Launched
+    from offload.speed.hardware import Launched
 
     monkeypatch.setattr(Launched, "look", classmethod(lambda cls: Launched(0, 2, 0, 2)))
     code, _, err = score("first.txt", "--against", "draft")

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from models import save_pair
-from offload.plan.rates import FOLDER_VARIABLE
 from offload.session.prefix_store import PrefixStore
-from triforce_cli import configuration
-from triforce_cli.answering.kept import rows_kept
-from triforce_cli.output import Output
+from offload.speed.rates import FOLDER_VARIABLE
+from triforce_cli.answering.session import rows_kept
+from triforce_cli.screen.output import Output
+from triforce_cli.settings import configuration
 
 Triforce = Callable[..., tuple[int, str, str]]
 TEXT = "".join(f"Line {number} of a long and rather dull text.\n" for number in range(35))  # some 1,500 bytes

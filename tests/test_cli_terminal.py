@@ -21,7 +21,7 @@ import pytest
 from rich.text import Text
 
 from test_cli_fake import fork
-from triforce_cli.output import Output
+from triforce_cli.screen.output import Output
 
 HELLO = {"pieces": ["Hello", " there"], "finish": "stop"}
 SLOW = HELLO | {"ticks": 10, "tick_seconds": 0.05}  # bars are drawn ten times a second
@@ -312,7 +312,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[],
     def opened(name: str) -> Callable[[], str]:
         stream = Terminal(io.BytesIO(), encoding="utf-8")
         monkeypatch.setattr(sys, name, stream)
-        monkeypatch.setattr("triforce_cli.output.columns", lambda stream: 60)
+        monkeypatch.setattr("triforce_cli.screen.output.columns", lambda stream: 60)
         monkeypatch.setenv("TERM", "xterm-256color")
         return lambda: stream.flush() or stream.buffer.getvalue().decode()
 

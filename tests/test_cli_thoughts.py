@@ -16,12 +16,12 @@ from tokenizers import AddedToken
 
 from harmony import TEMPLATE as CHANNELS
 from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Step
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE
+from offload.text.tokenizer import Tokenizer
 from triforce_cli.answering.answer import Answer, Part
-from triforce_cli.chat.formats import ChatFormat
+from triforce_cli.prompts.formats import ChatFormat
 
 Triforce = Callable[..., tuple[int, str, str]]
 THINK, TALK = "[THINK]", "[/THINK]"

@@ -14,8 +14,8 @@ from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.session.names import FOLDER_VARIABLE as SESSIONS_VARIABLE
 from test_architecture import ROOT
 from test_cli_models import LARGE, put
-from triforce_cli import configuration
 from triforce_cli.app import app
+from triforce_cli.settings import configuration
 
 FILE = """
 temperature = 0.5

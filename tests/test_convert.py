@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import Sizes, Stack, load, random_model, random_tokens, save
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
 from offload.hub import pickles
 from offload.hub.library import Origin, locate
 from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.pickles import convert_shard, source_of
+from offload.text.tokenizer import Tokenizer
 from programs import run
 
 Usage = namedtuple("Usage", "total used free")

@@ -22,18 +22,18 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import cpu
 from offload.kernels.experts import Router
+from offload.machine import machine_name
 from offload.model.host_experts import HostMixes
-from offload.plan.curves import ROWS
-from offload.plan.expert_times import ExpertTimes, estimated, load_expert_times, save_expert_times
-from offload.plan.given import plan_again
-from offload.plan.hardware import RTX_4090, Hardware, rates_key
-from offload.plan.machine import machine_name
 from offload.plan.options import Options
-from offload.plan.pass_times import Times, save_times
+from offload.plan.plan_file import plan_again
 from offload.plan.planner import Plan, make_plan
-from offload.plan.rates import rates_file
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
+from offload.speed.curves import ROWS
+from offload.speed.expert_times import ExpertTimes, estimated, load_expert_times, save_expert_times
+from offload.speed.hardware import RTX_4090, Hardware, rates_key
+from offload.speed.pass_times import Times, save_times
+from offload.speed.rates import rates_file
 from offload.weights.experts import HostExperts, StreamedExperts
 from offload.worker import expert_timer, pass_timer
 from offload.worker.expert_timer import time_experts

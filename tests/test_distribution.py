@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from models import Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
-from offload.decode.constraint import Constraint
 from offload.decode.distribution import Distribution, distribution_of, grammar_of
 from offload.decode.sampling import SETTINGS, SamplingParams, ThoughtBudget
 from offload.decode.sequence import Extended
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
+from offload.grammar.constraint import Constraint
+from offload.text.tokenizer import Tokenizer
 from sampler_values import others
 from sampling_reference import Letters, probabilities
 

@@ -17,23 +17,24 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from offload import machine
 from offload.bench import checks, measure
 from offload.bench import diagnosis as roof
 from offload.bench.checks import Check
 from offload.bench.diagnosis import Diagnosis, Gpu, GpuRates, LinkRates, Processor, Record, Software
 from offload.kernels import cpu
-from offload.plan import hardware as probing
-from offload.plan import machine, what_if
-from offload.plan.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
-from offload.plan.machine import KERNELS, Driver, Machine, Pcie, machine_name
-from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
+from offload.machine import KERNELS, Driver, Machine, Pcie, machine_name
+from offload.plan import what_if
 from offload.plan.what_if import CONTEXTS, MODELS, Expectation, expectations
+from offload.speed import hardware as probing
+from offload.speed.hardware import RTX_4090, TWO_CORES, Hardware, Rates, probe, rates_key
+from offload.speed.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates, typical
 from offload.transfer.link import PacedLink
 from triforce_cli.app import main
-from triforce_cli.choice import embedded_model
-from triforce_cli.output import Output
 from triforce_cli.render import doctor as render_doctor
 from triforce_cli.render.advice import advice
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import embedded_model
 
 GIB = 2**30
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -832,7 +833,7 @@ def test_versions_that_nobody_tested_are_named(
 
 
 def test_a_run_says_once_that_its_versions_are_untested(triforce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.plan.machine.untested_versions", lambda device: f"nobody tested this {device}")
+    monkeypatch.setattr("offload.machine.untested_versions", lambda device: f"nobody tested this {device}")
     with open(os.devnull, encoding="utf-8") as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         code, _, err = triforce("generate", "--prompt", "Once", "--max-tokens", "1")

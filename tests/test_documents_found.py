@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from test_documents_in import Heard
-from triforce_cli import inputs
 from triforce_cli.documents import selection, walk
 from triforce_cli.documents.walk import Pattern, Walk
-from triforce_cli.errors import describe
+from triforce_cli.ground import inputs
+from triforce_cli.ground.errors import describe
 
 Run = Callable[..., tuple[int, str, str]]
 

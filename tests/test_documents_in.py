@@ -660,8 +660,8 @@ def test_plan_is_for_the_tokens_of_documents(triforce: Run, folder: Path, monkey
 
 
 def test_tokens_are_counted_by_document_and_all(triforce: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.decode.tokenizer import Tokenizer
-    from triforce_cli.choice import embedded_model
+    from offload.text.tokenizer import Tokenizer
+    from triforce_cli.setup.choice import embedded_model
 
     monkeypatch.chdir(folder)
     tokenizer = Tokenizer.from_folder(embedded_model("demo-target"))

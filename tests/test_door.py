@@ -14,11 +14,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from offload.errors import RankFailed
-from offload.plan.hardware import Launched
 from offload.ranks import door as doors
 from offload.ranks import rendezvous
 from offload.ranks.channel import Channel
 from offload.ranks.door import SECRET_BYTES, Door, knock
+from offload.speed.hardware import Launched
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(SECRET_BYTES))

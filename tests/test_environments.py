@@ -13,10 +13,10 @@ import pytest
 import programs
 from models import TOKENIZER_SIZE, random_model, save
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
-from offload.plan.rates import FOLDER_VARIABLE as CACHE_VARIABLE
+from offload.speed.rates import FOLDER_VARIABLE as CACHE_VARIABLE
 from test_cli_fake import ROOT, command, environment, load, play
 from test_cli_terminal import Screen, shown_at_the_end
-from triforce_cli.choice import choose_models
+from triforce_cli.setup.choice import choose_models
 
 # "": without the variable
 NO_FOLDERS = dict.fromkeys(("XDG_DATA_HOME", "XDG_CACHE_HOME", CACHE_VARIABLE, MODELS_VARIABLE), "")

@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.config.block import Experts, FeedForward
 from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
-from offload.plan.routing import distinct_experts, hit_rate
+from offload.speed.routing import distinct_experts, hit_rate
 from offload.transfer.link import CudaLink, PacedLink
 from offload.transfer.memory import Memory
 from offload.weights import experts as module

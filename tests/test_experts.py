@@ -24,7 +24,7 @@ from offload.kernels.experts_cpu import MOST_ROWS, scratch_bytes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.composition import PLAIN
-from offload.plan.fixed import fixed_bytes
+from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import Options
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
 from offload.weights.experts import ResidentExperts, bank_of, layout_of

@@ -12,11 +12,11 @@ from random import Random
 import pytest
 
 from fuzzing import damaged_json, put
-from offload.plan.hardware import rates_key
-from offload.plan.machine import machine_name
-from offload.plan.rates import FOLDER_VARIABLE, TWO_CORES, load_rates, rates_file
+from offload.machine import machine_name
+from offload.speed.hardware import rates_key
+from offload.speed.rates import FOLDER_VARIABLE, TWO_CORES, load_rates, rates_file
 from triforce_cli.app import main
-from triforce_cli.choice import choose_models
+from triforce_cli.setup.choice import choose_models
 
 NUM_CASES = 200
 PLAN = ["plan", "--model", str(choose_models(None, None).target), "--device", "cpu"]

@@ -14,14 +14,14 @@ from random import Random
 import pytest
 
 from fuzzing import put
-from offload.decode.stops import StopStrings
-from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
+from offload.text.stops import StopStrings
+from offload.text.tokenizer import Detokenizer, Tokenizer
 from test_cli_fake import ROOT, Engine, Step, environment, install, load, play
 from triforce_cli.app import main
-from triforce_cli.choice import choose_models
-from triforce_cli.utf8 import read_text
+from triforce_cli.screen.utf8 import read_text
+from triforce_cli.setup.choice import choose_models
 
 NUM_CHARACTERS = 100_000
 CLUSTERS = (

@@ -12,9 +12,9 @@ import pytest
 
 from fuzzing import damaged_json, growth_under, outcomes, put
 from models import byte_tokenizer
-from offload.decode.tokenizer import Detokenizer, Tokenizer
-from offload.decode.tokenizer_files import MAX_FILE_BYTES
 from offload.errors import ModelError
+from offload.text.tokenizer import Detokenizer, Tokenizer
+from offload.text.tokenizer_files import MAX_FILE_BYTES
 from test_tokenizer import byte_fallback, byte_level
 
 NUM_PLAIN, NUM_AUTO = 1500, 200

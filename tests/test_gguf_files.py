@@ -19,8 +19,8 @@ from gguf_models import add_tokens, write_gguf
 from models import random_model, save
 from offload.config.gguf_header import MAX_HEADER_BYTES, Items, read_header
 from offload.config.reading import read_config
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
+from offload.text.tokenizer import Tokenizer
 from offload.weights import gguf_file
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.gguf_file import MappedFile

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
-from offload.decode import gguf_tokenizer
-from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.errors import ModelError
+from offload.text import gguf_tokenizer
+from offload.text.tokenizer import Detokenizer, Tokenizer
 
 TEXT = "It'S 12345 Ab9 x.\n\n  y"
 # What pieces a text is in before merges, by the names of some cuts, each of another kind.

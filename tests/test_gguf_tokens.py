@@ -12,7 +12,7 @@ from models import random_model, save
 from offload.config.gguf import notes
 from offload.config.gguf_header import read_header
 from offload.config.reading import read_config
-from offload.decode.tokenizer import Tokenizer
+from offload.text.tokenizer import Tokenizer
 
 NONE = 0xFFFFFFFF  # -1, as the package gguf writes it
 

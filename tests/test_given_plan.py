@@ -15,13 +15,13 @@ import pytest
 from models import PASS_TIMES, save_pair
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.plan.given import options_beside, read_plan
-from offload.plan.hardware import Hardware
 from offload.plan.options import Options
-from offload.plan.pass_times import PassTimes, Times
+from offload.plan.plan_file import options_beside, read_plan
 from offload.plan.planner import Plan
-from offload.plan.rates import FOLDER_VARIABLE
 from offload.plan.request import Request
+from offload.speed.hardware import Hardware
+from offload.speed.pass_times import PassTimes, Times
+from offload.speed.rates import FOLDER_VARIABLE
 from test_planner import CPU, DEMO, DRAFT, GPU, LLAMA_7B, plan
 
 SIZES = {"num_prompt_tokens": 900, "max_tokens": 100}

@@ -34,8 +34,9 @@ import scenes  # noqa: E402
 import stage  # noqa: E402
 from forked import forked  # noqa: E402
 from stage import Scene  # noqa: E402
-from triforce_cli import __version__, tree  # noqa: E402
+from triforce_cli import __version__  # noqa: E402
 from triforce_cli.app import app  # noqa: E402
+from triforce_cli.settings import tree  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden")
 COMMANDS = tree.commands(typer.main.get_command(app))

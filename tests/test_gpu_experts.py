@@ -29,7 +29,7 @@ from offload.kernels.gpu.experts import (
 from offload.plan.composition import PLAIN as PLAIN_LEVELS
 from offload.plan.cost import Cost
 from offload.plan.cost_gpu import GPU as COSTS
-from offload.plan.fixed import fixed_bytes
+from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import Options
 from offload.plan.passes import graph_levels
 from offload.plan.sizing import PREFILL_BLOCK, Sizing

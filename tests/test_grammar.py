@@ -27,10 +27,10 @@ from constrained import (
     text_of,
     walk,
 )
-from offload.decode.constraint import Constraint
-from offload.decode.grammar import Grammar
-from offload.decode.grammar_tokenizer import Vocabulary, spellings
-from offload.decode.tokenizer import Tokenizer
+from offload.grammar.constraint import Constraint
+from offload.grammar.grammar import Grammar
+from offload.grammar.grammar_tokenizer import Vocabulary, spellings
+from offload.text.tokenizer import Tokenizer
 
 WALKS = 2
 
@@ -206,7 +206,7 @@ def test_a_token_spells_what_decoding_shows_behind_another_one() -> None:
 @pytest.mark.parametrize("module", ["grammar", "grammar_tokenizer", "constraint"])
 def test_importing_the_modules_does_not_load_the_library(module: str) -> None:
     """It takes .1 s that most runs have no use for."""
-    tree = ast.parse((ROOT / "offload" / "decode" / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "offload" / "grammar" / f"{module}.py").read_text(encoding="utf-8"))
     at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert at_once
     assert not any("llguidance" in ast.unparse(node) for node in at_once)

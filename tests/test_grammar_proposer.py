@@ -9,10 +9,10 @@ import pytest
 
 from api_schemas import record
 from constrained import EACH, demo, of_schema, text_of
-from offload.decode.grammar import Grammar
 from offload.decode.grammar_proposer import LIKELY, SURE, AllowedLookupProposer, GrammarProposer
 from offload.decode.grammar_text import GrammarText
-from offload.decode.tokenizer import Tokenizer
+from offload.grammar.grammar import Grammar
+from offload.text.tokenizer import Tokenizer
 
 PROMPT = [5, 6, 7]
 AGES = record(name={"type": "string"}, years={"type": "integer"}, alive={"type": "boolean"}, home=record(city={}))

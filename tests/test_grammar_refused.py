@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from api_schemas import record
 from constrained import compiled, demo
-from offload.decode.constraint import Constraint, Kind
-from offload.decode.grammar import Grammar, GrammarState
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError, UsageError
+from offload.grammar.constraint import Constraint, Kind
+from offload.grammar.grammar import Grammar, GrammarState
+from offload.text.tokenizer import Tokenizer
 from test_tokenizer import byte_level
 
 NOT_JSON: list[tuple[Kind, str, str]] = [

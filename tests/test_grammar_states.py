@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from api_schemas import record
 from constrained import ARITHMETIC, EACH, compiled, demo, gguf_bytes, ids, llama_like, of_schema, spelled, walk
-from offload.decode import grammar as grammar_module
-from offload.decode.constraint import Kind
-from offload.decode.grammar import Grammar
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError
+from offload.grammar import grammar as grammar_module
+from offload.grammar.constraint import Kind
+from offload.grammar.grammar import Grammar
+from offload.text.tokenizer import Tokenizer
 
 
 def test_every_end_token_is_allowed_where_the_text_may_end_and_nothing_after_it() -> None:

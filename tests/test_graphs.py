@@ -15,7 +15,7 @@ from torch import Tensor
 from models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
 from offload.bench.launches import launches
-from offload.decode.on_gpu import Beforehand, Draw, Judge
+from offload.decode.gpu_draws import Beforehand, Draw, Judge
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import ModelProposer
@@ -25,7 +25,7 @@ from offload.errors import TriforceError, UsageError
 from offload.kv.retrieval import RetrievalCache
 from offload.model.graphs import MOST_GRAPHS, VARIABLE, Compute, GraphPool, Graphs, Tensors
 from offload.model.passes import Pass, forward
-from offload.plan.hardware import RTX_4090, Hardware
+from offload.speed.hardware import RTX_4090, Hardware
 from paper import PaperGpu, on_paper
 from paper.engines import CASES, DRAFTED, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.graphs import Graph

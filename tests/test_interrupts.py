@@ -24,8 +24,9 @@ from offload import interrupts
 from offload.interrupts import Terminated, handled, interruptible, poll, resume, waiting
 from stage import rehearse
 from terminals import Terminal
-from triforce_cli import consent, inputs
 from triforce_cli.chat import reader
+from triforce_cli.ground import inputs
+from triforce_cli.options import consent
 
 RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: Terminated}
 EVERY = pytest.mark.parametrize("number", RAISED, ids=lambda number: number.name)

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from offload.decode.json_patterns import without_look_ahead
+from offload.grammar.json_patterns import without_look_ahead
 
 NUMBER = r"^(?!^[-+.]*$)[+-]?0*"
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"

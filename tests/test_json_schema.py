@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from api_schemas import record
 from constrained import demo, of_schema, spelled, text_of, walk
-from offload.decode.json_disjoint import all_apart
-from offload.decode.json_numbers import LIMIT, with_bounds
-from offload.decode.json_schema import followed
+from offload.grammar.json_disjoint import all_apart
+from offload.grammar.json_numbers import LIMIT, with_bounds
+from offload.grammar.json_schema import followed
 from test_grammar_refused import refused
 from tool_schemas import OLD, WRITTEN
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from offload.decode.json_style import bare, gap
+from offload.grammar.json_style import bare, gap
 
 
 @pytest.mark.parametrize(("text", "following", "wanted"), [

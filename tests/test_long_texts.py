@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from constrained import demo, llama_like
 from examples import at_most
-from offload.decode import long_texts, tokenizer
-from offload.decode.long_texts import Coverage
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import DoesNotFit
+from offload.text import long_texts, tokenizer
+from offload.text.long_texts import Coverage
+from offload.text.tokenizer import Tokenizer
 from test_gguf_tokenizer import gemma, made, pieces
 from test_tokenizer import byte_fallback, byte_level, trained
 

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import AddedToken
 
 from models import byte_tokenizer
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import UsageError
-from triforce_cli.answering.calls import MAX_DEPTH
-from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.messages import read
+from offload.text.tokenizer import Tokenizer
+from triforce_cli.prompts.formats import ChatFormat
+from triforce_cli.prompts.messages import read
+from triforce_cli.tools.calls import MAX_DEPTH
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

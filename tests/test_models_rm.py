@@ -16,7 +16,7 @@ from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.removal import find_stored
 from test_architecture import heavy_modules_after
 from test_cli_models import LARGE, SMALL, put
-from triforce_cli import configuration
+from triforce_cli.settings import configuration
 
 Run = Callable[..., tuple[int, str, str]]
 

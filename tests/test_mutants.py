@@ -27,7 +27,7 @@ MODULES = (
     "random_source",
     "verify",
     "proposal",
-    "on_gpu",
+    "gpu_draws",
     "lookup",
     "grammar_text",
     "grammar_proposer",
@@ -78,7 +78,7 @@ def in_verify(old: str, new: str) -> list[Edit]:
 
 
 def in_on_gpu(old: str, new: str) -> list[Edit]:
-    return [Edit("on_gpu", old, new)]
+    return [Edit("gpu_draws", old, new)]
 
 
 def in_speculation(old: str, new: str) -> list[Edit]:

@@ -26,10 +26,10 @@ from offload.config import next_token
 from offload.config.encodings import matrices
 from offload.config.next_token import head_of
 from offload.config.reading import read_config
-from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.grammar.constraint import Constraint
 from offload.kv.last_hidden import LastHidden
 from offload.metrics import ExpertStats
 from offload.model.next_token import NextTokenLevel

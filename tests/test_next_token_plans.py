@@ -13,12 +13,12 @@ from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.plan.cost import Cost
 from offload.plan.cost_gpu import GPU as COSTS
-from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.placement import Placement, place
 from offload.plan.planner import Plan, make_plan
 from offload.plan.shards import Shard
 from offload.plan.sizing import Sizing
+from offload.speed.hardware import RTX_4090, Hardware
 from offload.transfer.memory import Memory
 from offload.worker.models import _host_blocks
 

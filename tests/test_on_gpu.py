@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
+from offload.decode.gpu_draws import Beforehand, Draw, Judge, judged, seen, to_judge
 from offload.decode.proposal import Proposal, grades_of
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams

@@ -25,10 +25,10 @@ from offload.kv.full import FullCache
 from offload.native.interface import Library
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
-from offload.plan.hardware import Hardware
 from offload.plan.planner import Options, Plan, make_plan
-from offload.plan.rates import RTX_4090
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+from offload.speed.hardware import Hardware
+from offload.speed.rates import RTX_4090
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
 from oracles import pack_with_torch

@@ -14,14 +14,15 @@ import pytest
 import test_cuda
 from asked import Asked, together
 from models import GREEDY, save_pair
-from offload.decode.constraint import Constraint
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
+from offload.grammar.constraint import Constraint
 from offload.model.torch_layers import TorchLayers
-from offload.plan import bits, choice, hardware
+from offload.plan import bits, choice
 from offload.progress import ignore
 from offload.session.identity import Identity
 from offload.session.store import Store
+from offload.speed import hardware
 from paper import on_paper
 from paper.engines import BUSIEST, CASES, NUM_NEW, OTHER, PROMPT, Case, Pair, engine_on_paper, loaded, said
 from paper.products import products_by_row

@@ -231,7 +231,7 @@ BUGS = [
     ),
     Bug(
         "a draft looks at its token while it is recorded",
-        "offload.decode.on_gpu",
+        "offload.decode.gpu_draws",
         "token, mass = _draw(probs[0], uniform)",
         "token, mass = _draw(probs[0], uniform); token.item()",
         "draft, kv streamed",
@@ -239,7 +239,7 @@ BUGS = [
     ),
     Bug(
         "a verification looks at what it accepts while it is recorded",
-        "offload.decode.on_gpu",
+        "offload.decode.gpu_draws",
         "token, mass = _draw(last, uniforms.index_select(0, n))",
         "token, mass = _draw(last, uniforms.index_select(0, n)); accepted.item()",
         "draft, kv streamed",

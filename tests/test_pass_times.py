@@ -24,16 +24,16 @@ from offload.config.rope import Rope
 from offload.engine.engine import plan_request
 from offload.kernels import cpu
 from offload.kernels.device import NONE
-from offload.plan import pass_times, rates
-from offload.plan.hardware import TWO_CORES, rates_key
-from offload.plan.machine import machine_name
+from offload.machine import machine_name
 from offload.plan.options import Options
-from offload.plan.pass_times import ROWS, PassTimes, estimated, key_of, load_times, save_times
-from offload.plan.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
 from offload.plan.request import Request
-from offload.worker import pass_timer, turns
+from offload.speed import pass_times, rates
+from offload.speed.hardware import TWO_CORES, rates_key
+from offload.speed.pass_times import ROWS, PassTimes, estimated, key_of, load_times, save_times
+from offload.speed.rates import FOLDER_VARIABLE, load_rates, rates_file, save_rates
+from offload.worker import pass_timer, timed_runs
 from offload.worker.pass_timer import time_again, time_passes, timed
-from triforce_cli.choice import choose_models
+from triforce_cli.setup.choice import choose_models
 
 MODELS = choose_models(None, None)
 PAIRS = 2_000_000  # of a row and a token that it sees
@@ -53,12 +53,12 @@ def test_of_each_points_runs_the_shortest_counts(limit: float, found: object, mo
     taken = {("a", 1): iter((0.03, 0.01, 0.02, 0.05)), ("b", 2): iter((0.02, 0.04, 0.06, 0.03))}
     now = [0.0]
 
-    def run(point: turns.Point) -> None:
+    def run(point: timed_runs.Point) -> None:
         now[0] += next(taken[point])
 
-    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timed_runs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     points = {point: partial(run, point) for point in taken}
-    assert turns.least_seconds(points, limit) == (found and pytest.approx(found))
+    assert timed_runs.least_seconds(points, limit) == (found and pytest.approx(found))
     assert [*taken["a", 1]] == ([0.02, 0.05] if found is None else [])
 
 
@@ -312,7 +312,7 @@ class TestMeasuring:
         assert not rates_file().exists()
 
     def test_needs_no_more_tokens_than_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(turns, "ENOUGH_SECONDS", 0.0)
+        monkeypatch.setattr(timed_runs, "ENOUGH_SECONDS", 0.0)
         monkeypatch.setattr(pass_timer, "CACHE_BYTES", 2**20)
         assert time_passes(DRAFT.changed(vocab_size=20), "fp32") is not None
 

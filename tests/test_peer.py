@@ -35,7 +35,7 @@ from offload.bench.comparison import Setting
 from offload.bench.program import Program
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
-from offload.plan.rates import FOLDER_VARIABLE
+from offload.speed.rates import FOLDER_VARIABLE
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 

@@ -15,10 +15,10 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
-from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.what_if import LLAMA2_13B
+from offload.speed.hardware import RTX_4090, Hardware
 from offload.transfer.memory import Memory
 from processor import best
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from offload.engine.attended import Passage
+from offload.engine.passages import Passage
 from offload.errors import UsageError
 from triforce_cli.answering.citations import Citation, citations
-from triforce_cli.chat.conversation import Conversation
 from triforce_cli.documents import Document
 from triforce_cli.documents.places import Place, marked, place_at
 from triforce_cli.documents.reading import joined
+from triforce_cli.prompts.conversation import Conversation
 
 pytest.importorskip("pypdf")
 pytest.importorskip("docx")

@@ -20,9 +20,7 @@ from offload.plan.cost import LOOKUP_TOKENS, Cost, Prediction
 from offload.plan.cost_cpu import SHARED
 from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.cost_gpu import NCCL
-from offload.plan.fixed import fixed_bytes
-from offload.plan.hardware import RTX_4090, Hardware
-from offload.plan.pass_times import ROWS, Times
+from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.passes import NETWORK, SumCosts
 from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
@@ -30,6 +28,8 @@ from offload.plan.request import Request
 from offload.plan.sizing import Sizing
 from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
 from offload.plan.what_if import remedies
+from offload.speed.hardware import RTX_4090, Hardware
+from offload.speed.pass_times import ROWS, Times
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)

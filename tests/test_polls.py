@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from models import GREEDY, Sizes, byte_tokenizer, random_model, save, tiny_engine, tiny_plan
 from offload import files
 from offload.bench import measure, reference
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences, _Running
@@ -40,19 +39,22 @@ from offload.ranks import sums
 from offload.ranks.door import Door
 from offload.ranks.team import Team
 from offload.session.folder import Folder, Lock
-from offload.transfer.ahead import Ahead
+from offload.text.tokenizer import Tokenizer
+from offload.transfer.prepinned import Prepinned
 from offload.worker import models as worker_models
-from offload.worker import turns as worker_turns
+from offload.worker import timed_runs as worker_turns
 from test_architecture import parsed, sources
-from triforce_cli import consent, inputs, outfile
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
-from triforce_cli.chat import background, reader, steps
+from triforce_cli.chat import background, reader
 from triforce_cli.documents import reading, selection
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.selection import Named
 from triforce_cli.documents.walk import Pattern, Walk
-from triforce_cli.output import Output
+from triforce_cli.ground import inputs, outfile
+from triforce_cli.options import consent
+from triforce_cli.prompts import steps
+from triforce_cli.screen.output import Output
 
 FIRST, MOST = 3, 20  # the turn in which the signal comes, and the one in which nobody has heard it
 WAIT_SECONDS = 20.0
@@ -157,7 +159,7 @@ def quantise(place: Place, turn: Turn) -> None:
 
 def take_ahead(place: Place, turn: Turn) -> None:
     made = threading.Event()
-    ahead = Ahead([8], lambda num_bytes: made.wait() and torch.zeros(num_bytes))  # type: ignore[arg-type,return-value]
+    ahead = Prepinned([8], lambda num_bytes: made.wait() and torch.zeros(num_bytes))  # type: ignore[arg-type,return-value]
     place.patch.setattr(ahead._changed, "wait", turn)
     try:
         ahead.take(8)
@@ -280,7 +282,7 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.model.level.Level.run": passes,
     "offload.model.decoder.Decoder.prefill": prefill,
     "offload.model.quantised.quantised_weights": quantise,
-    "offload.transfer.ahead.Ahead.take": take_ahead,
+    "offload.transfer.prepinned.Prepinned.take": take_ahead,
     "offload.worker.models._stage.report": lambda place, turn: endlessly(
         turn, lambda: worker_models._stage("load", Mock())(1, 2)
     ),
@@ -289,7 +291,7 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.hub.pickles._verify": verify_shard,
     "offload.bench.measure._best_seconds": measuring,
     "offload.bench.reference._Clock.put": listen_to_transformers,
-    "offload.worker.turns.least_seconds": timing,
+    "offload.worker.timed_runs.least_seconds": timing,
     "offload.plan.request.Request.plan": planning,
     "offload.ranks.sums.Sums.connect": meet,
     "offload.ranks.team.Team._reply": reply,
@@ -299,11 +301,13 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "triforce_cli.documents.reading.read_documents": read_files,
     "triforce_cli.batch.records._read": read_lines,
     "triforce_cli.chat.background.BackgroundWork._join": work_ahead,
-    "triforce_cli.chat.steps.limited_steps.step": render,
-    "offload.decode.tokenizer.Tokenizer._encoded": encode,
-    "triforce_cli.output.Output.wait": lambda place, turn: endlessly(turn, lambda: QUIET.wait("it")),
-    "triforce_cli.output.Output.progress": lambda place, turn: endlessly(turn, lambda: QUIET.progress(progress())),
-    "triforce_cli.output.Output.report": lambda place, turn: endlessly(turn, lambda: QUIET.report("it", 1, 2)),
+    "triforce_cli.prompts.steps.limited_steps.step": render,
+    "offload.text.tokenizer.Tokenizer._encoded": encode,
+    "triforce_cli.screen.output.Output.wait": lambda place, turn: endlessly(turn, lambda: QUIET.wait("it")),
+    "triforce_cli.screen.output.Output.progress": lambda place, turn: endlessly(
+        turn, lambda: QUIET.progress(progress())
+    ),
+    "triforce_cli.screen.output.Output.report": lambda place, turn: endlessly(turn, lambda: QUIET.report("it", 1, 2)),
 }
 
 
@@ -415,14 +419,14 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "offload.hub.gguf.dequantise": unpack,
     "offload.bench.reference.Reference.__init__": load_transformers,
     "offload.ranks.door.Door.admit": admit,
-    "triforce_cli.inputs._piece": read_pipe,
-    "triforce_cli.inputs._comes": look_at_pipe,
+    "triforce_cli.ground.inputs._piece": read_pipe,
+    "triforce_cli.ground.inputs._comes": look_at_pipe,
     "triforce_cli.chat.reader._next_line": next_line,
     "triforce_cli.chat.reader.PromptReader.read": type_message,
-    "triforce_cli.consent.agreed": agree,
-    "triforce_cli.outfile.OutputFile.__enter__": open_pipe,
-    "triforce_cli.outfile.write_all": write_file,
-    "triforce_cli.output._write": write_text,
+    "triforce_cli.options.consent.agreed": agree,
+    "triforce_cli.ground.outfile.OutputFile.__enter__": open_pipe,
+    "triforce_cli.ground.outfile.write_all": write_file,
+    "triforce_cli.screen.output._write": write_text,
 }
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from offload.errors import UsageError
-from triforce_cli import configuration
 from triforce_cli.app import app
 from triforce_cli.commands.ask import Ask
-from triforce_cli.output import Output
-from triforce_cli.placeholders import placeholders_in, replaced
-from triforce_cli.prompt_templates import PromptTemplate
+from triforce_cli.screen.output import Output
+from triforce_cli.settings import configuration
+from triforce_cli.settings.placeholders import placeholders_in, replaced
+from triforce_cli.settings.prompt_templates import PromptTemplate
 
 Run = Callable[..., tuple[int, str, str]]
 FILE = """
@@ -45,7 +45,7 @@ def said(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Pro
     def said(*args: str, stdin: str | None = None) -> tuple[PromptTemplate, list[str]]:
         piped = io.BytesIO((stdin or "").encode())
         monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: stdin is None)
-        monkeypatch.setattr("triforce_cli.utf8.read_stdin", lambda what, note: piped.read())
+        monkeypatch.setattr("triforce_cli.screen.utf8.read_stdin", lambda what, note: piped.read())
         parsed = app(["ask", *args], standalone_mode=False)
         assert isinstance(parsed, Ask)
         with Output(quiet=True) as output:

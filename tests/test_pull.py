@@ -94,7 +94,7 @@ def weights_and_texts(files: dict[str, bytes]) -> int:
 
 
 def test_a_pull_brings_weights_config_and_tokenizer_and_no_code(hub, triforce, folder, plain, monkeypatch):
-    monkeypatch.setattr("triforce_cli.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("triforce_cli.screen.progress.LINE_SECONDS", 0.0)
     further = {
         "modeling.py": b"raise SystemExit",
         "pytorch_model.bin": b"x",

@@ -26,11 +26,11 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.kv import fetch
+from offload.kv.chunk_store import QuantisedChunks
 from offload.kv.fetch import HostFetch
 from offload.kv.full import FullCache
 from offload.kv.quantised_attention import EXACT
 from offload.kv.retrieval import RetrievalCache
-from offload.kv.retrieved import QuantisedChunks
 from offload.kv.selection import ByMass
 from offload.model.decoder import Decoder
 from offload.model.level import Level

@@ -12,11 +12,11 @@ from offload.errors import UsageError
 from offload.formats.layout import code_bytes
 from offload.plan.cost import own_acceptance
 from offload.plan.cost_gpu import GPU as COSTS
-from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.sizing import low_bit_tail
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
+from offload.speed.hardware import RTX_4090, Hardware
 
 GPU = Hardware("cuda:0", "a GPU", 24 * 10**9, 128 * 10**9, True, RTX_4090)
 EXACT = Options(weight_bits=16)

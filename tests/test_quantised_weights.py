@@ -29,7 +29,7 @@ from offload.errors import UsageError
 from offload.formats.layout import code_bytes
 from offload.formats.quantised import Codes
 from offload.kernels.device import NONE, DeviceKernels
-from offload.kv.ahead import AheadCache
+from offload.kv.draft_rows import DraftRowsCache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward
@@ -132,7 +132,7 @@ def test_drafted_rows_change_nothing_of_the_targets(pair: tuple[Decoder, Decoder
     exact, coded = pair
     draw = random.Random(4)
     cache = full_cache(exact, SIZES)
-    ahead = AheadCache(cache)
+    ahead = DraftRowsCache(cache)
     target, own = level(exact, cache), level(coded, ahead)
     text: list[int] = []
     drafted: list[int] = []
@@ -176,7 +176,7 @@ def alone(exact: Decoder, text: list[int], other: Decoder, drafted: list[int]) -
 
 def test_a_level_below_forgets_drafts_only(pair: tuple[Decoder, Decoder]) -> None:
     cache = full_cache(pair[0], SIZES)
-    ahead = AheadCache(cache)
+    ahead = DraftRowsCache(cache)
     forward(level(pair[0], cache), PROMPT[:9], 1)
     forward(level(pair[1], ahead), PROMPT[9:12], 1)
     ahead.truncate(4)

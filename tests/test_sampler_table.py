@@ -20,13 +20,13 @@ from offload.decode.sampling import SETTINGS, Row, SamplingParams
 from offload.errors import UsageError
 from sampler_values import others
 from sampling_reference import Letters
-from triforce_cli import tree
 from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
 from triforce_cli.batch.records import read_records
 from triforce_cli.chat.settings import Settings
 from triforce_cli.commands.generate import Generate
-from triforce_cli.control import BASIC
+from triforce_cli.options.control import BASIC
+from triforce_cli.settings import tree
 
 DEFAULTS = SamplingParams()
 OFF = replace(DEFAULTS, temperature=1.0, **{row.name: row.off for row in SETTINGS.values() if row.off is not None})

@@ -17,9 +17,9 @@ from offload.metrics import Stats
 from served import PATIENCE_SECONDS, SPAN, WANTED, Server, busy, received_until, until
 from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.apis.api import ApiError
-from triforce_cli.render.serve import answered
 from triforce_cli.serve import scheduler as scheduler_module
 from triforce_cli.serve.job import Ending, Job
+from triforce_cli.serve.notes import answered
 from triforce_cli.serve.scheduler import Scheduler
 
 

@@ -36,16 +36,16 @@ from served import (
     until,
 )
 from test_cli_fake import Step
-from triforce_cli.answering.calls import Calls
-from triforce_cli.answering.options import Layout
 from triforce_cli.apis.api import ApiError, Event
 from triforce_cli.apis.table import api_of
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import Record
+from triforce_cli.options.answering import Layout
 from triforce_cli.serve import app, guard, http, load, replies, scheduler
 from triforce_cli.serve.http import listening_socket
 from triforce_cli.serve.job import Finish, Job, Piece
 from triforce_cli.serve.spoken import Spoken
+from triforce_cli.tools.calls import Calls
 
 T = TypeVar("T")
 

@@ -13,11 +13,11 @@ import pytest
 
 from served import CHAT, Client, Server, busy, raw, received, received_until, request, until
 from triforce_cli.apis.api import ApiError
-from triforce_cli.render.serve import refused
 from triforce_cli.serve import app, http, load
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.guard import Refusal
 from triforce_cli.serve.load import FREE, MOST_BYTES, MOST_TOTAL, Load
+from triforce_cli.serve.notes import refused
 
 PAGE = "http://localhost:3000"
 

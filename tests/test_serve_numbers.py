@@ -11,13 +11,13 @@ import pytest
 
 from offload.config.reading import read_config
 from offload.decode.sampling import SETTINGS, SamplingParams
-from offload.decode.tokenizer import Tokenizer
-from triforce_cli.answering.options import Layout
+from offload.text.tokenizer import Tokenizer
 from triforce_cli.answering.request import Wanted
 from triforce_cli.apis.api import ApiError
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import api_of
 from triforce_cli.batch.prompts import Prompts
+from triforce_cli.options.answering import Layout
 from triforce_cli.serve import reader
 from triforce_cli.serve.reader import Reader
 

@@ -13,22 +13,22 @@ import pytest
 from models import byte_tokenizer
 from offload import strict_json
 from offload.decode.sampling import SamplingParams
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import DoesNotFit
 from offload.interrupts import Abandoned, abandoned_if, poll
+from offload.text.tokenizer import Tokenizer
 from served import CHAT, Server, received_until, request, until
-from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import _BLOCK, Channels, Splitter
 from triforce_cli.apis.api import ApiError
 from triforce_cli.apis.messages import Messages as MessagesApi
 from triforce_cli.apis.table import APIS, api_of
 from triforce_cli.batch.prompts import Prompts
-from triforce_cli.chat import steps
-from triforce_cli.chat.formats import ChatFormat
-from triforce_cli.chat.guards import Guard, Guards
-from triforce_cli.chat.messages import read
-from triforce_cli.chat.script import write_messages
+from triforce_cli.options.answering import Layout
+from triforce_cli.prompts import steps
+from triforce_cli.prompts.formats import ChatFormat
+from triforce_cli.prompts.guards import Guard, Guards
+from triforce_cli.prompts.messages import read
+from triforce_cli.prompts.script import write_messages
 from triforce_cli.serve.reader import Reader
 
 NONE = Guards(Guard(()), Guard(()))

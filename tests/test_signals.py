@@ -28,7 +28,8 @@ from test_chat_terminal import environment as chat_environment
 from test_cli import PIPES, read_until
 from test_cli_fake import ROOT, command, environment, fork, start
 from test_cli_terminal import HIDE_CURSOR, SHOW_CURSOR, SLOW, Screen, shown_at_the_end
-from triforce_cli import app, inputs
+from triforce_cli import app
+from triforce_cli.ground import inputs
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 EVERY = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from test_calls import JSON, PARIS, TIME, TIME_JSON, TOOLS, tagged
-from triforce_cli.answering.calls import FORMS, Calls
 from triforce_cli.serve.spoken import Spoken
+from triforce_cli.tools.calls import FORMS, Calls
 
 GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
 MINIMAX = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>'

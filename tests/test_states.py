@@ -42,8 +42,8 @@ from offload.kernels import delta as kernel
 from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights
 from offload.kv import checkpoints, layer_states, states
-from offload.kv.ahead import AheadCache
 from offload.kv.checkpoints import Checkpoints, least_missed, places_of_prefill
+from offload.kv.draft_rows import DraftRowsCache
 from offload.kv.full import FullCache
 from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
@@ -526,7 +526,7 @@ def test_a_level_that_drafts_from_the_states_leaves_the_targets_logits_alone(dec
     assert isinstance(cache.growing, FullCache)
     assert isinstance(cache.states, StateCache)
     drafts = DraftStates(state_cache(decoder).layers, cache.states)
-    ahead = MixedCache(decoder.config, AheadCache(cache.growing), None, drafts, drafts=True)
+    ahead = MixedCache(decoder.config, DraftRowsCache(cache.growing), None, drafts, drafts=True)
     own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
     target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
     plain = Level("target", decoder, plain_cache, vocab_size=264, block=SIZES.block)
@@ -550,7 +550,7 @@ def test_what_drafts_see_are_the_exact_states(decoder: Decoder) -> None:
     assert isinstance(cache.growing, FullCache)
     assert isinstance(cache.states, StateCache)
     drafts = DraftStates(state_cache(decoder).layers, cache.states)
-    ahead = MixedCache(decoder.config, AheadCache(cache.growing), None, drafts, drafts=True)
+    ahead = MixedCache(decoder.config, DraftRowsCache(cache.growing), None, drafts, drafts=True)
     own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
     target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
     decoder.prefill(cache, tokens[:11], resident_rows(decoder, 7))

@@ -10,12 +10,12 @@ from tokenizers import AddedToken
 
 from models import Sizes, byte_tokenizer, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.generation import Run
-from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams
-from offload.decode.stops import StopStrings
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.engine import _show
 from offload.engine.request import GenerationRequest
+from offload.text.reply_text import ReplyText
+from offload.text.stops import StopStrings
+from offload.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im|>", "<|im")
 ORDINARY = "<tool>"

@@ -22,7 +22,6 @@ from offload.config.encodings import encoded
 from offload.config.matrices import Matrix
 from offload.config.model import llama_shaped
 from offload.config.reading import read_config
-from offload.decode import gguf_tokenizer
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError, UsageError
@@ -30,6 +29,7 @@ from offload.formats.stored import StoredMatrix
 from offload.plan.shards import check_divides
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
+from offload.text import gguf_tokenizer
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.tensors import expected_tensors
 from quantised import DRAFTED, PLAIN, engine_of, level_stats, saved

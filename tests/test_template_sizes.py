@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from models import byte_tokenizer
-from offload.decode import template_sizes
-from offload.decode.chat_template import TooMuchText, render
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError, UsageError
-from triforce_cli.chat.conversation import Conversation
-from triforce_cli.chat.formats import ChatFormat
+from offload.text import template_sizes
+from offload.text.chat_template import TooMuchText, render
+from offload.text.tokenizer import Tokenizer
+from triforce_cli.prompts.conversation import Conversation
+from triforce_cli.prompts.formats import ChatFormat
 
 MESSAGES = [{"role": "user", "content": "Hi <there>, 3 < 4\n"}, {"role": "assistant", "content": " Yes. "}]
 HUGE = "4000000000"
@@ -69,7 +69,7 @@ def test_a_template_that_would_fill_the_memory_is_refused_before_it_does(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One took gigabytes and minutes, and what was said of it in the end was "()"."""
-    monkeypatch.setattr("offload.decode.chat_template.MOST_BYTES", 1 << 24)
+    monkeypatch.setattr("offload.text.chat_template.MOST_BYTES", 1 << 24)
     with pytest.raises(TooMuchText, match="makes more than 16 MiB of text"):
         render(template, MESSAGES, {})
 
@@ -97,7 +97,7 @@ def test_other_templates_write_what_transformers_writes(template: str) -> None:
 
 def test_what_a_person_gives_may_be_written_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some templates put the conversation together message by message, which takes the square of them."""
-    monkeypatch.setattr("offload.decode.chat_template.MOST_BYTES", 0)
+    monkeypatch.setattr("offload.text.chat_template.MOST_BYTES", 0)
     messages = [{"role": "user", "content": "x" * 10_000} for _ in range(50)]
     template = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"

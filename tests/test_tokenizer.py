@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from examples import at_most
 from models import byte_tokenizer
-from offload.decode.stops import StopStrings
-from offload.decode.tokenizer import Detokenizer, Tokenizer
 from offload.errors import ModelError
+from offload.text.stops import StopStrings
+from offload.text.tokenizer import Detokenizer, Tokenizer
 
 CORPUS = ["the cat sat on the mat, the café was naïve; 日本語のテキスト 👍🏽 the end"] * 3
 REPLACEMENT = "\ufffd"

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers import AutoModelForCausalLM
 
 from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
-from offload.decode.tokenizer import Tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
+from offload.text.tokenizer import Tokenizer
 
 CLASSES = ["GPT2Tokenizer", "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "PreTrainedTokenizerFast", None]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from triforce_cli import variables
 from triforce_cli.app import app
+from triforce_cli.settings import variables
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = re.compile(r'"(TRIFORCE_[A-Z0-9_]+[A-Z0-9])\b')

@@ -37,7 +37,7 @@ from offload.engine.prefix import num_common
 from offload.engine.request import GenerationRequest
 from offload.errors import SessionError, UsageError
 from offload.kernels.rope import Scoring, rope_table
-from offload.kv.ahead import AheadCache
+from offload.kv.draft_rows import DraftRowsCache
 from offload.kv.full import FullCache
 from offload.kv.mixed import MixedCache
 from offload.kv.window import WindowCache
@@ -342,7 +342,7 @@ def test_a_level_that_drafts_in_the_ring_leaves_the_targets_logits_alone(decoder
     cache = target_cache(decoder, SIZES, undo=8)
     assert isinstance(cache, MixedCache)
     assert isinstance(cache.growing, FullCache)
-    ahead = MixedCache(decoder.config, AheadCache(cache.growing), cache.windows, drafts=True)
+    ahead = MixedCache(decoder.config, DraftRowsCache(cache.growing), cache.windows, drafts=True)
     own = Level("self", decoder, ahead, vocab_size=264, block=SIZES.block)
     target = Level("target", decoder, cache, vocab_size=264, block=SIZES.block)
     plain = Level("target", decoder, target_cache(decoder, SIZES, undo=8), vocab_size=264, block=SIZES.block)

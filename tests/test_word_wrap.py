@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from triforce_cli.word_wrap import WordWrap
+from triforce_cli.screen.word_wrap import WordWrap
 
 ROWS = 400
 

@@ -21,7 +21,7 @@ def run() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence_libraries()
     from triforce_cli.app import main
-    from triforce_cli.output import forgive_locale
+    from triforce_cli.screen.output import forgive_locale
 
     forgive_locale()
     return main()

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from offload.interrupts import Terminated, interruptible
-from offload.plan.hardware import Launched
-from triforce_cli import __version__, log, variables
+from offload.speed.hardware import Launched
+from triforce_cli import __version__
 from triforce_cli.commands import Command
 from triforce_cli.commands import version as version_command
 from triforce_cli.commands.ask import ask
@@ -35,10 +35,12 @@ from triforce_cli.commands.store import store
 from triforce_cli.commands.text import text
 from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
-from triforce_cli.elsewhere import Group
-from triforce_cli.errors import debugging, describe, wants_json
-from triforce_cli.flags import flowing
-from triforce_cli.output import Output
+from triforce_cli.ground import log
+from triforce_cli.ground.errors import debugging, describe, wants_json
+from triforce_cli.options.flags import flowing
+from triforce_cli.options.other_programs import Group
+from triforce_cli.screen.output import Output
+from triforce_cli.settings import variables
 
 INTERRUPTED = 130
 

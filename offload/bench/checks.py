@@ -29,10 +29,10 @@ from offload.kernels.choice import fitting
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.model.loading import DTYPES
-from offload.plan.hardware import Hardware
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.planner import Options, Plan, make_plan
 from offload.plan.what_if import LLAMA2_13B, LLAMA31_8B
+from offload.speed.hardware import Hardware
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory
 from offload.weights.homes import HomeMaker

@@ -12,16 +12,16 @@ from typing import Any
 import psutil
 import torch
 
+from offload import machine
 from offload.bench import measure
 from offload.bench.measure import Copies
 from offload.errors import TriforceError
 from offload.kernels import cpu
 from offload.kernels.choice import gpu_kernels
 from offload.kernels.gpu.flash import flash
-from offload.plan import machine
-from offload.plan.hardware import Hardware, Rates, probe, rates_key
-from offload.plan.machine import Driver, Machine, Pcie
-from offload.plan.rates import rates_file, save_rates
+from offload.machine import Driver, Machine, Pcie
+from offload.speed.hardware import Hardware, Rates, probe, rates_key
+from offload.speed.rates import rates_file, save_rates
 from offload.transfer.link import make_link
 
 READ_BYTES = 1 << 30  # far more than the CPU's caches

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from offload.plan.machine import look
+from offload.machine import look
 
 
 def environment() -> dict[str, Any]:

@@ -23,8 +23,8 @@ from offload.kernels.device import DeviceKernels
 from offload.kernels.experts import Mixture, Router, RunExperts, run_experts
 from offload.kernels.norms import NormWeights
 from offload.model.loading import DTYPES
-from offload.plan.hardware import Hardware
 from offload.plan.what_if import LLAMA31_8B
+from offload.speed.hardware import Hardware
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 
 NUM_ROWS, OUTPUTS, INPUTS = 5, 96, 512

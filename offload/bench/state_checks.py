@@ -17,7 +17,7 @@ from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights
 from offload.kv.layer_states import LayerStates
 from offload.model.loading import DTYPES
-from offload.plan.hardware import Hardware
+from offload.speed.hardware import Hardware
 from offload.transfer.memory import Memory
 
 DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the heads of Qwen3.6-27B

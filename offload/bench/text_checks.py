@@ -19,8 +19,8 @@ from offload.formats.layout import CODE_BITS
 from offload.model.graphs import VARIABLE
 from offload.model.level import Level
 from offload.model.passes import forward
-from offload.plan.hardware import Hardware
 from offload.plan.planner import Options
+from offload.speed.hardware import Hardware
 
 PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough for retrieval
 NUM_TOKENS = 16  # generated

@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.decode.grammar_tokenizer import spellings
-from offload.decode.tokenizer import Tokenizer
+from offload.grammar.grammar_tokenizer import spellings
+from offload.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

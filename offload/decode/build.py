@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from offload.decode.distribution import Distribution
+from offload.decode.gpu_draws import Beforehand
 from offload.decode.grammar_proposer import AllowedLookupProposer, GrammarProposer
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, PassSeconds
 from offload.decode.lookup import LookupProposer
-from offload.decode.on_gpu import Beforehand
 from offload.decode.proposal import Proposer
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams

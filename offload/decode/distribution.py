@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.decode.constraint import Constraint
-from offload.decode.grammar import Grammar
 from offload.decode.grammar_text import GrammarText
 from offload.decode.penalties import Penalty, Text, Tokens, penalties_of
 from offload.decode.sampling import SamplingParams
 from offload.decode.sequence import Extended
-from offload.decode.tokenizer import Tokenizer
 from offload.decode.warp import Biases, BiasRows, Warping, finite
 from offload.errors import UsageError
+from offload.grammar.constraint import Constraint
+from offload.grammar.grammar import Grammar
+from offload.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 

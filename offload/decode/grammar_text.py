@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.decode.grammar import GrammarState
 from offload.decode.sequence import num_common
+from offload.grammar.grammar import GrammarState
 
 
 class GrammarText:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload.decode.breakers import Breakers, breakers_of
 from offload.decode.sampling import SamplingParams, ThoughtBudget
-from offload.decode.tokenizer import Tokenizer
+from offload.text.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int32]
 

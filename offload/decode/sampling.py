@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
 
-from offload.decode.constraint import Constraint
 from offload.errors import UsageError
+from offload.grammar.constraint import Constraint
 from offload.seeds import NUM_SEEDS
 
 BREAKERS = ("\n", ":", '"', "*")  # strings that end a repetition, as in llama.cpp

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.decode.on_gpu import Beforehand, Draw, Judge, judged, seen, to_judge
+from offload.decode.gpu_draws import Beforehand, Draw, Judge, judged, seen, to_judge
 from offload.decode.proposal import Offer, Proposal, Proposer, grades_of
 from offload.decode.random_source import RandomSource
 from offload.decode.sequence import Extended

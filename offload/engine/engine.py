@@ -18,11 +18,9 @@ from offload.decode.build import build_speculator
 from offload.decode.distribution import Distribution, distribution_of
 from offload.decode.generation import FinishReason
 from offload.decode.logprobs import TokenScore, scored
-from offload.decode.reply_text import ReplyText
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
-from offload.decode.tokenizer import Tokenizer
-from offload.engine.attended import NUM_ROWS, Attended, Passage
+from offload.engine.passages import NUM_ROWS, Attended, Passage
 from offload.engine.prefix import OpenStore, PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.engine.scores import Reference, Scores, Scoring
@@ -40,6 +38,8 @@ from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.progress import OnProgress, ignore
 from offload.ranks.leader import load_worker
+from offload.text.reply_text import ReplyText
+from offload.text.tokenizer import Tokenizer
 from offload.transfer.device import use_device
 from offload.worker.pass_timer import time_again, timed
 from offload.worker.worker import Worker

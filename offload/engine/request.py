@@ -11,8 +11,8 @@ from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 
 if TYPE_CHECKING:
-    from offload.decode.reply_text import AnswerPlace
-    from offload.decode.tokenizer import Tokenizer
+    from offload.text.reply_text import AnswerPlace
+    from offload.text.tokenizer import Tokenizer
 
 MOST_LOGPROBS = 20
 

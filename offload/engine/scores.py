@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from offload.config.reading import read_config
-from offload.decode.tokenizer import Tokenizer
 from offload.errors import ModelError, TriforceError, UsageError
 from offload.model.decoder import Decoder
+from offload.text.tokenizer import Tokenizer
 from offload.transfer.memory import sent
 from offload.worker.models import num_scored
 from offload.worker.worker import Worker

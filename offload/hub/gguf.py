@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.gguf_header import Header, read_header
-from offload.decode import gguf_tokenizer
 from offload.errors import DoesNotFit, ModelError
 from offload.interrupts import waiting
-from offload.plan.machine import free_host_bytes
+from offload.machine import free_host_bytes
+from offload.text import gguf_tokenizer
 
 _WEIGHT_BYTES = 4 + 2  # per weight while unpacking: fp32, and fp16 beside it
 

@@ -27,9 +27,9 @@ from offload.hub.names import (
     pull_command,
     short_name,
 )
-from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.request import Request
+from offload.speed.hardware import Hardware
 from offload.strict_json import read_json
 
 STAGING = ".pull"  # folder inside a model's folder: the files that a pull has fetched so far

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from offload.plan.machine import cpu_features
+from offload.machine import cpu_features
 
 
 @dataclass(frozen=True)

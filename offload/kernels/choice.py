@@ -14,7 +14,7 @@ from offload.kernels.cpu import OFF, VARIABLE, wanted
 from offload.kernels.device import DeviceKernels
 from offload.kernels.gpu.flash import PAGE_STEP, WIDEST_HEAD, FlashTiles, flash
 from offload.kernels.prefill import PrefillAttention
-from offload.plan.machine import installed_version
+from offload.machine import installed_version
 
 _NEWEST_WITHOUT = (7, 5)  # compute capability: bf16 products and copies past the registers came after it
 _NARROWEST_HEAD = 16

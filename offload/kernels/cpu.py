@@ -29,8 +29,8 @@ from offload.kernels import delta_cpu, experts_cpu
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
+from offload.machine import KERNELS, cpu_features
 from offload.native.interface import Library, declare
-from offload.plan.machine import KERNELS, cpu_features
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions

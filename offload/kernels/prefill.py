@@ -22,7 +22,7 @@ from offload.kernels.attention import (
     unfold,
 )
 from offload.kernels.rope import Scoring
-from offload.plan.fixed import PREFILL_PAGES
+from offload.plan.fixed_bytes import PREFILL_PAGES
 
 
 class PrefillBlock(Protocol):

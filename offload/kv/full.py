@@ -61,7 +61,7 @@ class FullCache:
         self.record_mass = mass_chunk is not None  # from the next decode forward on, to choose chunks by
         self.keep_mass = False  # as `record_mass`, for other readers of masses
         self.length = 0
-        self.num_ahead = 0  # drafted rows after the tokens, see `AheadCache`
+        self.num_ahead = 0  # drafted rows after the tokens, see `DraftRowsCache`
         self._start = 0
         self.stable_length = 0  # first tokens that stayed since `mark_synced`; `QuantisedCache` reads it
         self._phase: Phase | None = None  # of the forward under way

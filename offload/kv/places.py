@@ -12,7 +12,7 @@ from offload.kernels.places import RowPlaces
 from offload.kernels.rope import Scoring
 from offload.kernels.rows import MAX_ROWS
 from offload.kernels.runs import Rows
-from offload.plan.fixed import FEW_ROWS
+from offload.plan.fixed_bytes import FEW_ROWS
 from offload.transfer.memory import sent, sent_to
 
 _numbers = count()

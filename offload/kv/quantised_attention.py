@@ -13,7 +13,7 @@ from offload.kernels.rope import Scoring
 from offload.kernels.rows import rounded_up
 from offload.kernels.runs import Rows, Run, attended
 from offload.kv.places import QKV, Places, joined
-from offload.plan.fixed import KV_ROWS
+from offload.plan.fixed_bytes import KV_ROWS
 
 EXACT = GROUP  # first tokens of a sequence, which attention needs most: they stay as they are
 

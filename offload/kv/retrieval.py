@@ -16,10 +16,10 @@ from torch import Tensor
 from offload.formats.quantised_kv import GROUP
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kv import Phase
+from offload.kv.chunk_store import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
 from offload.kv.places import Places
-from offload.kv.retrieved import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.selection import Assignment, Selector, assign, choose
 from offload.plan.sizing import TAIL_TOKENS
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from offload.errors import TriforceError
-from offload.plan.machine import KERNELS
+from offload.machine import KERNELS
 
 _counters: list[Counter[str]] = []
 

@@ -18,7 +18,7 @@ from offload.pages.codec import PageCodec
 from offload.pages.table import Page, PageTable
 from offload.pages.tiles import TileStore
 from offload.pages.traffic import All, Traffic
-from offload.transfer.behind import Behind
+from offload.transfer.background import BackgroundThread
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory
 
@@ -54,7 +54,7 @@ class PackedPages:
         self._store, self._link, self._traffic = store, link, traffic
         self.table = PageTable(store, memory)
         self.codec = PageCodec(store.shape, self.table, kernels)
-        self._thread = Behind[Page, Tensor]("packing") if memory.device.type == "cuda" else None
+        self._thread = BackgroundThread[Page, Tensor]("packing") if memory.device.type == "cuda" else None
         self._new: dict[Page, bool] = {}  # raw pages, not tried to pack since they were written: whether whole
         self._without: dict[Page, None] = {}  # pages that were packed before they had codes
 

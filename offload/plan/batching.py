@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFit
 from offload.plan.cost import Cost
-from offload.plan.pass_times import Times
 from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
 from offload.plan.sizing import Sizing
+from offload.speed.pass_times import Times
 
 MOST = 8  # sequences that are tried if the user gives no number
 _WORTH = 1.02  # the factor on tokens a second that one more sequence has to promise

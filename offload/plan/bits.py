@@ -17,8 +17,8 @@ from offload.formats.layout import (
     takes_codes,
     takes_kv_codes,
 )
+from offload.machine import KERNELS
 from offload.plan.composition import CODED_CHUNK, Composition, takes_coded_chunks
-from offload.plan.machine import KERNELS
 from offload.plan.sizing import Sizing
 
 ALL_WINDOWS = "every layer of the model sees a window of its last tokens, which stays on the device"

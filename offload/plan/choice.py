@@ -9,11 +9,11 @@ from offload.formats.layout import CODE_BITS
 from offload.plan.bits import cache_problem, weights_problem
 from offload.plan.composition import PLAIN, Composition, compositions, finer
 from offload.plan.cost import Cost
-from offload.plan.expert_times import cpu_runs
 from offload.plan.options import Options
-from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import place, shortage
 from offload.plan.sizing import Sizing
+from offload.speed.expert_times import cpu_runs
+from offload.speed.pass_times import UNKNOWN, Times
 
 WORTH_TRYING = 1.1  # times the best prediction: texts and machines differ from the average
 _WORTH_THE_CPU = 0.95  # times the seconds of a token whose experts the GPU runs

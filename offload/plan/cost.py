@@ -15,8 +15,8 @@ from offload.fields import LATER
 from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
-from offload.plan.routing import layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
+from offload.speed.routing import layers_wanted_bytes
 
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
@@ -192,7 +192,7 @@ class Prediction:
     pass's seconds that recording masses for the retrieval level adds. retrieval: the level at which the target proposes
     to itself, over retrieved tokens or all. retrieval_token_seconds: per token proposed there. sum_seconds: of a pass,
     in sums over the ranks. full_link_bytes: over each device's link in a full pass; missed_bytes: those of experts
-    among them, with a share of hit_rate of the experts on the device (plan/routing.py).
+    among them, with a share of hit_rate of the experts on the device (speed/routing.py).
     """
 
     prefill_seconds: float

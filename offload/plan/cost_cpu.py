@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from offload.plan.bits import CPU_RESTORED
-from offload.plan.pass_times import PassTimes, estimated
 from offload.plan.passes import DevicePasses, SumCosts
 from offload.plan.sizing import timed_layers
+from offload.speed.pass_times import PassTimes, estimated
 
 SHARED = SumCosts(2e-5, 1, 4e9)  # two and four ranks on two cores, in shared memory
 _REFRESH_SHARE = 0.32  # of the read rate, for choosing and fetching chunks

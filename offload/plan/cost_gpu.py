@@ -12,7 +12,7 @@ from offload.config.model import ModelConfig
 from offload.config.next_token import rest_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
 from offload.plan.passes import DevicePasses, SumCosts
-from offload.plan.routing import layers_read_bytes, layers_wanted_bytes
+from offload.speed.routing import layers_read_bytes, layers_wanted_bytes
 
 NCCL = SumCosts(4e-5, 0, 3e9)  # published, for GPUs connected through host memory only (docs/memory.md)
 _KERNEL_REFRESH = 0.5  # of the read rate, for a kernel that chooses and fetches the retrieval cache's chunks

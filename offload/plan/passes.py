@@ -10,12 +10,12 @@ from functools import cached_property
 from offload.config.model import ModelConfig
 from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition
-from offload.plan.expert_times import ExpertTimes, estimated
-from offload.plan.hardware import Hardware
-from offload.plan.pass_times import UNKNOWN, Times
 from offload.plan.placement import Placement
-from offload.plan.routing import hit_rate, layers_wanted_bytes
 from offload.plan.sizing import Sizing
+from offload.speed.expert_times import ExpertTimes, estimated
+from offload.speed.hardware import Hardware
+from offload.speed.pass_times import UNKNOWN, Times
+from offload.speed.routing import hit_rate, layers_wanted_bytes
 
 
 @dataclass(frozen=True)

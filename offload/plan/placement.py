@@ -12,10 +12,10 @@ from functools import cached_property
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
-from offload.plan.fixed import fixed_bytes
+from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.routing import layers_wanted_bytes
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
+from offload.speed.routing import layers_wanted_bytes
 
 LEAST_SLOTS = 2  # one is used while an expert crosses the link to the other
 _SPLITS = 16  # splits of a device's memory between experts and cache that are compared

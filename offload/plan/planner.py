@@ -19,12 +19,12 @@ from offload.plan.bits import ALL_WINDOWS, check_quantised
 from offload.plan.choice import choose, choose_cpu_experts, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
-from offload.plan.expert_times import cpu_runs
-from offload.plan.hardware import Hardware
 from offload.plan.options import Options
-from offload.plan.pass_times import UNKNOWN, Times, key_of
 from offload.plan.placement import Placement, largest
 from offload.plan.sizing import Sizing
+from offload.speed.expert_times import cpu_runs
+from offload.speed.hardware import Hardware
+from offload.speed.pass_times import UNKNOWN, Times, key_of
 
 __all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
 

@@ -9,16 +9,16 @@ from offload.config.model import ModelConfig
 from offload.config.reading import draft_config, read_config
 from offload.formats.layout import CODE_BITS
 from offload.interrupts import poll
+from offload.machine import machine_name
 from offload.plan.batching import plan_together
-from offload.plan.expert_times import cpu_runs, load_expert_times, with_experts
-from offload.plan.given import plan_again
-from offload.plan.hardware import Hardware, probe, rates_key
-from offload.plan.machine import machine_name
 from offload.plan.options import Options
-from offload.plan.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
+from offload.plan.plan_file import plan_again
 from offload.plan.planner import Plan, dtype_of, has_room, largest_context, make_plan
 from offload.plan.shards import check_divides
 from offload.plan.sizing import Sizing
+from offload.speed.expert_times import cpu_runs, load_expert_times, with_experts
+from offload.speed.hardware import Hardware, probe, rates_key
+from offload.speed.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from itertools import accumulate
 from offload.config.model import ModelConfig
 from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
-from offload.plan.hardware import Hardware
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
-from offload.plan.routing import SHARED_SLOTS, layers_read_bytes, read_bytes
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, num_checkpoints
+from offload.speed.hardware import Hardware
+from offload.speed.routing import SHARED_SLOTS, layers_read_bytes, read_bytes
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows

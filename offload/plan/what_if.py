@@ -11,11 +11,11 @@ from offload.config.model import ModelConfig, llama_shaped
 from offload.config.rope import Rope
 from offload.errors import DoesNotFit, UsageError
 from offload.plan.cost import Prediction
-from offload.plan.hardware import Hardware
 from offload.plan.options import Options
 from offload.plan.placement import largest
 from offload.plan.planner import Plan, make_plan
 from offload.plan.request import Request
+from offload.speed.hardware import Hardware
 
 _GPUS = (16, 24, 32, 48, 80, 96, 141)  # GB of GPUs on the market
 _MOST_HOST = 2**14  # GB

@@ -20,7 +20,6 @@ import torch
 
 from offload.errors import TriforceError
 from offload.model.passes import Pass
-from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.progress import ignore
@@ -32,6 +31,7 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
 from offload.ranks.watch import Watch
+from offload.speed.hardware import Launched
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank
 

@@ -23,7 +23,6 @@ from offload.metrics import RankStats
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Level
 from offload.model.passes import Pass
-from offload.plan.hardware import Launched
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.progress import OnProgress
@@ -34,6 +33,7 @@ from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
 from offload.session.kept import Kept
+from offload.speed.hardware import Launched
 from offload.worker.assemble import block_rows
 from offload.worker.models import LoadedModels
 from offload.worker.worker import Worker, stats_of_rank

@@ -21,10 +21,10 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from offload.errors import RankFailed, UsageError
-from offload.plan.hardware import Launched
 from offload.ranks import shared
 from offload.ranks.channel import Channel
 from offload.ranks.door import SECRET_BYTES, Door, knock
+from offload.speed.hardware import Launched
 
 FOLLOWER = "offload.ranks.follower"  # the module that a rank's process runs
 MEET_SECONDS = 60.0  # for ranks that torchrun started, once rank 0 needs them

@@ -17,9 +17,9 @@ from offload.config.reading import read_config
 from offload.kernels.choice import of_model, prefill_attention
 from offload.kernels.rounding import rounding as rounding_of
 from offload.kv.last_hidden import PURPOSE
+from offload.machine import cpu_features, installed_version, machine_name
 from offload.model.loading import DTYPES
 from offload.pages.tiles import tile_tokens
-from offload.plan.machine import cpu_features, installed_version, machine_name
 from offload.plan.planner import Plan
 from offload.session.fingerprints import identify
 from offload.session.identity import STATE_FIELDS, Identity

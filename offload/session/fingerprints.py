@@ -17,11 +17,11 @@ from typing import Any
 from offload.config.gguf_header import Items, is_gguf, read_file, read_header
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
-from offload.decode.tokenizer_files import OLDER_FILES
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
 from offload.plan.planner import Plan
 from offload.session.identity import STATE_FIELDS, Identity
+from offload.text.tokenizer_files import OLDER_FILES
 from offload.weights.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096

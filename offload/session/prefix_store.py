@@ -21,8 +21,7 @@ from torch import Tensor
 
 from offload.errors import SessionError
 from offload.kv.checkpoints import Checkpoint
-from offload.plan.machine import machine_name
-from offload.plan.rates import change_records, read_records
+from offload.machine import machine_name
 from offload.progress import OnBytes, OnProgress, bytes_of
 from offload.session.conditions import Conditions
 from offload.session.folder import Folder
@@ -33,6 +32,7 @@ from offload.session.manifest import Page
 from offload.session.page import PagedRows, read_page, write_page
 from offload.session.states import StateRows, read_state, write_state
 from offload.session.store_files import PageName, make_folder, nbytes, note_documents, shrink, unfinished
+from offload.speed.rates import change_records, read_records
 from offload.units import size
 
 MOST_BYTES, FREE_SHARE = 20 * 10**9, 10  # of the store: at most so much, and this part of what the disk has free

@@ -20,7 +20,7 @@ from typing import Any
 from offload.errors import ModelError
 from offload.fields import TEXT, Fields, list_of
 from offload.files import user_folder, write_whole
-from offload.plan.rates import FOLDER_VARIABLE
+from offload.speed.rates import FOLDER_VARIABLE
 from offload.strict_json import read_json
 
 _OLD_SECONDS = 3600.0  # since a page was begun that is not finished: its writer is gone

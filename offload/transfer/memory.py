@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from offload.errors import DoesNotFit
-from offload.plan.machine import number_in
-from offload.transfer.ahead import Ahead
+from offload.machine import number_in
 from offload.transfer.device import use_device
+from offload.transfer.prepinned import Prepinned
 from offload.units import size
 
 Tier = Literal["host", "device"]
@@ -79,7 +79,7 @@ class Memory:
         self._node = _numa_node(device)
         self._ledger: Counter[tuple[Tier, str]] = Counter()
         self._lock = threading.Lock()  # of the ledger: the pinning thread reads it for its errors
-        self._ahead: Ahead | None = None
+        self._ahead: Prepinned | None = None
         if device.type == "cpu":
             keep_freed_memory()
 
@@ -112,7 +112,7 @@ class Memory:
         """Begin to make and pin host blocks of `sizes` bytes, on a thread and in this order. `allocate` takes blocks
         from them, and raises the thread's error. No effect on a CPU, where nothing is pinned."""
         if self.device.type == "cuda" and sizes:
-            self._ahead = Ahead(sizes, self._on_a_thread)
+            self._ahead = Prepinned(sizes, self._on_a_thread)
 
     def wait_pinned(self, on_bytes: Callable[[int, int], None]) -> None:
         """Wait until all blocks of `pin_ahead` are made. `on_bytes(done, total)` is called meanwhile."""

@@ -16,8 +16,8 @@ from offload.formats.layout import encoding
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix, Room
 from offload.metrics import ExpertStats
-from offload.plan.routing import SHARED_SLOTS, cpu_layers
 from offload.plan.shards import ALONE, Shard
+from offload.speed.routing import SHARED_SLOTS, cpu_layers
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint

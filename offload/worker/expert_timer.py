@@ -13,12 +13,12 @@ from offload.config.model import ModelConfig
 from offload.kernels.cpu import kernels
 from offload.kernels.experts import Mixture, Router
 from offload.model.loading import DTYPES
-from offload.plan.curves import ROWS
-from offload.plan.expert_times import ExpertTimes, with_experts
-from offload.plan.routing import independent_rows
+from offload.speed.curves import ROWS
+from offload.speed.expert_times import ExpertTimes, with_experts
+from offload.speed.routing import independent_rows
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from offload.weights.layout import LayerLayout
-from offload.worker.turns import least_seconds
+from offload.worker.timed_runs import least_seconds
 
 BANK_BYTES = 512 * 2**20  # of experts, or all of a smaller layer's: more than the CPU's caches hold
 LIMIT_SECONDS = 5.0  # beyond which the CPU is too busy

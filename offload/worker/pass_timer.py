@@ -30,21 +30,21 @@ from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import ScoringWeights, scorings
 from offload.kv.full import FullCache
 from offload.kv.quantised import QuantisedCache
+from offload.machine import machine_name
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.loading import DTYPES
 from offload.model.passes import forward
 from offload.model.quantised import quantised_weights
 from offload.pages.tiles import TileShape
-from offload.plan.curves import ROWS
-from offload.plan.expert_times import cpu_runs, load_expert_times, save_expert_times
-from offload.plan.hardware import rates_key
-from offload.plan.machine import machine_name
 from offload.plan.options import PAGE_TOKENS, Options
-from offload.plan.pass_times import PassTimes, key_of, load_times, save_times
 from offload.plan.request import Request
-from offload.plan.routing import independent_rows
 from offload.plan.sizing import BLOCK_ROWS
+from offload.speed.curves import ROWS
+from offload.speed.expert_times import cpu_runs, load_expert_times, save_expert_times
+from offload.speed.hardware import rates_key
+from offload.speed.pass_times import PassTimes, key_of, load_times, save_times
+from offload.speed.routing import independent_rows
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
@@ -52,7 +52,7 @@ from offload.weights.layers import ResidentLayers, Weights
 from offload.weights.layout import LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
 from offload.worker.expert_timer import VALUE, fill, made_up_experts, time_experts
-from offload.worker.turns import Point, Run, least_seconds
+from offload.worker.timed_runs import Point, Run, least_seconds
 
 LAYER_BYTES = 32 * 2**20  # of weights, or all of a smaller model's
 CACHE_BYTES = 128 * 2**20  # of keys and values: more than the CPU's caches hold

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.kv import Cache
-from offload.kv.ahead import AheadCache
+from offload.kv.draft_rows import DraftRowsCache
 from offload.kv.full import FullCache
 from offload.kv.last_hidden import DraftedHidden, LastHidden
 from offload.kv.mixed import MixedCache
@@ -280,7 +280,7 @@ class Worker:
             self._caches.append(quantised)
             self.levels["self"] = self._level("self", own, self._mixed(quantised), None)
         elif plan.composition.inner == "self":
-            self.levels["self"] = self._level("self", own, self._mixed(AheadCache(self.full)), self.block)
+            self.levels["self"] = self._level("self", own, self._mixed(DraftRowsCache(self.full)), self.block)
         draft = self.models.decoders.get("draft")
         if "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.scoring)

@@ -17,7 +17,7 @@ from offload.formats.packed import pack, unpack, unpack_with_torch
 from offload.formats.quantised_kv import Order
 from offload.formats.residuals import restore_pages, split_off_pages
 from offload.kernels.gpu.kernels import COPIES
-from offload.kv import quantised, retrieved
+from offload.kv import chunk_store, quantised
 from offload.kv.fetch import GpuFetch
 from offload.native.interface import Library
 from offload.pages import codec
@@ -62,7 +62,7 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     copies = replace(COPIES, chunks=run, packed_chunks=run_packed)
-    for module in (retrieved, quantised):
+    for module in (chunk_store, quantised):
         patch.setattr(module, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, copies))
 
 

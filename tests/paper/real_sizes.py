@@ -32,11 +32,11 @@ from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.pages import codec
 from offload.pages.tiles import TileStore
-from offload.plan.hardware import RTX_4090, Hardware
 from offload.plan.options import Options
 from offload.plan.planner import Plan, make_plan
 from offload.plan.shards import ALONE, Shard
 from offload.ranks.sums import Sums
+from offload.speed.hardware import RTX_4090, Hardware
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory, sent
 from offload.weights import embedding

@@ -14,8 +14,8 @@ from triforce_cli.answering.thoughts import Piece
 
 if TYPE_CHECKING:
     from offload.decode.logprobs import TokenScore
-    from offload.decode.tokenizer import Tokenizer
     from offload.engine.engine import Step
+    from offload.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # in place of a part of a character
 

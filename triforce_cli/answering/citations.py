@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from triforce_cli.answering import sentences, words
+from triforce_cli.answering import bm25, sentences
 from triforce_cli.documents.places import Place, place_at
-from triforce_cli.render.text import line_text
+from triforce_cli.ground.text import line_text
 
 if TYPE_CHECKING:
-    from offload.decode.tokenizer import Tokenizer
-    from offload.engine.attended import Passage
+    from offload.engine.passages import Passage
+    from offload.text.tokenizer import Tokenizer
     from triforce_cli.documents import Document
 
 ASKED = 12  # passages of a prompt to look up; some are not in a document
@@ -66,6 +66,12 @@ class _Found:
     start: int
 
 
+def cited(citations: Sequence[Citation]) -> str:
+    """The passages of documents that an answer draws on, a line each, or a note that there are none."""
+    lines = [f"[{number}] {citation}" for number, citation in enumerate(citations, start=1)]
+    return "\n".join(lines) or "no place in a document stands out as the one that the answer came from"
+
+
 def citations(
     passages: Sequence[Passage],
     prompt: Sequence[int],
@@ -76,7 +82,7 @@ def citations(
     """SHOWN of the prompt's `passages` that are in one of `documents`, the greatest share first; of near shares, the
     one with more words in common with the answer."""
     found = [each for each in located(passages, prompt, documents, tokenizer) if each is not None]
-    return _ordered(found, words.scores(answer, [citation.text for citation in found]))[:SHOWN]
+    return _ordered(found, bm25.scores(answer, [citation.text for citation in found]))[:SHOWN]
 
 
 def located(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload.errors import TriforceError
-from triforce_cli.deadline import TimedOut
+from triforce_cli.ground.deadline import TimedOut
 
 STOP, LENGTH, TIMEOUT, INTERRUPTED, FAILED = "stop", "length", "timeout", "interrupted", "error"
 

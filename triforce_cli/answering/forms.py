@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from triforce_cli.answering.answer import Part
 from triforce_cli.answering.code import last_block
-from triforce_cli.errors import Failure
-from triforce_cli.output import Output
+from triforce_cli.ground.errors import Failure
+from triforce_cli.screen.output import Output
 
 if TYPE_CHECKING:
     from offload.metrics import Stats

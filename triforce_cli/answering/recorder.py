@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import TriforceError
-from triforce_cli.render.text import path_text
+from triforce_cli.ground.text import path_text
 
 if TYPE_CHECKING:
     from triforce_cli.answering.answer import Answer
-    from triforce_cli.choice import Models
-    from triforce_cli.output import Output
+    from triforce_cli.screen.output import Output
+    from triforce_cli.setup.choice import Models
 
 MOST_QUESTION = 20_000  # characters; of a longer question the end
 MOST_OF_TEXT = 300  # characters of a text to continue, which may be a document
@@ -42,7 +42,7 @@ class Recorder:
     ) -> None:
         """Put an answer that has ended, with at least one token, into the log. The first use of the log is said.
         options: that have changed since the command began."""
-        from triforce_cli.answer_log import AnswerLog, Entry
+        from triforce_cli.ground.answer_log import AnswerLog, Entry
 
         if not answer.num_tokens:
             return

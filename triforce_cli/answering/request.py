@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.engine.request import GenerationRequest
 from offload.seeds import seed_within
-from triforce_cli.answering.call_grammar import with_calls
-from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.citations import ASKED
 from triforce_cli.answering.thoughts import Marks, Splitter
+from triforce_cli.tools.call_grammar import with_calls
+from triforce_cli.tools.calls import Calls
 
 if TYPE_CHECKING:
     from triforce_cli.documents import Document

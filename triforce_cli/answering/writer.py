@@ -6,16 +6,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from offload.interrupts import Terminated
-from triforce_cli import __version__, log
+from triforce_cli import __version__
 from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.citations import cited
 from triforce_cli.answering.ending import FAILED, INTERRUPTED, TIMEOUT, Unfinished
 from triforce_cli.answering.forms import Form, Written
-from triforce_cli.choice import Models
-from triforce_cli.deadline import TimedOut
-from triforce_cli.errors import debugging, describe
-from triforce_cli.output import Output
-from triforce_cli.render.chat import cited
+from triforce_cli.ground import log
+from triforce_cli.ground.deadline import TimedOut
+from triforce_cli.ground.errors import debugging, describe
 from triforce_cli.render.stats import stats_table
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import Models
 
 if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step

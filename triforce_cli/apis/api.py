@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from offload.errors import UsageError
-from triforce_cli.answering.call_forms import Call
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
+from triforce_cli.tools.call_forms import Call
 
 PLACE = "the request"  # its name in messages
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # that some clients split events at

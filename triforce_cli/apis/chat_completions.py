@@ -22,7 +22,7 @@ from triforce_cli.apis.api import (
 )
 from triforce_cli.apis.chat_fields import chat_fields
 from triforce_cli.apis.openai_style import Chunks, OpenAiApi, error_body, includes_usage, logprob
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
 
 
 class ChatCompletions(OpenAiApi):

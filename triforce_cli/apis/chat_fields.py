@@ -9,7 +9,7 @@ from typing import Any
 from offload.errors import UsageError
 from offload.fields import shown
 from triforce_cli.apis.api import joined
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
 # Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".

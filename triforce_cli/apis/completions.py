@@ -24,7 +24,7 @@ from triforce_cli.apis.api import (
 )
 from triforce_cli.apis.chat_fields import IGNORED, check_same
 from triforce_cli.apis.openai_style import Chunks, OpenAiApi, bytes_of, error_body, includes_usage
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
 
 MAX_TOKENS = 16  # the API's default
 _SAME = {"n": 1, "best_of": 1, "suffix": ""}

@@ -9,7 +9,7 @@ from typing import Any
 from offload.errors import UsageError
 from triforce_cli.apis.api import PLACE, flag, object_of
 from triforce_cli.apis.chat_fields import functions
-from triforce_cli.chat.messages import LEFT_OUT, Note, num_old, result_of, text_of
+from triforce_cli.prompts.messages import LEFT_OUT, Note, num_old, result_of, text_of
 
 Message = dict[str, Any]
 

@@ -24,7 +24,7 @@ from triforce_cli.apis.api import (
 )
 from triforce_cli.apis.chat_fields import format_constraint
 from triforce_cli.apis.message_input import choice_of, messages_of, tools_of
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",

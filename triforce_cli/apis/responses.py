@@ -25,7 +25,7 @@ from triforce_cli.apis.api import (
 from triforce_cli.apis.chat_fields import IGNORED, check_same, format_constraint
 from triforce_cli.apis.openai_style import OpenAiApi, logprob
 from triforce_cli.apis.response_input import messages_of, tools_of
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
 
 _SAME = {
     "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from triforce_cli.answering.request import Prompt
-from triforce_cli.answering.together import Answers, Asked
+from triforce_cli.answering.several import Answers, Asked
 from triforce_cli.batch.records import Record
 
 if TYPE_CHECKING:
-    from offload.decode.tokenizer import Tokenizer
     from offload.engine.engine import Engine
     from offload.metrics import Stats
     from offload.progress import Progress
+    from offload.text.tokenizer import Tokenizer
 
 
 def answered(

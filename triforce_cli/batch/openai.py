@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.errors import UsageError
 from triforce_cli.apis.chat_fields import chat_fields
-from triforce_cli.chat.messages import Note
+from triforce_cli.prompts.messages import Note
 
 URL = "/v1/chat/completions"
 _LINE = ("custom_id", "method", "url", "body")

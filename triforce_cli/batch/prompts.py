@@ -9,16 +9,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from offload.decode.sampling import SamplingParams
-from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.batch.records import Record
-from triforce_cli.chat.adaptations import with_calls_as_texts
-from triforce_cli.chat.tools import check_variables, has_place
 from triforce_cli.documents import Document
-from triforce_cli.engine import Prepared
+from triforce_cli.options.answering import Layout
+from triforce_cli.prompts.adaptations import with_calls_as_texts
+from triforce_cli.setup.engine import Prepared
+from triforce_cli.tools.tools import check_variables, has_place
 
 if TYPE_CHECKING:
-    from triforce_cli.chat.formats import ChatFormat
+    from triforce_cli.prompts.formats import ChatFormat
 
 
 _MOST_CHECKED, _MOST_REMEMBERED = 64, 8192  # parameters that are known to be supported; characters of a constraint

@@ -33,9 +33,9 @@ from triforce_cli.answering.request import Wanted
 from triforce_cli.answering.thoughts import NAMES
 from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
-from triforce_cli.chat.messages import Messages
-from triforce_cli.chat.messages import read as read_messages
-from triforce_cli.chat.tools import checked_tools, checked_variables
+from triforce_cli.prompts.messages import Messages
+from triforce_cli.prompts.messages import read as read_messages
+from triforce_cli.tools.tools import checked_tools, checked_variables
 
 OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # inputs of a template besides messages
 OF_ANSWERS = ("max_tokens", "stop", "timeout", "logprobs", "cite")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from offload.errors import TriforceError, UsageError
 from triforce_cli.batch.records import Id
-from triforce_cli.outfile import open_alone, write_all
+from triforce_cli.ground.outfile import open_alone, write_all
 
 _BEGINNING = b'{"id": '
 

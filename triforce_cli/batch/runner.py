@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import DoesNotFit
-from triforce_cli import log
 from triforce_cli.answering.ending import LENGTH, End, check_ends
-from triforce_cli.answering.options import Layout
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.together import Asked
+from triforce_cli.answering.several import Asked
 from triforce_cli.batch.asked import answered
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import Id, Record, after, named, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
-from triforce_cli.engine import Prepared, Setup, open_engine
-from triforce_cli.inputs import Note
-from triforce_cli.output import Output
-from triforce_cli.progress import TimeLeft
-from triforce_cli.render.text import duration
-from triforce_cli.utf8 import read_input
+from triforce_cli.ground import log
+from triforce_cli.ground.inputs import Note
+from triforce_cli.ground.text import duration
+from triforce_cli.options.answering import Layout
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.progress import TimeLeft
+from triforce_cli.screen.utf8 import read_input
+from triforce_cli.setup.engine import Prepared, Setup, open_engine
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
@@ -101,7 +101,7 @@ class Batch:
         not record them."""
         if not any(record.wanted.cites for record in records):
             return self.setup
-        from offload.plan.given import options_beside
+        from offload.plan.plan_file import options_beside
 
         options, given = replace(self.setup.options, masses=True), self.setup.given
         return replace(self.setup, options=options if given is None else options_beside(given, options))

@@ -6,13 +6,13 @@ import json
 import math
 from typing import Any
 
-from offload.decode.constraint import Constraint, Kind
 from offload.decode.sampling import SETTINGS
 from offload.errors import UsageError
 from offload.fields import INTEGER, NUMBER, TEXT, TRUTH, Fields, list_of
 from offload.fields import Kind as ValueKind
+from offload.grammar.constraint import Constraint, Kind
 from offload.seeds import seed_of
-from triforce_cli.control import NEVER
+from triforce_cli.options.control import NEVER
 
 # The checks of values, by the settings' types.
 _WHOLE = ValueKind("a whole number of 64 bits", lambda value: INTEGER.fits(value) and -(2**63) <= value < 2**63)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
-from triforce_cli.chat.conversation import Conversation, Turn
+from triforce_cli.prompts.conversation import Conversation, Turn
 
 REQUEST = (
     "Write a summary of the conversation above: who I am, what I asked, what you answered, every name, number and "

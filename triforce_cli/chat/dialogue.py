@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from triforce_cli.answering.answer import Answer, Part
-from triforce_cli.answering.citations import Citation
+from triforce_cli.answering.citations import Citation, cited
 from triforce_cli.answering.ending import INTERRUPTED, LENGTH, STOP, TIMEOUT, End
 from triforce_cli.answering.forms import Written
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.chat import notes
 from triforce_cli.chat.background import BackgroundWork
 from triforce_cli.chat.compact import BEGIN, MAX_TOKENS, Compaction, beginning, fitting
-from triforce_cli.chat.conversation import Conversation
-from triforce_cli.chat.drops import drops
+from triforce_cli.chat.droppable import drops
 from triforce_cli.chat.mentions import mentions_in, typed
+from triforce_cli.chat.notes import Drop
 from triforce_cli.chat.settings import Settings
-from triforce_cli.chat.stopping import Stopped, stoppable
-from triforce_cli.deadline import Deadline
+from triforce_cli.chat.signals import Stopped, stoppable
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.render import chat as render_chat
-from triforce_cli.render.chat import Drop
-from triforce_cli.utf8 import STDIN
+from triforce_cli.ground.deadline import Deadline
+from triforce_cli.prompts.conversation import Conversation
+from triforce_cli.screen.utf8 import STDIN
 
 if TYPE_CHECKING:
     from offload.progress import OnProgress, Progress
     from triforce_cli.chat.engine import ChatEngine
-    from triforce_cli.chat.formats import ChatFormat
-    from triforce_cli.output import Output
+    from triforce_cli.prompts.formats import ChatFormat
+    from triforce_cli.screen.output import Output
 
 _SHOWN_TOKENS = 256  # tokens; a shorter prefill shows no progress
 
@@ -116,7 +116,7 @@ class Dialogue:
         if answer.finish == LENGTH:
             full = len(prompt.tokens) + answer.num_tokens >= self.engine.limit
             constraint = self.settings.sampling.constraint
-            self.output.note(render_chat.cut_short(None if full else self.settings.max_tokens, constraint))
+            self.output.note(notes.cut_short(None if full else self.settings.max_tokens, constraint))
         self._warn_of_the_end()
         if stopped is not None:
             stopped.end()
@@ -141,7 +141,7 @@ class Dialogue:
             conversation, most, lambda asked: len(self.format.prompt(asked, BEGIN).tokens), self.engine.limit
         )
         if not count:
-            raise DoesNotFit(render_chat.no_room_for_a_summary(self._drops()))
+            raise DoesNotFit(notes.no_room_for_a_summary(self._drops()))
         answer = self._aside(beginning(conversation, count), BEGIN)
         if answer is None:
             return
@@ -149,10 +149,10 @@ class Dialogue:
         done = compaction.done(conversation)
         freed = self.num_used - len(self._certain(done))
         if freed <= 0:
-            raise UsageError(render_chat.nothing_freed(count, -freed))
+            raise UsageError(notes.nothing_freed(count, -freed))
         self._compaction = compaction
         self.change(done)
-        self.output.note(render_chat.compacted(count, freed, self.num_used, self.engine.limit))
+        self.output.note(notes.compacted(count, freed, self.num_used, self.engine.limit))
 
     def undo_compaction(self) -> None:
         """Take the last compaction back. Raises UsageError."""
@@ -207,7 +207,7 @@ class Dialogue:
         counts = [part.num_tokens for part in self.format.parts(changed) if part.kind == "document"][-len(kinds) :]
         named = [(document.name, kind) for document, kind in kinds.items()]
         rows = zip(named, counts, strict=True) if len(counts) == len(named) else [(("documents", ""), used - before)]
-        for line in render_chat.documents_added(list(rows), used, self.engine.limit):
+        for line in notes.documents_added(list(rows), used, self.engine.limit):
             self.output.note(line)
         self._warn_of_the_end()
 
@@ -261,9 +261,7 @@ class Dialogue:
 
     def status(self) -> str:
         """The status line: context used, speed of the last reply, progress of the background work."""
-        return render_chat.status(
-            self.num_used, self.engine.limit, self.engine.stats, self._background, self.output.width
-        )
+        return notes.status(self.num_used, self.engine.limit, self.engine.stats, self._background, self.output.width)
 
     def close(self) -> None:
         self._background.close()
@@ -323,7 +321,7 @@ class Dialogue:
         self._form.end(answer.as_dict(note=self.output.note) | {"stats": stats})
         self.citations = answer.citations or []
         if prompt.documents and answer.citations is not None:
-            self.output.note(render_chat.cited(answer.citations))
+            self.output.note(cited(answer.citations))
 
     def _wait_ahead(self) -> None:
         """Wait for the background work. An interactive chat shows a failed save as an error and goes on."""
@@ -340,13 +338,13 @@ class Dialogue:
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens > self.engine.limit:
-            raise DoesNotFit(render_chat.too_long(num_tokens, self.engine.limit, self._drops()))
+            raise DoesNotFit(notes.too_long(num_tokens, self.engine.limit, self._drops()))
 
     def _warn_of_the_end(self) -> None:
         """Note what can be dropped if the longest reply and a message of that length might not fit."""
         left = self.engine.limit - self.num_used
         if left < min(max(2 * self.settings.max_tokens, self.engine.limit // 10), self.engine.limit // 4):
-            self.output.note(render_chat.nearly_full(self.num_used, self.engine.limit, self._drops()))
+            self.output.note(notes.nearly_full(self.num_used, self.engine.limit, self._drops()))
 
     def _drops(self) -> list[Drop]:
         return drops(self.conversation, self.format, self._freed)

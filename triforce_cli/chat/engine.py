@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.engine import Prepared, open_engine, open_session
+from triforce_cli.setup.engine import Prepared, open_engine, open_session
 
 if TYPE_CHECKING:
     from offload.engine.engine import Engine, Step

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from offload.errors import UsageError
-from triforce_cli.utf8 import user_path
+from triforce_cli.screen.utf8 import user_path
 
 MARK = "@"
 _MENTION = re.compile(r'(?<![^\s(\[])@(?P<escape>@?)(?:"(?P<quoted>[^"\n]+)"|(?P<plain>[^\s"@]\S*))')

@@ -8,7 +8,7 @@ from typing import Any
 from offload.decode.sampling import SETTINGS, SamplingParams
 from offload.errors import UsageError
 from offload.seeds import seed_after
-from triforce_cli.control import BASIC
+from triforce_cli.options.control import BASIC
 
 MAX_TOKENS = "max-tokens"
 SHOWN = tuple(SETTINGS[name].label for name in BASIC)  # always shown; others only if they are on

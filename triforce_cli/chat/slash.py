@@ -9,17 +9,18 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import write_whole
+from triforce_cli.answering.citations import cited
 from triforce_cli.answering.code import last_block
 from triforce_cli.answering.thoughts import without_thoughts
-from triforce_cli.chat.conversation import Conversation
+from triforce_cli.chat import notes
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.documents.selection import Named
-from triforce_cli.options import count
+from triforce_cli.ground.text import counted
+from triforce_cli.options.options import count
+from triforce_cli.prompts.conversation import Conversation
 from triforce_cli.render import answer_log as render_log
-from triforce_cli.render import chat as render_chat
 from triforce_cli.render.stats import stats_table
-from triforce_cli.render.text import counted
-from triforce_cli.utf8 import read_text, user_path
+from triforce_cli.screen.utf8 import read_text, user_path
 
 ESCAPED = "//"  # begins a message that starts with one slash
 MOST_COPIED_BYTES = 74_994  # 100,000 characters of OSC 52, which is what many terminals take
@@ -59,7 +60,7 @@ def run(dialogue: Dialogue, text: str) -> None:
 
 
 def _help(dialogue: Dialogue, argument: str) -> None:
-    dialogue.output.table(render_chat.commands([(slash.usage, slash.about) for slash in COMMANDS.values()]))
+    dialogue.output.table(notes.commands([(slash.usage, slash.about) for slash in COMMANDS.values()]))
 
 
 def _exit(dialogue: Dialogue, argument: str) -> None:
@@ -115,13 +116,13 @@ def _drop(dialogue: Dialogue, argument: str) -> None:
         dialogue.change(dialogue.conversation.drop_turns(num_turns))
     else:
         dialogue.change(dialogue.conversation.drop_document(argument))
-    dialogue.output.note(render_chat.room(dialogue.num_used, dialogue.engine.limit))
+    dialogue.output.note(notes.room(dialogue.num_used, dialogue.engine.limit))
 
 
 def _compact(dialogue: Dialogue, argument: str) -> None:
     if argument == "undo":
         dialogue.undo_compaction()
-        dialogue.output.note(f"the turns are back; {render_chat.room(dialogue.num_used, dialogue.engine.limit)}")
+        dialogue.output.note(f"the turns are back; {notes.room(dialogue.num_used, dialogue.engine.limit)}")
         return
     num_turns = count(argument)
     if argument and num_turns is None:
@@ -141,7 +142,7 @@ def _load(dialogue: Dialogue, argument: str) -> None:
     loaded = dialogue.format.adopted(Conversation.from_json(read_text(path, "the conversation"), str(path)))
     dialogue.format.closing_tokens(loaded)  # raises if the template refuses it
     dialogue.change(loaded)
-    dialogue.output.note(f"{len(loaded.turns)} turns; {render_chat.room(dialogue.num_used, dialogue.engine.limit)}")
+    dialogue.output.note(f"{len(loaded.turns)} turns; {notes.room(dialogue.num_used, dialogue.engine.limit)}")
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
@@ -162,7 +163,7 @@ def _set(dialogue: Dialogue, argument: str) -> None:
 
 def _tokens(dialogue: Dialogue, argument: str) -> None:
     parts = dialogue.format.parts(dialogue.conversation)
-    dialogue.output.table(render_chat.parts_table(parts, dialogue.num_used, dialogue.engine.limit))
+    dialogue.output.table(notes.parts_table(parts, dialogue.num_used, dialogue.engine.limit))
 
 
 def _where(dialogue: Dialogue, argument: str) -> None:
@@ -173,7 +174,7 @@ def _where(dialogue: Dialogue, argument: str) -> None:
         )
     if not dialogue.citations:
         raise UsageError("the last reply attended to no document, or there is none yet")
-    dialogue.output.note(render_chat.cited(dialogue.citations))
+    dialogue.output.note(cited(dialogue.citations))
 
 
 def _copy(dialogue: Dialogue, argument: str) -> None:
@@ -195,7 +196,7 @@ def _copy(dialogue: Dialogue, argument: str) -> None:
 
 
 def _log(dialogue: Dialogue, argument: str) -> None:
-    from triforce_cli.answer_log import AnswerLog
+    from triforce_cli.ground.answer_log import AnswerLog
 
     log = AnswerLog.of_user()
     found, number = log.newest(NUM_LOGGED, argument.split())

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import completion, options
-from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import (
+from triforce_cli.answering.single import SingleRequest
+from triforce_cli.documents import Document
+from triforce_cli.documents.reading import read_documents
+from triforce_cli.documents.selection import Named
+from triforce_cli.options import completion, options
+from triforce_cli.options.answering import (
     AnswerFlags,
     ChatFlags,
     EndFlags,
@@ -26,12 +29,8 @@ from triforce_cli.answering.options import (
     setup,
     wanted,
 )
-from triforce_cli.chat.tools import check_variables, read_tools
-from triforce_cli.control import Sampling
-from triforce_cli.documents import Document
-from triforce_cli.documents.reading import read_documents
-from triforce_cli.documents.selection import Named
-from triforce_cli.flags import (
+from triforce_cli.options.control import Sampling
+from triforce_cli.options.flags import (
     CacheFlags,
     Changed,
     LogFlags,
@@ -44,11 +43,9 @@ from triforce_cli.flags import (
     question_of,
     spread,
 )
-from triforce_cli.options import option
-from triforce_cli.output import Output
-from triforce_cli.placeholders import filled, fillings_of
-from triforce_cli.prompt_templates import INPUT, PromptTemplate
-from triforce_cli.utf8 import (
+from triforce_cli.options.options import option
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import (
     PIPED,
     STDIN,
     decode_argument,
@@ -59,9 +56,12 @@ from triforce_cli.utf8 import (
     user_path,
     without_line_end,
 )
+from triforce_cli.settings.placeholders import filled, fillings_of
+from triforce_cli.settings.prompt_templates import INPUT, PromptTemplate
+from triforce_cli.tools.tools import check_variables, read_tools
 
 if TYPE_CHECKING:
-    from triforce_cli.chat.conversation import Conversation
+    from triforce_cli.prompts.conversation import Conversation
 
 QUESTION = "Question"
 
@@ -143,7 +143,7 @@ class Ask:
     begin_reply: str
     layout: Layout
     fillings: Mapping[str, str]
-    alone: Alone
+    alone: SingleRequest
 
     @property
     def as_json(self) -> bool:
@@ -203,7 +203,7 @@ class Ask:
         return [Document(PIPED, piped)] if piped.strip() else []
 
     def _conversation(self, system: str, documents: Iterable[Document]) -> Conversation:
-        from triforce_cli.chat.conversation import Conversation
+        from triforce_cli.prompts.conversation import Conversation
 
         conversation = Conversation(date=time.strftime("%d %b %Y"))
         conversation = conversation.with_system(system)

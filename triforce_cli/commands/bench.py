@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from offload.bench.comparison import TRANSFORMERS
 from offload.errors import DoesNotFit, UsageError
 from offload.interrupts import Terminated
-from triforce_cli import __version__, options
-from triforce_cli.choice import Models
-from triforce_cli.control import BASIC, BasicGreedySampling
+from triforce_cli import __version__
+from triforce_cli.documents.prompt import LIBRARY, library_text, read_prompt
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import Prepared, open_engine, prepare
-from triforce_cli.flags import (
+from triforce_cli.options import options
+from triforce_cli.options.control import BASIC, BasicGreedySampling
+from triforce_cli.options.flags import (
     LevelFlags,
     ModelFlags,
     PlacementFlags,
@@ -28,11 +28,12 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
-from triforce_cli.options import option, whole
-from triforce_cli.output import Output
-from triforce_cli.progress import TimeLeft
-from triforce_cli.prompt import LIBRARY, library_text, read_prompt
+from triforce_cli.options.options import option, whole
 from triforce_cli.render import bench as render_bench
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.progress import TimeLeft
+from triforce_cli.setup.choice import Models
+from triforce_cli.setup.engine import Prepared, open_engine, prepare
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison, Setting, Tried

@@ -13,17 +13,17 @@ import typer
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder
 from offload.interrupts import Terminated, resume
-from triforce_cli import options
 from triforce_cli.answering.ending import check_ends
 from triforce_cli.answering.forms import Written
-from triforce_cli.answering.options import CHAT, ChatFlags, EndFlags, Files, Layout, System, setup, wanted
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Wanted
+from triforce_cli.chat import notes
 from triforce_cli.chat.keys import Keys
-from triforce_cli.control import Sampling
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import Setup
-from triforce_cli.flags import (
+from triforce_cli.options import options
+from triforce_cli.options.answering import CHAT, ChatFlags, EndFlags, Files, Layout, System, setup, wanted
+from triforce_cli.options.control import Sampling
+from triforce_cli.options.flags import (
     CacheFlags,
     Changed,
     LogFlags,
@@ -35,17 +35,17 @@ from triforce_cli.flags import (
     named_documents,
     spread,
 )
-from triforce_cli.options import switch
-from triforce_cli.output import Output
-from triforce_cli.render import chat as render_chat
-from triforce_cli.utf8 import decode_argument
+from triforce_cli.options.options import switch
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import decode_argument
+from triforce_cli.setup.engine import Setup
 
 if TYPE_CHECKING:
     from offload.session.store import Store
-    from triforce_cli.chat.conversation import Conversation
     from triforce_cli.chat.dialogue import Dialogue
-    from triforce_cli.chat.formats import ChatFormat
     from triforce_cli.chat.reader import Reader
+    from triforce_cli.prompts.conversation import Conversation
+    from triforce_cli.prompts.formats import ChatFormat
 
 MoreFiles = Annotated[
     list[Path] | None,
@@ -106,26 +106,26 @@ class Chat:
             stack.enter_context(closing(dialogue))
             chat_format.closing_tokens(dialogue.conversation.clear())  # raises if the template takes no system message
             self._greet(output, chat_format, interactive)
-            if interactive and (last := render_chat.last_turn(dialogue.conversation)):
+            if interactive and (last := notes.last_turn(dialogue.conversation)):
                 output.note(last)
             if self.documents:
                 dialogue.add_documents(self.documents)
             _converse(dialogue, self._reader(dialogue, output, keys))
             if engine.store is not None and not self.read_only:
-                output.note(render_chat.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
+                output.note(notes.kept(self.session, len(engine.store.tokens), engine.store.nbytes))
             if not interactive:  # a person has read how each reply ended
                 check_ends(dialogue.ends)
 
     def _beginning(self, store: Store | None, output: Output) -> Conversation:
         """The session's conversation, or a new one."""
-        from triforce_cli.chat.conversation import Conversation
+        from triforce_cli.prompts.conversation import Conversation
 
         if store is None or not store.extra:
             return Conversation(date=time.strftime("%d %b %Y")).with_system(self.system)
         if store.extra.get("kind") != "chat":
             raise UsageError(f"{self.session} was kept by generate, not by a chat; name another session")
         saved = Conversation.from_data(store.extra.get("conversation"), f"{self.session}: its conversation")
-        output.note(render_chat.session(len(saved.turns), len(store.tokens), store.nbytes))
+        output.note(notes.session(len(saved.turns), len(store.tokens), store.nbytes))
         return saved.with_system(self.system) if self.system else saved
 
     def _greet(self, output: Output, chat_format: ChatFormat, interactive: bool) -> None:

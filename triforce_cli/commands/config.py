@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from offload.errors import UsageError, quoted_line
-from triforce_cli import options, tree
-from triforce_cli.configuration import Configuration, default_file, file_of, origin
-from triforce_cli.elsewhere import Group
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.output import Output
-from triforce_cli.prompt_templates import PromptTemplate
+from triforce_cli.options import options
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.other_programs import Group
 from triforce_cli.render import config as render_config
 from triforce_cli.render.config import Setting
+from triforce_cli.screen.output import Output
+from triforce_cli.settings import tree
+from triforce_cli.settings.configuration import Configuration, default_file, file_of, origin
+from triforce_cli.settings.prompt_templates import PromptTemplate
 
 ASKING = ("ask",)  # the command that takes templates
 
@@ -65,7 +66,7 @@ class Edit:
     quiet: bool
 
     def run(self) -> None:
-        from triforce_cli.configuration_file import edit
+        from triforce_cli.settings.configuration_file import edit
 
         edit(self.file)
         with Output(quiet=self.quiet) as output:

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from offload.errors import shell_line
-from triforce_cli import options
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.options import option
-from triforce_cli.output import Output
-from triforce_cli.render.text import path_text
-from triforce_cli.utf8 import user_path
+from triforce_cli.ground.text import path_text
+from triforce_cli.options import options
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.options import option
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import user_path
 
 Source = Annotated[
     Path,

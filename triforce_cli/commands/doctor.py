@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 from offload.errors import Differs
-from triforce_cli import options
-from triforce_cli.choice import choose_models
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.outfile import OutputFile
-from triforce_cli.output import Output
-from triforce_cli.utf8 import user_path
+from triforce_cli.ground.outfile import OutputFile
+from triforce_cli.options import options
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import user_path
+from triforce_cli.setup.choice import choose_models
 
 Report = Annotated[
     Path | None,
@@ -44,8 +44,8 @@ class Doctor:
             from offload.bench.checks import check_device
             from offload.bench.diagnosis import diagnose, remember, usable_hardware
             from offload.engine.engine import time_again
-            from offload.plan.hardware import probe
             from offload.plan.what_if import expectations
+            from offload.speed.hardware import probe
             from triforce_cli.render import doctor as render_doctor
 
             diagnosis = diagnose(output.wait)

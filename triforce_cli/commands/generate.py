@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 from offload.errors import UsageError
-from triforce_cli import options
-from triforce_cli.answering.alone import Alone
-from triforce_cli.answering.options import (
+from triforce_cli.answering.recorder import MOST_OF_TEXT, ending
+from triforce_cli.answering.request import Prompt
+from triforce_cli.answering.single import SingleRequest
+from triforce_cli.commands import Command
+from triforce_cli.documents.prompt import read_prompt
+from triforce_cli.documents.selection import Named
+from triforce_cli.options import options
+from triforce_cli.options.answering import (
     AnswerFlags,
     ChatFlags,
     EndFlags,
@@ -21,12 +26,8 @@ from triforce_cli.answering.options import (
     setup,
     wanted,
 )
-from triforce_cli.answering.recorder import MOST_OF_TEXT, ending
-from triforce_cli.answering.request import Prompt
-from triforce_cli.commands import Command
-from triforce_cli.control import Sampling
-from triforce_cli.documents.selection import Named
-from triforce_cli.flags import (
+from triforce_cli.options.control import Sampling
+from triforce_cli.options.flags import (
     AUTO,
     CacheFlags,
     Changed,
@@ -39,9 +40,8 @@ from triforce_cli.flags import (
     StoreFlags,
     spread,
 )
-from triforce_cli.options import OUTPUT, PROMPT, option, switch
-from triforce_cli.prompt import read_prompt
-from triforce_cli.utf8 import decode_argument, user_path
+from triforce_cli.options.options import OUTPUT, PROMPT, option, switch
+from triforce_cli.screen.utf8 import decode_argument, user_path
 
 InputLines = Annotated[
     Path | None,
@@ -103,7 +103,7 @@ class Generate:
 
     documents: Named
     prompt: str | None
-    alone: Alone
+    alone: SingleRequest
 
     @property
     def as_json(self) -> bool:

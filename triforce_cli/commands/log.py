@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from offload.errors import UsageError
-from triforce_cli import options
-from triforce_cli.consent import REMOVAL, Yes, agreed
-from triforce_cli.elsewhere import Group
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.options import MOST, count, option, switch, whole
-from triforce_cli.output import Output
+from triforce_cli.ground.text import counted, path_text
+from triforce_cli.options import options
+from triforce_cli.options.consent import REMOVAL, Yes, agreed
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.options import MOST, count, option, switch, whole
+from triforce_cli.options.other_programs import Group
 from triforce_cli.render.sessions import named
-from triforce_cli.render.text import counted, path_text
+from triforce_cli.screen.output import Output
 
 CHOICE = "Choice"
 NUM_LISTED = 20
@@ -43,7 +43,7 @@ class Listing:
     quiet: bool
 
     def run(self) -> None:
-        from triforce_cli.answer_log import AnswerLog
+        from triforce_cli.ground.answer_log import AnswerLog
         from triforce_cli.render import answer_log as render_log
 
         kept = AnswerLog.of_user()
@@ -68,7 +68,7 @@ class Showing:
     as_json: bool
 
     def run(self) -> None:
-        from triforce_cli.answer_log import AnswerLog
+        from triforce_cli.ground.answer_log import AnswerLog
         from triforce_cli.render import answer_log as render_log
 
         kept = AnswerLog.of_user()
@@ -93,7 +93,7 @@ class Removal:
 
     def run(self) -> None:
         """Remove all that are named, or none if one of them does not exist."""
-        from triforce_cli.answer_log import AnswerLog
+        from triforce_cli.ground.answer_log import AnswerLog
 
         kept = AnswerLog.of_user()
         with Output(quiet=self.quiet) as output:

@@ -11,16 +11,16 @@ import typer
 from offload.errors import UsageError
 from offload.hub.names import models_folder
 from offload.units import size
-from triforce_cli import completion, options
-from triforce_cli.aliases import Aliases
-from triforce_cli.choice import embedded_model
-from triforce_cli.consent import Yes, agreed
-from triforce_cli.elsewhere import Group
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.output import Output
+from triforce_cli.ground.text import counted
+from triforce_cli.options import completion, options
+from triforce_cli.options.consent import Yes, agreed
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.other_programs import Group
 from triforce_cli.render import models as render_models
 from triforce_cli.render.models import Absent, Line, Named
-from triforce_cli.render.text import counted
+from triforce_cli.screen.output import Output
+from triforce_cli.settings.aliases import Aliases
+from triforce_cli.setup.choice import embedded_model
 
 if TYPE_CHECKING:
     from offload.hub.library import Entry
@@ -52,7 +52,7 @@ class Listing:
                 return
             output.wait("looking")
             from offload.hub.library import absent_aliases, entries, has_room, longest_context
-            from offload.plan.hardware import probe
+            from offload.speed.hardware import probe
 
             hardware = probe(self.device)
             lines = [Line(entry, longest_context(entry, hardware)) for entry in [*_embedded(), *entries()]]

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import DoesNotFit, ModelError, UsageError
-from triforce_cli import options
-from triforce_cli.choice import Models
+from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.documents.selection import Named
-from triforce_cli.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFlags, plan_options, spread
-from triforce_cli.options import number, option, switch, whole
-from triforce_cli.output import Output
-from triforce_cli.prompt import read_prompt
-from triforce_cli.render.text import duration
+from triforce_cli.ground.text import duration
+from triforce_cli.options import options
+from triforce_cli.options.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFlags, plan_options, spread
+from triforce_cli.options.options import number, option, switch, whole
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import Models
 
 if TYPE_CHECKING:
-    from offload.plan.hardware import Hardware
     from offload.plan.options import Options
     from offload.plan.planner import Plan
     from offload.plan.request import Request
+    from offload.speed.hardware import Hardware
     from triforce_cli.render.plan import Planned
 
 MACHINE = "Machine (what is not given is taken from here, or assumed with --gpus)"
@@ -71,8 +71,8 @@ class Machine:
 
     def hardware(self) -> Hardware:
         """The machine's hardware. Raises UsageError."""
-        from offload.plan.hardware import Hardware, probe
-        from offload.plan.rates import typical
+        from offload.speed.hardware import Hardware, probe
+        from offload.speed.rates import typical
 
         number = self.gpus or 1
         if self.assumed:
@@ -165,7 +165,7 @@ class Planning:
         if not self.documents:
             return None
         prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report).text
-        from offload.decode.tokenizer import Tokenizer
+        from offload.text.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.models.target).encode(prompt)
 
@@ -190,8 +190,8 @@ class Planning:
         return f"{stored.num_tokens:,} of {len(tokens):,} prompt tokens are in the store, which reads them in {seconds}"
 
     def _request(self, machine: Machine) -> Request:
-        from offload.plan.pass_times import UNKNOWN
         from offload.plan.request import Request
+        from offload.speed.pass_times import UNKNOWN
 
         request = Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
         return replace(request, times=UNKNOWN) if machine.assumed else request  # times are of this machine's CPU

@@ -9,12 +9,12 @@ import typer
 
 from offload.errors import UsageError
 from offload.hub.names import MAIN, pull_command, repository_of
-from triforce_cli import completion, options
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.options import option, switch
-from triforce_cli.output import Output
+from triforce_cli.ground.text import path_text
+from triforce_cli.options import completion, options
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.options import option, switch
 from triforce_cli.render import models as render_models
-from triforce_cli.render.text import path_text
+from triforce_cli.screen.output import Output
 
 if TYPE_CHECKING:
     from offload.hub.pull import PullPlan

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.hardware import Launched
-from triforce_cli import completion, options
-from triforce_cli.choice import NONE, Models, choose_models
-from triforce_cli.engine import Prepared, open_engine, prepare
-from triforce_cli.flags import CacheFlags, PlacementFlags, ProgramFlags, plan_options, spread
-from triforce_cli.options import option, switch, whole
-from triforce_cli.output import Output
+from offload.speed.hardware import Launched
+from triforce_cli.documents.texts import Text, read_texts
+from triforce_cli.options import completion, options
+from triforce_cli.options.flags import CacheFlags, PlacementFlags, ProgramFlags, plan_options, spread
+from triforce_cli.options.options import option, switch, whole
 from triforce_cli.render import score as render_score
 from triforce_cli.render.score import Judged
-from triforce_cli.texts import Text, read_texts
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import NONE, Models, choose_models
+from triforce_cli.setup.engine import Prepared, open_engine, prepare
 
 if TYPE_CHECKING:
     from offload.engine.scores import Reference, Scores

@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 
 from offload.errors import UsageError
 from offload.interrupts import ending_of, heard
-from triforce_cli import options
-from triforce_cli.answering.options import ChatFlags, EndFlags, Layout, setup, wanted
 from triforce_cli.answering.request import Wanted
-from triforce_cli.choice import Models
-from triforce_cli.control import Sampling
-from triforce_cli.engine import Prepared, Setup, open_engine
-from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, StoreFlags, spread
-from triforce_cli.options import option, whole
-from triforce_cli.output import Output
+from triforce_cli.options import options
+from triforce_cli.options.answering import ChatFlags, EndFlags, Layout, setup, wanted
+from triforce_cli.options.control import Sampling
+from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, StoreFlags, spread
+from triforce_cli.options.options import option, whole
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import Models
+from triforce_cli.setup.engine import Prepared, Setup, open_engine
 
 if TYPE_CHECKING:
     import socket
@@ -104,10 +104,10 @@ class Serve:
         """Bind the address, load the model, then answer until a signal comes. Answers under way may end; if some could
         not, the signal's exit code tells."""
         _check_installed()
-        from triforce_cli.answering.together import Answers
-        from triforce_cli.render.serve import serving
+        from triforce_cli.answering.several import Answers
         from triforce_cli.serve.http import HttpServer, listening_socket
         from triforce_cli.serve.job import Job
+        from triforce_cli.serve.notes import serving
 
         with Output(quiet=self.quiet) as output:
             bound = listening_socket(self.access.host, self.port)
@@ -138,7 +138,7 @@ class Serve:
         return request.together(plan, self.num_sequences, most=self.num_sequences)
 
     def _scheduler(self, output: Output) -> Scheduler:
-        from triforce_cli.render.serve import answered
+        from triforce_cli.serve.notes import answered
         from triforce_cli.serve.scheduler import Scheduler
 
         def on_end(ending: Ending) -> None:
@@ -148,8 +148,8 @@ class Serve:
 
     def _application(self, prepared: Prepared, plan: Plan, scheduler: Scheduler, output: Output) -> Any:
         from triforce_cli.batch.prompts import Prompts
-        from triforce_cli.render.serve import refused
         from triforce_cli.serve.app import Served, Service, web_application
+        from triforce_cli.serve.notes import refused
         from triforce_cli.serve.reader import Reader
 
         def note(line: str) -> None:

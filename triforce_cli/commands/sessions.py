@@ -15,14 +15,14 @@ from offload.session.catalogue import inspect, outdated, remove, summaries
 from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
 from offload.units import size
-from triforce_cli import completion, options
-from triforce_cli.consent import REMOVAL, Yes, agreed
-from triforce_cli.elsewhere import Group
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.options import number, option, switch, whole
-from triforce_cli.output import Output
+from triforce_cli.options import completion, options
+from triforce_cli.options.consent import REMOVAL, Yes, agreed
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.options import number, option, switch, whole
+from triforce_cli.options.other_programs import Group
 from triforce_cli.render import sessions as render_sessions
-from triforce_cli.utf8 import user_path
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import user_path
 
 SECONDS_PER_DAY = 86400
 LIMITS = "What stays: the newest (give at least one of these)"

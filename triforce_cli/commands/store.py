@@ -13,13 +13,13 @@ from offload.errors import UsageError
 from offload.session.store_files import clear as clear_store
 from offload.session.store_files import nbytes, pages_of, remove, store_folder, summaries
 from offload.units import size
-from triforce_cli import options
-from triforce_cli.consent import Yes, agreed
-from triforce_cli.elsewhere import Group
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.output import Output
+from triforce_cli.options import options
+from triforce_cli.options.consent import Yes, agreed
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.other_programs import Group
 from triforce_cli.render import store as render_store
 from triforce_cli.render.sessions import named
+from triforce_cli.screen.output import Output
 
 store = typer.Typer(
     cls=Group, no_args_is_help=True, help="Look at what is kept of long prompts (--no-store), or remove it."

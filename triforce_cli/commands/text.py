@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from offload.errors import UsageError
-from triforce_cli import __version__, options
+from triforce_cli import __version__
 from triforce_cli.documents.places import marked
 from triforce_cli.documents.reading import Reading, joined, read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.options import OUTPUT, switch
-from triforce_cli.output import Output
-from triforce_cli.utf8 import STDIN
+from triforce_cli.options import options
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.options import OUTPUT, switch
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import STDIN
 
 Places = Annotated[
     bool,

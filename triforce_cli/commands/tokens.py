@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from triforce_cli import options
-from triforce_cli.choice import Models
 from triforce_cli.documents.reading import joined, read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
-from triforce_cli.output import Output
+from triforce_cli.options import options
+from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
 from triforce_cli.render import tokens as render_tokens
 from triforce_cli.render.tokens import Counted, Counts
-from triforce_cli.utf8 import STDIN
+from triforce_cli.screen.output import Output
+from triforce_cli.screen.utf8 import STDIN
+from triforce_cli.setup.choice import Models
 
 if TYPE_CHECKING:
     from offload.plan.options import Options
@@ -36,8 +36,8 @@ class Tokens:
             output.note(self.models.note)
             readings = read_documents(self.documents, "the text", note=output.note, on_read=output.report)
             output.wait("counting")
-            from offload.decode.tokenizer import Tokenizer
             from offload.plan.request import Request
+            from offload.text.tokenizer import Tokenizer
 
             tokenizer = Tokenizer.from_folder(self.models.target)
             request = Request.on_this_machine(self.models.target, self.models.draft, self.options)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import Differs, UsageError
-from triforce_cli import options
-from triforce_cli.choice import Models
-from triforce_cli.control import GreedySampling
+from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.documents.selection import Named
-from triforce_cli.engine import open_engine, prepare
-from triforce_cli.flags import (
+from triforce_cli.options import options
+from triforce_cli.options.control import GreedySampling
+from triforce_cli.options.flags import (
     CacheFlags,
     DocumentFlags,
     ModelFlags,
@@ -20,11 +19,12 @@ from triforce_cli.flags import (
     plan_options,
     spread,
 )
-from triforce_cli.given import beside_given
-from triforce_cli.options import number, option, whole
-from triforce_cli.output import Output
-from triforce_cli.prompt import read_prompt
+from triforce_cli.options.options import number, option, whole
 from triforce_cli.render import verify as render_verify
+from triforce_cli.screen.output import Output
+from triforce_cli.setup.choice import Models
+from triforce_cli.setup.engine import open_engine, prepare
+from triforce_cli.setup.plan_file import beside_given
 
 if TYPE_CHECKING:
     from offload.decode.sampling import SamplingParams

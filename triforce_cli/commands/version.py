@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from triforce_cli import __version__, options
-from triforce_cli.flags import ProgramFlags, spread
-from triforce_cli.output import Output
+from triforce_cli import __version__
+from triforce_cli.options import options
+from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.screen.output import Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +18,8 @@ class Version:
 
     def run(self) -> None:
         with Output(quiet=True) as output:
+            from offload import machine
             from offload.bench.diagnosis import software
-            from offload.plan import machine
             from triforce_cli.render.doctor import software_rows
 
             found, driver = software(), machine.driver()

@@ -10,7 +10,7 @@ from offload.errors import UsageError
 from triforce_cli.documents import epub
 from triforce_cli.documents.archive import opened
 from triforce_cli.documents.package import is_word
-from triforce_cli.utf8 import HEAD_BYTES, is_binary
+from triforce_cli.screen.utf8 import HEAD_BYTES, is_binary
 
 Kind = Literal["text", "PDF", "web page", "Word", "EPUB", "binary"]
 

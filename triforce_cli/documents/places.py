@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from triforce_cli.render.text import line_text
+from triforce_cli.ground.text import line_text
 
 _WIDTH = 60  # shown characters of a title
 

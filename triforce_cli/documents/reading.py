@@ -15,9 +15,9 @@ from triforce_cli.documents import Document
 from triforce_cli.documents.limits import MOST_MARKUP_BYTES, Meter, OnPart
 from triforce_cli.documents.places import Place
 from triforce_cli.documents.selection import Named, Source, select, without
-from triforce_cli.inputs import Note
-from triforce_cli.render.text import line_text
-from triforce_cli.utf8 import read_input
+from triforce_cli.ground.inputs import Note
+from triforce_cli.ground.text import line_text
+from triforce_cli.screen.utf8 import read_input
 
 SHOWN_BYTES, SHOWN_DOCUMENTS = 2 << 20, 16  # from these on, progress is shown
 _PACKED, _UNPACKING = ("Word", "EPUB"), 64  # archives; assumed ratio of unpacked to packed size

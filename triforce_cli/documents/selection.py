@@ -15,9 +15,9 @@ from offload.interrupts import poll
 from offload.units import size
 from triforce_cli.documents.kinds import Kind, kind_of
 from triforce_cli.documents.walk import AGAIN, OUTWARD, UNREADABLE, Pattern, Walk
-from triforce_cli.inputs import Note
-from triforce_cli.render.text import counted, line_text, path_text
-from triforce_cli.utf8 import PIPED, STDIN, user_path
+from triforce_cli.ground.inputs import Note
+from triforce_cli.ground.text import counted, line_text, path_text
+from triforce_cli.screen.utf8 import PIPED, STDIN, user_path
 
 MOST_FILES = 10_000
 MOST_BYTES = 1 << 30

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.interrupts import poll
-from triforce_cli.render.text import counted, path_text
+from triforce_cli.ground.text import counted, path_text
 
 MOST_ENTRIES = 200_000  # to examine below a folder
 PASSED_OVER = frozenset(("node_modules", "__pycache__"))

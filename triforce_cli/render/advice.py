@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload.units import size
-from triforce_cli.busy import BUSY_SHARE
-from triforce_cli.render.text import gigabytes
+from triforce_cli.ground.text import gigabytes
+from triforce_cli.screen.busy import BUSY_SHARE
 
 if TYPE_CHECKING:
     from offload.bench.diagnosis import Diagnosis, Gpu
-    from offload.plan.machine import Pcie
+    from offload.machine import Pcie
 
 REAL_SHARE = 0.6  # of a PCIe link's nominal rate; good copies exceed it
 TOGETHER_SHARE = 0.8  # of the GPUs' rates alone, summed; below it, they share a bottleneck

@@ -10,11 +10,11 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from triforce_cli import __version__
+from triforce_cli.ground.text import NOTHING, counted, duration, line_text
 from triforce_cli.render.sessions import moment, timestamp
-from triforce_cli.render.text import NOTHING, counted, duration, line_text
 
 if TYPE_CHECKING:
-    from triforce_cli.answer_log import Entry
+    from triforce_cli.ground.answer_log import Entry
 
 _LEAST_QUESTION = 16  # columns
 

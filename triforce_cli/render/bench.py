@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, fastest, name_of
-from triforce_cli.render.text import duration, levels_of, significant
+from triforce_cli.ground.text import duration, levels_of, significant
 
 if TYPE_CHECKING:
     from offload.bench.comparison import Comparison, Setting, Tried

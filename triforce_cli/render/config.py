@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from triforce_cli import __version__
-from triforce_cli.prompt_templates import PromptTemplate
-from triforce_cli.render.text import NOTHING, line_text
+from triforce_cli.ground.text import NOTHING, line_text
+from triforce_cli.settings.prompt_templates import PromptTemplate
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from offload.units import size
 from triforce_cli import __version__
+from triforce_cli.ground.text import duration, gigabytes, latency, significant
 from triforce_cli.render.advice import advice
-from triforce_cli.render.text import duration, gigabytes, latency, significant
 
 if TYPE_CHECKING:
     from offload.bench.checks import Check
     from offload.bench.diagnosis import Diagnosis, Gpu, LinkRates, Record, Software
-    from offload.plan.machine import Driver
+    from offload.machine import Driver
     from offload.plan.planner import Plan
     from offload.plan.what_if import Expectation
 

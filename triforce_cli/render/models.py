@@ -11,7 +11,7 @@ from offload.errors import shell_line
 from offload.hub.names import short_name
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.text import NOTHING, counted, indented, line_text, path_text, significant
+from triforce_cli.ground.text import NOTHING, counted, indented, line_text, path_text, significant
 
 if TYPE_CHECKING:
     from offload.config.families import Family, Wrapper
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.hub.names import Alias
     from offload.hub.pull import PullPlan
     from offload.hub.removal import Stored
-    from offload.plan.hardware import Hardware
+    from offload.speed.hardware import Hardware
 
 
 @dataclass(frozen=True)

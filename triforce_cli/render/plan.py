@@ -13,7 +13,7 @@ from rich.text import Text
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.text import (
+from triforce_cli.ground.text import (
     NOTHING,
     counted,
     duration,

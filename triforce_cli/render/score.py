@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import line_text, significant
+from triforce_cli.ground.text import line_text, significant
 
 if TYPE_CHECKING:
     from offload.engine.scores import Scores
     from offload.plan.planner import Plan
-    from triforce_cli.texts import Text
+    from triforce_cli.documents.texts import Text
 
 TOTAL = "total"
 NAME_WIDTH = 20  # least columns of a name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.units import size
 from triforce_cli import __version__
-from triforce_cli.render.text import NOTHING, counted, indented, line_text, path_text
+from triforce_cli.ground.text import NOTHING, counted, indented, line_text, path_text
 
 if TYPE_CHECKING:
     from offload.session.catalogue import Summary

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offload.metrics import ExpertStats, LevelStats, LinkStats, Stats
 from offload.units import size
-from triforce_cli.render.text import duration, lengths_of, levels_of, percent, significant
+from triforce_cli.ground.text import duration, lengths_of, levels_of, percent, significant
 
 if TYPE_CHECKING:
     from offload.plan.planner import Plan

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from offload.plan.options import PAGE_TOKENS
 from offload.units import size
 from triforce_cli import __version__
+from triforce_cli.ground.text import NOTHING, line_text, path_text
 from triforce_cli.render.sessions import moment, named, timestamp
-from triforce_cli.render.text import NOTHING, line_text, path_text
 
 if TYPE_CHECKING:
     from offload.session.store_files import Summary

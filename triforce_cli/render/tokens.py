@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import line_text, percent
+from triforce_cli.ground.text import line_text, percent
 
 if TYPE_CHECKING:
     from triforce_cli.documents.reading import Reading

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from triforce_cli import __version__
-from triforce_cli.render.text import levels_of
+from triforce_cli.ground.text import levels_of
 
 if TYPE_CHECKING:
     from offload.bench.exactness import ExactnessReport

@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from triforce_cli import log
 from triforce_cli.apis.api import ApiError
 from triforce_cli.apis.table import api_of
+from triforce_cli.ground import log
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.load import Load
 

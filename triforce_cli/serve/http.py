@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from offload.errors import TriforceError, UsageError
-from triforce_cli import log
+from triforce_cli.ground import log
 from triforce_cli.serve import load
 from triforce_cli.serve.guard import Guard, Refusal
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from offload.progress import Progress
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.together import Asked
+from triforce_cli.answering.several import Asked
 from triforce_cli.apis.api import ApiError, Score
-from triforce_cli.deadline import Deadline
+from triforce_cli.ground.deadline import Deadline
 
 if TYPE_CHECKING:
-    from offload.decode.tokenizer import Tokenizer
     from offload.metrics import Stats
+    from offload.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

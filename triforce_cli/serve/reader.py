@@ -18,7 +18,7 @@ from triforce_cli.apis.messages import Messages
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import OF_MESSAGES, check_known, read_object, read_record
 from triforce_cli.batch.sampling import SAMPLING
-from triforce_cli.chat.steps import TooMuchWork
+from triforce_cli.prompts.steps import TooMuchWork
 
 MOST_SCORES = 1 << 17  # of an answer, some 500 bytes each: a token's own, and those of the likeliest in its place
 _OF_FIELD = re.compile(rf"({re.escape(PLACE)}: |)(\S*)(.*)", re.DOTALL)

@@ -11,16 +11,16 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.together import Answers, Asked
+from triforce_cli.answering.several import Answers, Asked
 from triforce_cli.apis.api import ApiError
-from triforce_cli.deadline import TimedOut
-from triforce_cli.errors import describe
+from triforce_cli.ground.deadline import TimedOut
+from triforce_cli.ground.errors import describe
 from triforce_cli.serve.job import Ending, Finish, Job, Piece
 
 if TYPE_CHECKING:
-    from offload.decode.tokenizer import Tokenizer
     from offload.metrics import Stats
     from offload.progress import Progress
+    from offload.text.tokenizer import Tokenizer
 
 STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
 _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits

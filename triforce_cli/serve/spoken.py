@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from triforce_cli.answering.bare_calls import BareCalls
-from triforce_cli.answering.call_forms import Call
-from triforce_cli.answering.calls import Calls
 from triforce_cli.answering.thoughts import overlap
+from triforce_cli.tools.bare_calls import BareCalls
+from triforce_cli.tools.call_forms import Call
+from triforce_cli.tools.calls import Calls
 
 
 class Spoken:

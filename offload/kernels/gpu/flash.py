@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.kernels.cpu import OFF, VARIABLE, wanted
 from offload.kernels.rope import Scoring
-from offload.plan.machine import installed_version
+from offload.machine import installed_version
 
 PAGE_STEP = 256  # a page's tokens are a multiple of this
 WIDEST_HEAD = 256

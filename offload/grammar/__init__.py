@@ -1,0 +1,1 @@
+"""Constraints: JSON schemas, grammars and choices, as the tokens that are allowed next."""

@@ -1,0 +1,1 @@
+"""The speed of this machine: rates, curves, measured seconds. Imports no torch."""

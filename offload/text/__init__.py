@@ -1,0 +1,1 @@
+"""Tokens and texts: tokenizers, chat templates, whole characters, stop texts."""

@@ -1,0 +1,1 @@
+"""A conversation as a prompt: messages, templates, guards against markers in texts."""

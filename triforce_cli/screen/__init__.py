@@ -1,0 +1,1 @@
+"""The terminal: output, progress, wrapped words."""

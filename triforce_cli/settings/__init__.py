@@ -1,0 +1,1 @@
+"""Settings of the user: the configuration, aliases, templates of prompts."""

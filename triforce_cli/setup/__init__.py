@@ -1,0 +1,1 @@
+"""Models and an engine, from options."""

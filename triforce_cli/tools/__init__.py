@@ -1,0 +1,1 @@
+"""Tool calls as models write them, and the grammar that allows no others."""

@@ -1,0 +1,80 @@
+"""Tool calls in a reply.
+
+The marks in the chat template determine their form. A template without any marks allows all forms. A call names an
+offered tool and has an object of arguments; everything else is text.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from offload import strict_json
+from triforce_cli.tools.arguments import Tools
+from triforce_cli.tools.call_forms import FORMS, OF_CHANNELS, WITHOUT_MARKS, Call, Form
+
+MAX_DEPTH = 64  # of nested arguments
+MOST_BROKEN = 64  # calls in a reply, before the rest is text
+_BROKEN = "cannot be read as one of a tool that was offered"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Parser of calls of `tools` in replies to a chat template."""
+
+    tools: Tools
+    template: str
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """The marks that may surround calls in a reply."""
+        return frozenset(mark for form in self._forms for mark in (*form.marks, *form.around))
+
+    @property
+    def openings(self) -> frozenset[str]:
+        """The marks with which calls begin."""
+        return frozenset(mark for form in self._forms for mark in (*form.marks[:1], *form.around))
+
+    @property
+    def bare(self) -> frozenset[str]:
+        """The forms of calls that a whole reply may be without a mark, see `Form`; empty if there is none."""
+        return frozenset(form.bare for form in self._forms if form.bare)
+
+    def read(self, reply: str) -> tuple[list[Call], str]:
+        """(the calls of a reply in order, empty for a plain answer; a note for the person, "" for none)."""
+        for form in self._forms:
+            calls, num_broken = self._found(form, reply)
+            if calls:
+                return calls, f"{num_broken} of {len(calls) + num_broken} tool calls {_BROKEN}" if num_broken else ""
+        begins = any(mark in reply for mark in self.openings)
+        return [], f"the answer begins a tool call that {_BROKEN}" if begins else ""
+
+    def _found(self, form: Form, reply: str) -> tuple[list[Call], int]:
+        """(calls, number of broken calls)."""
+        calls, num_broken = list[Call](), 0
+        for call in form.read(reply, self.tools):
+            if self._is_call(call):
+                calls.append(call)
+            else:
+                num_broken += 1
+            if num_broken == MOST_BROKEN:  # each failure of json takes time in proportion to its offset
+                break
+        return calls, num_broken
+
+    def _is_call(self, call: Call) -> bool:
+        """True for a call of an offered tool whose arguments are a writable JSON object."""
+        if all(tool["function"]["name"] != call.get("name") for tool in self.tools):
+            return False
+        with suppress(ValueError):
+            strict_json.check_writable(call, MAX_DEPTH, "it")
+            return isinstance(call["arguments"], dict)
+        return False
+
+    @property
+    def asked(self) -> tuple[Form, ...]:
+        """The forms whose marks the template has."""
+        return tuple(form for form in (*FORMS, OF_CHANNELS) if form.is_asked_for(self.template))
+
+    @property
+    def _forms(self) -> tuple[Form, ...]:
+        return (*(self.asked or FORMS), WITHOUT_MARKS)

@@ -114,7 +114,7 @@ def test_a_score_has_the_bytes_of_a_part_of_a_character() -> None:
     answer = Answer(REPLY, Wanted(max_tokens=9, sampling=SamplingParams(), logprobs=1), tokenizer)
     tokens = [*tokenizer.encode_piece("a😀\ufffd")]
     scores = tuple(TokenScore(token, -0.5, ((token, -0.5),)) for token in tokens)
-    found = answer.scores(answer.add(Step("a😀\ufffd", tokens, "stop", scores=scores)))
+    found = answer.add(Step("a😀\ufffd", tokens, "stop", scores=scores)).scores
     assert found[0] == {"token": tokens[0], "text": "a", "logprob": -0.5, "top": [
         {"token": tokens[0], "text": "a", "logprob": -0.5}]}  # fmt: skip
     assert [each["bytes"] for each in found[1:]] == [[byte] for byte in (*smile, *replacement)]

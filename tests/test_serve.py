@@ -36,6 +36,7 @@ from served import (
     until,
 )
 from test_cli_fake import Step
+from triforce_cli.answering.answer import Part
 from triforce_cli.apis.api import ApiError, Event
 from triforce_cli.apis.table import api_of
 from triforce_cli.batch.prompts import Prompts
@@ -43,7 +44,7 @@ from triforce_cli.batch.records import Record
 from triforce_cli.options.answering import Layout
 from triforce_cli.serve import app, guard, http, load, replies, scheduler
 from triforce_cli.serve.http import listening_socket
-from triforce_cli.serve.job import Finish, Job, Piece
+from triforce_cli.serve.job import Finish, Job
 from triforce_cli.serve.spoken import Spoken
 from triforce_cli.tools.calls import Calls
 
@@ -317,8 +318,8 @@ def test_scores_of_hidden_thoughts_are_hidden() -> None:
     job = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
     score = {"token": 1, "text": "secret", "logprob": -1.0, "top": []}
     telling = replies.Telling(job, shows_thoughts=False)  # type: ignore[arg-type]
-    assert not telling.add(Piece("", "secret", 1, [score])).scores
-    said = telling.add(Piece("Yes", "", 1, [score | {"text": "Yes"}]))
+    assert not telling.add(Part("", "secret", tokens=[1], scores=[score])).scores
+    said = telling.add(Part("Yes", "", tokens=[1], scores=[score | {"text": "Yes"}]))
     assert [each["text"] for each in said.scores] == ["Yes"]
     ended = telling.end(Finish("stop", Stats()))[1]
     assert [each["text"] for each in ended.scores] == ["Yes"]
@@ -327,8 +328,8 @@ def test_scores_of_hidden_thoughts_are_hidden() -> None:
 def test_a_pass_that_ends_the_thoughts_counts_as_text() -> None:
     job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
     telling = replies.Telling(job)
-    for piece in (Piece("", "hm", 3, ()), Piece("Yes", " so", 4, ()), Piece(" it is", "", 5, ())):
-        telling.add(piece)
+    for text, thoughts, count in (("", "hm", 3), ("Yes", " so", 4), (" it is", "", 5)):
+        telling.add(Part(text, thoughts, tokens=range(count)))
     usage = telling.end(Finish(False, Stats()))[1].usage
     assert (usage.answer, usage.thoughts) == (12, 3)
 
@@ -892,7 +893,7 @@ def _refuses(*given: Any) -> Any:
 def test_an_answer_that_cannot_begin_concerns_its_client_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was not under way yet, and to drop it ended the server."""
     with Server() as server:
-        monkeypatch.setattr(Job, "asked", lambda *given: _raise(MemoryError()))
+        monkeypatch.setattr(Job, "answer", lambda *given: _raise(MemoryError()))
         assert server.client.chat("hi").status == 503
         monkeypatch.undo()
         assert server.client.chat("hi there").said == "hi there"
@@ -922,7 +923,7 @@ def test_a_stream_that_holds_text_back_says_so(path: str) -> None:
     would be without."""
     seconds = iter(range(10_000))
     job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
-    held, said = [Piece("", "hm", 1, ())] * 50, [Piece("a ", "", 1, ()), Piece("b", "", 1, ())]
+    held, said = [Part("", "hm", tokens=[1])] * 50, [Part(text, "", tokens=[1]) for text in ("a ", "b")]
     reports = iter([*held, said[0], *held, said[1], Finish("stop", Stats())])
     job.next_report = lambda wait: _soon(next(reports))
 

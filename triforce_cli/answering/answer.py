@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from triforce_cli.answering.citations import Citation, citations
 from triforce_cli.answering.ending import LENGTH, STOP
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import Piece
+from triforce_cli.ground.deadline import Deadline
 
 if TYPE_CHECKING:
     from offload.decode.logprobs import TokenScore
@@ -24,23 +25,28 @@ _REPLACEMENT = "\ufffd"  # in place of a part of a character
 class Part:
     """A step of an answer. text: the text after the thoughts; thoughts: the thoughts before it. A step's last
     characters may be held back for a later part, until it is certain which of the two they are. written: the step's own
-    text, with marks. scores, finish, stop: see Step."""
+    text, with marks. scores: of the tokens, as JSON: ids, texts and log-probabilities in nats, also of the likeliest
+    tokens, and the bytes of a part of a character. finish, stop: see Step."""
 
     text: str
     thoughts: str
     written: str = ""
     tokens: Sequence[int] = ()
-    scores: Sequence[TokenScore] = ()
+    scores: Sequence[Mapping[str, Any]] = ()
     finish: str | None = None
     stop: str = ""
 
 
 class Answer:
     """The parts of an answer so far. finish: the finish reason, see triforce_cli.answering.ending; "" before the end.
-    citations: None until the answer ends by itself, and if none are wanted."""
+    citations: None until the answer ends by itself, and if none are wanted. deadline: by default that of `wanted`, from
+    now on."""
 
-    def __init__(self, prompt: Prompt, wanted: Wanted, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, prompt: Prompt, wanted: Wanted, tokenizer: Tokenizer, *, deadline: Deadline | None = None
+    ) -> None:
         self.prompt, self.wanted = prompt, wanted
+        self.deadline = deadline or Deadline(wanted.timeout)
         self.parts: list[Part] = []
         self.num_tokens = 0
         self.finish = ""
@@ -60,7 +66,8 @@ class Answer:
             pieces += self._splitter.flush()
         self.num_tokens += len(step.tokens)
         text, thoughts = self._told_apart(pieces)
-        self.parts.append(Part(text, thoughts, step.text, step.tokens, step.scores, step.finish, step.stop))
+        scores = [self._score(score) for score in step.scores]
+        self.parts.append(Part(text, thoughts, step.text, step.tokens, scores, step.finish, step.stop))
         self.finish = step.finish or ""
         if self.finish and self.wanted.cites:
             read, documents = self.prompt.tokens, self.prompt.documents
@@ -79,14 +86,14 @@ class Answer:
         return self.parts[-1]
 
     @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended, or its deadline has passed."""
+        return bool(self.finish) or self.deadline.has_passed
+
+    @property
     def is_cut(self) -> bool:
         """Whether the answer ended before the model, or a limit of tokens, ended it."""
         return self.finish not in ("", STOP, LENGTH)
-
-    def scores(self, part: Part) -> list[dict[str, Any]]:
-        """The scores of a part's tokens as JSON: ids, texts and log-probabilities in nats, also of the likeliest
-        tokens, and the bytes of one that is a part of a character."""
-        return [self._score(score) for score in part.scores]
 
     @property
     def text(self) -> str:
@@ -121,7 +128,7 @@ class Answer:
         text, thoughts = self.text, "".join(part.thoughts for part in self.parts)
         found: dict[str, Any] = {"text": text, "tokens": self.tokens}
         if self.wanted.logprobs is not None:
-            found["logprobs"] = [score for part in self.parts for score in self.scores(part)]
+            found["logprobs"] = [score for part in self.parts for score in part.scores]
         found["finish_reason"] = self.finish
         if self.prompt.calls is not None:
             found["tool_calls"], notice = self.prompt.calls.read(text)

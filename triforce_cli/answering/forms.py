@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,8 +30,7 @@ class Form:
     def prefilled(self, stats: Stats, echo: str) -> None:
         """echo: the prompt's text, if the answer is to begin with it."""
 
-    def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
-        """scores: of the part's tokens; see `Answer.scores`."""
+    def add(self, part: Part) -> None:
         if part.thoughts and self._shows_thoughts:
             self._output.thought(part.thoughts)
         elif part.thoughts:
@@ -58,8 +57,8 @@ class TextForm(Form):
         if echo:
             self._output.answer(echo)
 
-    def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
-        super().add(part, scores)
+    def add(self, part: Part) -> None:
+        super().add(part)
         if part.text:
             self._output.answer(part.text)
 
@@ -111,9 +110,10 @@ class EventForm(Form):
             seconds=stats.first_token_seconds,
         )
 
-    def add(self, part: Part, scores: Sequence[Mapping[str, Any]]) -> None:
-        super().add(part, scores)
-        self._event("token", text=part.text, tokens=list(part.tokens), **({"logprobs": scores} if scores else {}))
+    def add(self, part: Part) -> None:
+        super().add(part)
+        scores = {"logprobs": part.scores} if part.scores else {}
+        self._event("token", text=part.text, tokens=list(part.tokens), **scores)
 
     def end(self, document: Mapping[str, Any]) -> None:
         apart = ("text", "tokens", "logprobs", "plan")  # in earlier events

@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.ending import TIMEOUT
-from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.ground.deadline import Deadline, TimedOut
+from triforce_cli.ground.deadline import TimedOut
 
 if TYPE_CHECKING:
     from offload.engine.engine import Engine
     from offload.metrics import Stats
     from offload.progress import Progress
-    from offload.text.tokenizer import Tokenizer
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt and its answer so far. The answer ends early once the deadline has passed. reuse: see
-    GenerationRequest."""
-
-    prompt: Prompt
-    wanted: Wanted
-    deadline: Deadline
-    answer: Answer
-    reuse: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        prompt: Prompt,
-        wanted: Wanted,
-        tokenizer: Tokenizer,
-        deadline: Deadline | None = None,
-        *,
-        reuse: bool = False,
-    ) -> Asked:
-        """A prompt without an answer yet. deadline: by default that of `wanted`, from now on."""
-        return cls(prompt, wanted, deadline or Deadline(wanted.timeout), Answer(prompt, wanted, tokenizer), reuse)
-
-    @property
-    def is_complete(self) -> bool:
-        return bool(self.answer.finish)
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_complete or self.deadline.has_passed
 
 
 class Answers(Generic[Key]):
@@ -66,7 +30,7 @@ class Answers(Generic[Key]):
         from offload.engine.sequences import Sequences
 
         self._capacity = engine.plan.request.capacity
-        self._under_way: dict[Key, Asked] = {}
+        self._under_way: dict[Key, Answer] = {}
         self._sequences = Sequences[Key](engine)
 
     @property
@@ -81,37 +45,52 @@ class Answers(Generic[Key]):
         """The keys of the answers under way."""
         return list(self._under_way)
 
-    def asked(self, key: Key) -> Asked:
+    def answer(self, key: Key) -> Answer:
         return self._under_way[key]
 
-    def begin(self, key: Key, asked: Asked, *, on_progress: Callable[[Progress], None]) -> None:
+    def each(
+        self, waiting: Iterable[tuple[Key, Answer]], *, on_progress: Callable[[Progress], None]
+    ) -> Iterator[tuple[Key, Answer, Stats]]:
+        """Yield answers with their statistics as they end. waiting: taken one by one, as there is room. on_progress:
+        called during prefills."""
+        rest = iter(waiting)
+        while True:
+            while self.has_room and (begun := next(rest, None)) is not None:
+                key, answer = begun
+                self.begin(key, answer, on_progress=answer.deadline.heard(on_progress))
+            if not len(self):
+                return
+            self.go_on()
+            for key in self.ended():
+                yield key, self.answer(key), self.finish(key)
+
+    def begin(self, key: Key, answer: Answer, *, on_progress: Callable[[Progress], None], reuse: bool = False) -> None:
         """Prefill a prompt while the others wait. on_progress: called during the prefill, which ends where it raises
-        TimedOut; the deadline has passed then."""
-        room = self._capacity - len(asked.prompt.tokens)
-        request = asked.prompt.request(asked.wanted, max_tokens=room, reuse=asked.reuse)
-        self._under_way[key] = asked
+        TimedOut; the deadline has passed then. reuse: see GenerationRequest."""
+        room = self._capacity - len(answer.prompt.tokens)
+        request = answer.prompt.request(answer.wanted, max_tokens=room, reuse=reuse)
+        self._under_way[key] = answer
         with suppress(TimedOut):
             self._sequences.join(key, request, on_progress=on_progress)
 
     def go_on(self) -> list[tuple[Key, Part]]:
         """The parts of the next steps; none while `ended` has an answer."""
-        if any(asked.is_over for asked in self._under_way.values()):
+        if any(answer.is_over for answer in self._under_way.values()):
             return []
-        return [(key, self._under_way[key].answer.add(step)) for key, step in self._sequences.steps()]
+        return [(key, self._under_way[key].add(step)) for key, step in self._sequences.steps()]
 
     def ended(self) -> list[Key]:
         """The keys of the answers that are complete, or whose deadlines have passed. Each is to be taken by
         `finish`."""
-        return [key for key, asked in self._under_way.items() if asked.is_over]
+        return [key for key, answer in self._under_way.items() if answer.is_over]
 
-    def finish(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> tuple[Asked, Stats]:
-        """Take an answer off, with the text that was held back, and its statistics. on_end: gets them before its
-        prompt's rows are kept, which takes a while."""
-        asked = self._under_way[key]
-        asked.answer.end(TIMEOUT)
+    def finish(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> Stats:
+        """Take an answer off, which gets the text that was held back, and return its statistics. on_end: gets them
+        before its prompt's rows are kept, which takes a while."""
+        self._under_way[key].end(TIMEOUT)
         stats = self._sequences.leave(key, on_end=on_end)
         del self._under_way[key]  # after an error it is to be dropped
-        return asked, stats
+        return stats
 
     def drop(self, key: Key) -> None:
         """Take an answer off that failed, wherever it did."""

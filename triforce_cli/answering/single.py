@@ -104,7 +104,7 @@ class Run:
         wanted, session = self._alone.wanted, self._alone.session
         plan = prepared.request.plan(num_prompt_tokens=len(prompt.tokens), max_tokens=wanted.max_tokens)
         self.output.planned(plan)
-        answer = Answer(prompt, wanted, prepared.tokenizer)
+        answer = Answer(prompt, wanted, prepared.tokenizer, deadline=self._deadline)
         with ExitStack() as stack:
             store = None
             if session is not None:

@@ -52,8 +52,7 @@ class Writer:
         if self.stats is None:
             self.stats = self._engine.stats
             self._form.prefilled(self.stats, self._echo)
-        part = self.answer.add(step)
-        self._form.add(part, self.answer.scores(part))
+        self._form.add(self.answer.add(step))
 
     def __enter__(self) -> Writer:
         return self
@@ -65,7 +64,7 @@ class Writer:
         rest = None if self.answer is None else self.answer.end(early)
         if is_over:
             if rest is not None:
-                self._form.add(rest, [])
+                self._form.add(rest)
             self._form.end(self._document(early if self.answer is None else self.answer.finish))
             self._show_below()
         elif isinstance(error, Exception) and is_failure:

@@ -15,7 +15,7 @@ from triforce_cli.tools.call_forms import Call
 
 PLACE = "the request"  # its name in messages
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # that some clients split events at
-Score = Mapping[str, Any]  # see `Answer.scores`
+Score = Mapping[str, Any]  # see triforce_cli.answering.answer.Part
 Fields = dict[str, Any]  # of a record, see triforce_cli.batch.records
 
 

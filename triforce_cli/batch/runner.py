@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import DoesNotFit
+from triforce_cli.answering.answer import Answer
 from triforce_cli.answering.ending import LENGTH, End, check_ends
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.several import Asked
-from triforce_cli.batch.asked import answered
+from triforce_cli.answering.several import Answers
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import Id, Record, after, named, read_records
 from triforce_cli.batch.results import ResultFile, Results, ResultStream
@@ -81,18 +81,20 @@ class Batch:
         plan = prepared.request.together(plan, self.num_sequences, most=len(rest))
         output.planned(plan)
         left = TimeLeft([1] * len(rest))
-        num_tokens = 0
-        with open_engine(prepared, plan, on_progress=output.progress) as engine:
+        num_tokens, by_number = 0, {record.number: record for record in rest}
+        waiting = ((each.number, Answer(prompts[each.number], each.wanted, prepared.tokenizer)) for each in rest)
+        with open_engine(prepared, plan, on_progress=output.progress) as engine, Answers[int](engine) as answers:
             left.next_step()
-            came = answered(rest, prompts, engine, prepared.tokenizer, on_progress=output.progress)
-            for number, (record, asked, stats) in enumerate(came, start=len(records) - len(rest) + 1):
-                if asked.answer.is_cut:
+            ended = answers.each(waiting, on_progress=output.progress)
+            for count, (number, answer, stats) in enumerate(ended, start=len(records) - len(rest) + 1):
+                record = by_number[number]
+                if answer.is_cut:
                     output.note(f"{record.name}: out of time; what had come is kept")
-                result = self._result(record, asked, stats, output.note)
+                result = self._result(record, answer, stats, output.note)
                 num_tokens += len(result["tokens"])
                 results.add(result)
                 log.event(record.name, result["stats"])
-                output.note(_progress(number, len(records), result, left.next_step()))
+                output.note(_progress(count, len(records), result, left.next_step()))
         if len(rest) > 1:
             output.note(_in_all(len(rest), num_tokens, left.elapsed))
 
@@ -122,8 +124,8 @@ class Batch:
                 output.note(f"{record.name}: {note}")
         return found
 
-    def _result(self, record: Record, asked: Asked, stats: Stats, note: Note) -> dict[str, Any]:
-        found = asked.answer.as_dict(note=lambda notice: note(f"{record.name}: {notice}" if notice else ""))
+    def _result(self, record: Record, answer: Answer, stats: Stats, note: Note) -> dict[str, Any]:
+        found = answer.as_dict(note=lambda notice: note(f"{record.name}: {notice}" if notice else ""))
         return {
             "id": record.id,
             **({"prompt": record.prompt} if self.echo and record.messages is None else {}),

@@ -26,7 +26,6 @@ from triforce_cli.chat.signals import Stopped, stoppable
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
 from triforce_cli.documents.selection import Named
-from triforce_cli.ground.deadline import Deadline
 from triforce_cli.prompts.conversation import Conversation
 from triforce_cli.screen.utf8 import STDIN
 
@@ -269,16 +268,16 @@ class Dialogue:
     def _show_reply(self, prompt: Prompt, asked: Conversation) -> tuple[Answer, Stopped | None]:
         """Show the reply, as far as it came, and add it to the conversation. Returns what stopped it, too, if anything
         did. Raises Stopped, and TimedOut, before the first word."""
-        settings, deadline, stopped, began = self.settings, Deadline(None), None, time.monotonic()
+        settings, stopped, began = self.settings, None, time.monotonic()
         wanted = replace(self.wanted, sampling=settings.params(self._num_replies), max_tokens=settings.max_tokens)
-        answer = Answer(prompt, wanted, self.format.tokenizer)
         with self.output:
+            with stoppable(by_ctrl_c=self.interactive):
+                self._wait_ahead()
+                self._background.forget()
+            answer = Answer(prompt, wanted, self.format.tokenizer)
             try:
                 with stoppable(by_ctrl_c=self.interactive):
-                    self._wait_ahead()
-                    self._background.forget()
-                    deadline = Deadline(wanted.timeout)
-                    self._show_steps(answer, prompt, wanted, deadline)
+                    self._show_steps(answer)
             except Stopped as error:
                 if not answer.parts:
                     raise
@@ -302,18 +301,19 @@ class Dialogue:
             options = self.settings.since(self._first_settings)
             self._recorder.record(answer, self.output, question=question, seconds=seconds, options=options)
 
-    def _show_steps(self, answer: Answer, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> None:
+    def _show_steps(self, answer: Answer) -> None:
         """Show steps until the reply ends or its deadline passes."""
-        with closing(self.engine.answer(prompt, wanted, deadline.heard(self._show))) as steps:
+        on_progress = answer.deadline.heard(self._show)
+        with closing(self.engine.answer(answer.prompt, answer.wanted, on_progress)) as steps:
             for step in steps:
-                self._form.add(answer.add(step), [])
-                if step.finish is None and deadline.has_passed:
+                self._form.add(answer.add(step))
+                if step.finish is None and answer.deadline.has_passed:
                     return
 
     def _show_end(self, answer: Answer, rest: Part | None, prompt: Prompt) -> None:
         """Show `rest`, the text that was held back, how the reply ended, and its citations."""
         if rest is not None:
-            self._form.add(rest, [])
+            self._form.add(rest)
         if answer.is_cut:
             self.output.end_line()
             self.output.note("stopped" if answer.finish == INTERRUPTED else "out of time; what had come is kept")

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.progress import Progress
+from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.request import Prompt, Wanted
-from triforce_cli.answering.several import Asked
-from triforce_cli.apis.api import ApiError, Score
+from triforce_cli.apis.api import ApiError
 from triforce_cli.ground.deadline import Deadline
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a reply as it is generated. text: with tool calls as the model wrote them."""
-
-    text: str
-    thoughts: str
-    num_tokens: int
-    scores: Sequence[Score]
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class Ending:
     num_read: int | None = None
 
 
-Report = Progress | Piece | Finish | ApiError
+Report = Progress | Part | Finish | ApiError
 
 
 class Job:
@@ -66,11 +56,16 @@ class Job:
         self._reports = asyncio.Queue[Report]()
         self._loop = asyncio.get_running_loop()
 
-    def asked(self, tokenizer: Tokenizer, has_to_end: Callable[[], bool]) -> Asked:
-        """The prompt for the engine. Its time begins now, and is over once the client has gone, or the server has to
-        end. A seed's text has to be the same again, so it goes on from no rows but a prefill's."""
-        patience, seed = _Patience(self, has_to_end), self.wanted.sampling.seed
-        return Asked.of(self.prompt, self.wanted, tokenizer, patience, reuse=seed is None)
+    def answer(self, tokenizer: Tokenizer, has_to_end: Callable[[], bool]) -> Answer:
+        """The answer before its first part. Its time begins now, and is over once the client has gone, or the server
+        has to end."""
+        return Answer(self.prompt, self.wanted, tokenizer, deadline=_Patience(self, has_to_end))
+
+    @property
+    def reuse(self) -> bool:
+        """Whether its prompt may go on from any rows. A seed's text has to be the same again, so it goes on from those
+        of a prefill alone."""
+        return self.wanted.sampling.seed is None
 
     def report(self, report: Report) -> None:
         """Report to the connection's task, from any thread."""

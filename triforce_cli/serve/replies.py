@@ -6,9 +6,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from offload.progress import Progress
+from triforce_cli.answering.answer import Part
 from triforce_cli.answering.ending import of_apis
 from triforce_cli.apis.api import ApiError, Ended, Reply, Said, Score, ToolCall, Usage
-from triforce_cli.serve.job import Finish, Job, Piece
+from triforce_cli.serve.job import Finish, Job
 from triforce_cli.serve.spoken import Spoken
 
 QUIET_SECONDS = 10.0  # without an event, after which the API's own for it is sent: some clients give up after 15
@@ -33,17 +34,17 @@ class Telling:
         """The usage before anything was computed."""
         return Usage(len(self._job.prompt.tokens))
 
-    def add(self, piece: Piece) -> Said:
-        """The text and thoughts that are certain after a piece."""
-        thoughts = piece.thoughts if self._shows_thoughts else ""
-        text = self._spoken.push(piece.text)
-        is_thought = piece.thoughts and not (piece.text and self._shows_thoughts)
+    def add(self, part: Part) -> Said:
+        """The text and thoughts that are certain after a part."""
+        thoughts = part.thoughts if self._shows_thoughts else ""
+        text = self._spoken.push(part.text)
+        is_thought = part.thoughts and not (part.text and self._shows_thoughts)
         if is_thought:
             self._held = []
-        self._held += () if is_thought else piece.scores
+        self._held += () if is_thought else part.scores
         said = Said(text, thoughts, self._scored() if text else ())
-        self._num_tokens += piece.num_tokens
-        self._num_thoughts += piece.num_tokens if piece.thoughts and not piece.text else 0
+        self._num_tokens += len(part.tokens)
+        self._num_thoughts += len(part.tokens) if part.thoughts and not part.text else 0
         self._thoughts.append(thoughts)
         self._texts.append(said.text)
         return said
@@ -79,7 +80,7 @@ async def whole(job: Job, telling: Telling) -> Ended:
             raise report
         if isinstance(report, Finish):
             return telling.end(report)[1]
-        if isinstance(report, Piece):
+        if isinstance(report, Part):
             telling.add(report)
 
 
@@ -92,7 +93,7 @@ async def events(
     sent = told = clock()  # when anything was sent, and when an event was
     while True:
         report = await job.next_report(QUIET_SECONDS - (clock() - told))
-        found = reply.add(telling.add(report)) if isinstance(report, Piece) else ()
+        found = reply.add(telling.add(report)) if isinstance(report, Part) else ()
         news = [str(event) for event in found]
         if not news and (now := clock()) - told >= QUIET_SECONDS:  # text may be held back for long
             news = [str(event) for event in reply.keep_alive()]

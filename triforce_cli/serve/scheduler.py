@@ -11,11 +11,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
-from triforce_cli.answering.several import Answers, Asked
+from triforce_cli.answering.answer import Answer
+from triforce_cli.answering.several import Answers
 from triforce_cli.apis.api import ApiError
 from triforce_cli.ground.deadline import TimedOut
 from triforce_cli.ground.errors import describe
-from triforce_cli.serve.job import Ending, Finish, Job, Piece
+from triforce_cli.serve.job import Ending, Finish, Job
 
 if TYPE_CHECKING:
     from offload.metrics import Stats
@@ -121,7 +122,7 @@ class Scheduler:
         if not answers.has_room or self.is_stopping or (job := self._next(waits=not len(answers))) is None:
             return
         try:
-            self._begin(answers, job, job.asked(tokenizer, self._has_to_end))
+            self._begin(answers, job, job.answer(tokenizer, self._has_to_end))
         except (TriforceError, MemoryError) as error:
             answers.drop(job)
             job.report(_failed(error))
@@ -140,13 +141,13 @@ class Scheduler:
             return job
         return None
 
-    def _begin(self, answers: Answers[Job], job: Job, asked: Asked) -> None:
+    def _begin(self, answers: Answers[Job], job: Job, answer: Answer) -> None:
         def hear(progress: Progress) -> None:
             job.report(progress)
-            if asked.deadline.has_passed and not self._reads_on(answers, job, progress):
+            if answer.deadline.has_passed and not self._reads_on(answers, job, progress):
                 raise TimedOut("the time is over, or the client has gone")
 
-        answers.begin(job, asked, on_progress=hear)
+        answers.begin(job, answer, on_progress=hear, reuse=job.reuse)
 
     def _reads_on(self, answers: Answers[Job], job: Job, progress: Progress) -> bool:
         """Whether the prompt of a job whose time is over is read further: up to a place whose rows stay, and, as a
@@ -166,19 +167,19 @@ class Scheduler:
     def _tell(self, answers: Answers[Job]) -> None:
         """Run passes, and report what they gave."""
         for job, part in answers.go_on():
-            job.report(Piece(part.text, part.thoughts, len(part.tokens), answers.asked(job).answer.scores(part)))
+            job.report(part)
         for job in answers.ended():
-            if self._has_to_end() and not (job.is_gone or answers.asked(job).is_complete):
+            if self._has_to_end() and not (job.is_gone or answers.answer(job).finish):
                 return  # its time is over because the server stops
             self._finish(answers, job)
 
     def _finish(self, answers: Answers[Job], job: Job) -> None:
-        answer = answers.asked(job).answer
+        answer = answers.answer(job)
         num_parts = len(answer.parts)
 
         def tell(stats: Stats) -> None:
             for part in answer.parts[num_parts:]:  # text that was held back
-                job.report(Piece(part.text, part.thoughts, 0, ()))
+                job.report(part)
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
             job.report(Finish(answer.finish, stats, answer.stop))
             self._on_end(Ending(job.name, answer.finish, stats, is_gone, job.num_read(stats.reused_tokens)))

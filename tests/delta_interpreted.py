@@ -310,9 +310,7 @@ MUTANTS = {
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("old", "new"), MUTANTS.values(), ids=MUTANTS)
 def test_each_fault_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source = Path(str(delta_programs.__file__)).read_text()
-    assert source.count(old) == 1, f"{source.count(old)} times {old!r}"
-    (path := tmp_path / "edited.py").write_text(source.replace(old, new))
+    (path := tmp_path / "edited.py").write_text(edited_source(old, new))
     spec = spec_from_file_location("edited", path)
     assert spec is not None
     assert spec.loader is not None
@@ -321,6 +319,18 @@ def test_each_fault_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(by_triton, "ADVANCE", edited.ADVANCE)
     monkeypatch.setattr(by_triton, "FINISH", edited.FINISH)
     assert not all(map(sees_no_fault, (SHAPES["tiled"], SHAPES["grouped"])))
+
+
+def test_the_programs_have_the_text_of_each_fault() -> None:
+    for old, new in MUTANTS.values():
+        assert edited_source(old, new)
+
+
+def edited_source(old: str, new: str) -> str:
+    """The source of the programs with `old`, which they have once, replaced."""
+    source = Path(str(delta_programs.__file__)).read_text()
+    assert source.count(old) == 1, f"{source.count(old)} times {old!r}"
+    return source.replace(old, new)
 
 
 def sees_no_fault(delta: DeltaRule) -> bool:

@@ -379,7 +379,8 @@ MUTANTS = {
     "no factor of all": ("choose_experts", "share / total * factor", "share / total"),
     "scores are not scaled": ("score_rows", "tl.sum(total, 2) * factor", "tl.sum(total, 2)"),
     "padding runs through experts": ("choose_experts", "    if PADS:\n", "    if False:\n"),
-    "padding has what was there before": ("sum_pairs", "inside & (tl.load(chosen + pair) < EXPERTS)", "inside"),
+    "padding has what was there before": ("sum_pairs", "mask_if(tl.load(chosen + pair) < EXPERTS, inside)",
+                                          "inside"),
     "the network beside is left out": ("sum_pairs", "    if ADDS:\n", "    if False:\n"),
     "its gate is left out": ("sum_pairs", "        if SCORES > EXPERTS:\n", "        if False:\n"),
     "weights of the first row": ("sum_pairs", "weights + pair", "weights + place"),
@@ -402,12 +403,21 @@ def test_without_a_fault_none_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sees_no_fault()
 
 
-def edited_programs(program: str, old: str, new: str, path: Path, patch: pytest.MonkeyPatch) -> ModuleType:
-    """The programs with `old`, which `program` has once, replaced in it."""
+def test_each_program_has_the_text_of_its_faults() -> None:
+    for program, old, new in MUTANTS.values():
+        assert edited_source(program, old, new)
+
+
+def edited_source(program: str, old: str, new: str) -> str:
+    """The source of the programs with `old`, which `program` has once, replaced in it."""
     before, name, rest = Path(str(expert_programs.__file__)).read_text().partition(f"\ndef {program}(")
     own, following, after = rest.partition("\n@triton.jit")
     assert own.count(old) == 1, f"{own.count(old)} times {old!r}"
-    path.write_text(before + name + own.replace(old, new) + following + after)
+    return before + name + own.replace(old, new) + following + after
+
+
+def edited_programs(program: str, old: str, new: str, path: Path, patch: pytest.MonkeyPatch) -> ModuleType:
+    path.write_text(edited_source(program, old, new))
     spec = spec_from_file_location("edited", path)
     assert spec is not None
     assert spec.loader is not None

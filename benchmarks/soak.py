@@ -31,8 +31,9 @@ from decode import demo_models, without_link
 from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
-from offload.engine.engine import Engine, Step, load_tokenizer, plan_request
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
+from offload.engine.step import Step
 from offload.metrics import LevelStats
 from offload.plan.planner import Options, Plan
 

@@ -10,8 +10,8 @@ import pytest
 from models import byte_tokenizer
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams, ThoughtBudget
-from offload.engine.engine import Step
 from offload.engine.passages import Passage
+from offload.engine.step import Step
 from offload.text.tokenizer import Tokenizer
 from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.request import Prompt, Wanted

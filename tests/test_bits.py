@@ -43,8 +43,9 @@ from models import (
 from offload.decode.lengths import Adaptive
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
-from offload.engine.engine import Engine, Step
+from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
+from offload.engine.step import Step
 from offload.kv import Phase
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache

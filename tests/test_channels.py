@@ -16,7 +16,7 @@ from harmony import ANSWER, NEXT, SPECIAL, TEMPLATE, THOUGHTS, harmony
 from models import byte_tokenizer
 from offload.decode.distribution import distribution_of
 from offload.decode.sampling import SamplingParams, ThoughtBudget
-from offload.engine.engine import Step
+from offload.engine.step import Step
 from offload.fields import record, versioned
 from offload.grammar.constraint import Constraint
 from offload.text.reply_text import ReplyText

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from examples import at_most
 from models import DYNAMIC_ROPE, GREEDY, random_model, save
 from offload.decode.sampling import SamplingParams
-from offload.engine.engine import Engine, Step
+from offload.engine.engine import Engine
+from offload.engine.step import Step
 from offload.errors import DoesNotFit, ModelError, SessionError, UsageError
 from offload.grammar.constraint import Constraint
 from offload.plan.planner import Options

@@ -11,7 +11,7 @@ import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
 from offload.decode.sampling import SamplingParams
-from offload.engine.engine import Step
+from offload.engine.step import Step
 from offload.interrupts import Terminated
 from offload.seeds import seed_within
 from offload.session import catalogue

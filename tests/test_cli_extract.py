@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from models import save_pair
-from offload.engine.engine import Engine, Step
+from offload.engine.engine import Engine
+from offload.engine.step import Step
 from offload.errors import DoesNotFit
 from triforce_cli.answering.code import last_block
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from models import TOKENIZER_SIZE, random_model, save
-from offload.engine.engine import Engine, Step
+from offload.engine.engine import Engine
+from offload.engine.step import Step
 from offload.interrupts import Terminated
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE, session_folder

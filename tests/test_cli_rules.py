@@ -12,7 +12,14 @@ PACKAGE = Path(triforce_cli.__file__).parent
 MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 HEAVY = {
     *("torch", "transformers", "safetensors", "numpy", "huggingface_hub", "pypdf", "lxml"),
-    *("offload.engine.engine", "offload.text", "offload.grammar", "offload.decode", "offload.model"),
+    *(
+        "offload.engine.engine",
+        "offload.engine.step",
+        "offload.text",
+        "offload.grammar",
+        "offload.decode",
+        "offload.model",
+    ),
     *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
 }
 LIGHT = ("offload.decode.sampling", "offload.grammar.constraint")

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from harmony import TEMPLATE as CHANNELS
 from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
-from offload.engine.engine import Step
+from offload.engine.step import Step
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE
 from offload.text.tokenizer import Tokenizer

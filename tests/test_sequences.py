@@ -17,9 +17,10 @@ import asked
 from asked import NEVER, Asked, alone, check, together
 from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
-from offload.engine.engine import Engine, Step
+from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
+from offload.engine.step import Step
 from offload.errors import DoesNotFit, UsageError
 from offload.metrics import Stats
 from offload.model import torch_layers

@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 from models import Sizes, byte_tokenizer, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.generation import Run
 from offload.decode.sampling import SamplingParams
-from offload.engine.engine import _show
 from offload.engine.request import GenerationRequest
+from offload.engine.step import Step
 from offload.text.reply_text import ReplyText
 from offload.text.stops import StopStrings
 from offload.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def stopped(text: str, *stops: str, ends: tuple[str, ...] = (), size: int = 100)
     shown, kept = "", 0
     for at in range(0, len(tokens), size):
         run = Run(tokens[at : at + size], "length" if at + size >= len(tokens) else None)
-        step = _show(run, written, "")
+        step = Step.of(run, written, "")
         shown, kept = shown + step.text, kept + len(step.tokens)
         if step.finish is not None:
             return shown, kept, step.finish

@@ -67,16 +67,6 @@ def expert_vectors(block: Block, hidden_size: int) -> dict[str, int]:
     return {"gate_up.bias": (1 + network.gated) * network.size, "down.bias": hidden_size}
 
 
-def router_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the router's fp32 tensors, by name: its matrix, a bias and a factor of each expert; empty without
-    experts."""
-    if (experts := block.experts) is None:
-        return {}
-    found: dict[str, tuple[int, ...]] = {"router": (experts.num_scores, hidden_size)}
-    found |= {"router_bias": (experts.count,)} if experts.bias != "none" else {}
-    return found | ({"router_scale": (experts.count,)} if experts.scaled else {})
-
-
 def expert_parameters(block: Block, hidden_size: int) -> int:
     """Parameters of one of the layer's experts; 0 without any."""
     matrices = expert_matrices(block, hidden_size).values()

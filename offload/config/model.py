@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from offload.config.block import (
-    BLOCK_NORMS,
     FACTOR_BYTES,
     Attention,
     Block,
@@ -24,10 +23,11 @@ from offload.config.block import (
     FeedForward,
     Norm,
 )
-from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices, router_vectors
+from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices
 from offload.config.names import TensorNames
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
+from offload.config.vectors import layer_norms, layer_vectors
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class ModelConfig:
     def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
         """The number of elements of matrices and biases, and the size of each norm's vectors."""
         biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
-        return self.layer_matrix_elements() + biases, tuple(layer_norms(self).values())
+        return self.layer_matrix_elements() + biases, tuple(layer_norms(self.block, self.hidden_size).values())
 
     @cached_property
     def tables(self) -> frozenset[tuple[Rope | None, int]]:
@@ -414,42 +414,6 @@ class ModelConfig:
 def _pairs(num_tokens: int, window: int) -> int:
     """The number of (row, attended token) pairs in one layer: row t, counted from 1, sees min(t, window) tokens."""
     return window * (window + 1) // 2 + (num_tokens - window) * window
-
-
-def layer_norms(config: ModelConfig) -> dict[str, tuple[int, Norm]]:
-    """The norm vectors of `block`, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
-    block, mixer = config.block, config.block.mixer
-    sizes = {name: (config.hidden_size, getattr(block, name)) for name in BLOCK_NORMS}
-    sizes |= {"out_norm": (mixer.value_dim, mixer.norm)} if isinstance(mixer, DeltaRule) else _head_norms(mixer)
-    vectors: dict[str, tuple[int, Norm]] = {}
-    for name, (size, norm) in sizes.items():
-        if norm is not None:
-            vectors[name] = size, norm
-            vectors |= {f"{name}.bias": (size, norm)} if norm.bias else {}
-    return vectors
-
-
-def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
-    """The norms of queries, keys and values, with their sizes."""
-    return {
-        "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
-        "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
-        "v_norm": (attention.head_dim, attention.v_norm),
-    }
-
-
-def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
-    has some; of a delta rule the taps of its convolution, the decay of each head (-exp(A_log)) and the bias of its
-    time; of a mixture of experts its router's."""
-    router = router_vectors(block, hidden_size)
-    if block.attends:
-        attention = block.attention
-        return ({"sink_logits": (attention.num_heads,)} if attention.sink_logits else {}) | router
-    delta = block.delta
-    return {
-        "taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,), **router,
-    }  # fmt: skip
 
 
 def llama_shaped(

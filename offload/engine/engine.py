@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ from offload.config.reading import read_config
 from offload.decode import generation
 from offload.decode.build import build_speculator
 from offload.decode.distribution import Distribution, distribution_of
-from offload.decode.generation import FinishReason
-from offload.decode.logprobs import TokenScore, scored
+from offload.decode.logprobs import scored
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator
-from offload.engine.passages import NUM_ROWS, Attended, Passage
+from offload.engine.passages import NUM_ROWS, Attended
 from offload.engine.prefix import OpenStore, PrefixCache
 from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.engine.scores import Reference, Scores, Scoring
+from offload.engine.step import Step
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.kernels.choice import gpu_kernels, of_model
 from offload.kernels.cpu import OFF
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
-    "Step",
     "kernels_problem",
     "load_tokenizer",
     "plan_request",
@@ -58,22 +57,6 @@ __all__ = [
     "time_again",
     "timed",
 ]
-
-
-@dataclass(frozen=True)
-class Step:
-    """Accepted tokens and the text that they complete. `finish` is set on the last step only: "length" where max_tokens
-    cut the text, "stop" where it ended, or where a constraint allows only the end. scores: of each token, if requested.
-    passages: on the last step, if requested. named: the places in `text` of tokens that the request has written by
-    name. stop: on the last step, the stop string that ended the text, or ""."""
-
-    text: str
-    tokens: list[int]
-    finish: FinishReason | None
-    scores: tuple[TokenScore, ...] = ()
-    passages: tuple[Passage, ...] = ()
-    named: tuple[int, ...] = ()
-    stop: str = ""
 
 
 def kernels_problem(device: str, model: ModelConfig) -> str:
@@ -189,15 +172,7 @@ class Engine:
         speculator = self._make_speculator(
             request.sampling, distribution, speculation=speculation, keeps_logits=request.logprobs is not None
         )
-        written = ReplyText(
-            self.tokenizer,
-            prompt[:num_prompt],
-            stops=request.stop,
-            named=request.named,
-            end_tokens=end_tokens,
-            answer=None if request.answer is None else request.answer(),
-            of_answer=request.answer_stop,
-        )
+        written = self._written(request, end_tokens)
         begun = "".join(map(written.push, prompt[num_prompt:]))
         num_pending = len(prompt) - self.prefix.num_prefilled(prompt)
         runs = generation.in_passes(
@@ -222,7 +197,7 @@ class Engine:
                     else:
                         attended.add(full.mass(len(run.tokens)), len(run.tokens))
                 self.worker.fetch_ahead()
-                step, begun = _show(run, written, begun), ""
+                step, begun = Step.of(run, written, begun), ""
                 if step.finish == "length" and distribution.is_over(text_tokens + step.tokens):
                     step = replace(step, finish="stop")
                 if run.logits is not None and request.logprobs is not None:
@@ -398,6 +373,18 @@ class Engine:
         self.stats.levels = [level.stats for level in self.levels.values()]
         self._link_at_start = self._link_at_decode = self.worker.link_stats
 
+    def _written(self, request: GenerationRequest, end_tokens: Collection[int]) -> ReplyText:
+        """The text after a request's prompt, none yet."""
+        return ReplyText(
+            self.tokenizer,
+            request.prompt[: len(request.prompt) - request.begun],
+            stops=request.stop,
+            named=request.named,
+            end_tokens=end_tokens,
+            answer=None if request.answer is None else request.answer(),
+            of_answer=request.answer_stop,
+        )
+
     def _attended(self, num_prompt: int) -> Attended:
         """The masses of a text, none yet. Raises UsageError where the plan records no masses."""
         if (chunk := self.worker.full.mass_chunk) is None:
@@ -450,18 +437,3 @@ class Engine:
             block=self.levels["target"].block,
             keeps_logits=keeps_logits,
         )
-
-
-def _show(run: generation.Run, written: ReplyText, text: str) -> Step:
-    """The run's text after `text`, cut after the token that completes a stop string."""
-    tokens, finish = list[int](), run.finish
-    for token in run.tokens:
-        if written.is_stopped:
-            break
-        tokens.append(token)
-        text += written.push(token)
-    if finish is not None and not written.is_stopped:
-        text += written.flush()
-    if written.is_stopped:
-        finish = "stop"
-    return Step(text, tokens, finish, named=written.named_in(text), stop=written.stop)

@@ -12,9 +12,10 @@ from typing import Generic, TypeVar
 
 from offload.decode.build import pass_seconds
 from offload.decode.sequence import num_common
-from offload.engine.engine import Engine, Step
+from offload.engine.engine import Engine
 from offload.engine.prefix import COPIES
 from offload.engine.request import GenerationRequest
+from offload.engine.step import Step
 from offload.metrics import Stats
 from offload.model.level import Level
 from offload.model.passes import Pass, Work

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from offload.config.block import BLOCK_NORMS, Attention, Norm
 from offload.config.matrices import ALIGNMENT, OPERATORS
-from offload.config.model import ModelConfig, layer_norms, layer_vectors
+from offload.config.model import ModelConfig
+from offload.config.vectors import layer_norms, layer_vectors
 from offload.formats.layout import encoding
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
@@ -124,7 +125,7 @@ class LayerLayout:
                     tensors[view] = shape, torch.uint8
                 else:
                     tensors[view] = (part.outputs, inputs), dtype
-        norms = layer_norms(config)
+        norms = layer_norms(config.block, config.hidden_size)
         tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
         vectors = layer_vectors(config.block, config.hidden_size)
         tensors |= {name: (shape, torch.float32) for name, shape in vectors.items()}

@@ -10,10 +10,11 @@ import torch
 
 from offload.config.block import BLOCK_NORMS, Attention
 from offload.config.matrices import expert_matrices, expert_vectors
-from offload.config.model import ModelConfig, layer_norms
+from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
+from offload.config.vectors import layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 
@@ -56,7 +57,7 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [Source("layer_scalar", range(1))]
     if operator in VECTORS:
         return _vectors(whole, shard, operator)
-    norms = layer_norms(whole)
+    norms = layer_norms(whole.block, whole.hidden_size)
     if norms[operator][1].weightless:
         return []
     if operator == "out_norm":

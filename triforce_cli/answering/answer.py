@@ -15,7 +15,7 @@ from triforce_cli.ground.deadline import Deadline
 
 if TYPE_CHECKING:
     from offload.decode.logprobs import TokenScore
-    from offload.engine.engine import Step
+    from offload.engine.step import Step
     from offload.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # in place of a part of a character

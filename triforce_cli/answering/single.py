@@ -25,8 +25,9 @@ from triforce_cli.screen.output import Output
 from triforce_cli.setup.engine import Prepared, Setup, open_engine
 
 if TYPE_CHECKING:
-    from offload.engine.engine import Engine, Step
+    from offload.engine.engine import Engine
     from offload.engine.request import GenerationRequest
+    from offload.engine.step import Step
     from offload.plan.planner import Plan
 
 

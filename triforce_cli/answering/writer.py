@@ -19,7 +19,8 @@ from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
 
 if TYPE_CHECKING:
-    from offload.engine.engine import Engine, Step
+    from offload.engine.engine import Engine
+    from offload.engine.step import Step
     from offload.metrics import Stats
 
 

@@ -13,7 +13,8 @@ from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.setup.engine import Prepared, open_engine, open_session
 
 if TYPE_CHECKING:
-    from offload.engine.engine import Engine, Step
+    from offload.engine.engine import Engine
+    from offload.engine.step import Step
     from offload.metrics import Stats
     from offload.plan.planner import Plan
     from offload.progress import OnProgress

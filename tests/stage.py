@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 import typer
 
+import triforce_cli
 from hearing import hear_signals
 from planned import Plans
 from terminals import ENTER, Terminal
@@ -201,7 +202,7 @@ def _fix_the_machine() -> None:
     for module in (choice, models):
         module.embedded_model = Path
     for name in MODELS:
-        os.symlink(Path(choice.__file__).parent / "models" / name, name)
+        os.symlink(Path(triforce_cli.__file__).parent / "models" / name, name)
     diagnosis.software = lambda: LAPTOP.software
     machine.driver = lambda: None
     environment.look = lambda: LAPTOP.machine

@@ -20,7 +20,8 @@ from offload.config.encodings import encoded, matrices
 from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.errors import DoesNotFit, UsageError
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
 from offload.speed.hardware import RTX_4090, Hardware
 
 GPU = Hardware("cuda:0", "RTX 4090", 24 * 10**9, 128 * 10**9, True, rates=RTX_4090)
@@ -158,8 +159,8 @@ def row(name: str, config: ModelConfig, num_gpus: int, context: int) -> str:
     title = f"{name}, {'one GPU' if num_gpus == 1 else f'{num_gpus} GPUs'}"
     hardware = replace(GPU, num_devices=num_gpus)
     try:
-        plan = make_plan(
-            config, None, Options(), hardware, num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS
+        plan = Request(config, None, Options(), hardware).plan(
+            num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS
         )
     except (DoesNotFit, UsageError) as error:
         return f"| {title} | {error} |" + " |" * 7
@@ -197,8 +198,8 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
         hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9, host_free_bytes=host * 10**9)
         before = context - MAX_TOKENS
         try:
-            plan = make_plan(
-                config, head_of(config), Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS
+            plan = Request(config, head_of(config), Options(), hardware).plan(
+                num_prompt_tokens=before, max_tokens=MAX_TOKENS
             )
         except (DoesNotFit, UsageError):
             continue
@@ -235,7 +236,9 @@ def _of_context(config: ModelConfig, memory: int, num_gpus: int, context: int) -
     hardware = replace(GPU, num_devices=num_gpus, device_free_bytes=memory * 10**9)
     before = context - MAX_TOKENS
     try:
-        plan = make_plan(config, head_of(config), Options(), hardware, num_prompt_tokens=before, max_tokens=MAX_TOKENS)
+        plan = Request(config, head_of(config), Options(), hardware).plan(
+            num_prompt_tokens=before, max_tokens=MAX_TOKENS
+        )
     except (DoesNotFit, UsageError):
         return "does not fit"
     predicted = plan.predicted

@@ -55,7 +55,7 @@ def look(root: Path = ROOT) -> Machine:
 
 def has_native_kernels(root: Path = ROOT) -> bool:
     """Whether the CPU's kernels were built for this CPU and are not switched off."""
-    built = {path.stem for path in (Path(__file__).parents[1] / "native").glob("*.so")}
+    built = {path.stem for path in (Path(__file__).parent / "native").glob("*.so")}
     own = {"avx2": "avx2", "asimd": "neon"}
     return os.environ.get(KERNELS) != "off" and any(own.get(name) in built for name in cpu_features(root))
 

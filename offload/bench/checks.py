@@ -30,7 +30,8 @@ from offload.kernels.cpu import CpuKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.model.loading import DTYPES
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
 from offload.plan.what_if import LLAMA2_13B, LLAMA31_8B
 from offload.speed.hardware import Hardware
 from offload.transfer.link import make_link
@@ -252,7 +253,9 @@ class Trial:
     def _plan(self, offload: str, *, link_bits: int = 16) -> Plan:
         """The plan of one layer whose cache has several tiles, none of them on the device if it is offloaded."""
         options = Options(device=self.hardware.device, dtype=self.dtype, speculation=False)
-        plan = make_plan(self.config, None, options, self.hardware, num_prompt_tokens=NUM_TOKENS, max_tokens=NUM_ROWS)
+        plan = Request(self.config, None, options, self.hardware).plan(
+            num_prompt_tokens=NUM_TOKENS, max_tokens=NUM_ROWS
+        )
         offloaded = tuple(filter(None, [offload]))
         tiles = 0 if offload else -(-(LENGTH + PADDING) // PAGE_TOKENS)
         placement = replace(

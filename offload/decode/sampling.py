@@ -77,10 +77,17 @@ class SamplingParams:
     logit_bias: pairs of a token, as its id or its text, and the number added to its logit; -inf bans the token.
     """
 
-    temperature: Annotated[float, Setting("Randomness of the choice; 0 always takes the likeliest token.", 0, 100, means={0: "greedy"}, common=True)] = 0.6
+    temperature: Annotated[
+        float,
+        Setting(
+            "Randomness of the choice; 0 always takes the likeliest token.", 0, 100, means={0: "greedy"}, common=True
+        ),
+    ] = 0.6
     top_p: Annotated[
         float,
-        Setting("Keep the likeliest tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1, common=True),
+        Setting(
+            "Keep the likeliest tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1, common=True
+        ),
     ] = 0.9
     top_k: Annotated[int, Setting("Keep this many of the likeliest tokens; 0 is off.", 0, off=0, common=True)] = 0
     min_p: Annotated[
@@ -94,10 +101,16 @@ class SamplingParams:
             common=True,
         ),
     ] = 0.0
-    seed: Annotated[int | None, Setting("Start of the random numbers: the same seed and plan give the same text.", 0, NUM_SEEDS - 1, common=True)] = None
+    seed: Annotated[
+        int | None,
+        Setting(
+            "Start of the random numbers: the same seed and plan give the same text.", 0, NUM_SEEDS - 1, common=True
+        ),
+    ] = None
     constraint: Constraint | None = None
     repetition_penalty: Annotated[
-        float, Setting("Make tokens that the text has already less likely; 1 is off.", 0, 10, above=True, off=1, common=True)
+        float,
+        Setting("Make tokens that the text has already less likely; 1 is off.", 0, 10, above=True, off=1, common=True),
     ] = 1.0
     presence_penalty: Annotated[
         float, Setting("Number taken from the logits of generated tokens; 0 is off.", -2, 2, off=0)
@@ -117,12 +130,16 @@ class SamplingParams:
         int, Setting("Never write this many tokens in a row a second time; 0 is off.", 0, off=0)
     ] = 0
     dry_multiplier: Annotated[
-        float, Setting("DRY: strength of the penalty on prolonging a repetition; 0 is off, 0.8 is usual.", 0, 100, off=0)
+        float,
+        Setting("DRY: strength of the penalty on prolonging a repetition; 0 is off, 0.8 is usual.", 0, 100, off=0),
     ] = 0.0
-    dry_base: Annotated[float, Setting("DRY: each further repeated token multiplies the penalty by this.", 1, 10)] = 1.75
+    dry_base: Annotated[float, Setting("DRY: each further repeated token multiplies the penalty by this.", 1, 10)] = (
+        1.75
+    )
     dry_allowed_length: Annotated[int, Setting("DRY: repetitions of fewer tokens have no penalty.", 1)] = 2
     dry_window: Annotated[
-        int, Setting("DRY: number of last tokens that are looked at; 0: the whole text.", 0, means={0: "the whole text"})
+        int,
+        Setting("DRY: number of last tokens that are looked at; 0: the whole text.", 0, means={0: "the whole text"}),
     ] = 0
     dry_breakers: tuple[str, ...] = BREAKERS
     typical_p: Annotated[
@@ -137,7 +154,8 @@ class SamplingParams:
         float, Setting("XTC: probability of leaving out the likeliest tokens; 0 is off.", 0, 1, off=0)
     ] = 0.0
     xtc_threshold: Annotated[
-        float, Setting("XTC: tokens above this probability are left out, but for the least likely of them.", 0, 1, above=True)
+        float,
+        Setting("XTC: tokens above this probability are left out, but for the least likely of them.", 0, 1, above=True),
     ] = 0.1
     logit_bias: tuple[tuple[int | str, float], ...] = ()
     min_tokens: Annotated[int, Setting("Number of new tokens before the text may end.", 0, off=0)] = 0

@@ -11,8 +11,8 @@ from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.plan.cost import Cost
 from offload.plan.options import Options
 from offload.plan.placement import Placement, place, shortage
-from offload.plan.planner import Plan, check_link, sized
-from offload.speed.hardware import Hardware
+from offload.plan.planner import Plan, capacity_of, check_link
+from offload.plan.sizing import Sizing
 from offload.speed.pass_times import key_of
 
 _ROUNDING = ("page_tokens", "tile_tokens", "window_pages", "rows", "prefill_block", "fused_prefill")  # of a placement
@@ -58,36 +58,29 @@ def options_beside(plan: Plan, options: Options) -> Options:
     )
 
 
-def plan_again(
-    plan: Plan,
-    target: ModelConfig,
-    draft: ModelConfig | None,
-    options: Options,
-    hardware: Hardware,
-    *,
-    num_prompt_tokens: int,
-    max_tokens: int,
-) -> Plan:
-    """`plan` for another request that fits into its capacity, placed on this machine. options: see `options_beside`.
+def plan_again(plan: Plan, sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
+    """`plan` for another request that fits into its capacity, placed on this machine. sizing: with options as from
+    `options_beside`.
 
     Raises ModelError if the plan is for other models, UsageError if this machine would round differently, and
     DoesNotFit.
     """
-    _check_models(plan, target, draft)
+    _check_models(plan, sizing.target, sizing.draft)
     capacity, composition = plan.request.capacity, plan.composition
     _check_room(capacity, num_prompt_tokens, max_tokens)
     before = capacity - max_tokens
-    sized(target, draft, _pinning(plan, options), hardware, before, max_tokens, [])  # checks the options
-    _, sizing = sized(target, draft, replace(options, context=capacity), hardware, before, max_tokens, [])
+    for options in (_pinning(plan, sizing.options), replace(sizing.options, context=capacity)):
+        sizing = replace(sizing, options=options)
+        capacity_of(sizing, before, max_tokens, [])  # checks the options
     cost = Cost(sizing, place(sizing, capacity, composition, plan.placement.cpu_experts), capacity, composition)
-    check_link(options, cost.placement)
+    check_link(sizing.options, cost.placement)
     for problem in _problems(plan, cost):
         raise DoesNotFit(f"the plan of --plan {problem}; leave out --plan for one that suits this machine")
     _check_rounding(plan, cost.placement)
     request = replace(
         plan.request,
-        device=hardware.device,
-        device_name=hardware.device_name,
+        device=sizing.hardware.device,
+        device_name=sizing.hardware.device_name,
         num_prompt_tokens=before,
         max_tokens=max_tokens,
     )

@@ -23,10 +23,9 @@ from offload.plan.options import Options
 from offload.plan.placement import Placement, largest
 from offload.plan.sizing import Sizing
 from offload.speed.expert_times import cpu_runs
-from offload.speed.hardware import Hardware
 from offload.speed.pass_times import UNKNOWN, Times, key_of
 
-__all__ = ["Options", "Plan", "PlannedRequest", "check_link", "has_room", "largest_context", "make_plan", "sized"]
+__all__ = ["Options", "Plan", "PlannedRequest", "capacity_of", "check_link", "has_room", "largest_context", "make_plan"]
 
 VERSION = 1  # of a plan's JSON: changes when the same plan and seed would give another text
 # Fields of removed mechanisms in older plans: 0, false or null if unused.
@@ -117,21 +116,13 @@ def _taken(parts: dict[str, object], part: str, key: str) -> object:
     return value
 
 
-def make_plan(
-    target: ModelConfig,
-    draft: ModelConfig | None,
-    options: Options,
-    hardware: Hardware,
-    *,
-    num_prompt_tokens: int,
-    max_tokens: int,
-    times: Times = UNKNOWN,
-) -> Plan:
+def make_plan(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int, times: Times = UNKNOWN) -> Plan:
     """Plan a request. times: of passes on a CPU, as far as measured. Raises UsageError, and, if the context or the
     memory is too small, DoesNotFit, which names the sizes that would fit."""
+    target, draft, options, hardware = sizing.target, sizing.draft, sizing.options, sizing.hardware
     notes = [f"the text of a {target.wrapper} model: it sees no pictures here"] if target.wrapper else []
     notes += target.quantisation.remarks if target.quantisation else []
-    capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, notes)
+    capacity = capacity_of(sizing, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
     cpu_experts = choose_cpu_experts(sizing, capacity, times)
     cost, best = choose(sizing, capacity, times, cpu_experts)
@@ -155,47 +146,27 @@ def make_plan(
     )
 
 
-def has_room(
-    target: ModelConfig,
-    draft: ModelConfig | None,
-    options: Options,
-    hardware: Hardware,
-    *,
-    num_prompt_tokens: int,
-    max_tokens: int,
-) -> bool:
+def has_room(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int) -> bool:
     """Whether there is memory for a request, without the other decisions of `make_plan`. Raises the same errors."""
-    capacity, sizing = sized(target, draft, options, hardware, num_prompt_tokens, max_tokens, [])
-    return least_shortage(sizing, capacity) is None
+    return least_shortage(sizing, capacity_of(sizing, num_prompt_tokens, max_tokens, [])) is None
 
 
-def largest_context(
-    target: ModelConfig, draft: ModelConfig | None, options: Options, hardware: Hardware, limit: int
-) -> int:
+def largest_context(sizing: Sizing, limit: int) -> int:
     """The largest context in tokens, up to `limit`, that fits in memory with the models; 0 if none fits."""
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
     return largest(lambda tokens: least_shortage(sizing, tokens) is None, limit)
 
 
-def sized(
-    target: ModelConfig,
-    draft: ModelConfig | None,
-    options: Options,
-    hardware: Hardware,
-    num_prompt_tokens: int,
-    max_tokens: int,
-    notes: list[str],
-) -> tuple[int, Sizing]:
-    """The capacity in tokens, and the `Sizing` of the request. notes: receives notes for the user."""
-    capacity = _fit_context(target, options, num_prompt_tokens, max_tokens, notes)
-    sizing = Sizing(target, draft, options, hardware, dtype_of(target, options, hardware))
+def capacity_of(sizing: Sizing, num_prompt_tokens: int, max_tokens: int, notes: list[str]) -> int:
+    """The capacity in tokens of a request, whose options are checked. notes: receives notes for the user. Raises
+    UsageError, DoesNotFit."""
+    capacity = _fit_context(sizing.target, sizing.options, num_prompt_tokens, max_tokens, notes)
     check_quantised(sizing)
-    _check_draft(draft)
+    _check_draft(sizing.draft)
     _check_windows(sizing)
     _check_cpu_experts(sizing)
-    if options.link_gbps is not None and not hardware.is_cpu:
-        raise UsageError(f"link-gbps paces the link of a CPU; on {hardware.device} the link is the GPU's own")
-    return capacity, sizing
+    if sizing.options.link_gbps is not None and not sizing.hardware.is_cpu:
+        raise UsageError(f"link-gbps paces the link of a CPU; on {sizing.hardware.device} the link is the GPU's own")
+    return capacity
 
 
 def check_link(options: Options, placement: Placement) -> None:
@@ -297,16 +268,6 @@ def _fit_context(
     if max_tokens > room:
         notes.append(f"--max-tokens {max_tokens} cut to {room}: the context of {context} tokens ends there")
     return num_prompt_tokens + min(max_tokens, room)
-
-
-def dtype_of(target: ModelConfig, options: Options, hardware: Hardware) -> str:
-    """The dtype chosen for "auto": bf16, fp16 or fp32."""
-    if options.dtype != "auto":
-        return options.dtype
-    if hardware.is_cpu:  # fp16 products are far slower than both on CPUs
-        return "bf16" if hardware.fast_bf16 and target.dtype != "float32" else "fp32"
-    name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[target.dtype]
-    return "fp16" if name == "bf16" and not hardware.fast_bf16 else name
 
 
 def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None:

@@ -13,7 +13,7 @@ from offload.machine import machine_name
 from offload.plan.batching import plan_together
 from offload.plan.options import Options
 from offload.plan.plan_file import plan_again
-from offload.plan.planner import Plan, dtype_of, has_room, largest_context, make_plan
+from offload.plan.planner import Plan, has_room, largest_context, make_plan
 from offload.plan.shards import check_divides
 from offload.plan.sizing import Sizing
 from offload.speed.expert_times import cpu_runs, load_expert_times, with_experts
@@ -74,8 +74,14 @@ class Request:
 
     @property
     def dtype(self) -> str:
-        """The dtype: bf16, fp16 or fp32."""
-        return dtype_of(self.target, self.options, self.hardware)
+        """The dtype, chosen for "auto": bf16, fp16 or fp32."""
+        options, hardware = self.options, self.hardware
+        if options.dtype != "auto":
+            return options.dtype
+        if hardware.is_cpu:  # fp16 products are far slower than both on CPUs
+            return "bf16" if hardware.fast_bf16 and self.target.dtype != "float32" else "fp32"
+        name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.target.dtype]
+        return "fp16" if name == "bf16" and not hardware.fast_bf16 else name
 
     @property
     def context(self) -> int:
@@ -87,30 +93,26 @@ class Request:
         models."""
         poll()
         if self.given is not None:
-            return plan_again(self.given, *self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
-        return make_plan(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
+            return plan_again(self.given, self._sizing, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        return make_plan(self._sizing, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
 
     def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether there is memory for the request, as `plan` would decide, but faster. Raises the same errors."""
-        return has_room(*self._of, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        return has_room(self._sizing, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
         """`plan`, which this request gave, for several sequences at a time: see `plan_together`."""
-        sizing = Sizing(self.target, self.draft, self.options, self.hardware, self.dtype)
-        return plan_together(plan, sizing, self.times, num_sequences, most=most)
+        return plan_together(plan, self._sizing, self.times, num_sequences, most=most)
 
     def largest_context(self) -> int:
         """The largest part of `context`, in tokens, that fits in memory; 0 if none fits."""
-        return self._fitting(self.context)
+        return largest_context(self._sizing, self.context)
 
     def longest_context(self) -> int:
         """The longest context in tokens that fits in memory, up to the model's limit, regardless of the user's
         context."""
-        return self._fitting(self.target.context_limit)
-
-    def _fitting(self, limit: int) -> int:
-        return largest_context(*self._of, limit)
+        return largest_context(self._sizing, self.target.context_limit)
 
     @property
-    def _of(self) -> tuple[ModelConfig, ModelConfig | None, Options, Hardware]:
-        return self.target, self.draft, self.options, self.hardware
+    def _sizing(self) -> Sizing:
+        return Sizing(self.target, self.draft, self.options, self.hardware, self.dtype)

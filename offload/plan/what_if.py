@@ -13,7 +13,7 @@ from offload.errors import DoesNotFit, UsageError
 from offload.plan.cost import Prediction
 from offload.plan.options import Options
 from offload.plan.placement import largest
-from offload.plan.planner import Plan, make_plan
+from offload.plan.planner import Plan
 from offload.plan.request import Request
 from offload.speed.hardware import Hardware
 
@@ -117,7 +117,7 @@ def expectations(hardware: Hardware) -> list[Expectation]:
         for context in CONTEXTS:
             prompt = context - MAX_TOKENS
             try:
-                plan = make_plan(target, draft, Options(), hardware, num_prompt_tokens=prompt, max_tokens=MAX_TOKENS)
+                plan = Request(target, draft, Options(), hardware).plan(num_prompt_tokens=prompt, max_tokens=MAX_TOKENS)
             except DoesNotFit as error:
                 found.append(Expectation(model, context, None, str(error)))
             else:

@@ -242,6 +242,23 @@ def test_models_are_listed_under_each_name(client: Client) -> None:
     assert client.ask("/").text.endswith("serves tiny\n")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (RESPONSES, {"input": []}, "input is []"),
+        (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format is not understood"),
+        (CHAT, request("x", chat_template_kwargs=3), "chat_template_kwargs is 3"),
+        (CHAT, request("x", template_args=3), "template_args is 3"),
+        (MESSAGES, request("x", max_tokens=1, stop_sequences=3), "stop_sequences is 3"),
+    ],
+)
+def test_a_refusal_names_the_field_as_the_request_does(
+    client: Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    refused = client.ask(path, body)
+    assert (refused.status, refused.body["error"]["message"].startswith(f"the request: {field}")) == (400, True)
+
+
 def test_an_unknown_model_is_404(client: Client) -> None:
     for name in ("gpt-9", "", "Tiny", "tiny ", 3, ["tiny"], {"tiny": 1}):
         refused = client.chat("hi there", model=name)

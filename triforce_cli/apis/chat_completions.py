@@ -29,7 +29,9 @@ class ChatCompletions(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/chat/completions"
-    names: ClassVar[Mapping[str, str]] = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+    names: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_completion_tokens", "logprobs": "top_logprobs", "template_args": "chat_template_kwargs",
+    }  # fmt: skip
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         flag(body, "stream")

@@ -40,7 +40,10 @@ class Responses(OpenAiApi):
     """The API; see `Api`."""
 
     path = "/v1/responses"
-    names: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+    names: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "messages": "input",
+        "response_format": "text.format",
+    }  # fmt: skip
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name in ("stream", "parallel_tool_calls"):

@@ -25,6 +25,9 @@ from triforce_cli.screen.busy import OtherPrograms
 from triforce_cli.settings import configuration
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forked import Forked
     from offload.config.model import ModelConfig
     from offload.speed.pass_times import PassTimes
 
@@ -97,6 +100,24 @@ def num_cases(pytestconfig: pytest.Config) -> Callable[[int], int]:
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the waits for the disk; the order of sync calls is tested separately."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """A target and its draft by the model's name in contract.py, made once."""
+    from contract import MODELS
+
+    root, names = tmp_path_factory.mktemp("pairs"), [*MODELS]
+    return cache(lambda name: MODELS[name].make(root / str(names.index(name))))
+
+
+@pytest.fixture
+def forked_here() -> Iterator[list[Forked]]:
+    """The ranks that engines start are forks of this process, which is quicker than processes of their own."""
+    from forked import forked_ranks
+
+    with forked_ranks() as started:
+        yield started
 
 
 @pytest.fixture

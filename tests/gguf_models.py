@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-
-from families import save_tiny
 
 ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "granite": "granite",
@@ -103,24 +100,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return stored
-
-
-def pairs_of(
-    root: Path, fields: Mapping[str, Mapping[str, object]], kinds: Mapping[str, str | Callable[[str], str]]
-) -> Callable[[str, str], tuple[Path, Path]]:
-    """Files in `root`, made as they are asked for: of a model of `families` with `fields` and of a kind, and the same
-    numbers in F32."""
-
-    @cache
-    def pair(name: str, kind: str) -> tuple[Path, Path]:
-        folder = root / name
-        if not folder.exists():
-            save_tiny(name, folder, tokenizer=True, **fields[name])
-        path, plain = root / f"{name}-{kind}.gguf", root / f"{name}-{kind}-plain.gguf"
-        write_gguf(folder, plain, numbers=write_gguf(folder, path, kind=kinds[kind]))
-        return path, plain
-
-    return pair
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

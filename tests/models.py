@@ -39,6 +39,7 @@ from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import ModelProposer, Proposer, Speculator
 from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer
+from offload.engine.prefix import OpenStore
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
@@ -514,5 +515,5 @@ def changed(plan: Plan, **values: object) -> Plan:
     return plan
 
 
-def tiny_engine(plan: Plan, target: Path, draft: Path | None = None) -> Engine:
-    return Engine.load(plan, target, draft, load_tokenizer(target, draft))
+def tiny_engine(plan: Plan, target: Path, draft: Path | None = None, open_store: OpenStore | None = None) -> Engine:
+    return Engine.load(plan, target, draft, load_tokenizer(target, draft), open_store=open_store)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models import Sizes, changed, perturbed, random_model, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
+from offload.engine.prefix import OpenStore
 from offload.metrics import LevelStats
 from processor import best
 
@@ -32,15 +33,18 @@ def engine_of(
     ranks: int = 1,
     dtype: str = "bf16",
     offload: frozenset[str] = frozenset(),
+    num_sequences: int = 1,
+    open_store: OpenStore | None = None,
 ) -> Engine:
     """With the draft where `sizes` wants one. Skips where there are no kernels."""
     best()
     target, draft = folders
     wanted = draft if sizes.draft_gamma else None
     plan = tiny_plan(
-        target, wanted, sizes, num_prompt_tokens=prompt_tokens, max_tokens=60, dtype=dtype, offload=offload
-    )
-    return tiny_engine(changed(plan, num_devices=ranks), target, wanted)
+        target, wanted, sizes, num_prompt_tokens=prompt_tokens, max_tokens=60, dtype=dtype, offload=offload,
+        num_sequences=num_sequences,
+    )  # fmt: skip
+    return tiny_engine(changed(plan, num_devices=ranks), target, wanted, open_store)
 
 
 def level_stats(engine: Engine, name: str) -> LevelStats:

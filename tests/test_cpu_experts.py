@@ -25,8 +25,7 @@ from offload.kernels.experts import Router
 from offload.machine import machine_name
 from offload.model.host_experts import HostMixes
 from offload.plan.options import Options
-from offload.plan.plan_file import plan_again
-from offload.plan.planner import Plan, make_plan
+from offload.plan.planner import Plan
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
 from offload.speed.curves import ROWS
@@ -64,7 +63,7 @@ def linked(gigabytes: float, **changes: Any) -> Hardware:
 
 def planned(hardware: Hardware, options: Options | None = None, times: Times | None = None) -> Plan:
     sizes = {"num_prompt_tokens": 2000, "max_tokens": 100}
-    return make_plan(MIXTURE, None, options or Options(), hardware, **sizes, times=times or Times())
+    return Request(MIXTURE, None, options or Options(), hardware, times=times or Times()).plan(**sizes)
 
 
 def by_cpu(*given: Any) -> int:
@@ -121,7 +120,7 @@ class TestThePlan:
     def test_keeps_the_number_when_it_is_given(self) -> None:
         made = planned(linked(2.0))
         sizes = {"num_prompt_tokens": 1000, "max_tokens": 100}
-        again = plan_again(made, MIXTURE, None, Options(), linked(100.0), **sizes)
+        again = replace(Request(MIXTURE, None, Options(), linked(100.0)), given=made).plan(**sizes)
         assert again.placement.cpu_experts == made.placement.cpu_experts == NUM_LAYERS
 
     def test_refuses_what_no_cpu_can_run(self) -> None:
@@ -130,7 +129,7 @@ class TestThePlan:
         assert by_cpu(linked(2.0, packs=False)) == 0
         plain = llama_shaped("llama", 32000, 512, 512, 2, 4, 4, 128, 4096)
         with pytest.raises(UsageError, match="cpu-experts is 3 and the model has no experts"):
-            make_plan(plain, None, Options(cpu_experts=3), GPU, num_prompt_tokens=9, max_tokens=9)
+            Request(plain, None, Options(cpu_experts=3), GPU).plan(num_prompt_tokens=9, max_tokens=9)
 
     def test_says_so_where_the_number_is_not_used(self) -> None:
         made = planned(linked(2.0, device_free_bytes=40 * 10**9), Options(cpu_experts=3))

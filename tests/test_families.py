@@ -4,24 +4,21 @@ counts."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from families import LONGROPE, PARTIAL, TINY, Tiny, random_tiny, save_tiny
-from forked import Forked, forked_ranks
+from contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, Pair, alone, fields_of, say
+from families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
 from models import (
     CPU,
-    GREEDY,
-    SMALL,
     TOKENIZER_SIZE,
     LateLink,
     Sizes,
@@ -37,16 +34,14 @@ from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
-from offload.engine.engine import Engine
-from offload.engine.request import GenerationRequest
-from offload.errors import ModelError, UsageError
+from offload.errors import ModelError
 from offload.kernels import choice, cpu
-from offload.plan.planner import Options, make_plan
+from offload.plan.planner import Options
+from offload.plan.request import Request
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
 from processor import OPERATORS, of
-from quantised import DRAFTED as IN_SHORT_BLOCKS
-from quantised import engine_of, level_stats
+from quantised import engine_of
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 LENGTH = 45
@@ -190,7 +185,7 @@ def test_what_a_wrapped_config_says_counts_more_than_what_stands_outside() -> No
 
 def test_the_plan_says_that_a_wrapped_model_sees_no_pictures() -> None:
     config = config_of({**WRAPPER, "text_config": TINY["granite"].config()})
-    made = make_plan(config, None, Options(), CPU, num_prompt_tokens=100, max_tokens=20)
+    made = Request(config, None, Options(), CPU).plan(num_prompt_tokens=100, max_tokens=20)
     assert "the text of a mistral3 model: it sees no pictures here" in made.notes
 
 
@@ -488,105 +483,13 @@ def assert_counts(folders: Callable[[str], Path], name: str, flag: str) -> None:
     assert float((ours - theirs).abs().max()) > 20 * TOLERANCE * float(theirs.abs().max())
 
 
-# Whole engines: every level that may propose, and every place of weights and cache.
-
-# Matrices and heads are whole groups of codes; Phi's heads are as many as divide its rows.
-SHAPES: dict[str, object] = {
-    "vocab_size": 264, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
-    "max_position_embeddings": 1024,
-}  # fmt: skip
-DRAFTED = replace(IN_SHORT_BLOCKS, prefill_block=48)
-PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
-LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
-OTHERS = (
-    *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
-    *("gemma4", "gemma4, one layout", "gemma4, sparse", "gemma4_unified"),
-    *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
-)
-
-
-def _larger(tiny: Tiny) -> dict[str, object]:
-    """Fields of a family's own that grow with the model."""
-    grown: dict[str, object] = {}
-    if "sliding_window" in tiny.fields and tiny.fields["sliding_window"] is not None:
-        grown["sliding_window"] = 45
-    if "linear_num_value_heads" in tiny.fields:
-        grown |= {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    if "global_head_dim" in tiny.fields:
-        grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
-    rope = tiny.fields.get("rope_parameters")
-    if isinstance(rope, dict) and "short_factor" in rope:
-        grown["rope_parameters"] = rope | LONG_FACTORS
-    return grown
-
-
-ENGINES = {name: _larger(tiny) for name, tiny in TINY.items() if name == tiny.family or tiny.wrapped or name in OTHERS}
-MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
-    "draft and retrieval": (DRAFTED, frozenset()),
-    "draft and retrieval, all streamed": (DRAFTED, frozenset(("kv", "weights"))),
-    "cache in 4 bits": (replace(DRAFTED, budget=0, kv_bits=4, draft_gamma=0), frozenset(("kv",))),
-    "weights in 4 bits": (replace(DRAFTED, budget=0, weight_bits=4, draft_gamma=0), frozenset(("weights",))),
-    "both in few bits": (replace(DRAFTED, budget=0, weight_bits=6, kv_bits=4), frozenset(("kv", "weights"))),
-}
-PROMPT = random_tokens(150, seed=7)
-NUM_NEW = 26
-Pair = tuple[Path, Path]
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    root, made = tmp_path_factory.mktemp("pairs"), dict[str, Pair]()
-
-    def pair(name: str) -> Pair:
-        if name not in made:
-            fields = {key: value for key, value in SHAPES.items() if TINY[name].fields.get(key) is not ...}
-            options = {"tokenizer": True, **fields, **ENGINES[name]}
-            target = save_tiny(name, root / f"{len(made)}", **options)
-            draft = "olmo2" if read_config(target).stateful else name  # states are no draft's
-            options = {"tokenizer": True, **SHAPES} if draft != name else options
-            made[name] = target, save_tiny(draft, root / f"{len(made)}-draft", noise=0.02, **options)
-        return made[name]
-
-    return pair
-
-
-def proposing(pair: Pair) -> dict[str, Any]:
-    """Sizes of what may propose without a draft."""
-    return {} if read_config(pair[0]).growing else {"budget": 0, "lookup": True}
-
-
-def say(engine: Engine, prompt: list[int] = PROMPT, *, num_tokens: int = NUM_NEW) -> list[int]:
-    steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=num_tokens))
-    return [token for step in steps for token in step.tokens]
-
-
-@cache
-def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
-    """What the target says by itself."""
-    with engine_of(pair, PLAIN, prompt_tokens=400, dtype=dtype) as engine:
-        return say(engine)
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair], name: str, mode: str) -> None:
-    pair, (sizes, offload) = pairs(name), MODES[mode]
-    if not read_config(pair[0]).growing:  # then there is nothing to choose from, to quantise or to stream
-        sizes, offload = replace(sizes, budget=0, kv_bits=16, weight_bits=6), offload - {"kv"}
-    if read_config(pair[0]).experts and sizes.weight_bits < 16:
-        with pytest.raises(UsageError, match="layers have experts"):
-            engine_of(pair, sizes, prompt_tokens=400, offload=offload)
-        return
-    with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
-        assert say(engine) == alone(pair)
-        assert level_stats(engine, "target").accepted > 0
+# Whole engines (test_contract.py has what they have in common).
 
 
 def test_layers_of_one_layout_whose_heads_differ_share_no_rows(pairs: Callable[[str], Pair]) -> None:
     """Streamed, they have the same buffers."""
     pair, (sizes, offload) = pairs("gemma4, one layout"), MODES["draft and retrieval, all streamed"]
-    with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
+    with engine_of(pair, sizes, prompt_tokens=CONTEXT, offload=offload) as engine:
         assert say(engine) == alone(pair)
 
 
@@ -633,33 +536,15 @@ def test_the_layers_of_gemma_4_may_be_numbered_with_zeros() -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", GROWN)
 def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
-    fields = {key: value for key, value in SHAPES.items() if TINY[name].fields.get(key) is not ...}
-    model, text = random_tiny(name, **fields, **ENGINES[name]), list(PROMPT)
+    model, text = random_tiny(name, **fields_of(name)), list(PROMPT)
     ends = {*read_config(pair[0]).eos_token_ids, byte_tokenizer().eos_token_id}
     with torch.inference_mode():
         while len(text) < len(PROMPT) + NUM_NEW and text[-1] not in ends:
             text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
-    with engine_of(pair, PLAIN, prompt_tokens=400, dtype="fp32") as engine:
-        assert say(engine) == text[len(PROMPT) :]
-
-
-@pytest.mark.usefixtures("forked_here")
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", sorted(ENGINES, key="olmo2".__ne__))  # whose norms are of the heads of all ranks
-def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None:
-    pair = pairs(name)
-    sizes = replace(DRAFTED, draft_gamma=0, **proposing(pair))
-    with engine_of(pair, sizes, prompt_tokens=400, ranks=2, dtype="fp32") as engine:
-        assert say(engine) == alone(pair, "fp32")
-
-
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
+    assert alone(pair, "fp32") == text[len(PROMPT) :]
 
 
 @pytest.mark.usefixtures("forked_here")
@@ -670,28 +555,11 @@ def test_a_session_of_windows_is_of_any_number_of_ranks(
     pair, sizes = pairs(name), replace(DRAFTED, draft_gamma=0)
     for ranks in (2, 1, 2):
         with (
-            engine_of(pair, sizes, prompt_tokens=400, ranks=ranks, dtype="fp32") as engine,
+            engine_of(pair, sizes, prompt_tokens=CONTEXT, ranks=ranks, dtype="fp32") as engine,
             Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store,
         ):
             known = engine.restore(store, PROMPT)
             assert known == min(len(store.tokens), len(PROMPT))
-            steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, reuse=True))
-            assert [token for step in steps for token in step.tokens] == alone(pair, "fp32")
+            assert say(engine, reuse=True) == alone(pair, "fp32")
             assert engine.stats.reused_tokens > 100 or not known
             engine.save(store, {})
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_session_is_gone_on_with(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
-    pair = pairs(name)
-    sizes = replace(DRAFTED, **proposing(pair))
-    with engine_of(pair, sizes, prompt_tokens=400) as engine:
-        assert say(engine) == alone(pair)
-        with Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store:
-            engine.save(store, {})
-    with engine_of(pair, sizes, prompt_tokens=400) as engine:
-        with Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store:
-            assert engine.restore(store, PROMPT) >= len(PROMPT) - 16
-        steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=NUM_NEW, reuse=True))
-        assert [token for step in steps for token in step.tokens] == alone(pair)

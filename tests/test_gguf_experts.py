@@ -1,13 +1,10 @@
-"""GGUF files of mixtures of experts with parts beside them (`gpt-oss`, `qwen35moe`, `glm4moe`, `gemma4`): in blocks
-they say what their numbers say, on one rank and on two; what a file claims and this program has not is refused by its
-name."""
+"""GGUF files of mixtures of experts with parts beside them (`gpt-oss`, `qwen35moe`, `glm4moe`, `gemma4`), besides the
+contract: what a file claims and this program has not is refused by its name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -16,117 +13,16 @@ import pytest
 import torch
 
 import gguf_models
-from families import GEMMA4_ROPES, save_tiny
-from forked import Forked, forked_ranks
-from gguf_models import ARCHITECTURES, pairs_of, write_gguf
-from models import GREEDY, TOKENIZER_SIZE, Sizes, load, random_model, random_tokens, save, target_cache
+from families import save_tiny
+from gguf_models import ARCHITECTURES, write_gguf
+from models import Sizes, load, random_tokens, target_cache
 from offload.config.reading import read_config
-from offload.engine.engine import Engine
-from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
-from offload.formats.stored import StoredMatrix
 from offload.weights.checkpoint import Checkpoint, check_model
-from quantised import DRAFTED, PLAIN, engine_of, level_stats
 from test_parity import in_prefill
 
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
-WIDE: dict[str, object] = {  # all matrices are whole blocks of 256 inputs, half of them too
-    "vocab_size": TOKENIZER_SIZE, "hidden_size": 256, "intermediate_size": 512, "head_dim": 128,
-    "max_position_embeddings": 1024,
-}  # fmt: skip
-STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-          "linear_value_head_dim": 128}  # fmt: skip
-FIELDS: dict[str, dict[str, object]] = {
-    "gpt_oss": WIDE,
-    "qwen3_5_moe": {**WIDE, **STATES, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
-    "glm4_moe": {**WIDE, "moe_intermediate_size": 512},
-    "gemma4, sparse": {
-        **WIDE, "moe_intermediate_size": 512, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES,
-    },
-}  # fmt: skip
-KINDS: dict[str, str | Callable[[str], str]] = {
-    "F16": "F16",
-    "Q8_0": "Q8_0",
-    "Q4_0": "Q4_0",
-    "Q4_K": lambda name: "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name else "Q4_K",
-    "MXFP4": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
-}
-FORMS = [
-    *(("gpt_oss", kind) for kind in ("Q8_0", "Q4_K", "MXFP4")), ("qwen3_5_moe", "Q8_0"), ("qwen3_5_moe", "Q4_K"),
-    ("glm4_moe", "Q8_0"), ("glm4_moe", "Q4_K"), *(("gemma4, sparse", kind) for kind in ("F16", "Q8_0", "Q4_0")),
-]  # fmt: skip
-MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
-    "draft and retrieval": (DRAFTED, frozenset()),
-    "lookups, experts streamed": (replace(DRAFTED, budget=0, draft_gamma=0, lookup=True), frozenset(("weights",))),
-}
-PROMPT = random_tokens(150, seed=7)
-Pair = tuple[Path, Path]
-Files = Callable[[str, str], Pair]
 Change = Callable[[gguf.GGUFWriter], None]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A file of a kind, and the same numbers in F32."""
-    return pairs_of(tmp_path_factory.mktemp("experts"), FIELDS, KINDS)
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = random_model("qwen2", vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024)
-    return save(model, tmp_path_factory.mktemp("draft"), tokenizer=True)
-
-
-def say(engine: Engine) -> list[int]:
-    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12))
-    return [token for step in steps for token in step.tokens]
-
-
-@cache
-def alone(path: Path, dtype: str) -> list[int]:
-    with engine_of((path, path), PLAIN, prompt_tokens=400, dtype=dtype) as engine:
-        return say(engine)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("name", "kind"), FORMS)
-def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(files: Files, name: str, kind: str) -> None:
-    path, plain = files(name, kind)
-    assert alone(path, "fp32") == alone(plain, "fp32")
-    assert len({*alone(path, "fp32")}) > 2
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "kind"), FORMS)
-def test_every_mode_says_what_plain_decoding_says(files: Files, draft: Path, name: str, kind: str, mode: str) -> None:
-    """A model with states drafts for none."""
-    (path, _), (sizes, offload) = files(name, kind), MODES[mode]
-    with engine_of(
-        (path, draft if name == "qwen3_5_moe" else path), sizes, prompt_tokens=400, offload=offload
-    ) as engine:
-        homes = [each for each in engine.worker.models.target.weights.experts if each is not None]
-        stored = [isinstance(own.down, StoredMatrix) for each in homes for own in each.bank.places]
-        assert {*stored} == {kind != "F16"}
-        assert say(engine) == alone(path, "bf16")
-        assert level_stats(engine, "target").accepted > 0 or sizes.lookup
-
-
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
-
-
-@pytest.mark.few(1)
-@pytest.mark.usefixtures("forked_here")
-@pytest.mark.parametrize(
-    ("name", "kind"), [("gpt_oss", "MXFP4"), ("qwen3_5_moe", "Q4_K"), ("glm4_moe", "Q8_0"), ("gemma4, sparse", "Q4_0")]
-)
-def test_two_ranks_say_the_same(files: Files, name: str, kind: str) -> None:
-    path, _ = files(name, kind)
-    with engine_of((path, path), replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
-        assert say(engine) == alone(path, "fp32")
 
 
 def logits(path: Path) -> torch.Tensor:

@@ -1,12 +1,10 @@
-"""GGUF files of Gemma 4 (`gemma4`): in blocks they say what their numbers say, on one rank and on two; layers are of
-two kinds as the file says; what it claims and has not is refused by its name."""
+"""GGUF files of Gemma 4 (`gemma4`), besides the contract: layers are of two kinds as the file says; what it claims and
+has not is refused by its name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,81 +14,22 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import gguf_models
+from contract import FILES
 from families import GEMMA4_ROPES, save_tiny
-from forked import Forked, forked_ranks
-from gguf_models import add_tokens, pairs_of, write_gguf
-from models import GREEDY, TOKENIZER_SIZE, random_tokens
+from gguf_models import add_tokens, write_gguf
 from offload.config.reading import read_config
-from offload.engine.engine import Engine
-from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.weights.checkpoint import Checkpoint, check_model
-from quantised import DRAFTED, PLAIN, engine_of, level_stats
 from test_gguf_tokenizer import gemma_json, gemma_values
 
-WIDE: dict[str, object] = {  # all matrices are whole blocks of 32 inputs, half of them too
-    "vocab_size": TOKENIZER_SIZE, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32,
-    "max_position_embeddings": 1024, "rope_parameters": GEMMA4_ROPES, "tie_word_embeddings": False,
-}  # fmt: skip
-FIELDS = {"gemma4": {**WIDE, "global_head_dim": 64, "num_global_key_value_heads": 2}, "gemma4_unified": WIDE}
 PATTERN, KV_HEADS, TRUES = "attention.sliding_window_pattern", "attention.head_count_kv", [True] * 5
-KINDS = ("F16", "Q8_0", "Q4_0")
-PROMPT = random_tokens(150, seed=7)
-Pair = tuple[Path, Path]
 Change = Callable[[gguf.GGUFWriter], None]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair]:
-    """A file of a kind, and the same numbers in F32."""
-    return pairs_of(tmp_path_factory.mktemp("gemma4"), FIELDS, {kind: kind for kind in KINDS})
-
-
-def say(engine: Engine) -> list[int]:
-    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12))
-    return [token for step in steps for token in step.tokens]
-
-
-@cache
-def alone(path: Path) -> list[int]:
-    with engine_of((path, path), PLAIN, prompt_tokens=400, dtype="fp32") as engine:
-        return say(engine)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FIELDS)
-def test_in_fp32_a_file_says_what_its_numbers_say(files: Callable[[str, str], Pair], name: str, kind: str) -> None:
-    path, plain = files(name, kind)
-    assert alone(path) == alone(plain)
-    assert len({*alone(path)}) > 4
-
-
-@pytest.mark.parametrize("offload", [frozenset(), frozenset(("kv", "weights"))], ids=["resident", "streamed"])
-def test_drafts_and_retrieval_say_what_plain_decoding_says(files: Callable[[str, str], Pair], offload: Any) -> None:
-    path, _ = files("gemma4", "Q4_0")
-    with engine_of((path, path), DRAFTED, prompt_tokens=400, dtype="fp32", offload=offload) as engine:
-        assert say(engine) == alone(path)
-        assert level_stats(engine, "target").accepted > 0
-
-
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
-
-
-@pytest.mark.usefixtures("forked_here")
-def test_two_ranks_say_the_same(files: Callable[[str, str], Pair]) -> None:
-    path, _ = files("gemma4", "Q4_0")
-    with engine_of((path, path), replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
-        assert say(engine) == alone(path)
 
 
 def test_a_file_says_what_its_folder_says(triforce, tmp_path: Path) -> None:
     """With its tokens, and its end of a turn."""
     values, text = gemma_values(), "<|turn>ab c\n\n\u00fc<turn|>\n<|turn>"
-    fields = {**FIELDS["gemma4"], "vocab_size": len(values["tokens"]), "eos_token_id": [1, 5], "bos_token_id": 2}
+    fields = {**FILES["gemma4"], "vocab_size": len(values["tokens"]), "eos_token_id": [1, 5], "bos_token_id": 2}
     folder, file = save_tiny("gemma4", tmp_path / "folder", **fields), tmp_path / "model.gguf"
     write_gguf(folder, file, tokenizer="", change=lambda writer: add_tokens(writer, values))
     names = {"bos_token": "<bos>", "eos_token": "<eos>"}

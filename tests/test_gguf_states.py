@@ -1,12 +1,11 @@
 """GGUF files of models with recurrent states (`qwen35`): value heads and decays as llama.cpp's converter stores them,
-in plain numbers and in blocks, on one rank and on two; what a file claims and has not is refused by its name."""
+next-token heads; what a file claims and has not is refused by its name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,92 +18,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import test_next_token as heads
+from contract import FILES, KINDS, PROMPT, Pair, alone
 from families import save_tiny
-from forked import Forked, forked_ranks
 from gguf_models import write_gguf
-from models import GREEDY, TOKENIZER_SIZE, Sizes, load, random_model, random_tokens, save, target_cache
+from models import TOKENIZER_SIZE, Sizes, load, random_tokens, target_cache
 from offload.config.reading import read_config
-from offload.engine.engine import Engine
-from offload.engine.request import GenerationRequest
 from offload.errors import ModelError, UsageError
 from offload.formats.stored import StoredMatrix
 from offload.plan.shards import Shard, check_divides
 from offload.weights.checkpoint import Checkpoint, check_model
-from quantised import DRAFTED, PLAIN, engine_of, level_stats
+from quantised import level_stats
 from test_parity import in_prefill
 
-WIDE: dict[str, object] = {  # all matrices are whole blocks of 256 inputs, half of them too
-    "vocab_size": TOKENIZER_SIZE, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 32, "linear_value_head_dim": 128,
-    "max_position_embeddings": 1024,
-}  # fmt: skip
-MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
-KINDS: dict[str, str | Callable[[str], str]] = {
-    "F32": "F32",
-    "Q8_0": "Q8_0",
-    "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q8_0"),
-}
-MODES: dict[str, tuple[Sizes, frozenset[str]]] = {
-    "draft and retrieval": (DRAFTED, frozenset()),
-    "draft and retrieval, all streamed": (DRAFTED, frozenset(("kv", "weights"))),
-    "cache in 4 bits": (replace(DRAFTED, budget=0, kv_bits=4, draft_gamma=0), frozenset(("kv",))),
-    "lookups": (replace(DRAFTED, budget=0, draft_gamma=0, lookup=True), frozenset(("weights",))),
-}
-PROMPT = random_tokens(150, seed=7)
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
-Pair = tuple[Path, Path]
 Change = Callable[[gguf.GGUFWriter], None]
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A file of each kind, and a draft without states. Of "numbers of" a kind: its numbers as they are, in F32."""
-    root = tmp_path_factory.mktemp("states")
-    folder = save_tiny("qwen3_5", root / "folder", tokenizer=True, **WIDE)
-    draft = random_model("qwen2", vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024)
-    draft_folder = save(draft, root / "draft", tokenizer=True)
-
-    @cache
-    def pair(name: str) -> Pair:
-        kind, path = KINDS[name.removeprefix("numbers of ")], root / f"{name}.gguf"
-        numbers = write_gguf(folder, path, kind=kind)
-        if name.startswith("numbers of "):
-            write_gguf(folder, path, numbers=numbers)
-        return path, draft_folder
-
-    return pair
-
-
-def say(engine: Engine) -> list[int]:
-    steps = engine.generate(GenerationRequest(PROMPT, GREEDY, max_tokens=12))
-    return [token for step in steps for token in step.tokens]
-
-
-@cache
-def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
-    with engine_of(pair, PLAIN, prompt_tokens=400, dtype=dtype) as engine:
-        return say(engine)
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_mode_says_what_plain_decoding_says(pairs: Callable[[str], Pair], kind: str, mode: str) -> None:
-    pair, (sizes, offload) = pairs(kind), MODES[mode]
-    with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
-        layers = [*engine.worker.models.target.weights.layers]
-        assert [isinstance(layer.o.weight, StoredMatrix) for layer in layers] == [kind != "F32"] * 4
-        assert say(engine) == alone(pair)
-        assert level_stats(engine, "target").accepted > 0 or mode == "lookups"
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K and others"])
-def test_in_fp32_a_file_in_blocks_says_what_its_numbers_say(pairs: Callable[[str], Pair], kind: str) -> None:
-    assert alone(pairs(kind), "fp32") == alone(pairs(f"numbers of {kind}"), "fp32")
-
-
 def test_a_file_says_what_its_folder_says(pairs: Callable[[str], Pair]) -> None:
-    path, draft = pairs("F32")
+    path, draft = pairs("qwen3_5 in a file, F32")
     assert alone((path, draft), "fp32") == alone((path.parent / "folder", draft), "fp32")
     assert len({*alone((path, draft), "fp32")}) > 4
 
@@ -120,27 +51,17 @@ def test_transformers_reads_the_file_as_the_folder(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, tensors[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
-
-
-@pytest.mark.usefixtures("forked_here")
-@pytest.mark.parametrize("kind", ["F32", "Q4_K and others"])
-def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], kind: str) -> None:
-    """The second one's first value head is served by the third of four key heads."""
-    config = read_config(pairs(kind)[0])
-    delta = Shard(1, 2).config(config).delta
+def test_the_second_ranks_first_value_head_is_served_by_the_third_of_four_key_heads(
+    pairs: Callable[[str], Pair],
+) -> None:
+    delta = Shard(1, 2).config(read_config(pairs("qwen3_5 in a file, F32")[0])).delta
     assert delta is not None
     assert (delta.num_heads, delta.num_key_heads, delta.key_heads) == (6, 4, (2, 3, 0, 1, 2, 3))
-    with engine_of(pairs(kind), replace(DRAFTED, draft_gamma=0), prompt_tokens=400, ranks=2, dtype="fp32") as engine:
-        assert say(engine) == alone(pairs(kind), "fp32")
 
 
 def test_ranks_cut_no_block_of_a_states_output(tmp_path: Path) -> None:
     """Of 768 columns, which are three blocks."""
-    folder = save_tiny("qwen3_5", tmp_path / "folder", **{**WIDE, "linear_value_head_dim": 64})
+    folder = save_tiny("qwen3_5", tmp_path / "folder", **{**FILES["qwen3_5"], "linear_value_head_dim": 64})
     for kind, refused, usable in (("Q8_0", 3, "1, 2, 4"), ("Q4_K and others", 2, "1")):
         write_gguf(folder, tmp_path / "model.gguf", kind=KINDS[kind])
         with pytest.raises(UsageError, match=rf"12 heads with a state .*--gpus may be {usable}$"):

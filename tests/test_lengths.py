@@ -27,7 +27,8 @@ from offload.decode.warp import Warping, warp
 from offload.metrics import LevelStats
 from offload.model.passes import Pass
 from offload.plan import what_if
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
 
 ANY, NONE = Offer(), Offer(0)
 
@@ -399,7 +400,7 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
 
 def planned(**options: Any) -> Plan:
     request = {"num_prompt_tokens": 30_000, "max_tokens": 100}
-    return make_plan(what_if.LLAMA2_7B, what_if.LLAMA_68M, Options(**options), CPU, **request)
+    return Request(what_if.LLAMA2_7B, what_if.LLAMA_68M, Options(**options), CPU).plan(**request)
 
 
 def built(plan: Plan, *, seed: int | None = 0, block: int | None = None, ready: bool = True) -> Speculator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 import asked
 from families import save_tiny
-from forked import Forked, forked_ranks
 from models import GREEDY, TOKENIZER_SIZE, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.config import next_token
 from offload.config.encodings import matrices
@@ -122,12 +121,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def folder(folders: Callable[[str], Path]) -> Path:
     return folders("qwen3_5")
-
-
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
 
 
 def engine(folder: Path, sizes: Sizes = SIZES, *, draft: bool = True, dtype: str = "fp32", **options: object) -> Engine:

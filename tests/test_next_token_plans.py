@@ -15,7 +15,8 @@ from offload.plan.cost import Cost
 from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.options import Options
 from offload.plan.placement import Placement, place
-from offload.plan.planner import Plan, make_plan
+from offload.plan.planner import Plan
+from offload.plan.request import Request
 from offload.plan.shards import Shard
 from offload.plan.sizing import Sizing
 from offload.speed.hardware import RTX_4090, Hardware
@@ -50,7 +51,7 @@ def planned(model: ModelConfig, *, num_devices: int = 1, memory: int = 24, token
     """A plan with the head as its draft. memory: GB of each device."""
     hardware = replace(GPU, num_devices=num_devices, device_free_bytes=memory * 10**9)
     options = Options(gamma=3, kv_bits=16, cpu_experts=0)
-    return make_plan(model, head(model), options, hardware, num_prompt_tokens=tokens, max_tokens=256)
+    return Request(model, head(model), options, hardware).plan(num_prompt_tokens=tokens, max_tokens=256)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

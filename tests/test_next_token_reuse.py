@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from asked import Asked, together
 from families import save_tiny
-from forked import Forked, forked_ranks
 from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
@@ -56,12 +55,6 @@ def _short_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.kv.states.PREFILL_BLOCK", BLOCK)
     monkeypatch.setattr("offload.engine.prefix.LEAST_TOKENS", 1)
     monkeypatch.setattr(PrefixStore, "read_seconds", lambda self, stored: 0.0)
-
-
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ from offload.kv.full import FullCache
 from offload.native.interface import Library
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.speed.hardware import Hardware
 from offload.speed.rates import RTX_4090
@@ -339,7 +340,7 @@ GPU = Hardware("cuda:0", "gpu", 24 * 10**9, 200 * 10**9, True, RTX_4090)
 
 def planned(hardware: Hardware = GPU, **options: object) -> Plan:
     wanted = Options(**{"kv_bits": 16, **options})  # type: ignore[arg-type]
-    return make_plan(LLAMA2_13B, LLAMA_68M, wanted, hardware, num_prompt_tokens=119_744, max_tokens=256)
+    return Request(LLAMA2_13B, LLAMA_68M, wanted, hardware).plan(num_prompt_tokens=119_744, max_tokens=256)
 
 
 def test_a_gpu_has_pages_cross_packed_and_the_plan_counts_the_bytes() -> None:
@@ -375,7 +376,7 @@ def test_what_cannot_cross_packed_is_said_and_otherwise_crosses_as_it_is(
 def test_a_link_as_fast_as_memory_gets_numbers_as_they_are() -> None:
     def bits_at(link_gbps: float | None) -> int:
         wanted = Options(offload=frozenset({"kv"}), link_gbps=link_gbps, dtype="bf16", kv_bits=16)
-        made = make_plan(LLAMA2_7B, None, wanted, CPU, num_prompt_tokens=4000, max_tokens=96)
+        made = Request(LLAMA2_7B, None, wanted, CPU).plan(num_prompt_tokens=4000, max_tokens=96)
         return made.placement.link_bits
 
     assert [bits_at(gbps) for gbps in (0.5, 1.0, 100.0, None)] == [12, 12, 16, 16]
@@ -389,7 +390,7 @@ def test_on_a_cpu_only_a_slow_link_gets_what_is_beside_codes(link_gbps: float, b
     """Two cores make numbers of their codes and the rest more slowly than a quicker link brings packed ones."""
     few = {"kv_bits": 4, "weight_bits": 4, "offload": frozenset({"kv", "weights"}), "link_gbps": link_gbps}
     sizes = {"num_prompt_tokens": 4000, "max_tokens": 96}
-    found = make_plan(LLAMA2_7B, None, Options(dtype="bf16", **few), CPU, **sizes).placement  # type: ignore[arg-type]
+    found = Request(LLAMA2_7B, None, Options(dtype="bf16", **few), CPU).plan(**sizes).placement  # type: ignore[arg-type]
     assert (found.link_bits, found.weight_link_bits) == (bits, bits)
     asked = Options(dtype="bf16", link_bits=12, **few)  # type: ignore[arg-type]
-    assert make_plan(LLAMA2_7B, None, asked, CPU, **sizes).placement.link_bits == 9
+    assert Request(LLAMA2_7B, None, asked, CPU).plan(**sizes).placement.link_bits == 9

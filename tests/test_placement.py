@@ -16,7 +16,8 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit
 from offload.plan.options import Options
-from offload.plan.planner import Plan, make_plan
+from offload.plan.planner import Plan
+from offload.plan.request import Request
 from offload.plan.what_if import LLAMA2_13B
 from offload.speed.hardware import RTX_4090, Hardware
 from offload.transfer.memory import Memory
@@ -175,7 +176,7 @@ LARGE = LLAMA2_13B.changed(vocab_size=152_064, max_positions=131_072)
 
 def on_a_gpu(hardware: Hardware = GPU, target: ModelConfig = LARGE, **options: object) -> Plan:
     asked = Options(**options)  # type: ignore[arg-type]
-    return make_plan(target, None, asked, hardware, num_prompt_tokens=30_000, max_tokens=200)
+    return Request(target, None, asked, hardware).plan(num_prompt_tokens=30_000, max_tokens=200)
 
 
 def test_where_something_is_offloaded_the_embedding_is_on_the_host() -> None:

@@ -23,7 +23,7 @@ from offload.plan.cost_gpu import NCCL
 from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.passes import NETWORK, SumCosts
 from offload.plan.placement import Placement, place, shortage
-from offload.plan.planner import Options, Plan, has_room, largest_context, make_plan
+from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
 from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
@@ -57,7 +57,7 @@ def plan(
     prompt: int = 32000,
     max_tokens: int = 200,
 ) -> Plan:
-    return make_plan(target, draft, options or Options(), hardware, num_prompt_tokens=prompt, max_tokens=max_tokens)
+    return Request(target, draft, options or Options(), hardware).plan(num_prompt_tokens=prompt, max_tokens=max_tokens)
 
 
 def test_the_same_request_gives_the_same_plan() -> None:
@@ -484,15 +484,9 @@ def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:
     """Half of the model by half of the CPU takes as long as the whole."""
     options = Options(speculation=False)
     passes = [
-        make_plan(
-            DEMO,
-            None,
-            options,
-            replace(CPU, num_devices=number, num_hosts=hosts),
-            num_prompt_tokens=4000,
-            max_tokens=9,
-            times=Times(PASS_TIMES),
-        ).predicted
+        Request(DEMO, None, options, replace(CPU, num_devices=number, num_hosts=hosts), times=Times(PASS_TIMES))
+        .plan(num_prompt_tokens=4000, max_tokens=9)
+        .predicted
         for number, hosts in ((1, 1), (2, 1), (2, 2))
     ]
     alone, two, hosts = (made.full_pass_seconds - made.full_sum_seconds for made in passes)
@@ -607,7 +601,7 @@ TIMES = Times(HEAVY, None, {4: CODED})
 
 def heavy_plan(options: Options | None = None, times: Times = TIMES, **shapes: int) -> Plan:
     target = DEMO.changed(**shapes)
-    return make_plan(target, None, options or Options(), CPU, num_prompt_tokens=8000, max_tokens=200, times=times)
+    return Request(target, None, options or Options(), CPU, times=times).plan(num_prompt_tokens=8000, max_tokens=200)
 
 
 def test_the_target_proposes_to_itself_with_weights_in_4_bits_where_that_is_faster() -> None:
@@ -634,10 +628,10 @@ def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_gr
 def test_there_is_room_for_what_can_be_planned_and_for_nothing_else(gigabytes: int) -> None:
     """7B at 120,000 tokens needs some 57 GB of this host."""
     hardware, sizes = replace(GPU, host_free_bytes=gigabytes * 10**9), {"num_prompt_tokens": 119_744, "max_tokens": 256}
-    room = has_room(LLAMA_7B, None, Options(), hardware, **sizes)
+    room = Request(LLAMA_7B, None, Options(), hardware).fits(**sizes)
     assert room is (gigabytes > 56)
     with nullcontext() if room else pytest.raises(DoesNotFit):
-        make_plan(LLAMA_7B, None, Options(), hardware, **sizes)
+        Request(LLAMA_7B, None, Options(), hardware).plan(**sizes)
 
 
 def test_a_pass_to_propose_takes_the_seconds_of_its_own_weights() -> None:
@@ -848,7 +842,7 @@ def test_where_nothing_is_drafted_a_round_is_a_pass_alone() -> None:
 
 def test_the_largest_context_is_the_last_that_can_be_planned() -> None:
     small = Hardware("cpu", "CPU", 2**28, 2**28, True)
-    fits = largest_context(DEMO, DRAFT, Options(), small, 32768)
+    fits = Request(DEMO, DRAFT, Options(context=32768), small).largest_context()
     assert 200 < fits < 32768
     assert plan(hardware=small, prompt=fits - 200, max_tokens=200).request.capacity == fits
     with pytest.raises(DoesNotFit, match=f"fits is {fits} tokens"):

@@ -13,7 +13,8 @@ from offload.formats.layout import code_bytes
 from offload.plan.cost import own_acceptance
 from offload.plan.cost_gpu import GPU as COSTS
 from offload.plan.options import Options
-from offload.plan.planner import Plan, make_plan
+from offload.plan.planner import Plan
+from offload.plan.request import Request
 from offload.plan.sizing import low_bit_tail
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.speed.hardware import RTX_4090, Hardware
@@ -25,7 +26,7 @@ EXACT = Options(weight_bits=16)
 def plan(
     options: Options | None = None, target: ModelConfig = LLAMA2_13B, hardware: Hardware = GPU, tokens: int = 119_744
 ) -> Plan:
-    return make_plan(target, LLAMA_68M, options or Options(), hardware, num_prompt_tokens=tokens, max_tokens=256)
+    return Request(target, LLAMA_68M, options or Options(), hardware).plan(num_prompt_tokens=tokens, max_tokens=256)
 
 
 def test_where_weights_stream_a_copy_in_few_bits_proposes() -> None:
@@ -88,7 +89,7 @@ def test_a_retrieval_level_does_not_take_the_place_of_a_draft_that_pays() -> Non
     """A large draft leaves less room for chunks: without it more of them would be predicted to be a little faster."""
     wide = {"num_layers": 8, "hidden_size": 2048, "intermediate_size": 5504, "num_heads": 16, "num_kv_heads": 16}
     draft, gpu = LLAMA_68M.changed(head_dim=128, **wide), replace(GPU, device_free_bytes=14 * 10**9)
-    made = make_plan(LLAMA2_13B, draft, Options(), gpu, num_prompt_tokens=60_000, max_tokens=200)
+    made = Request(LLAMA2_13B, draft, Options(), gpu).plan(num_prompt_tokens=60_000, max_tokens=200)
     assert made.composition.levels == ("draft", "retrieval", "target")
 
 

@@ -31,7 +31,7 @@ from offload.pages.raw import PURPOSE
 from offload.pages.tiles import TileShape
 from offload.pages.traffic import Traffic
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.planner import Options, make_plan
+from offload.plan.planner import Options
 from offload.plan.shards import Shard
 from offload.plan.sizing import Sizing
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
@@ -433,7 +433,7 @@ def test_several_sequences_say_what_each_says_alone() -> None:
 def test_the_plan_counts_the_blocks_that_are_pinned(model: ModelConfig, tokens: int, num_devices: int) -> None:
     options = Options(offload=frozenset({"kv", "weights"}), weight_bits=16, kv_bits=16)
     hardware = replace(GPU, num_devices=num_devices)
-    plan = make_plan(model, LLAMA_68M, options, hardware, num_prompt_tokens=tokens, max_tokens=256)
+    plan = Request(model, LLAMA_68M, options, hardware).plan(num_prompt_tokens=tokens, max_tokens=256)
     assert plan.placement.link_bits == 12
     shard = Shard(0, num_devices).config(model)
     blocks = num_devices * sum(_host_blocks(plan, shard, None, Memory(torch.device("cpu"))))

@@ -19,7 +19,7 @@ from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
 from offload.plan.options import Options
-from offload.plan.planner import make_plan
+from offload.plan.request import Request
 from offload.plan.sizing import KV_TAIL
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 
@@ -122,7 +122,7 @@ def test_where_all_is_on_the_gpu_a_pass_is_one_launch_of_few_kernels(options: Op
     """Kernels of a layer: its products, norms and sums, rotation, gate, and a launch for 8192 tokens that it attends
     to; of codes, a second one for each product. As a graph a pass has its inputs, a launch, and its result."""
     target = LLAMA2_7B.changed(num_layers=4)
-    plan = make_plan(LLAMA2_7B, LLAMA_68M, options, LARGE, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+    plan = Request(LLAMA2_7B, LLAMA_68M, options, LARGE).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
     assert plan.placement.offload == ()
     counted = {}
     with worker_without_bytes(plan, target, LLAMA_68M) as (worker, gpu):
@@ -157,8 +157,8 @@ def test_a_state_takes_two_launches_and_in_a_prefill_two_for_128_rows(
     """Of eight layers six have a state. A pass that is no graph, one that is, and a prefill."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_6_27B))
     target = read_config(tmp_path)
-    plan = make_plan(
-        target, None, Options(kv_bits=4, weight_bits=16), LARGE, num_prompt_tokens=NUM_PROMPT, max_tokens=200
+    plan = Request(target, None, Options(kv_bits=4, weight_bits=16), LARGE).plan(
+        num_prompt_tokens=NUM_PROMPT, max_tokens=200
     )
     assert plan.placement.offload == ()
     with worker_without_bytes(plan, target, LLAMA_68M) as (worker, gpu):
@@ -206,7 +206,7 @@ def test_a_cache_in_4_bits_keeps_the_plans_bytes() -> None:
     """On a GPU of 48 GB: what its passes and the encoding of new tokens take, and that nothing waits in a pass."""
     hardware = replace(GPU, device_free_bytes=46 * 10**9)
     options = Options(kv_bits=4, gamma=7)
-    plan = make_plan(LLAMA2_7B, LLAMA_68M, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+    plan = Request(LLAMA2_7B, LLAMA_68M, options, hardware).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
     assert plan.placement.offload == ("kv",)
     with worker_without_bytes(plan, LLAMA2_7B, LLAMA_68M) as (worker, gpu):
         cache = worker._copies

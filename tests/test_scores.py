@@ -24,7 +24,7 @@ from offload.engine.scores import Distance, Scores, divergence
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from offload.model.decoder import Decoder
 from processor import best
-from test_stored_models import twin
+from stored_models import twin
 
 LENGTH, CONTEXT = 90, 256
 TOKENS = random_tokens(LENGTH, seed=3, vocabulary=258)

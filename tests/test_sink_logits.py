@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from contract import DRAFTED, MODES, NUM_NEW, PROMPT, SHAPES, Pair, alone, say
 from fake_flash import flash_attn_with_kvcache
 from families import save_tiny
 from forked import Forked, forked_ranks
@@ -48,7 +49,7 @@ from paper import on_paper
 from processor import OPERATORS, best, built, of, on_this_machine
 from quantised import engine_of, level_stats
 from sunk import NAMES, in_rank, random_sunk, read_as_sunk, save_sunk
-from test_families import DRAFTED, LENGTH, MODES, NUM_NEW, PLAIN, PROMPT, SHAPES, SIZES, Pair, say
+from test_families import LENGTH, SIZES
 from test_operators import DIM, DTYPES, GROUPED, KV_HEADS, TOLERANCE, attending, in_fp64, normal, some_runs, still
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
@@ -265,13 +266,6 @@ def fields_of(name: str) -> dict[str, Any]:
     return SHAPES if name == "llama" else {**SHAPES, "sliding_window": 45}
 
 
-@cache
-def alone(pair: Pair, dtype: str = "bf16") -> list[int]:
-    """What the target says by itself."""
-    with engine_of(pair, PLAIN, prompt_tokens=400, dtype=dtype) as engine:
-        return say(engine)
-
-
 @pytest.mark.few(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
@@ -280,7 +274,7 @@ def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair]
     pair, (sizes, offload) = pairs(name), MODES[mode]
     with engine_of(pair, sizes, prompt_tokens=400, offload=offload) as engine:
         assert say(engine) == alone(pair)
-        assert level_stats(engine, "target").accepted > 0
+        assert level_stats(engine, "target").accepted > 0 or sizes.lookup
 
 
 @pytest.mark.parametrize("name", NAMES)

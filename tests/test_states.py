@@ -20,7 +20,6 @@ from torch import Tensor
 
 import asked
 from families import save_tiny
-from forked import Forked, forked_ranks
 from models import (
     GREEDY,
     Sizes,
@@ -681,12 +680,6 @@ def test_citations_are_of_the_layers_that_attend(long_folder: Path) -> None:
     with tiny_engine(changed(plan, masses=True), long_folder) as made:
         *_, last = made.generate(GenerationRequest(PROMPT[:900], GREEDY, max_tokens=8, passages=3))
         assert last.passages
-
-
-@pytest.fixture
-def forked_here() -> Iterator[list[Forked]]:
-    with forked_ranks() as started:
-        yield started
 
 
 @pytest.mark.few(1)

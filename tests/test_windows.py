@@ -45,7 +45,8 @@ from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward
 from offload.pages.tiles import TileShape
-from offload.plan.planner import Options, Plan, make_plan
+from offload.plan.planner import Options, Plan
+from offload.plan.request import Request
 from offload.plan.sizing import MAX_ROWS, Sizing, ring_pages
 from offload.session import manifest as manifests
 from offload.session.fingerprints import identity_of
@@ -726,7 +727,7 @@ def test_bytes_of_windows_do_not_grow_with_the_context() -> None:
     assert config.kv_bytes_per_token(2) == 10 * 2 * 16 * 128 * 2
     found = {}
     for tokens in (20_000, 120_000):
-        plan = make_plan(config, None, Options(), GPU, num_prompt_tokens=tokens, max_tokens=256)
+        plan = Request(config, None, Options(), GPU).plan(num_prompt_tokens=tokens, max_tokens=256)
         found[tokens] = plan.placement
         away = plan.placement.host_bytes["kv cache"] + plan.placement.device_bytes.get("kv cache", 0)
         assert away == pytest.approx(tokens * config.kv_bytes_per_token(2), rel=0.1)
@@ -739,7 +740,7 @@ def test_bytes_of_windows_do_not_grow_with_the_context() -> None:
 def test_a_ring_of_a_short_context_has_room_for_all_of_it_and_padding() -> None:
     config = config_of(LARGE)
     for tokens in (100, 500, 513, 1500):
-        plan = make_plan(config, None, Options(), GPU, num_prompt_tokens=tokens - 50, max_tokens=50)
+        plan = Request(config, None, Options(), GPU).plan(num_prompt_tokens=tokens - 50, max_tokens=50)
         assert plan.placement.window_pages == -(-(tokens + MAX_ROWS) // 512)
 
 
@@ -747,8 +748,8 @@ GPU = replace(CPU, device="cuda:0", device_free_bytes=24 * 10**9, host_free_byte
 
 
 def test_an_engine_allocates_the_windows_that_its_plan_says(folder: Path) -> None:
-    plan = make_plan(
-        read_config(folder), None, Options(device="cpu", dtype="fp32"), CPU, num_prompt_tokens=700, max_tokens=60
+    plan = Request(read_config(folder), None, Options(device="cpu", dtype="fp32"), CPU).plan(
+        num_prompt_tokens=700, max_tokens=60
     )
     with tiny_engine(plan, folder) as made:
         assert made.worker.memory.allocated()["device"]["window cache"] == plan.placement.device_bytes["window cache"]
@@ -765,7 +766,7 @@ def test_an_engine_allocates_the_windows_that_its_plan_says(folder: Path) -> Non
 def test_where_every_layer_has_a_window_there_is_nothing_to_retrieve_or_to_stream(options: Options, why: str) -> None:
     config = config_of({**SMALL_MISTRAL})
     with pytest.raises(UsageError, match=why):
-        make_plan(config, None, options, CPU, num_prompt_tokens=100, max_tokens=20)
+        Request(config, None, options, CPU).plan(num_prompt_tokens=100, max_tokens=20)
 
 
 SMALL_MISTRAL: dict[str, object] = {

@@ -33,7 +33,8 @@ from offload.model.loading import DTYPES
 from offload.pages import codec
 from offload.pages.tiles import TileStore
 from offload.plan.options import Options
-from offload.plan.planner import Plan, make_plan
+from offload.plan.planner import Plan
+from offload.plan.request import Request
 from offload.plan.shards import ALONE, Shard
 from offload.ranks.sums import Sums
 from offload.speed.hardware import RTX_4090, Hardware
@@ -57,7 +58,7 @@ GPU = Hardware("cuda:0", "a GPU on paper", 23 * 10**9, 256 * 10**9, True, RTX_40
 def planned(target: ModelConfig, draft: ModelConfig, num_gpus: int, **bits: int) -> Plan:
     """bits: `weight_bits` and `kv_bits` with which the target proposes to itself, where not the fastest are wanted."""
     hardware, options = replace(GPU, num_devices=num_gpus), Options(**bits)  # type: ignore[arg-type]
-    return make_plan(target, draft, options, hardware, num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+    return Request(target, draft, options, hardware).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
 
 
 class _Unread(Checkpoint):

@@ -201,7 +201,7 @@ def _fix_the_machine() -> None:
     for module in (choice, models):
         module.embedded_model = Path
     for name in MODELS:
-        os.symlink(Path(choice.__file__).parent / "models" / name, name)
+        os.symlink(Path(choice.__file__).parents[1] / "models" / name, name)
     diagnosis.software = lambda: LAPTOP.software
     machine.driver = lambda: None
     environment.look = lambda: LAPTOP.machine

@@ -13,7 +13,7 @@ MODULES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path 
 HEAVY = {
     *("torch", "transformers", "safetensors", "numpy", "huggingface_hub", "pypdf", "lxml"),
     *("offload.engine.engine", "offload.text", "offload.grammar", "offload.decode", "offload.model"),
-    *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
+    *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "trial")),
 }
 LIGHT = ("offload.decode.sampling", "offload.grammar.constraint")
 

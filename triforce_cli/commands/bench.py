@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from offload.bench.comparison import TRANSFORMERS
 from offload.errors import DoesNotFit, UsageError
 from offload.interrupts import Terminated
 from triforce_cli import __version__
@@ -36,12 +34,10 @@ from triforce_cli.setup.choice import Models
 from triforce_cli.setup.engine import Prepared, open_engine, prepare
 
 if TYPE_CHECKING:
-    from offload.bench.comparison import Comparison, Setting, Tried
-    from offload.bench.program import Program
-    from offload.bench.trial import Other, Step, Trial
+    from offload.bench.comparison import Comparison
+    from offload.bench.trial import Step, Trial
     from offload.decode.sampling import SamplingParams
     from offload.plan.options import Options
-    from offload.plan.planner import Plan
     from offload.plan.request import Request
 
 USUAL_CONTEXTS = (4096, 8192, 16384)
@@ -73,15 +69,6 @@ Contexts = Annotated[
 Repeats = Annotated[
     int,
     option("--repeats", "Measure each so often, in turns, after a warm-up.", BENCH, metavar="N", parser=whole),
-]
-Against = Annotated[
-    Literal["none", "transformers"],
-    option(
-        "--against",
-        "Measure transformers' own generate too, in its fastest setting, which short trials find, on the same weights "
-        "and dtype.",
-        BENCH,
-    ),
 ]
 
 
@@ -131,7 +118,6 @@ class Bench:
     sampling: SamplingParams
     options: Options
     models: Models
-    against: bool
     as_json: bool
     quiet: bool
 
@@ -150,60 +136,40 @@ class Bench:
         output.planned(*(trial.plan for trial in trials))
         findings.begin(self._about(text, environment()))
         left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
-        program = self._other_program(trials[-1].plan, output) if self.against else None
         for trial in trials:
-            comparison = self._compare(trial, prepared, program, left, output)
+            comparison = self._compare(trial, prepared, left, output)
             findings.add(comparison)
             output.note(render_bench.summary_line(comparison))
 
     def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
         """A trial for each context, planned before anything is loaded. Raises UsageError, DoesNotFit."""
-        from offload.bench.trial import Trial, check_other_fits
+        from offload.bench.trial import Trial
 
         trials = []
         for context in self._context_lengths(len(tokens), request.target.context_limit):
             num_prompt_tokens = context - self.max_tokens
             plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=self.max_tokens)
-            if self.against:
-                check_other_fits(request, plan)
             trial = Trial(
                 prompt=tuple(tokens[:num_prompt_tokens]),
                 plan=plan,
                 sampling=sampling,
                 max_tokens=self.max_tokens,
                 repeats=self.repeats,
-                against=self.against,
             )
             trials.append(trial)
         return trials
 
-    def _compare(
-        self, trial: Trial, prepared: Prepared, program: Program | None, left: TimeLeft, output: Output
-    ) -> Comparison:
-        """Run one trial on an engine of its own, whose memory is freed afterwards. The other program's fastest setting
-        is found first, while nothing else is loaded."""
+    def _compare(self, trial: Trial, prepared: Prepared, left: TimeLeft, output: Output) -> Comparison:
+        """Run one trial on an engine of its own, whose memory is freed afterwards."""
 
         def show(step: Step) -> None:
             output.wait(render_bench.step_line(trial, step, left.next_step()))
 
-        with self._at_its_best(program, trial, output) as (other, tried):
-            with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
-                comparison = trial.run(engine, other, on_step=show, on_progress=output.progress)
-            del engine
+        with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
+            comparison = trial.run(engine, on_step=show, on_progress=output.progress)
+        del engine
         gc.collect()
-        return replace(comparison, tried=tuple(tried))
-
-    def _at_its_best(
-        self, program: Program | None, trial: Trial, output: Output
-    ) -> AbstractContextManager[tuple[Other | None, Sequence[Tried]]]:
-        if program is None:
-            return nullcontext((None, ()))
-        from offload.bench.program import at_its_best
-
-        def show(setting: Setting) -> None:
-            output.wait(render_bench.trial_line(trial, program.name, setting))
-
-        return at_its_best(program, trial.prompt, context=trial.plan.request.capacity, on_trial=show)
+        return comparison
 
     def _context_lengths(self, num_tokens: int, limit: int) -> list[int]:
         """The requested contexts, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
@@ -228,13 +194,6 @@ class Bench:
         output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
         return library_text()
 
-    def _other_program(self, plan: Plan, output: Output) -> Program:
-        """The program to measure against. It starts when its settings are tried."""
-        output.wait(f"loading {TRANSFORMERS}")
-        from offload.bench.reference import transformers_of
-
-        return transformers_of(self.models.target, dtype=plan.request.dtype, device=plan.request.device)
-
     def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
         """The part of the JSON that all contexts share."""
         source = str(self.documents) if self.documents else LIBRARY
@@ -257,7 +216,6 @@ def bench(
     include: options.Include = None,
     contexts: Contexts = None,
     repeats: Repeats = 5,
-    against: Against = "none",
     max_tokens: options.MaxTokens = 128,
     sampling: BasicGreedySampling,
     levels: LevelFlags,
@@ -287,7 +245,6 @@ def bench(
         sampling=sampling,
         options=plan_options(levels, **vars(placement)),
         models=models.chosen(),
-        against=against == TRANSFORMERS,
         as_json=json,
         quiet=quiet,
     )

@@ -1,13 +1,13 @@
-"""Groups of options that commands share. A command takes a group as one parameter; `spread` makes options of it."""
+"""Groups of options that commands share, and `spread`, which makes a command line of a function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hints, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints, runtime_checkable
 
 from rich.markup import escape
 
@@ -18,7 +18,8 @@ from triforce_cli.ground.text import path_text
 from triforce_cli.options import options
 from triforce_cli.screen.utf8 import decode_argument, user_path
 from triforce_cli.setup.choice import NONE, Models, choose_models
-from triforce_cli.setup.engine import StoreSettings
+from triforce_cli.setup.engine import Setup, StoreSettings
+from triforce_cli.setup.plan_file import beside_given
 
 if TYPE_CHECKING:
     from offload.plan.options import Options
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 OFFLOADABLE = ("weights", "kv")
 AUTO = "auto"
 HELP_ALL = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=options.HelpAll)
-
-T = TypeVar("T")
+JSON_OPTIONS = ("json", "jsonl", "input_jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,21 @@ class PlacementFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """An engine: a plan from a file, or what is wanted of one."""
+
+    plan: options.GivenPlan = None
+    decoding: CacheFlags
+    placement: PlacementFlags
+
+    def setup(self, models: ModelFlags, store: StoreFlags | None = None, *, cites: bool = False) -> Setup:
+        """The models, the options of their plan, and the prefix store. Raises UsageError, ModelError."""
+        wanted = plan_options(self.decoding, **vars(self.placement), masses=cites)
+        chosen, given = beside_given(self.plan, wanted)
+        return Setup(models.chosen(), chosen, given, None if store is None else store.settings())
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionFlags:
     """The session or cache file that keeps rows on the disk."""
 
@@ -148,7 +163,7 @@ class LogFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFlags:
-    """Options of every command. They take effect when they are parsed."""
+    """Options of every command that has no `config` of its own. They take effect when they are parsed."""
 
     config: options.Config = None
     log_file: options.LogFile = None
@@ -238,59 +253,75 @@ class Group(Protocol):
     def parameters(self) -> Iterable[Parameter]: ...
 
     def made(self, given: Mapping[str, Any]) -> Any:
-        """The command's argument. given: values by parameter. Raises UsageError."""
+        """The command's argument. given: values by parameter, those of other groups too. Raises UsageError."""
         ...
 
 
 @dataclass(frozen=True)
-class _Fields:
-    """The group of a dataclass's fields, each an option. kind: the dataclass."""
+class Arguments:
+    """The arguments of a function or a dataclass. Each is an option, or a group of options: another dataclass, or an
+    annotation with a `Group`."""
 
-    kind: Any
+    function: Callable[..., Any]
 
     def parameters(self) -> Iterator[Parameter]:
-        hints = get_type_hints(self.kind, include_extras=True)
-        for field in fields(self.kind):
-            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for parameter, group in self._parts():
+            if group is not None:
+                yield from group.parameters()
+            elif parameter.annotation is not Changed:
+                yield parameter
+
+    def of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name. given: values by parameter. Raises UsageError."""
+        return {part.name: given[part.name] if group is None else group.made(given) for part, group in self._parts()}
 
     def made(self, given: Mapping[str, Any]) -> Any:
-        return self.kind(**given)
+        return self.function(**self.of(given))
+
+    def _parts(self) -> Iterator[tuple[Parameter, Group | None]]:
+        hints = get_type_hints(self.function, include_extras=True)
+        for name, parameter in signature(self.function).parameters.items():
+            hint = hints[name]
+            marks = getattr(hint, "__metadata__", ())
+            own = Arguments(hint) if isinstance(hint, type) and is_dataclass(hint) else None
+            group = own or next((mark for mark in marks if isinstance(mark, Group)), None)
+            yield parameter.replace(annotation=hint), group
 
 
-def _group(hint: Any) -> Group | None:
-    if is_dataclass(hint):
-        return _Fields(hint)
-    return next((found for found in getattr(hint, "__metadata__", ()) if isinstance(found, Group)), None)
+@dataclass(frozen=True)
+class Call:
+    """A command line, parsed: the function of the command, with its arguments. as_json: its results, and so its errors,
+    are JSON."""
+
+    command: Callable[..., None]
+    arguments: Mapping[str, Any]
+    as_json: bool
+
+    def __call__(self) -> None:
+        self.command(**self.arguments)
 
 
-def spread(command: Callable[..., T]) -> Callable[..., T]:
-    """`command` with its group parameters replaced by their options. A group is a dataclass, whose fields are options,
-    or an annotation with a `Group`. Help texts name defaults. Hidden options come last; `--help-all` shows them. A
-    parameter of type `Changed` is no option, and is filled."""
-    hints = get_type_hints(command, include_extras=True)
-    own_names = [name for name in signature(command).parameters if hints[name] is not Changed]
-    filled = [name for name, hint in hints.items() if hint is Changed]
-    groups = {name: group for name, hint in hints.items() if name != "return" and (group := _group(hint))}
-    spread_out = {name: list(group.parameters()) for name, group in groups.items()}
+def spread(command: Callable[..., None]) -> Callable[..., Call]:
+    """The function that Typer calls with the options of `command`, and that returns the call of it. The options of
+    groups are the command's, see `Arguments`; so are those of `ProgramFlags`. Help texts name defaults. Hidden options
+    come last; `--help-all` shows them. A parameter of type `Changed` is no option, and is filled."""
+    arguments = Arguments(command)
 
-    def spread_command(**flags: Any) -> T:
-        flags.pop(HELP_ALL.name, None)
-        changed = Changed(_changed(parameters, flags)) if filled else None
-        for name, group in groups.items():
-            flags[name] = group.made({option.name: flags.pop(option.name) for option in spread_out[name]})
-        return command(**flags, **dict.fromkeys(filled, changed))
+    def parsed(**flags: Any) -> Call:
+        changed = Changed(_changed(parameters, flags))
+        as_json = any(map(flags.get, JSON_OPTIONS))
+        return Call(command, arguments.of({**flags, "changed": changed}), as_json)
 
-    parameters: list[Parameter] = []
-    for parameter in map(signature(command).parameters.__getitem__, own_names):
-        own = [parameter.replace(annotation=hints[parameter.name])]
-        parameters += spread_out.get(parameter.name, own)
+    parameters = list(arguments.parameters())
+    if all(parameter.name != "config" for parameter in parameters):
+        parameters += Arguments(ProgramFlags).parameters()
     parameters = sorted(map(_with_default, parameters), key=_is_hidden)
     if any(map(_is_hidden, parameters)):
         parameters.append(HELP_ALL)
-    spread_command.__name__, spread_command.__doc__ = command.__name__, flowing(command.__doc__)
-    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    spread_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return spread_command
+    parsed.__name__, parsed.__doc__ = command.__name__, flowing(command.__doc__)
+    parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    parsed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return parsed
 
 
 def _changed(parameters: Iterable[Parameter], flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

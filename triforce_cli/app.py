@@ -36,7 +36,7 @@ from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
 from triforce_cli.ground import log
 from triforce_cli.ground.errors import debugging, describe, wants_json
-from triforce_cli.options.flags import Call, flowing
+from triforce_cli.options.call import Call, flowing
 from triforce_cli.options.other_programs import Group
 from triforce_cli.screen.output import Output
 from triforce_cli.settings import variables

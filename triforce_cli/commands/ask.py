@@ -13,10 +13,10 @@ import typer
 from offload.errors import UsageError
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
-from triforce_cli.options import completion, options
+from triforce_cli.options import callbacks, completion, options
 from triforce_cli.options.answering import AnswerFlags, Files, GoesOn, System, WantedFlags, check_goes_on
+from triforce_cli.options.call import Changed, spread
 from triforce_cli.options.flags import (
-    Changed,
     EngineFlags,
     LogFlags,
     ModelFlags,
@@ -24,7 +24,6 @@ from triforce_cli.options.flags import (
     StoreFlags,
     named_documents,
     question_of,
-    spread,
 )
 from triforce_cli.options.options import option
 from triforce_cli.screen.output import Output
@@ -233,7 +232,7 @@ def ask(
     offered = {} if tools is None else {"tools": read_tools(read_text(user_path(str(tools)), "the tools"))}
     layout = wanted.chat.layout(**offered)
     documents = named_documents("--file", file, None, include)
-    templates = options.configuration_of(ctx).templates
+    templates = callbacks.configuration_of(ctx).templates
     source = QuestionSource(
         template=None if prompt_template is None else templates().named(prompt_template),
         text=None if question is None else question_of(question, more_words or (), file),

@@ -15,15 +15,9 @@ from triforce_cli import __version__
 from triforce_cli.documents.prompt import LIBRARY, library_text, read_prompt
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.control import BASIC, BasicGreedySampling
-from triforce_cli.options.flags import (
-    LevelFlags,
-    ModelFlags,
-    PlacementFlags,
-    named_documents,
-    plan_options,
-    spread,
-)
+from triforce_cli.options.flags import LevelFlags, ModelFlags, PlacementFlags, named_documents, plan_options
 from triforce_cli.options.options import option, whole
 from triforce_cli.render import bench as render_bench
 from triforce_cli.screen.output import Output

@@ -18,9 +18,9 @@ from triforce_cli.chat import notes
 from triforce_cli.chat.keys import Keys
 from triforce_cli.options import options
 from triforce_cli.options.answering import CHAT, Files, System, WantedFlags
+from triforce_cli.options.call import Changed, spread
 from triforce_cli.options.flags import (
     CacheFlags,
-    Changed,
     EngineFlags,
     LogFlags,
     ModelFlags,
@@ -28,7 +28,6 @@ from triforce_cli.options.flags import (
     SessionFlags,
     StoreFlags,
     named_documents,
-    spread,
 )
 from triforce_cli.options.options import switch
 from triforce_cli.screen.output import Output

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from offload.errors import UsageError, quoted_line
-from triforce_cli.options import options
-from triforce_cli.options.flags import spread
+from triforce_cli.options import callbacks, options
+from triforce_cli.options.call import spread
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render import config as render_config
 from triforce_cli.render.config import Setting
@@ -53,7 +53,7 @@ def show(
     if not chosen:
         names = ", ".join(" ".join(words) for words in commands)
         raise UsageError(f"there is no command {' '.join(wanted)!r}; there are {names}")
-    configuration = options.configuration_of(context)
+    configuration = callbacks.configuration_of(context)
     every = [
         Setting(name, *origin(option, configuration.of(words, found), configuration.file), commands=(" ".join(words),))
         for words, found in chosen.items()

@@ -10,7 +10,7 @@ import typer
 from offload.errors import shell_line
 from triforce_cli.ground.text import path_text
 from triforce_cli.options import options
-from triforce_cli.options.flags import spread
+from triforce_cli.options.call import spread
 from triforce_cli.options.options import option
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.utf8 import user_path

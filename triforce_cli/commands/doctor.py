@@ -10,7 +10,7 @@ from typing import Annotated
 from offload.errors import Differs
 from triforce_cli.ground.outfile import OutputFile
 from triforce_cli.options import options
-from triforce_cli.options.flags import spread
+from triforce_cli.options.call import spread
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.utf8 import user_path
 from triforce_cli.setup.choice import choose_models

@@ -13,17 +13,8 @@ from triforce_cli.answering.request import Prompt
 from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.options import options
 from triforce_cli.options.answering import AnswerFlags, ChatFlags, GoesOn, WantedFlags, check_goes_on, destination
-from triforce_cli.options.flags import (
-    AUTO,
-    Changed,
-    DocumentFlags,
-    EngineFlags,
-    LogFlags,
-    ModelFlags,
-    SessionFlags,
-    StoreFlags,
-    spread,
-)
+from triforce_cli.options.call import Changed, spread
+from triforce_cli.options.flags import AUTO, DocumentFlags, EngineFlags, LogFlags, ModelFlags, SessionFlags, StoreFlags
 from triforce_cli.options.options import OUTPUT, PROMPT, option, switch
 from triforce_cli.screen.utf8 import decode_argument, user_path
 

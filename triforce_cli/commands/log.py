@@ -9,8 +9,8 @@ import typer
 from offload.errors import UsageError
 from triforce_cli.ground.text import counted, path_text
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import REMOVAL, Yes, agreed
-from triforce_cli.options.flags import spread
 from triforce_cli.options.options import MOST, count, option, switch, whole
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render.sessions import named

@@ -10,9 +10,9 @@ import typer
 from offload.hub.names import models_folder
 from offload.units import size
 from triforce_cli.ground.text import counted
-from triforce_cli.options import completion, options
+from triforce_cli.options import callbacks, completion, options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import Yes, agreed
-from triforce_cli.options.flags import spread
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render import models as render_models
 from triforce_cli.render.models import Absent, Line, Named
@@ -47,7 +47,7 @@ def listing(
 
     Example: triforce models --json
     """
-    aliases = options.configuration_of(context).aliases()
+    aliases = callbacks.configuration_of(context).aliases()
     with Output(quiet=quiet) as output:
         if families:
             _list_families(output, as_json=json)
@@ -88,7 +88,7 @@ def rm(
 
     Example: triforce models rm llama-68m
     """
-    aliases = options.configuration_of(context).aliases()
+    aliases = callbacks.configuration_of(context).aliases()
     from offload.hub.removal import find_stored, remove
 
     found = tuple(dict.fromkeys(find_stored(aliases.path(name)[-1]) for name in names))

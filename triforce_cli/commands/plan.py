@@ -12,7 +12,8 @@ from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.documents.selection import Named
 from triforce_cli.ground.text import duration
 from triforce_cli.options import options
-from triforce_cli.options.flags import CacheFlags, DocumentFlags, ModelFlags, plan_options, spread
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import CacheFlags, DocumentFlags, ModelFlags, plan_options
 from triforce_cli.options.options import number, option, switch, whole
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models

@@ -10,7 +10,7 @@ from offload.errors import UsageError
 from offload.hub.names import MAIN, pull_command, repository_of
 from triforce_cli.ground.text import path_text
 from triforce_cli.options import completion, options
-from triforce_cli.options.flags import spread
+from triforce_cli.options.call import spread
 from triforce_cli.options.options import option, switch
 from triforce_cli.render import models as render_models
 from triforce_cli.screen.output import Output

@@ -12,8 +12,9 @@ import typer
 from offload.errors import DoesNotFit, UsageError
 from offload.speed.hardware import Launched
 from triforce_cli.documents.texts import Text, read_texts
-from triforce_cli.options import completion, options
-from triforce_cli.options.flags import CacheFlags, PlacementFlags, plan_options, spread
+from triforce_cli.options import callbacks, completion, options
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import CacheFlags, PlacementFlags, plan_options
 from triforce_cli.options.options import option, switch, whole
 from triforce_cli.render import score as render_score
 from triforce_cli.render.score import Judged
@@ -44,7 +45,7 @@ Against = Annotated[
         "repeated.",
         options.MODELS,
         metavar="MODEL",
-        callback=options.models_without_aliases,
+        callback=callbacks.models_without_aliases,
         autocompletion=completion.models,
         readable=False,  # the error of the model has the remedy
     ),

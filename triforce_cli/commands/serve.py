@@ -16,7 +16,8 @@ from offload.errors import UsageError
 from offload.interrupts import ending_of, heard
 from triforce_cli.options import options
 from triforce_cli.options.answering import WantedFlags
-from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags, spread
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags
 from triforce_cli.options.options import option, whole
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models

@@ -15,8 +15,8 @@ from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
 from offload.units import size
 from triforce_cli.options import completion, options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import REMOVAL, Yes, agreed
-from triforce_cli.options.flags import spread
 from triforce_cli.options.options import number, option, switch, whole
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render import sessions as render_sessions

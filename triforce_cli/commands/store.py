@@ -12,8 +12,8 @@ from offload.session.store_files import clear as clear_store
 from offload.session.store_files import nbytes, pages_of, remove, store_folder, summaries
 from offload.units import size
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import Yes, agreed
-from triforce_cli.options.flags import spread
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render import store as render_store
 from triforce_cli.render.sessions import named

@@ -12,7 +12,7 @@ from triforce_cli.documents.places import marked
 from triforce_cli.documents.reading import Reading, joined, read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
-from triforce_cli.options.flags import spread
+from triforce_cli.options.call import spread
 from triforce_cli.options.options import OUTPUT, switch
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.utf8 import STDIN

@@ -6,7 +6,8 @@ from __future__ import annotations
 from triforce_cli.documents.reading import joined, read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
-from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, plan_options, spread
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, plan_options
 from triforce_cli.render import tokens as render_tokens
 from triforce_cli.render.tokens import Counted, Counts
 from triforce_cli.screen.output import Output

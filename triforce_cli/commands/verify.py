@@ -7,8 +7,9 @@ from typing import Annotated
 from offload.errors import Differs, UsageError
 from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.control import GreedySampling
-from triforce_cli.options.flags import DocumentFlags, EngineFlags, ModelFlags, spread
+from triforce_cli.options.flags import DocumentFlags, EngineFlags, ModelFlags
 from triforce_cli.options.options import number, option, whole
 from triforce_cli.render import verify as render_verify
 from triforce_cli.screen.output import Output

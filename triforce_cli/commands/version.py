@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from triforce_cli import __version__
 from triforce_cli.options import options
-from triforce_cli.options.flags import spread
+from triforce_cli.options.call import spread
 from triforce_cli.screen.output import Output
 
 

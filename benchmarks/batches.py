@@ -29,11 +29,10 @@ import texts
 import torch
 from decode import demo_models
 from peer import Peer, llama_cpp_program, model_files, open_llama_cpp, wheel_python
-from peers import GREEDY, LLAMA_CPP, PLAIN, PROCESS, SLACK
+from peers import LLAMA_CPP, PLAIN, PROCESS, SLACK
+from program import GREEDY, Setting, Tried, fastest, find_setting, name_of
 from report import about, emit, say
 
-from offload.bench.comparison import Setting, Tried, fastest, name_of
-from offload.bench.program import find_setting
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
 from offload.metrics import Spread

@@ -25,11 +25,9 @@ from typing import Any
 import texts
 from decode import demo_models
 from peer import llama_cpp_of, wheel_python
+from program import GREEDY, Other, Program, fastest, find_setting, milliseconds_after_first, name_of
 from report import about, emit, say
 
-from offload.bench.comparison import fastest, name_of
-from offload.bench.program import GREEDY, Program, find_setting
-from offload.bench.trial import Other, milliseconds_after_first
 from offload.engine.engine import load_tokenizer
 from offload.metrics import Spread
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import texts
+from reference import Reference
 from report import about, beside, emit, say
 
-from offload.bench.reference import Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest

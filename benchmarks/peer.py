@@ -19,10 +19,9 @@ import llama_cpp
 import psutil
 import torch
 from gguf_file import write_gguf
+from program import Program, Setting
 from report import say
 
-from offload.bench.comparison import Setting
-from offload.bench.program import Program
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from offload.files import user_folder

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from llama_cpp import Way, serve
+from reference import SDPA, Reference
 
-from offload.bench.reference import SDPA, Reference
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, timed
 from offload.engine.request import GenerationRequest

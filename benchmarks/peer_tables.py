@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from program import Tried, fastest, name_of
 from report import Document, read
 
-from offload.bench.comparison import Tried, fastest, name_of
 from offload.metrics import Spread
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ Q4_K_M, which the wheel cannot make.
 
 llama.cpp is the wheel xllamacpp in an environment of its own, `--peers-env` (created if missing; by default in the
 user's cache folder; "none": without llama.cpp). It reads a GGUF file written from the same safetensors. llama.cpp and
-transformers run in their fastest settings, found by short trials before the turns (offload/bench/program.py), which are
+transformers run in their fastest settings, found by short trials before the turns (program.py), which are
 in the JSON, `tried`. llama.cpp with its draft or lookups has the same setting, and the fastest of its n-gram lookups is
 found in the same way. Lookups remember earlier texts, so each of their turns is a new process, which takes over the
 prompt's rows from plain llama.cpp. transformers reads the prompt again in each turn with speculation.
@@ -48,20 +48,17 @@ from peer import (
     open_llama_cpp,
     wheel_python,
 )
+from program import GREEDY, Program, Setting, fastest, find_setting, milliseconds_after_first, name_of
+from reference import CHOICES, SDPA
 from report import about, beside, emit, say
 
-from offload.bench.comparison import Setting, fastest, first_difference, name_of
-from offload.bench.program import Program, find_setting
-from offload.bench.reference import CHOICES, SDPA
-from offload.bench.trial import milliseconds_after_first
+from offload.bench.comparison import first_difference
 from offload.config.gguf_header import is_gguf
 from offload.config.reading import read_config
-from offload.decode.sampling import SamplingParams
 from offload.engine.engine import load_tokenizer
 from offload.errors import TriforceError
 from offload.metrics import Spread
 
-GREEDY = SamplingParams(temperature=0.0)
 PLAIN, TRANSFORMERS = "ours, plain", "transformers"
 LLAMA_CPP, LLAMA_CPP_LOOKUPS = "llama.cpp", "llama.cpp, n-grams"
 FOUR_BITS = "llama.cpp, Q4_0"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import DoesNotFit
-from offload.plan import request, what_if
+from offload.plan import request
 
 
 class Plans:
@@ -27,7 +27,6 @@ class Plans:
             (request, "make_plan"),
             (request, "largest_context"),
             (request, "has_room"),
-            (what_if, "make_plan"),
         ):
             patch.setattr(module, name, partial(self._once, getattr(module, name)))
 

@@ -77,11 +77,11 @@ def some_documents() -> None:
 
 def a_comparison() -> None:
     from offload.bench.trial import Trial
-    from test_cli_bench import PLAIN, TRIFORCE, comparison
+    from test_cli_bench import comparison
 
-    def run(trial: Trial, engine: object, reference: object, **callbacks: object) -> object:
+    def run(trial: Trial, engine: object, **callbacks: object) -> object:
         context = len(trial.prompt) + trial.max_tokens
-        return comparison(context, seconds=context / 10_000, ways=(PLAIN, TRIFORCE))
+        return comparison(context, seconds=context / 10_000)
 
     Path("book.txt").write_text(TEXT * 100)
     fake_engine(plans=False)()

@@ -34,7 +34,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def models(*args: str) -> tuple[Path, Path | None]:
     """The target and the draft of a command line."""
-    chosen = app(["plan", *args], standalone_mode=False).models
+    chosen = app(["plan", *args], standalone_mode=False).arguments["models"].chosen(weights=False)
     return chosen.target, chosen.draft
 
 

@@ -18,12 +18,13 @@ from offload.engine.passages import NUM_ROWS, Attended, Passage
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.plan.options import Options
+from test_cli_options import first_used
 from triforce_cli.answering.citations import citations
 from triforce_cli.answering.request import Wanted
+from triforce_cli.answering.single import SingleAnswer
 from triforce_cli.app import app
 from triforce_cli.batch.openai import own
 from triforce_cli.batch.records import read_records
-from triforce_cli.commands.ask import Ask
 from triforce_cli.prompts.conversation import Conversation, Document
 from triforce_cli.prompts.formats import ChatFormat
 from triforce_cli.settings.placeholders import filled
@@ -472,9 +473,8 @@ def test_lines_of_a_batch_name_passages_of_their_prompt_or_messages(
 
 def test_ask_plans_for_masses_only_where_they_are_wanted(folder: Path) -> None:
     for args, wanted in (((), False), (("--cite",), True)):
-        parsed = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
-        assert isinstance(parsed, Ask)
-        assert parsed.alone.setup.options.masses is wanted
+        call = app(["ask", "Why?", "--model", str(folder / "target"), *args], standalone_mode=False)
+        assert first_used(SingleAnswer, "under_way", call).setup.options.masses is wanted
 
 
 # Tools

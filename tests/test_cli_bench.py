@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -15,10 +14,7 @@ import pytest
 import torch
 
 from models import save_pair
-from offload.bench.comparison import PLAIN, TRANSFORMERS, TRIFORCE, Comparison, Run, Setting
-from offload.bench.program import Program
-from offload.decode.sampling import SamplingParams
-from offload.errors import TriforceError
+from offload.bench.comparison import PLAIN, TRIFORCE, WAYS, Comparison, Run
 from offload.model.level import Level
 from offload.plan.options import Options
 from programs import ProgramTerminal, begin
@@ -72,17 +68,17 @@ def shell(folder: Path, triforce: Callable[..., tuple[int, str, str]]) -> Shell:
     return Shell(folder, triforce)
 
 
-def comparison(context: int, *, seconds: float = 0.020, ways: tuple[str, ...] = (PLAIN, TRIFORCE)) -> Comparison:
-    """Of three turns: TriForce takes `seconds` a token, each other way 2, 3, 4 times as long."""
+def comparison(context: int, *, seconds: float = 0.020) -> Comparison:
+    """Of three turns: TriForce takes `seconds` a token, plain decoding 2, 3, 4 times as long."""
     runs = [
         Run(
             way=way,
             turn=turn,
             tokens=(1, 2, 3),
             milliseconds_per_token=1000 * seconds * (1 if way == TRIFORCE else turn + 1),
-            stats=make_stats() if way == TRIFORCE else None,
+            stats=make_stats(),
         )
-        for way in ways
+        for way in WAYS
         for turn in (1, 2, 3)
     ]
     plan = make_plan(Options(), num_prompt_tokens=context - 100)
@@ -138,7 +134,7 @@ class TestNumbers:
 
 class TestRuns:
     def test_json_is_one_object_with_environment_plans_and_every_run(self, shell, folder):
-        found = shell.document("--contexts", "600,300", *LEVELS, "--against", "transformers")
+        found = shell.document("--contexts", "600,300", *LEVELS)
         assert [context["context"] for context in found["contexts"]] == [300, 600]
         assert {"environment", "model", "prompt", "sampling", "max_tokens", "repeats", "version"} <= found.keys()
         assert found["environment"]["torch"] == torch.__version__
@@ -147,10 +143,10 @@ class TestRuns:
             assert context["plan"]["request"]["capacity"] == context["context"]
             assert context["plan"]["request"]["num_prompt_tokens"] == context["context"] - 12
             assert sorted((run["way"], run["turn"]) for run in context["runs"]) == [
-                (way, turn) for way in sorted((PLAIN, TRIFORCE, TRANSFORMERS)) for turn in (1, 2)
+                (way, turn) for way in WAYS for turn in (1, 2)
             ]
-            assert context["first_difference_from_plain"] == {TRIFORCE: None, TRANSFORMERS: None}
-            assert context["ratios"].keys() == {PLAIN, TRANSFORMERS}
+            assert context["first_difference_from_plain"] == {TRIFORCE: None}
+            assert context["ratios"].keys() == {PLAIN}
 
     def test_it_writes_what_generate_writes(self, shell, folder, triforce):
         """The prompt is the beginning of the file, one token a byte."""
@@ -194,56 +190,6 @@ class TestRuns:
         assert f"the prompts are {prompt.LIBRARY}" in err
 
 
-@dataclass
-class Counting:
-    """Another program that counts upwards from the sum of the prompt, a quarter of a second a token, three quarters by
-    eager attention; the first one takes half a second, where the prompt is new."""
-
-    attention: str | int
-    read: list[Sequence[int]] = field(default_factory=list)
-
-    def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
-    ) -> tuple[list[int], list[float]]:
-        if self.attention == "broken":
-            raise TriforceError("no such attention")
-        first, later = 0.1 if self.read else 0.5, 0.75 if self.attention == "eager" else 0.25
-        self.read.append(prompt)
-        return [sum(prompt) % 256 + place for place in range(max_tokens)], [
-            first + later * place for place in range(max_tokens)
-        ]
-
-
-def test_another_program_runs_in_its_fastest_setting_for_each_context(shell, monkeypatch):
-    """Bug: one process for all contexts had read the beginning of the second prompt with the first, so that it seemed
-    to read it faster."""
-
-    @contextmanager
-    def start(setting: Setting, context: int) -> Iterator[Counting]:
-        yield Counting(setting["attention"])
-
-    choices = {"attention": ("eager", "sdpa", "broken")}
-    program = Program(name=TRANSFORMERS, choices=choices, by_length=frozenset(choices), start=start)
-    monkeypatch.setattr("offload.bench.reference.transformers_of", lambda *_, **__: program)
-    for found in shell.document("--contexts", "100,200", "--against", "transformers")["contexts"]:
-        assert found["milliseconds_per_token"][TRANSFORMERS]["median"] == pytest.approx(250)
-        assert found["prefill_tokens_per_second"][TRANSFORMERS] == pytest.approx((found["context"] - 12) / 0.5)
-        assert found["first_difference_from_plain"][TRANSFORMERS] is not None
-        assert found["ratios"].keys() == {PLAIN, TRANSFORMERS}
-        assert found["other"]["setting"] == {"attention": "sdpa"}
-        tried = {trial["setting"]["attention"]: trial for trial in found["other"]["tried"]}
-        assert tried["eager"]["milliseconds_per_token"] == pytest.approx(750)
-        assert (tried["broken"]["milliseconds_per_token"], tried["broken"]["error"]) == (None, "no such attention")
-    code, out, _ = shell.code("--contexts", "100", "--against", "transformers")
-    assert code == 0
-    assert "transformers, ms/token            250" in out
-    assert "transformers wrote other tokens (from token" in out
-    said = " ".join(out.split())
-    assert "At 100 tokens transformers ran with attention sdpa." in said
-    table = ["Tried after 88 tokens, ms/token and seconds to the first:", "750 0.50 attention eager"]
-    assert " ".join([*table, "250 0.50 this setting", "failed attention broken"]) in said
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("code", "args", "said"),
@@ -258,7 +204,6 @@ class TestRefusals:
             (2, ("--repeats", "0"), "repeats is 0"),
             (2, ("--temperature", "-1"), "temperature is -1.0"),
             (2, ("--prompt-file", "nowhere.txt"), "nowhere.txt"),
-            (2, ("--against", "llama.cpp"), "'llama.cpp' is not one of 'none', 'transformers'"),
         ],
     )
     def test_silly_requests_are_refused_by_name(self, shell, code, args, said):
@@ -274,9 +219,7 @@ class TestReport:
     @pytest.mark.parametrize("width", [40, 60, 80, 200])
     def test_every_context_is_shown_within_any_width(self, width):
         contexts = [4096, 8192, 16384, 32768, 65536, 131072]
-        text = render_bench.report(
-            [comparison(context, ways=(PLAIN, TRIFORCE, TRANSFORMERS)) for context in contexts], width=width
-        )
+        text = render_bench.report([comparison(context) for context in contexts], width=width)
         assert max(map(len, text.splitlines())) <= width
         shown = [cell for line in text.splitlines() if line.startswith("context") for cell in line.split()[1:]]
         assert shown == [f"{context:,}" for context in contexts]
@@ -292,22 +235,16 @@ class TestReport:
         assert (rows["plain / TriForce"], rows["below plain / TriForce"]) == ("3.00x", "2.00-4.00")
         assert (rows["predicted"], rows["acceptance"], rows["tokens per full pass"]) == ("14.2", "0.90", "10.0")
 
-    def test_a_text_that_differs_is_told_loudly_but_not_of_transformers(self):
-        same = comparison(4096, ways=(PLAIN, TRIFORCE, TRANSFORMERS))
-        for way, said in ((TRIFORCE, "TRIFORCE WROTE OTHER TOKENS"), (TRANSFORMERS, "it rounds otherwise")):
-            runs = [
-                Run(way=run.way, turn=run.turn, tokens=(1, 9, 3) if run.way == way else run.tokens,
-                    milliseconds_per_token=1.0, stats=run.stats)
-                for run in same.runs
-            ]  # fmt: skip
-            other = Comparison(plan=same.plan, greedy=True, prefill_rates={}, runs=tuple(runs))
-            text = " ".join(render_bench.report([same, other], width=80).split())
-            assert said in text
-            assert "from token 2 at 4,096" in text
-            assert render_bench.document(other)["first_difference_from_plain"][way] == 1
+    def test_a_text_that_differs_is_told_loudly(self):
+        same = comparison(4096)
+        runs = [replace(run, tokens=(1, 9, 3)) if run.way == TRIFORCE else run for run in same.runs]
+        other = replace(same, runs=tuple(runs))
+        text = " ".join(render_bench.report([same, other], width=80).split())
+        assert "TRIFORCE WROTE OTHER TOKENS than plain decoding (from token 2 at 4,096)" in text
+        assert render_bench.document(other)["first_difference_from_plain"] == {TRIFORCE: 1}
 
     def test_sampled_texts_are_not_compared(self):
-        sampled = Comparison(plan=comparison(4096).plan, greedy=False, prefill_rates={}, runs=comparison(4096).runs)
+        sampled = replace(comparison(4096), greedy=False)
         assert "Texts were sampled" in render_bench.report([sampled], width=80)
         assert render_bench.document(sampled)["first_difference_from_plain"] is None
 

@@ -40,7 +40,7 @@ def test_every_command_and_option_is_in_it():
 def test_a_change_of_a_help_text_is_noticed(monkeypatch):
     option = tree.options(COMMANDS["generate",])["seed"]
     before = cli_docs.document()
-    assert "| `--seed N` | Start of the random numbers: the same seed and plan give the same text. |" in before
+    assert "| `--seed N` | Number that gives the same text again. |" in before
     monkeypatch.setattr(cli_docs, "_about", lambda option: f"changed {option.name}")
     assert cli_docs.document() != before
     assert option.help in before

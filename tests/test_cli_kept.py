@@ -155,15 +155,20 @@ def test_another_dtype_is_refused_with_what_differs(shell: Shell) -> None:
 
 
 def test_a_chats_session_is_not_written_over(shell: Shell, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a text, nor by a chat that only reads it."""
     import io
     import sys
 
-    stdin = io.TextIOWrapper(io.BytesIO(b"hello\n"))
-    monkeypatch.setattr(sys, "stdin", stdin)
+    def say(text: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+    say(b"hello\n")
     chat = ["chat", "--model", str(model), "--session", "talk", "--dtype", "fp32", "--max-tokens", "8", "--quiet"]
     assert main(chat) == 0
     before = num_kept("talk")
     assert before
     shell.generate(PROMPT, "--session", "talk", code=2)
     assert "is kept by a chat" in shell.errors
+    say(b"more\n")
+    assert main([*chat, "--read-only"]) == 0
     assert num_kept("talk") == before

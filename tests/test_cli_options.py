@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -14,8 +17,8 @@ from offload.errors import UsageError
 from offload.grammar.constraint import Constraint
 from offload.session.names import session_folder
 from sampler_values import others
+from triforce_cli.answering.single import SingleAnswer
 from triforce_cli.app import app, main
-from triforce_cli.commands.generate import Generate
 from triforce_cli.options.flags import _offloaded
 from triforce_cli.settings import tree
 from triforce_cli.setup import choice
@@ -24,7 +27,7 @@ from triforce_cli.setup.choice import choose_models
 WORDS = Path(__file__).parent / "words.lark"
 FLAGS = [  # option, what is typed, where it arrives, as what
     ("--prompt", "In short:", "prompt", "In short:"),
-    ("--prompt-file", "-", "documents.paths", (Path("-"),)),
+    ("--prompt-file", "-", "documents.prompt_file", [Path("-")]),
     ("--max-tokens", "7", "max_tokens", 7),
     *(
         (f"--{row.label}", str(value), f"sampling.{row.name}", value)
@@ -89,19 +92,25 @@ def variable_of(flag: str) -> str:
     return "TRIFORCE_" + flag[2:].replace("-", "_").upper()
 
 
-def parse(*args: str) -> Generate:
-    parsed = app(["generate", *args], standalone_mode=False)
-    assert isinstance(parsed, Generate)
-    return parsed
+T = TypeVar("T")
 
 
-def value_at(parsed: Generate, path: str) -> Any:
-    """path: from the command's fields on, or from those of a part of it."""
-    alone = parsed.alone
-    first = path.split(".")[0]
-    value: Any = next(
-        part for part in (parsed, alone, alone.setup, alone.wanted, alone.written) if hasattr(part, first)
-    )
+def first_used(kind: type[T], method: str, call: Callable[[], None]) -> T:
+    """The object whose method a command calls. The command ends there."""
+    with patch.object(kind, method, autospec=True, side_effect=EOFError) as used, pytest.raises(EOFError):
+        call()
+    return used.call_args.args[0]
+
+
+def parse(*args: str) -> SingleAnswer:
+    return first_used(SingleAnswer, "under_way", app(["generate", *args], standalone_mode=False))
+
+
+def value_at(args: tuple[str, ...], path: str) -> Any:
+    """path: from the fields of the answer on, from those of a part of it, or from the arguments of the call."""
+    answer, call = parse(*args), app(["generate", *args], standalone_mode=False)
+    parts = (answer, answer.setup, answer.wanted, answer.written, SimpleNamespace(**call.arguments))
+    value: Any = next(part for part in parts if hasattr(part, path.split(".")[0]))
     for name in path.split("."):
         value = getattr(value, name)
     return value
@@ -109,21 +118,20 @@ def value_at(parsed: Generate, path: str) -> Any:
 
 @pytest.mark.parametrize(("flag", "typed", "path", "expected"), FLAGS)
 def test_option_and_its_variable_say_the_same(flag, typed, path, expected, model, monkeypatch):
-    default = value_at(parse("--model", model), path)
-    assert default != expected
-    assert value_at(parse("--model", model, flag, typed), path) == expected
+    assert value_at(("--model", model), path) != expected
+    assert value_at(("--model", model, flag, typed), path) == expected
     monkeypatch.setenv(variable_of(flag), typed)
-    assert value_at(parse("--model", model), path) == expected
+    assert value_at(("--model", model), path) == expected
 
 
 @pytest.mark.parametrize(("flag", "path", "expected"), SWITCHES)
 def test_switch_and_its_variable_say_the_same(flag, path, expected, model, monkeypatch):
-    assert value_at(parse("--model", model), path) is not expected
-    assert value_at(parse("--model", model, flag), path) is expected
+    assert value_at(("--model", model), path) is not expected
+    assert value_at(("--model", model, flag), path) is expected
     monkeypatch.setenv(variable_of(flag), "1")
-    assert value_at(parse("--model", model), path) is expected
+    assert value_at(("--model", model), path) is expected
     monkeypatch.setenv(variable_of(flag), "0")
-    assert value_at(parse("--model", model), path) is not expected
+    assert value_at(("--model", model), path) is not expected
 
 
 def test_every_option_is_tested_here_and_has_its_variable():
@@ -197,14 +205,14 @@ def test_a_letter_means_the_same_in_every_command():
 
 
 def test_short_options_are_the_long_ones(model):
-    parsed = parse("-m", model, "-f", "-")
-    assert (value_at(parsed, "models.target"), value_at(parsed, "documents.paths")) == (Path(model), (Path("-"),))
+    args = "-m", model, "-f", "-"
+    assert (value_at(args, "models.target"), value_at(args, "documents.prompt_file")) == (Path(model), [Path("-")])
 
 
 def test_a_session_that_is_only_read_is_named(model, monkeypatch):
-    assert parse("--model", model, "--session", "book", "--read-only").alone.read_only
+    assert parse("--model", model, "--session", "book", "--read-only").read_only
     monkeypatch.setenv("TRIFORCE_READ_ONLY", "1")
-    assert parse("--model", model, "--session", "book").alone.read_only
+    assert parse("--model", model, "--session", "book").read_only
     with pytest.raises(UsageError, match="--session NAME or --cache PATH"):
         parse("--model", model)
 
@@ -217,19 +225,19 @@ def test_one_session_at_a_time(model):
 
 
 def test_link_bandwidth_and_its_variable_say_the_same(model, monkeypatch):
-    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").alone.setup.options.link_gbps == 2.0
+    assert parse("--model", model, "--offload", "kv", "--link-gbps", "2").setup.options.link_gbps == 2.0
     monkeypatch.setenv("TRIFORCE_LINK_GBPS", "3")
-    assert parse("--model", model, "--offload", "kv").alone.setup.options.link_gbps == 3.0
+    assert parse("--model", model, "--offload", "kv").setup.options.link_gbps == 3.0
 
 
 def test_command_line_wins_over_the_variable(model, monkeypatch):
     monkeypatch.setenv("TRIFORCE_GAMMA", "5")
-    assert parse("--model", model, "--gamma", "6").alone.setup.options.gamma == 6
+    assert parse("--model", model, "--gamma", "6").setup.options.gamma == 6
 
 
 def test_defaults_are_those_of_the_documentation(model):
     parsed = parse("--model", model)
-    wanted, options = parsed.alone.wanted, parsed.alone.setup.options
+    wanted, options = parsed.wanted, parsed.setup.options
     sampling = wanted.sampling
     assert (wanted.max_tokens, sampling.temperature, sampling.top_p) == (256, 0.6, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.0, None)
@@ -238,9 +246,9 @@ def test_defaults_are_those_of_the_documentation(model):
 
 
 def test_stop_can_be_repeated_and_its_variable_holds_words(model, monkeypatch):
-    assert parse("--model", model, "--stop", "a b", "--stop", "\n").alone.wanted.stops == ("a b", "\n")
+    assert parse("--model", model, "--stop", "a b", "--stop", "\n").wanted.stops == ("a b", "\n")
     monkeypatch.setenv("TRIFORCE_STOP", "END STOP")
-    assert parse("--model", model).alone.wanted.stops == ("END", "STOP")
+    assert parse("--model", model).wanted.stops == ("END", "STOP")
 
 
 @pytest.mark.parametrize(

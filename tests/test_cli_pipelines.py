@@ -16,10 +16,10 @@ from offload.errors import TriforceError
 from test_cli_fake import environment, fork, run
 from triforce_cli import __version__
 from triforce_cli.app import main
-from triforce_cli.commands.generate import destination
 from triforce_cli.ground import log
 from triforce_cli.ground.deadline import Deadline, TimedOut
 from triforce_cli.ground.outfile import OutputFile
+from triforce_cli.options.answering import destination
 from triforce_cli.screen import output
 
 TEXT = {"pieces": ["One", " two", ".\n"], "finish": "stop"}
@@ -303,7 +303,7 @@ class TestLog:
         said = file.read_text()
         assert "SECRET" not in said
         assert "One" not in said
-        for part in (f"triforce {__version__}: Generate", " a note\n", "prefill done", 'plan {"', "ended (stop) {"):
+        for part in (f"triforce {__version__}: generate", " a note\n", "prefill done", 'plan {"', "ended (stop) {"):
             assert said.count(part) == 2, part
 
     def test_has_the_traceback_that_the_screen_has_not(self, model, tmp_path):

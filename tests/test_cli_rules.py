@@ -20,7 +20,7 @@ HEAVY = {
         "offload.decode",
         "offload.model",
     ),
-    *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "reference", "trial")),
+    *(f"offload.bench.{name}" for name in ("diagnosis", "environment", "exactness", "measure", "trial")),
 }
 LIGHT = ("offload.decode.sampling", "offload.grammar.constraint")
 

@@ -205,6 +205,8 @@ def test_another_model_is_compared_place_by_place(score: Run, folder: Path) -> N
     assert float(kl.median()) < total["kl_percentile_99"] <= total["largest_kl"]
     assert total["same_likeliest"] == pytest.approx(float(torch.cat(agree).mean()))
     assert 0 < total["same_likeliest"] < 1
+    lines = score(*args[:4], "--jsonl", *args[5:])[1].splitlines()
+    assert [json.loads(line)["against"][0]["mean_kl"] for line in lines] == [same(float(kl.mean())) for kl in kls]
     rows = score("first.txt", "--against", "draft", "--worst", "0")[1].split("\n\n")[1].splitlines()
     assert [row.split()[0] for row in rows] == ["model", "target", "draft"]
 

@@ -31,8 +31,6 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
-from offload.bench.comparison import Setting
-from offload.bench.program import Program
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.speed.rates import FOLDER_VARIABLE
@@ -42,6 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last
 from gguf_file import write_gguf
 from llama_cpp import token_name
 from peer import Peer, llama_cpp_of, model_files, open_llama_cpp, python_of, wheel_python, without_openmp
+from program import Program, Setting
 
 YARN: dict[str, object] = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,

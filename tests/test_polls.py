@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from models import GREEDY, Sizes, byte_tokenizer, random_model, save, tiny_engine, tiny_plan
 from offload import files
-from offload.bench import measure, reference
+from offload.bench import measure
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences, _Running
@@ -217,11 +217,6 @@ def reply(place: Place, turn: Turn) -> None:
     team.replies(1)
 
 
-def listen_to_transformers(place: Place, turn: Turn) -> None:
-    clock = reference._Clock()
-    endlessly(turn, lambda: clock.put(torch.tensor([1])))
-
-
 def walk(place: Place, turn: Turn) -> None:
     """Folders in which nothing is found."""
     found = Walk(place.folder, Pattern(), asked=place.folder)
@@ -290,7 +285,6 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.hub.fetch._hash_of": hash_file,
     "offload.hub.pickles._verify": verify_shard,
     "offload.bench.measure._best_seconds": measuring,
-    "offload.bench.reference._Clock.put": listen_to_transformers,
     "offload.worker.timed_runs.least_seconds": timing,
     "offload.plan.request.Request.plan": planning,
     "offload.ranks.sums.Sums.connect": meet,
@@ -356,11 +350,6 @@ def unpack(place: Place) -> None:
     gguf.dequantise(place.folder / "file.gguf", place.folder)
 
 
-def load_transformers(place: Place) -> None:
-    place.patch.setattr(reference, "_load", waits)
-    reference.Reference(place.folder, dtype="fp32", device="cpu")
-
-
 def admit(place: Place) -> None:
     with Door("127.0.0.1", bytes(32)) as door:
         place.patch.setattr(door, "_selector", Mock(wraps=door._selector, select=waits))
@@ -417,7 +406,6 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "offload.hub.fetch.fetch": pull,
     "offload.hub.remote.list_repository": ask_hub,
     "offload.hub.gguf.dequantise": unpack,
-    "offload.bench.reference.Reference.__init__": load_transformers,
     "offload.ranks.door.Door.admit": admit,
     "triforce_cli.ground.inputs._piece": read_pipe,
     "triforce_cli.ground.inputs._comes": look_at_pipe,

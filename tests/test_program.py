@@ -1,17 +1,37 @@
-"""Another program is compared in its fastest setting: which is found, what is tried for it, and how it is named."""
+"""Other programs of benchmarks/: their fastest setting, how it is found and named; and transformers itself."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from torch import Tensor
+from torch.nn import Module
+from transformers.models.llama import modeling_llama
 
-from offload.bench.comparison import Setting, Tried, fastest, name_of
-from offload.bench.program import SHORT_PROMPT, TRIAL_TOKENS, Program, at_its_best, find_setting
+from models import random_tokens, save_pair
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
+
+from program import (
+    GREEDY,
+    SHORT_PROMPT,
+    TRIAL_TOKENS,
+    Program,
+    Setting,
+    Tried,
+    fastest,
+    find_setting,
+    milliseconds_after_first,
+    name_of,
+)
+from reference import Reference
 
 CHOICES = {"flash": ("off", "on"), "cache": ("f16", "f32"), "block": (512, 128)}
 SHORT, LONG = [1] * 100, [1] * (2 * SHORT_PROMPT)
@@ -122,18 +142,86 @@ class TestSearch:
         assert [(trial.setting["flash"], trial.setting["cache"]) for trial in whole] == [("off", "f16"), ("off", "f32")]
         assert fastest(tried) == whole[1]
 
-    def test_it_runs_in_the_setting_found_and_has_the_prompt_to_read(self):
-        fake = Fake(lambda setting, num_tokens: (1.0, 5.0 if setting["flash"] == "on" else 10.0))
-        with at_its_best(fake.program, SHORT, context=150, on_trial=lambda setting: None) as (other, tried):
-            assert fake.started[-1] == (dict(fastest(tried).setting), 150)
-            assert fake.started[-1][0]["flash"] == "on"
-            _, seconds = other.generate(SHORT, SamplingParams(temperature=0.0), max_tokens=2, end_tokens=())
-            assert seconds[0] == 1.0
-        assert fake.running == 0
+
+def test_a_setting_is_named_by_all_of_it():
+    assert (
+        name_of({"flash_attention": "off", "cache": "f16", "threads": 2}) == "flash attention off, cache f16, threads 2"
+    )
 
 
-def test_a_setting_is_named_by_all_of_it_or_by_what_differs():
-    setting = {"flash_attention": "off", "cache": "f16", "threads": 2}
-    assert name_of(setting) == "flash attention off, cache f16, threads 2"
-    assert name_of(setting | {"cache": "f32"}, setting) == "cache f32"
-    assert name_of(setting, setting) == ""
+def test_tokens_that_come_together_are_timed_after_the_first_moment():
+    assert milliseconds_after_first([1.0, 1.5, 1.5, 2.0]) == pytest.approx(1000 / 3)
+    assert milliseconds_after_first([1.0, 1.0, 2.0]) == pytest.approx(1000)
+    assert milliseconds_after_first([1.0]) is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder, context=512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return random_tokens(90, vocabulary=256) * 2
+
+
+class TestReference:
+    def test_a_prompt_that_it_has_read_gives_the_same_text(self, folder, prompt):
+        reference = Reference(folder / "target", dtype="fp32", device="cpu")
+        fresh, moments = reference.generate(prompt, GREEDY, max_tokens=6, end_tokens=())
+        assert moments == sorted(moments)
+        assert len(moments) == 6
+        again, _ = reference.generate(prompt, GREEDY, max_tokens=6, end_tokens=())
+        assert again == fresh
+        stopped, _ = reference.generate(prompt, GREEDY, max_tokens=6, end_tokens={fresh[2]})
+        assert stopped == fresh[: fresh.index(fresh[2]) + 1]
+
+    def test_eager_attention_decodes_what_sdpa_has_read(self, folder, prompt, monkeypatch):
+        """All of the prompt at once in eager attention is a matrix of the prompt with itself."""
+        texts, rows, eager = dict[str, list[int]](), set[int](), modeling_llama.eager_attention_forward
+
+        def spy(layer: Module, query: Tensor, *others: object, **named: object) -> object:
+            rows.add(query.shape[2])
+            return eager(layer, query, *others, **named)
+
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", spy)
+        for attention in ("sdpa", "eager"):
+            reference = Reference(folder / "target", dtype="fp32", device="cpu", attention=attention)
+            texts[attention] = []
+            for asked in (prompt, prompt, prompt[::-1]):
+                text, moments = reference.generate(asked, GREEDY, max_tokens=8, end_tokens=())
+                texts[attention] += text
+                assert len(moments) == 8
+        assert texts["sdpa"] == texts["eager"]
+        assert rows == {1}
+
+    def test_settings_that_a_folder_brings_do_not_count(self, folder, tmp_path, prompt):
+        """Bug: a repetition penalty in generation_config.json made transformers sample from another distribution."""
+        for file in (folder / "target").iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 5.0}')
+        texts = [
+            Reference(where, dtype="fp32", device="cpu").generate(prompt, GREEDY, max_tokens=8, end_tokens=())[0]
+            for where in (folder / "target", tmp_path)
+        ]
+        assert texts[0] == texts[1]
+
+    def test_a_folder_that_transformers_cannot_load_is_named(self, tmp_path):
+        with pytest.raises(TriforceError, match=str(tmp_path)):
+            Reference(tmp_path, dtype="fp32", device="cpu")
+
+    @pytest.mark.parametrize("speculation", ["draft", "lookup"])
+    def test_with_speculation_it_writes_the_same_text_in_every_turn(self, folder, speculation):
+        """Bug of its: with the prompt's rows kept, speculation writes another text."""
+        model = folder / "target"
+        prompt = random_tokens(20, vocabulary=256) * 3
+        kind = {"draft": {"draft": model}, "lookup": {"lookup": 10}}[speculation]
+        plain, other = (Reference(model, dtype="fp32", device="cpu", **options) for options in ({}, kind))
+        text, _ = plain.generate(prompt, GREEDY, max_tokens=12, end_tokens=())
+        for _ in range(2):
+            tokens, seconds = other.generate(prompt, GREEDY, max_tokens=12, end_tokens=())
+            assert tokens == text
+            assert len(seconds) == 12
+            assert seconds == sorted(seconds)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from offload.errors import UsageError
+from test_cli_options import first_used
 from triforce_cli.app import app
-from triforce_cli.commands.ask import Ask
+from triforce_cli.commands.ask import QuestionSource
 from triforce_cli.screen.output import Output
 from triforce_cli.settings import configuration
 from triforce_cli.settings.placeholders import placeholders_in, replaced
@@ -46,10 +47,9 @@ def said(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Pro
         piped = io.BytesIO((stdin or "").encode())
         monkeypatch.setattr("triforce_cli.commands.ask.stdin_is_terminal", lambda: stdin is None)
         monkeypatch.setattr("triforce_cli.screen.utf8.read_stdin", lambda what, note: piped.read())
-        parsed = app(["ask", *args], standalone_mode=False)
-        assert isinstance(parsed, Ask)
+        source = first_used(QuestionSource, "texts", app(["ask", *args], standalone_mode=False))
         with Output(quiet=True) as output:
-            return parsed._texts(output), [document.text for document in parsed._piped(output)]
+            return source.texts(output), [document.text for document in source.piped(output)]
 
     return said
 

@@ -24,7 +24,6 @@ from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
 from triforce_cli.batch.records import read_records
 from triforce_cli.chat.settings import Settings
-from triforce_cli.commands.generate import Generate
 from triforce_cli.options.control import BASIC
 from triforce_cli.settings import tree
 
@@ -53,9 +52,7 @@ def logits() -> torch.Tensor:
 
 
 def parsed(*args: str) -> SamplingParams:
-    found = app(["generate", *args], standalone_mode=False)
-    assert isinstance(found, Generate)
-    return found.alone.wanted.sampling
+    return app(["generate", *args], standalone_mode=False).arguments["wanted"].sampling
 
 
 @pytest.mark.parametrize("row", [row for row in SETTINGS.values() if row.kind is not bool], ids=lambda row: row.name)

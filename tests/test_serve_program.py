@@ -255,7 +255,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(refused: Refused) -> N
 
 
 def test_what_is_no_server_is_refused(target: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triforce_cli.commands.serve.Serve.run", lambda self: None)
+    monkeypatch.setattr("triforce_cli.commands.serve._check_installed", lambda: pytest.fail("not refused"))
     model = ["--model", str(target)]
     for host in ("0.0.0.0", "::", "192.168.1.1", "example.com"):
         assert "needs a key (--api-key" in refused(*model, "--host", host)

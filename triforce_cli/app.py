@@ -1,6 +1,6 @@
 """The Typer app and `main`, the only place that catches errors.
 
-Typer parses and each command returns a `Command`, which `main` then runs: inside Typer a closed pipe would become exit
+Typer parses and returns the `Call` of a command, which `main` then makes: inside Typer a closed pipe would become exit
 code 1 and an interrupt would be swallowed.
 """
 
@@ -15,7 +15,6 @@ import typer
 from offload.interrupts import Terminated, interruptible
 from offload.speed.hardware import Launched
 from triforce_cli import __version__
-from triforce_cli.commands import Command
 from triforce_cli.commands import version as version_command
 from triforce_cli.commands.ask import ask
 from triforce_cli.commands.bench import bench
@@ -37,7 +36,7 @@ from triforce_cli.commands.tokens import tokens
 from triforce_cli.commands.verify import verify
 from triforce_cli.ground import log
 from triforce_cli.ground.errors import debugging, describe, wants_json
-from triforce_cli.options.flags import flowing
+from triforce_cli.options.call import Call, flowing
 from triforce_cli.options.other_programs import Group
 from triforce_cli.screen.output import Output
 from triforce_cli.settings import variables
@@ -113,15 +112,15 @@ def main(args: Sequence[str] | None = None) -> int:
     launched = Launched.look()
     if launched is not None and launched.rank > 0:
         return _follow(launched)
-    command: Command | None = None
+    call: Call | None = None
     try:
         with interruptible(last=args is None):
-            parsed: int | Command = app(args=args, prog_name="triforce", standalone_mode=False)
+            parsed: int | Call = app(args=args, prog_name="triforce", standalone_mode=False)
             if isinstance(parsed, int):  # --help or --version, done by Typer
                 return parsed
-            command = parsed
-            log.event(f"triforce {__version__}: {type(command).__name__}")
-            command.run()
+            call = parsed
+            log.event(f"triforce {__version__}: {call.command.__name__}")
+            call()
     except KeyboardInterrupt:
         return INTERRUPTED
     except Terminated as ending:
@@ -129,7 +128,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has gone: no error
         return 0
     except Exception as error:
-        return _report(error, as_json=wants_json(command, sys.argv if args is None else args))
+        as_json = call.as_json if call is not None else wants_json(sys.argv if args is None else args)
+        return _report(error, as_json=as_json)
     finally:
         log.end()
     return 0

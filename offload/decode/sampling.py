@@ -79,21 +79,17 @@ class SamplingParams:
 
     temperature: Annotated[
         float,
-        Setting(
-            "Randomness of the choice; 0 always takes the likeliest token.", 0, 100, means={0: "greedy"}, common=True
-        ),
+        Setting("Randomness; 0 is none.", 0, 100, means={0: "greedy"}, common=True),
     ] = 0.6
     top_p: Annotated[
         float,
-        Setting(
-            "Keep the likeliest tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1, common=True
-        ),
+        Setting("Keep likely tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1, common=True),
     ] = 0.9
     top_k: Annotated[int, Setting("Keep this many of the likeliest tokens; 0 is off.", 0, off=0, common=True)] = 0
     min_p: Annotated[
         float,
         Setting(
-            "Drop tokens below this share of the likeliest one's probability; 0 is off.",
+            "Drop tokens below this share of the likeliest; 0 is off.",
             0,
             1,
             off=0,
@@ -103,9 +99,7 @@ class SamplingParams:
     ] = 0.0
     seed: Annotated[
         int | None,
-        Setting(
-            "Start of the random numbers: the same seed and plan give the same text.", 0, NUM_SEEDS - 1, common=True
-        ),
+        Setting("Number that gives the same text again.", 0, NUM_SEEDS - 1, common=True),
     ] = None
     constraint: Constraint | None = None
     repetition_penalty: Annotated[

@@ -12,7 +12,6 @@ from typing import Any, Literal, cast, get_args
 from offload import strict_json
 from offload.errors import UsageError
 from offload.grammar.json_refs import token
-from offload.grammar.json_schema import Refused, followed
 
 Kind = Literal["json-schema", "regex", "choice", "grammar"]
 # White space between the tokens of JSON: none, one space, or a new line and its indentation. Models indent and put
@@ -111,6 +110,8 @@ def _json_of(constraint: Constraint) -> Any:
 
 def _of_schema(schema: dict[str, Any] | bool) -> str:
     """The grammar of a JSON schema. Raises UsageError."""
+    from offload.grammar.json_schema import Refused
+
     if schema is False:
         raise UsageError("the JSON schema cannot be followed: it is false, no text fits it; write true, or a schema")
     try:
@@ -128,6 +129,8 @@ def _of_schema(schema: dict[str, Any] | bool) -> str:
 def _compiled(schema: dict[str, Any]) -> str:
     """The library's grammar of a schema. The schema's own `x-guidance` may set other white space. Raises ValueError."""
     from llguidance import LLMatcher
+
+    from offload.grammar.json_schema import followed
 
     guidance = schema.get("x-guidance", {})
     if not isinstance(guidance, dict):

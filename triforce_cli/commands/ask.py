@@ -11,37 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.errors import UsageError
-from triforce_cli.answering.single import SingleRequest
 from triforce_cli.documents import Document
 from triforce_cli.documents.reading import read_documents
-from triforce_cli.documents.selection import Named
-from triforce_cli.options import completion, options
-from triforce_cli.options.answering import (
-    AnswerFlags,
-    ChatFlags,
-    EndFlags,
-    Files,
-    GoesOn,
-    Layout,
-    System,
-    alone,
-    check_goes_on,
-    setup,
-    wanted,
-)
-from triforce_cli.options.control import Sampling
+from triforce_cli.options import callbacks, completion, options
+from triforce_cli.options.answering import AnswerFlags, Files, GoesOn, System, WantedFlags, check_goes_on
+from triforce_cli.options.call import Changed, spread
 from triforce_cli.options.flags import (
-    CacheFlags,
-    Changed,
+    EngineFlags,
     LogFlags,
     ModelFlags,
-    PlacementFlags,
-    ProgramFlags,
     SessionFlags,
     StoreFlags,
     named_documents,
     question_of,
-    spread,
 )
 from triforce_cli.options.options import option
 from triforce_cli.screen.output import Output
@@ -129,52 +111,38 @@ Template = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One `triforce ask`, parsed. question: None if it is in `question_file` or, without one, in standard input; with a
-    question, standard input is a document. documents: before the question. fillings: of the placeholders in the
-    question, the system message and the beginning of the reply. template: the prompt to put the question into, maybe
-    one without a place for it."""
+class QuestionSource:
+    """A question, as it was given. text: None if it is in `file` or, without one, in standard input; with a text,
+    standard input is a document. documents: other paths of documents. fillings: of the placeholders in the question,
+    the system message and the beginning of the reply. template: the prompt to put the question into, maybe one without
+    a place for it."""
 
     template: PromptTemplate | None
-    question: str | None
-    question_file: Path | None
-    documents: Named
+    text: str | None
+    file: Path | None
+    documents: tuple[Path, ...]
     system: str
     begin_reply: str
-    layout: Layout
     fillings: Mapping[str, str]
-    alone: SingleRequest
 
-    @property
-    def as_json(self) -> bool:
-        return self.alone.written.as_json
-
-    def run(self) -> None:
-        """Read the question, then the documents, and answer."""
-        with self.alone.begun() as run:
-            if self.alone.goes_on:
-                run.go_on(is_chat=True)
-                return
-            output = run.output
-            texts = self._texts(output)
-            prepared = run.prepare()
-            output.note(prepared.models.answers_note)
-            chat_format = self.layout.format(prepared.prompt_tokenizer, self.alone.wanted)
-            output.note(chat_format.notice)
-            check_variables(chat_format.template, {"tools"} & self.layout.variables.keys())
-            documents = read_documents(self.documents, "the document", note=output.note, on_read=run.on_read)
-            found = [*(reading.document for reading in documents), *self._piped(output)]
-            conversation = self._conversation(texts.system, found).asked(texts.prompt)
-            prompt = chat_format.prompt(conversation, texts.begin_reply)
-            run.answer(prepared, prompt, texts.prompt, question=texts.prompt)
+    def __post_init__(self) -> None:
+        """Check that what is given fits the template's placeholders. Raises UsageError."""
+        if self.template is None:
+            return
+        self.template.check(tuple(self.fillings))
+        if not self.template.takes_input and (self.text is not None or self.file is not None):
+            raise UsageError(
+                f"the template {self.template.name} has no {{{INPUT}}}, so there is no place for the question; leave "
+                "it out"
+            )
 
     @property
     def _takes_question(self) -> bool:
         return self.template is None or self.template.takes_input
 
-    def _texts(self, output: Output) -> PromptTemplate:
+    def texts(self, output: Output) -> PromptTemplate:
         """The question, the system message and the beginning of the reply, in the template's place where given."""
-        question = self._question(output) if self._takes_question else ""
+        question = self._text(output) if self._takes_question else ""
         system = filled(self.system, self.fillings, "the system message")
         begin = filled(self.begin_reply, self.fillings, "the beginning of the reply")
         if self.template is None:
@@ -182,44 +150,43 @@ class Ask:
         texts = self.template.filled({**self.fillings, INPUT: question})
         return replace(texts, system=system or texts.system, begin_reply=begin or texts.begin_reply)
 
-    def _question(self, output: Output) -> str:
+    def _text(self, output: Output) -> str:
         """The question, its placeholders filled. Piped text has none: it is data, and its braces stay."""
-        if self.question is not None and self.question_file is not None:
+        if self.text is not None and self.file is not None:
             raise UsageError("there are two questions: in --prompt-file and on the command line; give one of them")
-        if self.question is not None:
-            return filled(self.question, self.fillings, "the question")
-        if self.question_file is None and stdin_is_terminal():
+        if self.text is not None:
+            return filled(self.text, self.fillings, "the question")
+        if self.file is None and stdin_is_terminal():
             raise UsageError("there is no question; triforce ask 'What is it about?' --file report.pdf")
-        file = self.question_file or STDIN
+        file = self.file or STDIN
         text = without_line_end(read_input(file, "the question", note=output.note))
         return text if file == STDIN else filled(text, self.fillings, "the question")
 
-    def _piped(self, output: Output) -> list[Document]:
+    def piped(self, output: Output) -> list[Document]:
         """Standard input as a document, if the question is on the command line."""
-        if (self.question is None and self._takes_question) or stdin_is_terminal() or STDIN in self.documents.paths:
+        if (self.text is None and self._takes_question) or stdin_is_terminal() or STDIN in self.documents:
             return []
         piped = read_input(STDIN, "a document", note=output.note)
         output.note(taken(piped, "a document") if piped.strip() else "")
         return [Document(PIPED, piped)] if piped.strip() else []
 
-    def _conversation(self, system: str, documents: Iterable[Document]) -> Conversation:
-        from triforce_cli.prompts.conversation import Conversation
 
-        conversation = Conversation(date=time.strftime("%d %b %Y"))
-        conversation = conversation.with_system(system)
-        for document in documents:
-            conversation = conversation.with_document(document)
-        return conversation
+def _conversation(system: str, documents: Iterable[Document]) -> Conversation:
+    from triforce_cli.prompts.conversation import Conversation
+
+    conversation = Conversation(date=time.strftime("%d %b %Y")).with_system(system)
+    for document in documents:
+        conversation = conversation.with_document(document)
+    return conversation
 
 
-def _template(named: PromptTemplate, fillings: Mapping[str, str], *, is_asked: bool) -> PromptTemplate:
-    """The template, if what is given fits its placeholders. is_asked: there is a question. Raises UsageError."""
-    named.check(tuple(fillings))
-    if is_asked and not named.takes_input:
-        raise UsageError(
-            f"the template {named.name} has no {{{INPUT}}}, so there is no place for the question; leave it out"
-        )
-    return named
+def _system(text: str, file: Path | None) -> str:
+    """The system message. Raises UsageError."""
+    if text and file is not None:
+        raise UsageError("--system and --system-file are two system messages; give one of them")
+    if file is not None:
+        text = without_line_end(read_text(user_path(str(file)), "the system message"))
+    return decode_argument("--system", text)
 
 
 @spread
@@ -237,22 +204,16 @@ def ask(
     begin_reply: BeginReply = "",
     prompt_template: Template = None,
     var: Variables = None,
-    chat: ChatFlags,
-    max_tokens: options.MaxTokens = 1024,
-    sampling: Sampling,
-    ends: EndFlags,
-    plan: options.GivenPlan = None,
-    decoding: CacheFlags,
-    placement: PlacementFlags,
+    wanted: WantedFlags,
+    engine: EngineFlags,
     session: SessionFlags,
     store: StoreFlags,
     log: LogFlags,
     changed: Changed,
-    answer: AnswerFlags,
+    form: AnswerFlags,
     tools: Tools = None,
     go_on: GoesOn = False,
-    program: ProgramFlags,
-) -> Ask:
+) -> None:
     """Ask a question about documents: one answer to standard output, by the model's chat template.
 
     Piped text is a document, or without a question the question itself.
@@ -262,37 +223,40 @@ def ask(
     if go_on:
         check_goes_on(
             QUESTION=question, file=file, include=include, prompt_file=prompt_file, system=system,
-            system_file=system_file, begin_reply=begin_reply, var=var, tools=tools, cite=answer.cite,
-            **chat.given(),
+            system_file=system_file, begin_reply=begin_reply, var=var, tools=tools, cite=form.cite,
+            **wanted.chat.given(),
         )  # fmt: skip
-    asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=chat)
-    started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
-    if system and system_file is not None:
-        raise UsageError("--system and --system-file are two system messages; give one of them")
-    if system_file is not None:
-        system = without_line_end(read_text(user_path(str(system_file)), "the system message"))
+    wishes = wanted.checked(cites=form.cite, logprobs=form.logprobs)
+    setup = engine.setup(models, store, cites=form.cite)
+    system = _system(system, system_file)
     offered = {} if tools is None else {"tools": read_tools(read_text(user_path(str(tools)), "the tools"))}
-    fillings = fillings_of(var or ())
-    template = None
-    if prompt_template is not None:
-        named = options.configuration_of(ctx).templates().named(prompt_template)
-        template = _template(named, fillings, is_asked=question is not None or prompt_file is not None)
-    return Ask(
-        template=template,
-        question=None if question is None else question_of(question, more_words or (), file),
-        question_file=None if prompt_file is None else user_path(str(prompt_file)),
-        documents=named_documents("--file", file, None, include),
-        system=decode_argument("--system", system),
+    layout = wanted.chat.layout(**offered)
+    documents = named_documents("--file", file, None, include)
+    templates = callbacks.configuration_of(ctx).templates
+    source = QuestionSource(
+        template=None if prompt_template is None else templates().named(prompt_template),
+        text=None if question is None else question_of(question, more_words or (), file),
+        file=None if prompt_file is None else user_path(str(prompt_file)),
+        documents=documents.paths,
+        system=system,
         begin_reply=decode_argument("--begin-reply", begin_reply),
-        layout=chat.layout(**offered),
-        fillings=fillings,
-        alone=alone(
-            asked,
-            setup=started,
-            session=session,
-            goes_on=go_on,
-            answer=answer,
-            recorder=log.recorder("ask", started.models, changed),
-            written=replace(answer.written(), shows_thoughts=chat.how() == "show"),
-        ),
+        fillings=fillings_of(var or ()),
     )
+    written = form.written(shows_thoughts=wanted.chat.how() == "show")
+    recorder = log.recorder("ask", setup.models, changed)
+    answer = form.single(wishes, setup, session, goes_on=go_on, written=written, recorder=recorder)
+    with answer.under_way():
+        if go_on:
+            answer.go_on(is_chat=True)
+            return
+        output = answer.output
+        texts = source.texts(output)
+        prepared = answer.prepare()
+        output.note(prepared.models.answers_note)
+        chat_format = layout.format(prepared.prompt_tokenizer, wishes)
+        output.note(chat_format.notice)
+        check_variables(chat_format.template, {"tools"} & layout.variables.keys())
+        readings = read_documents(documents, "the document", note=output.note, on_read=answer.on_read)
+        conversation = _conversation(texts.system, [*(each.document for each in readings), *source.piped(output)])
+        prompt = chat_format.prompt(conversation.asked(texts.prompt), texts.begin_reply)
+        answer.generate(prepared, prompt, texts.prompt, question=texts.prompt)

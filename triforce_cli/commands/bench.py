@@ -5,44 +5,28 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from offload.bench.comparison import TRANSFORMERS
 from offload.errors import DoesNotFit, UsageError
 from offload.interrupts import Terminated
 from triforce_cli import __version__
 from triforce_cli.documents.prompt import LIBRARY, library_text, read_prompt
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.control import BASIC, BasicGreedySampling
-from triforce_cli.options.flags import (
-    LevelFlags,
-    ModelFlags,
-    PlacementFlags,
-    ProgramFlags,
-    named_documents,
-    plan_options,
-    spread,
-)
+from triforce_cli.options.flags import LevelFlags, ModelFlags, PlacementFlags, named_documents, plan_options
 from triforce_cli.options.options import option, whole
 from triforce_cli.render import bench as render_bench
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.progress import TimeLeft
-from triforce_cli.setup.choice import Models
 from triforce_cli.setup.engine import Prepared, open_engine, prepare
 
 if TYPE_CHECKING:
-    from offload.bench.comparison import Comparison, Setting, Tried
-    from offload.bench.program import Program
-    from offload.bench.trial import Other, Step, Trial
-    from offload.decode.sampling import SamplingParams
-    from offload.plan.options import Options
-    from offload.plan.planner import Plan
-    from offload.plan.request import Request
+    from offload.bench.comparison import Comparison
+    from offload.bench.trial import Step, Trial
 
 USUAL_CONTEXTS = (4096, 8192, 16384)
 MOST_REPEATS = 1000
@@ -73,15 +57,6 @@ Contexts = Annotated[
 Repeats = Annotated[
     int,
     option("--repeats", "Measure each so often, in turns, after a warm-up.", BENCH, metavar="N", parser=whole),
-]
-Against = Annotated[
-    Literal["none", "transformers"],
-    option(
-        "--against",
-        "Measure transformers' own generate too, in its fastest setting, which short trials find, on the same weights "
-        "and dtype.",
-        BENCH,
-    ),
 ]
 
 
@@ -120,134 +95,6 @@ class Findings:
             self._output.text(render_bench.report(self._comparisons, width=self._output.text_width))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """One `triforce bench`, parsed. contexts: ascending; None: chosen from the model's limit and the text's length."""
-
-    documents: Named
-    contexts: tuple[int, ...] | None
-    max_tokens: int
-    repeats: int
-    sampling: SamplingParams
-    options: Options
-    models: Models
-    against: bool
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Plan all contexts, then measure one after the other. Ctrl-C keeps those that are finished."""
-        output = Output(quiet=self.quiet)
-        with Findings(output, as_json=self.as_json) as findings, output:
-            text = self._text(output)
-            self._measure(text, findings, output)
-
-    def _measure(self, text: str, findings: Findings, output: Output) -> None:
-        prepared = prepare(self.models, self.options, output, sampling=self.sampling, measures=True)
-        from offload.bench.environment import environment
-
-        trials = self._trials(prepared.request, prepared.tokenizer.encode(text), self.sampling)
-        output.planned(*(trial.plan for trial in trials))
-        findings.begin(self._about(text, environment()))
-        left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
-        program = self._other_program(trials[-1].plan, output) if self.against else None
-        for trial in trials:
-            comparison = self._compare(trial, prepared, program, left, output)
-            findings.add(comparison)
-            output.note(render_bench.summary_line(comparison))
-
-    def _trials(self, request: Request, tokens: Sequence[int], sampling: SamplingParams) -> list[Trial]:
-        """A trial for each context, planned before anything is loaded. Raises UsageError, DoesNotFit."""
-        from offload.bench.trial import Trial, check_other_fits
-
-        trials = []
-        for context in self._context_lengths(len(tokens), request.target.context_limit):
-            num_prompt_tokens = context - self.max_tokens
-            plan = request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=self.max_tokens)
-            if self.against:
-                check_other_fits(request, plan)
-            trial = Trial(
-                prompt=tuple(tokens[:num_prompt_tokens]),
-                plan=plan,
-                sampling=sampling,
-                max_tokens=self.max_tokens,
-                repeats=self.repeats,
-                against=self.against,
-            )
-            trials.append(trial)
-        return trials
-
-    def _compare(
-        self, trial: Trial, prepared: Prepared, program: Program | None, left: TimeLeft, output: Output
-    ) -> Comparison:
-        """Run one trial on an engine of its own, whose memory is freed afterwards. The other program's fastest setting
-        is found first, while nothing else is loaded."""
-
-        def show(step: Step) -> None:
-            output.wait(render_bench.step_line(trial, step, left.next_step()))
-
-        with self._at_its_best(program, trial, output) as (other, tried):
-            with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
-                comparison = trial.run(engine, other, on_step=show, on_progress=output.progress)
-            del engine
-        gc.collect()
-        return replace(comparison, tried=tuple(tried))
-
-    def _at_its_best(
-        self, program: Program | None, trial: Trial, output: Output
-    ) -> AbstractContextManager[tuple[Other | None, Sequence[Tried]]]:
-        if program is None:
-            return nullcontext((None, ()))
-        from offload.bench.program import at_its_best
-
-        def show(setting: Setting) -> None:
-            output.wait(render_bench.trial_line(trial, program.name, setting))
-
-        return at_its_best(program, trial.prompt, context=trial.plan.request.capacity, on_trial=show)
-
-    def _context_lengths(self, num_tokens: int, limit: int) -> list[int]:
-        """The requested contexts, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
-        longest = min(num_tokens + self.max_tokens, limit)
-        usual = [context for context in USUAL_CONTEXTS if self.max_tokens < context <= longest] or [longest]
-        contexts = sorted(set(usual if self.contexts is None else self.contexts))
-        shortest, most = contexts[0], contexts[-1]
-        if most > limit:
-            raise DoesNotFit(f"contexts has {most} and the model's limit is {limit} tokens; try --contexts {limit}")
-        if shortest <= self.max_tokens:
-            raise UsageError(f"a context of {shortest} has no room for --max-tokens {self.max_tokens} and a prompt")
-        if most > longest:
-            raise UsageError(
-                f"the text has {num_tokens} tokens and a context of {most} takes {most - self.max_tokens} of them "
-                f"(--max-tokens {self.max_tokens}); give a longer --prompt-file, or try --contexts {longest}"
-            )
-        return contexts
-
-    def _text(self, output: Output) -> str:
-        if self.documents:
-            return read_prompt(self.documents, None, note=output.note, on_read=output.report).text
-        output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
-        return library_text()
-
-    def _other_program(self, plan: Plan, output: Output) -> Program:
-        """The program to measure against. It starts when its settings are tried."""
-        output.wait(f"loading {TRANSFORMERS}")
-        from offload.bench.reference import transformers_of
-
-        return transformers_of(self.models.target, dtype=plan.request.dtype, device=plan.request.device)
-
-    def _about(self, text: str, environment: dict[str, object]) -> dict[str, object]:
-        """The part of the JSON that all contexts share."""
-        source = str(self.documents) if self.documents else LIBRARY
-        return {
-            "environment": environment,
-            "model": self.models.as_dict(),
-            "prompt": {"source": source, "sha256": hashlib.sha256(text.encode()).hexdigest()},
-            "sampling": {name: getattr(self.sampling, name) for name in BASIC},
-            "max_tokens": self.max_tokens,
-            "repeats": self.repeats,
-        }
-
-
 @spread
 def bench(
     *,
@@ -257,15 +104,13 @@ def bench(
     include: options.Include = None,
     contexts: Contexts = None,
     repeats: Repeats = 5,
-    against: Against = "none",
     max_tokens: options.MaxTokens = 128,
     sampling: BasicGreedySampling,
     levels: LevelFlags,
     placement: PlacementFlags,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Bench:
+) -> None:
     """Measure plain decoding against TriForce on your machine, model and text, in one run.
 
     Each context is prefilled once and continued by both in turns, so that a slow moment of the machine affects both.
@@ -279,18 +124,77 @@ def bench(
         raise UsageError(f"max-tokens is {max_tokens}, it must be 2 or more: the first token is not timed")
     if not 1 <= repeats <= MOST_REPEATS:
         raise UsageError(f"repeats is {repeats}, it must be from 1 to {MOST_REPEATS}")
-    return Bench(
-        documents=named_documents("--prompt-file", prompt_file, more_files, include),
-        contexts=_numbers("contexts", contexts),
-        max_tokens=max_tokens,
-        repeats=repeats,
-        sampling=sampling,
-        options=plan_options(levels, **vars(placement)),
-        models=models.chosen(),
-        against=against == TRANSFORMERS,
-        as_json=json,
-        quiet=quiet,
-    )
+    documents = named_documents("--prompt-file", prompt_file, more_files, include)
+    lengths, wanted = _numbers("contexts", contexts), plan_options(levels, **vars(placement))
+    chosen = models.chosen()
+    output = Output(quiet=quiet)
+    with Findings(output, as_json=json) as findings, output:
+        text = _text(documents, output)
+        prepared = prepare(chosen, wanted, output, sampling=sampling, measures=True)
+        from offload.bench.environment import environment
+        from offload.bench.trial import Trial
+
+        request, tokens = prepared.request, prepared.tokenizer.encode(text)
+        trials = []
+        for context in _context_lengths(lengths, len(tokens), request.target.context_limit, max_tokens):
+            prompt = tuple(tokens[: context - max_tokens])
+            plan = request.plan(num_prompt_tokens=len(prompt), max_tokens=max_tokens)
+            trials.append(Trial(prompt=prompt, plan=plan, sampling=sampling, max_tokens=max_tokens, repeats=repeats))
+        output.planned(*(trial.plan for trial in trials))
+        source = str(documents) if documents else LIBRARY
+        findings.begin(
+            {
+                "environment": environment(),
+                "model": chosen.as_dict(),
+                "prompt": {"source": source, "sha256": hashlib.sha256(text.encode()).hexdigest()},
+                "sampling": {name: getattr(sampling, name) for name in BASIC},
+                "max_tokens": max_tokens,
+                "repeats": repeats,
+            }
+        )
+        left = TimeLeft([trial.predicted_seconds(step) for trial in trials for step in trial.steps])
+        for trial in trials:
+            comparison = _compare(trial, prepared, left, output)
+            findings.add(comparison)
+            output.note(render_bench.summary_line(comparison))
+
+
+def _compare(trial: Trial, prepared: Prepared, left: TimeLeft, output: Output) -> Comparison:
+    """Run one trial on an engine of its own, whose memory is freed afterwards."""
+
+    def show(step: Step) -> None:
+        output.wait(render_bench.step_line(trial, step, left.next_step()))
+
+    with open_engine(prepared, trial.plan, on_progress=output.progress) as engine:
+        comparison = trial.run(engine, on_step=show, on_progress=output.progress)
+    del engine
+    gc.collect()
+    return comparison
+
+
+def _context_lengths(wanted: Sequence[int] | None, num_tokens: int, limit: int, max_tokens: int) -> list[int]:
+    """The requested contexts, ascending, or the usual ones. num_tokens: of the text. Raises UsageError, DoesNotFit."""
+    longest = min(num_tokens + max_tokens, limit)
+    usual = [context for context in USUAL_CONTEXTS if max_tokens < context <= longest] or [longest]
+    contexts = sorted(set(usual if wanted is None else wanted))
+    shortest, most = contexts[0], contexts[-1]
+    if most > limit:
+        raise DoesNotFit(f"contexts has {most} and the model's limit is {limit} tokens; try --contexts {limit}")
+    if shortest <= max_tokens:
+        raise UsageError(f"a context of {shortest} has no room for --max-tokens {max_tokens} and a prompt")
+    if most > longest:
+        raise UsageError(
+            f"the text has {num_tokens} tokens and a context of {most} takes {most - max_tokens} of them "
+            f"(--max-tokens {max_tokens}); give a longer --prompt-file, or try --contexts {longest}"
+        )
+    return contexts
+
+
+def _text(documents: Named, output: Output) -> str:
+    if documents:
+        return read_prompt(documents, None, note=output.note, on_read=output.report).text
+    output.note(f"no --prompt-file given: the prompts are {LIBRARY}")
+    return library_text()
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
-from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 from offload.errors import Differs
 from triforce_cli.ground.outfile import OutputFile
 from triforce_cli.options import options
-from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.call import spread
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.utf8 import user_path
 from triforce_cli.setup.choice import choose_models
@@ -27,58 +26,13 @@ Report = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """One `triforce doctor`, parsed. file: for the report as JSON."""
-
-    file: Path | None
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Inspect, measure, store the rates for the planner, check, report. Raises Differs after the report if a check
-        failed."""
-        output = Output(quiet=self.quiet)
-        with output, nullcontext() if self.file is None else OutputFile(self.file, note=output.note) as file:
-            output.wait("starting")
-            from offload.bench.checks import check_device
-            from offload.bench.diagnosis import diagnose, remember, usable_hardware
-            from offload.engine.engine import time_again
-            from offload.plan.what_if import expectations
-            from offload.speed.hardware import probe
-            from triforce_cli.render import doctor as render_doctor
-
-            diagnosis = diagnose(output.wait)
-            record = remember(diagnosis)
-            output.wait("timing the demo models")
-            demo = choose_models(None, None)
-            time_again(demo.target, demo.draft)
-            expected = expectations(usable_hardware(diagnosis))
-            checks = [
-                check
-                for name in diagnosis.devices
-                for check in check_device(probe(name), demo.target, demo.draft, output.wait)
-            ]
-            document = render_doctor.document(diagnosis, checks, expected, record)
-            if self.as_json:
-                output.document(document)
-            else:
-                output.text(render_doctor.report(diagnosis, checks, expected, width=output.width))
-            output.note(render_doctor.kept(record))
-            if file is not None:
-                file.write((json.dumps(document, indent=1) + "\n").encode())
-        if failure := render_doctor.failure(checks):
-            raise Differs(failure)
-
-
 @spread
 def doctor(
     *,
     report: Report = None,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Doctor:
+) -> None:
     """Look at this machine, measure it, check that it computes right, and say what to expect and what to improve.
 
     The measured rates are kept for the planner, and how long passes of the demo models take on the CPU: run it
@@ -86,4 +40,35 @@ def doctor(
 
     Example: triforce doctor --json
     """
-    return Doctor(file=None if report is None else user_path(str(report)), as_json=json, quiet=quiet)
+    named = None if report is None else user_path(str(report))
+    output = Output(quiet=quiet)
+    with output, nullcontext() if named is None else OutputFile(named, note=output.note) as file:
+        output.wait("starting")
+        from offload.bench.checks import check_device
+        from offload.bench.diagnosis import diagnose, remember, usable_hardware
+        from offload.engine.engine import time_again
+        from offload.plan.what_if import expectations
+        from offload.speed.hardware import probe
+        from triforce_cli.render import doctor as render_doctor
+
+        diagnosis = diagnose(output.wait)
+        record = remember(diagnosis)
+        output.wait("timing the demo models")
+        demo = choose_models(None, None)
+        time_again(demo.target, demo.draft)
+        expected = expectations(usable_hardware(diagnosis))
+        checks = [
+            check
+            for name in diagnosis.devices
+            for check in check_device(probe(name), demo.target, demo.draft, output.wait)
+        ]
+        document = render_doctor.document(diagnosis, checks, expected, record)
+        if json:
+            output.document(document)
+        else:
+            output.text(render_doctor.report(diagnosis, checks, expected, width=output.width))
+        output.note(render_doctor.kept(record))
+        if file is not None:
+            file.write((dumps(document, indent=1) + "\n").encode())
+    if failure := render_doctor.failure(checks):
+        raise Differs(failure)

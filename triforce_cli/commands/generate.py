@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from offload.errors import UsageError
 from triforce_cli.answering.recorder import MOST_OF_TEXT, ending
 from triforce_cli.answering.request import Prompt
-from triforce_cli.answering.single import SingleRequest
-from triforce_cli.commands import Command
 from triforce_cli.documents.prompt import read_prompt
-from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
-from triforce_cli.options.answering import (
-    AnswerFlags,
-    ChatFlags,
-    EndFlags,
-    GoesOn,
-    alone,
-    check_goes_on,
-    destination,
-    setup,
-    wanted,
-)
-from triforce_cli.options.control import Sampling
-from triforce_cli.options.flags import (
-    AUTO,
-    CacheFlags,
-    Changed,
-    DocumentFlags,
-    LogFlags,
-    ModelFlags,
-    PlacementFlags,
-    ProgramFlags,
-    SessionFlags,
-    StoreFlags,
-    spread,
-)
+from triforce_cli.options.answering import AnswerFlags, ChatFlags, GoesOn, WantedFlags, check_goes_on, destination
+from triforce_cli.options.call import Changed, spread
+from triforce_cli.options.flags import AUTO, DocumentFlags, EngineFlags, LogFlags, ModelFlags, SessionFlags, StoreFlags
 from triforce_cli.options.options import OUTPUT, PROMPT, option, switch
 from triforce_cli.screen.utf8 import decode_argument, user_path
 
@@ -98,28 +73,11 @@ class MessageFlags(ChatFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
-    """One `triforce generate` of one prompt, parsed: documents, and a text below them."""
+class ContinuedFlags(WantedFlags):
+    """Wishes for a text that continues the prompt."""
 
-    documents: Named
-    prompt: str | None
-    alone: SingleRequest
-
-    @property
-    def as_json(self) -> bool:
-        return self.alone.written.as_json
-
-    def run(self) -> None:
-        """Read the prompt, then continue it."""
-        with self.alone.begun() as run:
-            if self.alone.goes_on:
-                run.go_on(is_chat=False)
-                return
-            sent = read_prompt(self.documents, self.prompt, note=run.output.note, on_read=run.on_read)
-            prepared = run.prepare()
-            tokens = prepared.prompt_tokenizer.encode(sent.text)
-            question = decode_argument("--prompt", self.prompt or "") or ending(sent.text, MOST_OF_TEXT)
-            run.answer(prepared, Prompt(tokens, sent.documents), sent.text, question=question)
+    chat: MessageFlags
+    max_tokens: options.MaxTokens = 256
 
 
 @spread
@@ -131,22 +89,16 @@ def generate(
     input_jsonl: InputLines = None,
     output_jsonl: OutputLines = None,
     batch: Together = AUTO,
-    messages: MessageFlags,
-    max_tokens: options.MaxTokens = 256,
-    sampling: Sampling,
-    ends: EndFlags,
-    plan: options.GivenPlan = None,
-    decoding: CacheFlags,
-    placement: PlacementFlags,
+    wanted: ContinuedFlags,
+    engine: EngineFlags,
     session: SessionFlags,
     store: StoreFlags,
     go_on: GoesOn = False,
     log: LogFlags,
     changed: Changed,
     echo: Echo = False,
-    answer: AnswerFlags,
-    program: ProgramFlags,
-) -> Command:
+    form: AnswerFlags,
+) -> None:
     """Continue a long prompt, exactly as the target model alone would, in fewer passes over its cache.
 
     Only generated text goes to standard output, as soon as it is accepted. With --input-jsonl many prompts are
@@ -157,54 +109,54 @@ def generate(
     if go_on:
         check_goes_on(
             prompt_file=documents.prompt_file, prompt=prompt, input_jsonl=input_jsonl, output_jsonl=output_jsonl,
-            batch=batch != AUTO, echo=echo, cite=answer.cite, **messages.given(),
+            batch=batch != AUTO, echo=echo, cite=form.cite, **wanted.chat.given(),
         )  # fmt: skip
-    if echo and answer.extract:
+    if echo and form.extract:
         raise UsageError("--echo begins with the prompt and --extract writes a code block alone; give one of them")
     num_sequences = _number_at_a_time(batch)
-    asked = wanted(max_tokens, sampling, ends=ends, cites=answer.cite, logprobs=answer.logprobs, chat=messages)
-    started = setup(models, decoding, placement, store, cites=answer.cite, plan=plan)
-    if input_jsonl is None and output_jsonl is None and num_sequences is None:
-        return Generate(
-            documents=documents.named(),
-            prompt=prompt,
-            alone=alone(
-                asked,
-                setup=started,
-                session=session,
-                goes_on=go_on,
-                answer=answer,
-                recorder=log.recorder("generate", started.models, changed),
-                written=replace(answer.written(), name="text", ends_line=False, echo=echo),
-                forms="--json, --jsonl or --input-jsonl",
-            ),
-        )
-    _check_batch(
-        input_jsonl,
-        (
-            *(documents.named(), prompt, session.path(), answer.output, answer.jsonl, answer.stats, answer.compare),
-            answer.extract,
-        ),
+    wishes = wanted.checked(cites=form.cite, logprobs=form.logprobs)
+    setup = engine.setup(models, store, cites=form.cite)
+    named = documents.named()
+    if input_jsonl is not None or output_jsonl is not None or num_sequences is not None:
+        _check_batch(input_jsonl, (named, prompt, session.path()), form)
+        from triforce_cli.batch import Batch
+
+        Batch(
+            source=user_path(str(input_jsonl)),
+            target=destination(output_jsonl),
+            wanted=wishes,
+            num_sequences=num_sequences,
+            layout=wanted.chat.layout(),
+            setup=setup,
+            echo=echo,
+            quiet=form.quiet,
+        ).run()
+        return
+    answer = form.single(
+        wishes,
+        setup,
+        session,
+        goes_on=go_on,
+        written=form.written(name="text", ends_line=False, echo=echo),
+        recorder=log.recorder("generate", setup.models, changed),
+        forms="--json, --jsonl or --input-jsonl",
     )
-    from triforce_cli.batch import Batch
-
-    return Batch(
-        source=user_path(str(input_jsonl)),
-        target=destination(output_jsonl),
-        wanted=asked,
-        num_sequences=num_sequences,
-        layout=messages.layout(),
-        setup=started,
-        echo=echo,
-        quiet=answer.quiet,
-    )
+    with answer.under_way():
+        if go_on:
+            answer.go_on(is_chat=False)
+            return
+        sent = read_prompt(named, prompt, note=answer.output.note, on_read=answer.on_read)
+        prepared = answer.prepare()
+        tokens = prepared.prompt_tokenizer.encode(sent.text)
+        question = decode_argument("--prompt", prompt or "") or ending(sent.text, MOST_OF_TEXT)
+        answer.generate(prepared, Prompt(tokens, sent.documents), sent.text, question=question)
 
 
-def _check_batch(source: Path | None, others: Iterable[object]) -> None:
-    """Raises UsageError for options that do not apply to many prompts."""
+def _check_batch(source: Path | None, given: Iterable[object], form: AnswerFlags) -> None:
+    """Raises UsageError for options that do not apply to many prompts. given: values of some of these."""
     if source is None:
         raise UsageError("--output-jsonl and --batch are for many prompts; name them with --input-jsonl FILE")
-    if any(others):
+    if any((*given, form.output, form.jsonl, form.stats, form.compare, form.extract)):
         raise UsageError(
             "--input-jsonl answers in JSON lines of its own; leave out --prompt-file, --prompt, --session, --cache, "
             "--output, --extract, --jsonl, --stats and --compare (--output-jsonl FILE names where the lines go)"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -11,8 +9,8 @@ import typer
 from offload.errors import UsageError
 from triforce_cli.ground.text import counted, path_text
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import REMOVAL, Yes, agreed
-from triforce_cli.options.flags import ProgramFlags, spread
 from triforce_cli.options.options import MOST, count, option, switch, whole
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render.sessions import named
@@ -33,85 +31,6 @@ log = typer.Typer(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """One `triforce log ls`, parsed."""
-
-    words: tuple[str, ...]
-    most: int
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        from triforce_cli.ground.answer_log import AnswerLog
-        from triforce_cli.render import answer_log as render_log
-
-        kept = AnswerLog.of_user()
-        with Output(quiet=self.quiet) as output:
-            found, count = kept.newest(self.most, self.words)
-            if self.as_json:
-                output.document(render_log.table_document(path_text(kept.file), found, count))
-            elif found:
-                output.text(render_log.table(found, width=output.text_width))
-                output.note(render_log.more(len(found), count))
-            elif self.words:
-                output.note(f"no entry of {kept.file} has {' and '.join(map(repr, self.words))}")
-            else:
-                output.note(f"nothing is kept in {kept.file}; ask, generate and chat keep questions and answers")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Showing:
-    """One `triforce log show`, parsed. number: None for the last entry."""
-
-    number: int | None
-    as_json: bool
-
-    def run(self) -> None:
-        from triforce_cli.ground.answer_log import AnswerLog
-        from triforce_cli.render import answer_log as render_log
-
-        kept = AnswerLog.of_user()
-        with Output(quiet=True) as output:
-            entry = kept.entry(self.number)
-            if entry is None:
-                which = "no entry at all" if self.number is None else f"no entry {self.number}"
-                raise UsageError(f"there is {which} in {kept.file}; 'triforce log ls' lists them")
-            if self.as_json:
-                output.document(render_log.document(entry))
-            else:
-                output.text(render_log.whole(entry))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Removal:
-    """One `triforce log rm`, parsed. numbers: distinct; empty: all entries."""
-
-    numbers: Sequence[int]
-    yes: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Remove all that are named, or none if one of them does not exist."""
-        from triforce_cli.ground.answer_log import AnswerLog
-
-        kept = AnswerLog.of_user()
-        with Output(quiet=self.quiet) as output:
-            if not kept.exists():
-                raise UsageError(f"there is nothing to remove: {kept.file} does not exist")
-            if missing := kept.missing(self.numbers) if self.numbers else []:
-                raise UsageError(f"there is no entry {missing[0]} in {kept.file}; 'triforce log ls' lists them")
-            which = f"entry {named(list(map(str, self.numbers)))}" if self.numbers else f"all that is in {kept.file}"
-            if not self.yes and not agreed(output, f"remove {which} for good?"):
-                return
-            if self.numbers:
-                kept.remove(self.numbers)
-                output.note(f"removed {counted(len(self.numbers), 'question')} with the answers")
-            else:
-                kept.clear()
-                output.note(f"removed all questions and answers from {kept.file}")
-
-
 @log.command()
 @spread
 def ls(
@@ -120,8 +39,7 @@ def ls(
     number: Number = NUM_LISTED,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Listing:
+) -> None:
     """List past questions, the newest first.
 
     They are in the user's state folder, or in the folder that TRIFORCE_LOG_DIR names, with the values of options
@@ -131,7 +49,22 @@ def ls(
     """
     if not 1 <= number <= MOST:
         raise UsageError(f"number is {number}, it must be from 1 to {MOST}")
-    return Listing(words=tuple((search or "").split()), most=number, as_json=json, quiet=quiet)
+    from triforce_cli.ground.answer_log import AnswerLog
+    from triforce_cli.render import answer_log as render_log
+
+    kept = AnswerLog.of_user()
+    words = (search or "").split()
+    with Output(quiet=quiet) as output:
+        found, count = kept.newest(number, words)
+        if json:
+            output.document(render_log.table_document(path_text(kept.file), found, count))
+        elif found:
+            output.text(render_log.table(found, width=output.text_width))
+            output.note(render_log.more(len(found), count))
+        elif words:
+            output.note(f"no entry of {kept.file} has {' and '.join(map(repr, words))}")
+        else:
+            output.note(f"nothing is kept in {kept.file}; ask, generate and chat keep questions and answers")
 
 
 @log.command()
@@ -143,13 +76,25 @@ def show(
     ] = None,
     *,
     json: options.AsJson = False,
-    program: ProgramFlags,
-) -> Showing:
+) -> None:
     """Show a question and its answer, whole.
 
     Example: triforce log show --json
     """
-    return Showing(number=None if number is None else _id(number), as_json=json)
+    wanted = None if number is None else _id(number)
+    from triforce_cli.ground.answer_log import AnswerLog
+    from triforce_cli.render import answer_log as render_log
+
+    kept = AnswerLog.of_user()
+    with Output(quiet=True) as output:
+        entry = kept.entry(wanted)
+        if entry is None:
+            which = "no entry at all" if wanted is None else f"no entry {wanted}"
+            raise UsageError(f"there is {which} in {kept.file}; 'triforce log ls' lists them")
+        if json:
+            output.document(render_log.document(entry))
+        else:
+            output.text(render_log.whole(entry))
 
 
 @log.command()
@@ -162,15 +107,31 @@ def rm(
     all: All = False,
     yes: Yes = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Removal:
+) -> None:
     """Remove questions with their answers.
 
     Example: triforce log rm 12 13 --yes
     """
     if bool(numbers) == all:
         raise UsageError("name the entries to remove (triforce log rm 12), or give --all" + " alone" * all)
-    return Removal(numbers=tuple(dict.fromkeys(map(_id, numbers or ()))), yes=yes, quiet=quiet)
+    chosen = tuple(dict.fromkeys(map(_id, numbers or ())))
+    from triforce_cli.ground.answer_log import AnswerLog
+
+    kept = AnswerLog.of_user()
+    with Output(quiet=quiet) as output:
+        if not kept.exists():
+            raise UsageError(f"there is nothing to remove: {kept.file} does not exist")
+        if missing := kept.missing(chosen) if chosen else []:
+            raise UsageError(f"there is no entry {missing[0]} in {kept.file}; 'triforce log ls' lists them")
+        which = f"entry {named(list(map(str, chosen)))}" if chosen else f"all that is in {kept.file}"
+        if not yes and not agreed(output, f"remove {which} for good?"):
+            return
+        if chosen:
+            kept.remove(chosen)
+            output.note(f"removed {counted(len(chosen), 'question')} with the answers")
+        else:
+            kept.clear()
+            output.note(f"removed all questions and answers from {kept.file}")
 
 
 def _id(text: str) -> int:

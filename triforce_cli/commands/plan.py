@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offload.errors import DoesNotFit, ModelError, UsageError
@@ -11,7 +12,8 @@ from triforce_cli.documents.prompt import read_prompt
 from triforce_cli.documents.selection import Named
 from triforce_cli.ground.text import duration
 from triforce_cli.options import options
-from triforce_cli.options.flags import CacheFlags, DocumentFlags, ModelFlags, ProgramFlags, plan_options, spread
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import CacheFlags, DocumentFlags, ModelFlags, plan_options
 from triforce_cli.options.options import number, option, switch, whole
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
@@ -59,15 +61,23 @@ HostGbps = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine to plan for: the named GPUs, or this machine without `gpus` or with `device`. GB are 10^9 bytes."""
+class MachineFlags:
+    """The machine to plan for: the named GPUs, or this machine without `gpus` or with `device`."""
 
-    gpus: int | None
-    gpu_memory: float | None
-    host_memory: float | None
-    link_gbps: float | None
-    host_gbps: float | None
-    device: str
+    gpus: Gpus = None
+    gpu_memory: GpuMemory = None
+    host_memory: HostMemory = None
+    link_gbps: PlannedLink = None
+    host_gbps: HostGbps = None
+    device: options.Device = "auto"
+
+    def check(self) -> None:
+        """Raises UsageError."""
+        if self.gpus is not None and self.gpus not in (1, 2, 4, 8):
+            raise UsageError(f"gpus is {self.gpus}, it must be 1, 2, 4 or 8")
+        for name in ("gpu_memory", "host_memory", "link_gbps", "host_gbps"):
+            if (value := getattr(self, name)) is not None and not 0.001 <= value <= 1e6:
+                raise UsageError(f"{name.replace('_', '-')} is {value}, it must be from 0.001 to 1000000")
 
     def hardware(self) -> Hardware:
         """The machine's hardware. Raises UsageError."""
@@ -103,106 +113,6 @@ class Machine:
         return hardware
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """One `triforce plan`, parsed. documents: of the prompt to plan for. fit: plan the longest context that fits."""
-
-    models: Models
-    documents: Named
-    machine: Machine
-    options: Options
-    max_tokens: int
-    fit: bool
-    as_json: bool
-
-    def run(self) -> None:
-        """Plan and print the report. Reads config.json, or the header of a GGUF file, and nothing else of a model."""
-        from offload.config.gguf import notes
-        from offload.config.gguf_header import is_gguf, read_header
-        from offload.plan.options import DTYPE_BYTES
-        from triforce_cli.render import plan as render_plan
-
-        with Output() as output:
-            output.note(self.models.draft_note)
-            tokens = self._prompt_tokens(output)
-            planned = self._planned(None if tokens is None else len(tokens))
-            for model in filter(is_gguf, filter(None, (self.models.target, self.models.draft))):
-                for note in notes(read_header(model), DTYPE_BYTES[planned.request.dtype]):
-                    output.note(note)
-            if self.as_json:
-                output.document(render_plan.document(planned))
-            else:
-                output.show(render_plan.report(planned, width=output.text_width))
-            if tokens is not None and not self.machine.assumed:
-                output.note(self._stored(planned.plan, tokens))
-
-    def _planned(self, num_prompt_tokens: int | None) -> Planned:
-        from offload.plan.what_if import in_16_bits
-        from triforce_cli.render.plan import Planned
-
-        request = self._request(self.machine)
-        longest = request.longest_context() if self.fit else None
-        if num_prompt_tokens is None:
-            sizes = self._sizes(request.context if longest is None else max(longest, self.max_tokens + 1))
-        else:
-            sizes = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": self.max_tokens}
-        try:
-            plan = request.plan(**sizes)
-        except DoesNotFit as error:
-            raise DoesNotFit(_with_remedies(str(error), request, sizes)) from error
-        return Planned(
-            model=self.models.target,
-            request=request,
-            plan=plan,
-            link_given=self.machine.link_gbps is not None,
-            host_given=self.machine.host_gbps is not None,
-            longest_context=longest,
-            in_16_bits=in_16_bits(request, plan, **sizes),
-        )
-
-    def _prompt_tokens(self, output: Output) -> list[int] | None:
-        """The tokens of the documents, by the model's tokenizer; None if no documents are named."""
-        if not self.documents:
-            return None
-        prompt = read_prompt(self.documents, None, note=output.note, on_read=output.report).text
-        from offload.text.tokenizer import Tokenizer
-
-        return Tokenizer.from_folder(self.models.target).encode(prompt)
-
-    def _stored(self, plan: Plan, tokens: Sequence[int]) -> str:
-        """A note on the part of the prompt that the prefix store has; "" if none, or if there are no weights here."""
-        from offload.session.store_files import store_folder, summaries
-
-        if not summaries(store_folder()):
-            return ""
-        from offload.session.conditions import Conditions
-        from offload.session.prefix_store import PrefixStore
-
-        try:
-            conditions = Conditions.of(self.models.target, plan)
-        except ModelError:
-            return ""
-        store = PrefixStore(store_folder(), conditions, on_note=lambda line: None)
-        stored = store.stored(tokens[: max(len(tokens) - plan.placement.rows, 0)])
-        if not stored.num_tokens:
-            return ""
-        seconds = duration(store.read_seconds(stored))
-        return f"{stored.num_tokens:,} of {len(tokens):,} prompt tokens are in the store, which reads them in {seconds}"
-
-    def _request(self, machine: Machine) -> Request:
-        from offload.plan.request import Request
-        from offload.speed.pass_times import UNKNOWN
-
-        request = Request.of(self.models.target, self.models.draft, self.options, machine.hardware())
-        return replace(request, times=UNKNOWN) if machine.assumed else request  # times are of this machine's CPU
-
-    def _sizes(self, context: int) -> dict[str, int]:
-        """Tokens of prompt and output that fill `context`. Raises UsageError."""
-        if self.max_tokens >= context:
-            raise UsageError(f"max-tokens is {self.max_tokens}, it must be less than the context of {context}")
-        return {"num_prompt_tokens": context - self.max_tokens, "max_tokens": self.max_tokens}
-
-
 @spread
 def plan(
     *,
@@ -211,19 +121,13 @@ def plan(
     cache: CacheFlags,
     max_tokens: options.MaxTokens = 256,
     fit: Fit = False,
-    gpus: Gpus = None,
-    gpu_memory: GpuMemory = None,
-    host_memory: HostMemory = None,
-    link_gbps: PlannedLink = None,
-    host_gbps: HostGbps = None,
-    device: options.Device = "auto",
+    machine: MachineFlags,
     dtype: options.Dtype = "auto",
     offload: options.Offload = "auto",
     link_bits: options.LinkBits = "auto",
     cpu_experts: options.CpuExperts = None,
     json: options.AsJson = False,
-    program: ProgramFlags,
-) -> Planning:
+) -> None:
     """Show the memory that a context needs on device and host, the traffic over the link, and the predicted speed.
 
     Reads config.json alone, and with --prompt-file the tokenizer; nothing else is loaded and nothing is measured.
@@ -235,28 +139,107 @@ def plan(
     Example: triforce plan --model yarn-llama-2-13b-128k --draft llama-68m --context 120000 --gpus 2
     """
     options.check_max_tokens(max_tokens)
-    _check_machine(gpus, gpu_memory=gpu_memory, host_memory=host_memory, link_gbps=link_gbps, host_gbps=host_gbps)
+    machine.check()
     if fit and cache.context is not None:
         raise UsageError(f"--fit looks for the longest context and --context says {cache.context}; give one of them")
     named = documents.named()
     if named and (fit or cache.context is not None):
         raise UsageError("--prompt-file is what to plan for, and so are --fit and --context; give one of them")
-    return Planning(
-        models=models.chosen(weights=False),
-        documents=named,
-        machine=Machine(
-            gpus=gpus,
-            gpu_memory=gpu_memory,
-            host_memory=host_memory,
-            link_gbps=link_gbps,
-            host_gbps=host_gbps,
-            device=device,
-        ),
-        options=plan_options(cache, dtype=dtype, offload=offload, link_bits=link_bits, cpu_experts=cpu_experts),
-        max_tokens=max_tokens,
-        fit=fit,
-        as_json=json,
+    chosen = models.chosen(weights=False)
+    wanted = plan_options(cache, dtype=dtype, offload=offload, link_bits=link_bits, cpu_experts=cpu_experts)
+    from offload.config.gguf import notes
+    from offload.config.gguf_header import is_gguf, read_header
+    from offload.plan.options import DTYPE_BYTES
+    from triforce_cli.render import plan as render_plan
+
+    with Output() as output:
+        output.note(chosen.draft_note)
+        tokens = _prompt_tokens(named, chosen, output)
+        num_prompt_tokens = None if tokens is None else len(tokens)
+        planned = _planned(_request(chosen, wanted, machine), chosen, machine, num_prompt_tokens, max_tokens, fit=fit)
+        for model in filter(is_gguf, filter(None, (chosen.target, chosen.draft))):
+            for note in notes(read_header(model), DTYPE_BYTES[planned.request.dtype]):
+                output.note(note)
+        if json:
+            output.document(render_plan.document(planned))
+        else:
+            output.show(render_plan.report(planned, width=output.text_width))
+        if tokens is not None and not machine.assumed:
+            output.note(_stored(chosen.target, planned.plan, tokens))
+
+
+def _prompt_tokens(documents: Named, models: Models, output: Output) -> list[int] | None:
+    """The tokens of the documents, by the model's tokenizer; None if no documents are named."""
+    if not documents:
+        return None
+    prompt = read_prompt(documents, None, note=output.note, on_read=output.report).text
+    from offload.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(models.target).encode(prompt)
+
+
+def _request(models: Models, wanted: Options, machine: MachineFlags) -> Request:
+    from offload.plan.request import Request
+    from offload.speed.pass_times import UNKNOWN
+
+    request = Request.of(models.target, models.draft, wanted, machine.hardware())
+    return replace(request, times=UNKNOWN) if machine.assumed else request  # times are of this machine's CPU
+
+
+def _planned(
+    request: Request,
+    models: Models,
+    machine: MachineFlags,
+    num_prompt_tokens: int | None,
+    max_tokens: int,
+    *,
+    fit: bool,
+) -> Planned:
+    """The plan for a prompt of so many tokens, or for a whole context. fit: the longest context that fits."""
+    from offload.plan.what_if import in_16_bits
+    from triforce_cli.render.plan import Planned
+
+    longest = request.longest_context() if fit else None
+    if num_prompt_tokens is None:
+        context = request.context if longest is None else max(longest, max_tokens + 1)
+        if max_tokens >= context:
+            raise UsageError(f"max-tokens is {max_tokens}, it must be less than the context of {context}")
+        num_prompt_tokens = context - max_tokens
+    sizes = {"num_prompt_tokens": num_prompt_tokens, "max_tokens": max_tokens}
+    try:
+        plan = request.plan(**sizes)
+    except DoesNotFit as error:
+        raise DoesNotFit(_with_remedies(str(error), request, sizes)) from error
+    return Planned(
+        model=models.target,
+        request=request,
+        plan=plan,
+        link_given=machine.link_gbps is not None,
+        host_given=machine.host_gbps is not None,
+        longest_context=longest,
+        in_16_bits=in_16_bits(request, plan, **sizes),
     )
+
+
+def _stored(target: Path, plan: Plan, tokens: Sequence[int]) -> str:
+    """A note on the part of the prompt that the prefix store has; "" if none, or if there are no weights here."""
+    from offload.session.store_files import store_folder, summaries
+
+    if not summaries(store_folder()):
+        return ""
+    from offload.session.conditions import Conditions
+    from offload.session.prefix_store import PrefixStore
+
+    try:
+        conditions = Conditions.of(target, plan)
+    except ModelError:
+        return ""
+    store = PrefixStore(store_folder(), conditions, on_note=lambda line: None)
+    stored = store.stored(tokens[: max(len(tokens) - plan.placement.rows, 0)])
+    if not stored.num_tokens:
+        return ""
+    seconds = duration(store.read_seconds(stored))
+    return f"{stored.num_tokens:,} of {len(tokens):,} prompt tokens are in the store, which reads them in {seconds}"
 
 
 def _with_remedies(message: str, request: Request, sizes: Mapping[str, int]) -> str:
@@ -270,11 +253,3 @@ def _without_gpus(device: str) -> str:
     if device == "cpu":
         return "--device is cpu; leave that out to plan for GPUs"
     return "this machine has none; add --gpus 1 to plan for one"
-
-
-def _check_machine(gpus: int | None, **sizes: float | None) -> None:
-    if gpus is not None and gpus not in (1, 2, 4, 8):
-        raise UsageError(f"gpus is {gpus}, it must be 1, 2, 4 or 8")
-    for name, value in sizes.items():
-        if value is not None and not 0.001 <= value <= 1e6:
-            raise UsageError(f"{name.replace('_', '-')} is {value}, it must be from 0.001 to 1000000")

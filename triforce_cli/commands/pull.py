@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,13 +10,10 @@ from offload.errors import UsageError
 from offload.hub.names import MAIN, pull_command, repository_of
 from triforce_cli.ground.text import path_text
 from triforce_cli.options import completion, options
-from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.call import spread
 from triforce_cli.options.options import option, switch
 from triforce_cli.render import models as render_models
 from triforce_cli.screen.output import Output
-
-if TYPE_CHECKING:
-    from offload.hub.pull import PullPlan
 
 SOURCE = "What to fetch"
 
@@ -46,49 +42,6 @@ File = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pulling:
-    """One `triforce pull`, parsed."""
-
-    repository: str
-    revision: str
-    config_only: bool
-    file: str
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Fetch, convert pickled weights, and print the model's path."""
-        with Output(quiet=self.quiet) as output:
-            output.wait(f"asking the hub for {self.repository}")
-            try:
-                plan = self._pull(output)
-            except KeyboardInterrupt:
-                output.note(f"stopped; {pull_command(self.repository, self.revision, self.file)} resumes it")
-                raise
-            if self.as_json:
-                output.document(render_models.pulled_document(plan))
-            else:
-                output.text(f"{path_text(plan.folder)}\n")
-                output.note(render_models.next_command(plan, config_only=self.config_only))
-
-    def _pull(self, output: Output) -> PullPlan:
-        from offload.hub.pull import pull
-
-        def announce(plan: PullPlan) -> None:
-            for line in render_models.pull_plan(plan):
-                output.note(line)
-
-        return pull(
-            self.repository,
-            self.revision,
-            config_only=self.config_only,
-            on_plan=announce,
-            report=output.report,
-            file=self.file,
-        )
-
-
 @spread
 def pull(
     model: ModelName,
@@ -98,8 +51,7 @@ def pull(
     file: File = None,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Pulling:
+) -> None:
     """Fetch a model, or the changed files of one, from the hub into the user's data folder.
 
     Only weights (safetensors; pytorch_model.bin is converted), config and tokenizer are fetched, never code; with
@@ -113,11 +65,29 @@ def pull(
         raise UsageError("revision is empty; give a branch, a tag or a commit, or leave it out for main")
     if file is not None and config_only:
         raise UsageError("--file fetches a whole GGUF file; leave --config-only out")
-    return Pulling(
-        repository=repository_of(model),
-        revision=revision,
-        config_only=config_only,
-        file=file or "",
-        as_json=json,
-        quiet=quiet,
-    )
+    repository = repository_of(model)
+    with Output(quiet=quiet) as output:
+        output.wait(f"asking the hub for {repository}")
+        from offload.hub import pull as hub
+
+        def announce(plan: hub.PullPlan) -> None:
+            for line in render_models.pull_plan(plan):
+                output.note(line)
+
+        try:
+            plan = hub.pull(
+                repository,
+                revision,
+                config_only=config_only,
+                on_plan=announce,
+                report=output.report,
+                file=file or "",
+            )
+        except KeyboardInterrupt:
+            output.note(f"stopped; {pull_command(repository, revision, file or '')} resumes it")
+            raise
+        if json:
+            output.document(render_models.pulled_document(plan))
+        else:
+            output.text(f"{path_text(plan.folder)}\n")
+            output.note(render_models.next_command(plan, config_only=config_only))

@@ -9,28 +9,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 from offload.errors import UsageError
 from offload.interrupts import ending_of, heard
-from triforce_cli.answering.request import Wanted
 from triforce_cli.options import options
-from triforce_cli.options.answering import ChatFlags, EndFlags, Layout, setup, wanted
-from triforce_cli.options.control import Sampling
-from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, StoreFlags, spread
+from triforce_cli.options.answering import WantedFlags
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags
 from triforce_cli.options.options import option, whole
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
-from triforce_cli.setup.engine import Prepared, Setup, open_engine
+from triforce_cli.setup.engine import Prepared, open_engine
 
 if TYPE_CHECKING:
     import socket
 
     from offload.plan.planner import Plan
     from triforce_cli.serve.access import Access
-    from triforce_cli.serve.job import Ending
-    from triforce_cli.serve.scheduler import Scheduler
 
 SERVER = "Server"
 CONTEXT = 32_768  # tokens of a prompt and its answer, unless the model's or the memory's limit is below
@@ -85,85 +82,91 @@ MaxTokens = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve:
-    """One `triforce serve`, parsed. names: of the model in requests. num_sequences: requests at a time. shows_thoughts:
-    to clients."""
+class ServedFlags(WantedFlags):
+    """Wishes for answers, where requests have none."""
 
-    access: Access
-    port: int
-    names: tuple[str, ...]
-    num_sequences: int
-    most_waiting: int
-    wanted: Wanted
-    layout: Layout
-    shows_thoughts: bool
-    setup: Setup
-    quiet: bool
+    max_tokens: MaxTokens = 4096
 
-    def run(self) -> None:
-        """Bind the address, load the model, then answer until a signal comes. Answers under way may end; if some could
-        not, the signal's exit code tells."""
-        _check_installed()
-        from triforce_cli.answering.several import Answers
-        from triforce_cli.serve.http import HttpServer, listening_socket
-        from triforce_cli.serve.job import Job
-        from triforce_cli.serve.notes import serving
 
-        with Output(quiet=self.quiet) as output:
-            bound = listening_socket(self.access.host, self.port)
-            prepared = self.setup.prepare(output, sampling=self.wanted.sampling)
-            output.note(prepared.models.answers_note)
-            plan = self._plan(prepared)
-            output.planned(plan)
-            with open_engine(prepared, plan, on_progress=output.progress) as engine:
-                scheduler = self._scheduler(output)
-                application = self._application(prepared, plan, scheduler, output)
-                with (
-                    Answers[Job](engine) as answers,
-                    heard(scheduler.hear),
-                    HttpServer(application, bound, on_end=scheduler.stop),
-                ):
-                    output.note(serving(_url(bound), self.names[0], plan.request.capacity))
-                    scheduler.run(answers, prepared.tokenizer)
-        if scheduler.num_dropped and scheduler.signal is not None:
-            raise ending_of(scheduler.signal)
+@spread
+def serve(
+    *,
+    models: ModelFlags,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    api_key: Key = None,
+    allow_origin: Origins = None,
+    serve_as: Names = None,
+    batch: AtATime = 1,
+    max_waiting: Waiting = 64,
+    wanted: ServedFlags,
+    engine: EngineFlags,
+    store: StoreFlags,
+    quiet: options.Quiet = False,
+) -> None:
+    """Answer requests over HTTP: OpenAI's chat completions, completions and responses, and Anthropic's messages.
 
-    def _plan(self, prepared: Prepared) -> Plan:
-        """The plan for the context. Raises DoesNotFit."""
-        request = prepared.request
-        context = request.context
-        if self.setup.options.context is None:
-            context = min(CONTEXT, request.largest_context() or context)
-        plan = request.plan(num_prompt_tokens=context - 1, max_tokens=1)
-        return request.together(plan, self.num_sequences, most=self.num_sequences)
+    Sampling options are defaults for requests that leave them out.
 
-    def _scheduler(self, output: Output) -> Scheduler:
-        from triforce_cli.serve.notes import answered
-        from triforce_cli.serve.scheduler import Scheduler
+    Example: triforce serve --model path/to/model, then OPENAI_BASE_URL=http://127.0.0.1:8080/v1 for a client.
+    """
+    limits = (("port", port, 0, 65_535), ("batch", batch, 1, 64), ("max-waiting", max_waiting, 1, options.MOST))
+    for name, value, least, most in limits:
+        if not least <= value <= most:
+            raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
+    setup = engine.setup(models, store)
+    access = _access(host, api_key, allow_origin or ())
+    names = _names(serve_as or (), setup.models, models.model)
+    wishes = wanted.checked()
+    layout = wanted.chat.layout()
+    _check_installed()
+    from triforce_cli.answering.several import Answers
+    from triforce_cli.batch.prompts import Prompts
+    from triforce_cli.serve.app import Served, Service, web_application
+    from triforce_cli.serve.http import HttpServer, listening_socket
+    from triforce_cli.serve.job import Job
+    from triforce_cli.serve.notes import answered, refused, serving
+    from triforce_cli.serve.reader import Reader
+    from triforce_cli.serve.scheduler import Scheduler
 
-        def on_end(ending: Ending) -> None:
-            output.note(_timed(answered(ending)))
-
-        return Scheduler(most_waiting=self.most_waiting, on_end=on_end)
-
-    def _application(self, prepared: Prepared, plan: Plan, scheduler: Scheduler, output: Output) -> Any:
-        from triforce_cli.batch.prompts import Prompts
-        from triforce_cli.serve.app import Served, Service, web_application
-        from triforce_cli.serve.notes import refused
-        from triforce_cli.serve.reader import Reader
+    with Output(quiet=quiet) as output:
 
         def note(line: str) -> None:
             with suppress(OSError):  # standard error has gone, and with it the log
                 output.note(_timed(line))
 
+        bound = listening_socket(access.host, port)
+        prepared = setup.prepare(output, sampling=wishes.sampling)
+        output.note(prepared.models.answers_note)
+        plan = _plan(prepared, batch)
+        output.planned(plan)
         context = plan.request.capacity
-        prompts = Prompts(prepared.limited(context), self.layout)
-        output.note(prompts.notice(self.wanted))
-        reader = Reader(prompts, self.wanted, names=self.names, context=context)
-        served = Served(self.names, int(time.time()), context, self.shows_thoughts)
-        return web_application(
-            Service(served, reader, scheduler, note), self.access, lambda refusal: note(refused(refusal))
-        )
+        with open_engine(prepared, plan, on_progress=output.progress) as opened:
+            scheduler = Scheduler(most_waiting=max_waiting, on_end=lambda ending: output.note(_timed(answered(ending))))
+            prompts = Prompts(prepared.limited(context), layout)
+            output.note(prompts.notice(wishes))
+            served = Served(names, int(time.time()), context, wanted.chat.how() == "show")
+            service = Service(served, Reader(prompts, wishes, names=names, context=context), scheduler, note)
+            application = web_application(service, access, lambda refusal: note(refused(refusal)))
+            with (
+                Answers[Job](opened) as answers,
+                heard(scheduler.hear),
+                HttpServer(application, bound, on_end=scheduler.stop),
+            ):
+                output.note(serving(_url(bound), names[0], context))
+                scheduler.run(answers, prepared.tokenizer)
+    if scheduler.num_dropped and scheduler.signal is not None:
+        raise ending_of(scheduler.signal)
+
+
+def _plan(prepared: Prepared, num_sequences: int) -> Plan:
+    """The plan for the context. Raises DoesNotFit."""
+    request = prepared.request
+    context = request.context
+    if request.options.context is None:
+        context = min(CONTEXT, request.largest_context() or context)
+    plan = request.plan(num_prompt_tokens=context - 1, max_tokens=1)
+    return request.together(plan, num_sequences, most=num_sequences)
 
 
 def _check_installed() -> None:
@@ -201,50 +204,3 @@ def _names(given: Sequence[str], models: Models, typed: Path | None) -> tuple[st
     """The model's names: those given, the one by which it was named, and its folder's."""
     own = () if typed is None or os.path.exists(typed) else (str(typed),)
     return tuple(dict.fromkeys((*given, *own, models.target.name)))
-
-
-@spread
-def serve(
-    *,
-    models: ModelFlags,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    api_key: Key = None,
-    allow_origin: Origins = None,
-    serve_as: Names = None,
-    batch: AtATime = 1,
-    max_waiting: Waiting = 64,
-    chat: ChatFlags,
-    max_tokens: MaxTokens = 4096,
-    sampling: Sampling,
-    ends: EndFlags,
-    plan: options.GivenPlan = None,
-    decoding: CacheFlags,
-    placement: PlacementFlags,
-    store: StoreFlags,
-    quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Serve:
-    """Answer requests over HTTP: OpenAI's chat completions, completions and responses, and Anthropic's messages.
-
-    Sampling options are defaults for requests that leave them out.
-
-    Example: triforce serve --model path/to/model, then OPENAI_BASE_URL=http://127.0.0.1:8080/v1 for a client.
-    """
-    limits = (("port", port, 0, 65_535), ("batch", batch, 1, 64), ("max-waiting", max_waiting, 1, options.MOST))
-    for name, value, least, most in limits:
-        if not least <= value <= most:
-            raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
-    started = setup(models, decoding, placement, store, cites=False, plan=plan)
-    return Serve(
-        access=_access(host, api_key, allow_origin or ()),
-        port=port,
-        names=_names(serve_as or (), started.models, models.model),
-        num_sequences=batch,
-        most_waiting=max_waiting,
-        wanted=wanted(max_tokens, sampling, ends=ends, cites=False, logprobs=None, chat=chat),
-        layout=chat.layout(),
-        shows_thoughts=chat.how() == "show",
-        setup=started,
-        quiet=quiet,
-    )

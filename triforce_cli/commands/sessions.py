@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +15,8 @@ from offload.session.folder import Folder
 from offload.session.names import session_folder, sessions_folder
 from offload.units import size
 from triforce_cli.options import completion, options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import REMOVAL, Yes, agreed
-from triforce_cli.options.flags import ProgramFlags, spread
 from triforce_cli.options.options import number, option, switch, whole
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render import sessions as render_sessions
@@ -49,108 +48,27 @@ sessions = typer.Typer(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """One `triforce sessions ls`, parsed."""
-
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        root = sessions_folder()
-        with Output(quiet=self.quiet) as output:
-            found = summaries(root)
-            if self.as_json:
-                output.document(render_sessions.table_document(root, found))
-            elif found:
-                output.text(render_sessions.table(found, width=output.width))
-                output.note(f"{render_sessions.total(found)}, in {root}")
-            else:
-                output.note(f"there are no sessions in {root}; --session NAME of chat or generate begins one")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Info:
-    """One `triforce sessions info`, parsed."""
-
-    path: Path
-    as_json: bool
-
-    def run(self) -> None:
-        with Output(quiet=True) as output:
-            _check_there(self.path)
-            manifest = inspect(self.path)
-            with Folder(self.path) as folder:
-                nbytes = folder.nbytes()
-            if self.as_json:
-                output.document(render_sessions.description_document(self.path, manifest, nbytes))
-            else:
-                output.text(render_sessions.description(self.path, manifest, nbytes))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Removal:
-    """One `triforce sessions rm`, parsed. `paths`: distinct."""
-
-    paths: tuple[Path, ...]
-    yes: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Remove all sessions, or none if one of them does not exist."""
-        with Output(quiet=self.quiet) as output:
-            for path in self.paths:
-                _check_there(path)
-            names = render_sessions.named([_label(path) for path in self.paths])
-            if self.yes or agreed(output, f"remove {names} for good?"):
-                _remove(self.paths, output)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pruning:
-    """One `triforce sessions prune`, parsed. None: no limit."""
-
-    older_than_seconds: float | None
-    keep: int | None
-    max_bytes: int | None
-    dry_run: bool
-    yes: bool
-    quiet: bool
-
-    def run(self) -> None:
-        with Output(quiet=self.quiet) as output:
-            found = summaries(sessions_folder())
-            chosen = outdated(
-                found,
-                now=time.time(),
-                older_than_seconds=self.older_than_seconds,
-                keep=self.keep,
-                max_bytes=self.max_bytes,
-            )
-            if not chosen:
-                output.note(f"nothing to remove: {render_sessions.total(found)}, in {sessions_folder()}")
-                return
-            table, total = render_sessions.table(chosen, width=output.width), render_sessions.total(chosen)
-            if self.dry_run:
-                output.text(table)
-                output.note(f"{total} would be removed")
-            elif self.yes or agreed(output, f"remove {total}, for good?", table):
-                _remove([session.path for session in chosen], output)
-
-
 @sessions.command()
 @spread
 def ls(
     *,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Listing:
+) -> None:
     """List the named sessions, the last updated first.
 
     They are in the user's data folder, or in the folder that TRIFORCE_SESSIONS_DIR names.
     """
-    return Listing(as_json=json, quiet=quiet)
+    root = sessions_folder()
+    with Output(quiet=quiet) as output:
+        found = summaries(root)
+        if json:
+            output.document(render_sessions.table_document(root, found))
+        elif found:
+            output.text(render_sessions.table(found, width=output.width))
+            output.note(f"{render_sessions.total(found)}, in {root}")
+        else:
+            output.note(f"there are no sessions in {root}; --session NAME of chat or generate begins one")
 
 
 @sessions.command()
@@ -159,13 +77,21 @@ def info(
     name: Annotated[str, NAME],
     *,
     json: options.AsJson = False,
-    program: ProgramFlags,
-) -> Info:
+) -> None:
     """Show a session: its model, size and dates.
 
     Example: triforce sessions info book --json
     """
-    return Info(path=_located(name), as_json=json)
+    path = _located(name)
+    with Output(quiet=True) as output:
+        _check_there(path)
+        manifest = inspect(path)
+        with Folder(path) as folder:
+            nbytes = folder.nbytes()
+        if json:
+            output.document(render_sessions.description_document(path, manifest, nbytes))
+        else:
+            output.text(render_sessions.description(path, manifest, nbytes))
 
 
 @sessions.command()
@@ -175,13 +101,17 @@ def rm(
     *,
     yes: Yes = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Removal:
+) -> None:
     """Remove sessions, damaged ones too. A session in use is not removed (exit code 4).
 
     Example: triforce sessions rm book ./kept
     """
-    return Removal(paths=tuple(dict.fromkeys(map(_located, names))), yes=yes, quiet=quiet)
+    paths = tuple(dict.fromkeys(map(_located, names)))
+    with Output(quiet=quiet) as output:
+        for path in paths:
+            _check_there(path)
+        if yes or agreed(output, f"remove {render_sessions.named([_label(path) for path in paths])} for good?"):
+            _remove(paths, output)
 
 
 @sessions.command()
@@ -194,8 +124,7 @@ def prune(
     dry_run: DryRun = False,
     yes: Yes = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Pruning:
+) -> None:
     """Remove the oldest sessions until the others are within all given limits.
 
     Example: triforce sessions prune --older-than 30 --max-size 20 --dry-run
@@ -205,14 +134,24 @@ def prune(
             raise UsageError(f"{flag} is {value}, it must be from 0 to 1000000")
     if older_than is None and keep is None and max_size is None:
         raise UsageError("no limit is given; add --older-than DAYS, --keep N or --max-size GB")
-    return Pruning(
-        older_than_seconds=None if older_than is None else older_than * SECONDS_PER_DAY,
-        keep=keep,
-        max_bytes=None if max_size is None else int(max_size * 1e9),
-        dry_run=dry_run,
-        yes=yes,
-        quiet=quiet,
-    )
+    with Output(quiet=quiet) as output:
+        found = summaries(sessions_folder())
+        chosen = outdated(
+            found,
+            now=time.time(),
+            older_than_seconds=None if older_than is None else older_than * SECONDS_PER_DAY,
+            keep=keep,
+            max_bytes=None if max_size is None else int(max_size * 1e9),
+        )
+        if not chosen:
+            output.note(f"nothing to remove: {render_sessions.total(found)}, in {sessions_folder()}")
+            return
+        table, total = render_sessions.table(chosen, width=output.width), render_sessions.total(chosen)
+        if dry_run:
+            output.text(table)
+            output.note(f"{total} would be removed")
+        elif yes or agreed(output, f"remove {total}, for good?", table):
+            _remove([session.path for session in chosen], output)
 
 
 def _located(name: str) -> Path:

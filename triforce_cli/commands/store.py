@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +12,8 @@ from offload.session.store_files import clear as clear_store
 from offload.session.store_files import nbytes, pages_of, remove, store_folder, summaries
 from offload.units import size
 from triforce_cli.options import options
+from triforce_cli.options.call import spread
 from triforce_cli.options.consent import Yes, agreed
-from triforce_cli.options.flags import ProgramFlags, spread
 from triforce_cli.options.other_programs import Group
 from triforce_cli.render import store as render_store
 from triforce_cli.render.sessions import named
@@ -31,60 +29,9 @@ Names = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Showing:
-    """One `triforce store show`, parsed."""
-
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        folder, found = store_folder(), summaries(store_folder())
-        with Output(quiet=self.quiet) as output:
-            if self.as_json:
-                output.document(render_store.document(folder, found))
-            elif found:
-                output.text(render_store.table(found))
-                output.note(render_store.footnote(folder, found))
-            else:
-                output.note(f"nothing is kept in {folder}; ask, generate and chat keep what they read of long prompts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clearing:
-    """One `triforce store clear`, parsed. names: of models and documents, distinct; empty: all that is kept."""
-
-    names: Sequence[str]
-    yes: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Remove all that is named, or nothing if there is nothing of one of the names."""
-        folder = store_folder()
-        with Output(quiet=self.quiet) as output:
-            pages = {page: count for name in self.names for page, count in self._pages(folder, name).items()}
-            total = sum(pages.values()) if self.names else nbytes(folder)
-            if not total:
-                output.note(f"nothing is kept in {folder}")
-            which = f"what is kept of {named(list(self.names))}" if self.names else f"all that is kept in {folder}"
-            if total and not self.yes and not agreed(output, f"remove {which}, {size(total)}, for good?"):
-                return
-            if self.names:
-                remove(folder, pages)
-            else:
-                clear_store(folder)
-            output.note(f"removed {size(total)} from {folder}" if total else "")
-
-    def _pages(self, folder: Path, name: str) -> dict[Path, int]:
-        """The pages of a model or a document. Raises UsageError if there are none."""
-        if not (found := pages_of(folder, name)):
-            raise UsageError(f"nothing is kept of {name!r} in {folder}; 'triforce store show' lists what is")
-        return found
-
-
 @store.command()
 @spread
-def show(*, json: options.AsJson = False, quiet: options.Quiet = False, program: ProgramFlags) -> Showing:
+def show(*, json: options.AsJson = False, quiet: options.Quiet = False) -> None:
     """Show what is kept of long prompts, by model: tokens, size, last use, names of documents.
 
     Every command that reads a prompt of a thousand tokens or more keeps what it computes of it, and no later prompt
@@ -93,12 +40,20 @@ def show(*, json: options.AsJson = False, quiet: options.Quiet = False, program:
 
     Example: triforce store show --json
     """
-    return Showing(as_json=json, quiet=quiet)
+    folder, found = store_folder(), summaries(store_folder())
+    with Output(quiet=quiet) as output:
+        if json:
+            output.document(render_store.document(folder, found))
+        elif found:
+            output.text(render_store.table(found))
+            output.note(render_store.footnote(folder, found))
+        else:
+            output.note(f"nothing is kept in {folder}; ask, generate and chat keep what they read of long prompts")
 
 
 @store.command()
 @spread
-def clear(names: Names = None, *, yes: Yes = False, quiet: options.Quiet = False, program: ProgramFlags) -> Clearing:
+def clear(names: Names = None, *, yes: Yes = False, quiet: options.Quiet = False) -> None:
     """Remove what is kept of prompts: all of it, or that of models or of documents. The next prompt is read again, and
     kept again (--no-store).
 
@@ -107,4 +62,24 @@ def clear(names: Names = None, *, yes: Yes = False, quiet: options.Quiet = False
 
     Example: triforce store clear lease.pdf --yes
     """
-    return Clearing(names=tuple(dict.fromkeys(names or ())), yes=yes, quiet=quiet)
+    folder, chosen = store_folder(), tuple(dict.fromkeys(names or ()))
+    with Output(quiet=quiet) as output:
+        pages = {page: count for name in chosen for page, count in _pages(folder, name).items()}
+        total = sum(pages.values()) if chosen else nbytes(folder)
+        if not total:
+            output.note(f"nothing is kept in {folder}")
+        which = f"what is kept of {named(list(chosen))}" if chosen else f"all that is kept in {folder}"
+        if total and not yes and not agreed(output, f"remove {which}, {size(total)}, for good?"):
+            return
+        if chosen:
+            remove(folder, pages)
+        else:
+            clear_store(folder)
+        output.note(f"removed {size(total)} from {folder}" if total else "")
+
+
+def _pages(folder: Path, name: str) -> dict[Path, int]:
+    """The pages of a model or a document. Raises UsageError if there are none."""
+    if not (found := pages_of(folder, name)):
+        raise UsageError(f"nothing is kept of {name!r} in {folder}; 'triforce store show' lists what is")
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from offload.errors import UsageError
@@ -12,7 +12,7 @@ from triforce_cli.documents.places import marked
 from triforce_cli.documents.reading import Reading, joined, read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
-from triforce_cli.options.flags import ProgramFlags, spread
+from triforce_cli.options.call import spread
 from triforce_cli.options.options import OUTPUT, switch
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.utf8 import STDIN
@@ -28,25 +28,33 @@ Places = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadText:
-    """One `triforce text`, parsed."""
+@spread
+def text(
+    files: options.DocumentFiles = None,
+    *,
+    include: options.Include = None,
+    places: Places = False,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write the text that the model reads of documents, byte for byte.
 
-    documents: Named
-    shows_places: bool
-    as_json: bool
-    quiet: bool
+    Several are written as one prompt, each below a heading with its name. Lines of citations are counted in a
+    document's text. No model is needed.
 
-    def run(self) -> None:
-        """Read the documents and write their text. Needs no model."""
-        with Output(quiet=self.quiet) as output:
-            readings = read_documents(self.documents, "the text", note=output.note, on_read=output.report)
-            if self.as_json:
-                output.document(_document(readings))
-            elif self.shows_places:
-                output.text(joined([replace(each, text=marked(each.text, each.places)) for each in readings]))
-            else:
-                output.text(joined(readings))
+    Example: triforce text report.pdf | grep -n tenant
+    """
+    if places and json:
+        raise UsageError("--json has the places of each document; leave --places out")
+    documents = Named(tuple(files or (STDIN,)), tuple(include or ()))
+    with Output(quiet=quiet) as output:
+        readings = read_documents(documents, "the text", note=output.note, on_read=output.report)
+        if json:
+            output.document(_document(readings))
+        elif places:
+            output.text(joined([replace(each, text=marked(each.text, each.places)) for each in readings]))
+        else:
+            output.text(joined(readings))
 
 
 def _document(readings: Sequence[Reading]) -> dict[str, Any]:
@@ -67,30 +75,3 @@ def _document(readings: Sequence[Reading]) -> dict[str, Any]:
         ],
         "version": __version__,
     }
-
-
-@spread
-def text(
-    files: options.DocumentFiles = None,
-    *,
-    include: options.Include = None,
-    places: Places = False,
-    json: options.AsJson = False,
-    quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> ReadText:
-    """Write the text that the model reads of documents, byte for byte.
-
-    Several are written as one prompt, each below a heading with its name. Lines of citations are counted in a
-    document's text. No model is needed.
-
-    Example: triforce text report.pdf | grep -n tenant
-    """
-    if places and json:
-        raise UsageError("--json has the places of each document; leave --places out")
-    return ReadText(
-        documents=Named(tuple(files or (STDIN,)), tuple(include or ())),
-        shows_places=places,
-        as_json=json,
-        quiet=quiet,
-    )

@@ -3,55 +3,15 @@ memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from triforce_cli.documents.reading import joined, read_documents
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
-from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, ProgramFlags, plan_options, spread
+from triforce_cli.options.call import spread
+from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, plan_options
 from triforce_cli.render import tokens as render_tokens
 from triforce_cli.render.tokens import Counted, Counts
 from triforce_cli.screen.output import Output
 from triforce_cli.screen.utf8 import STDIN
-from triforce_cli.setup.choice import Models
-
-if TYPE_CHECKING:
-    from offload.plan.options import Options
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """One `triforce tokens`, parsed."""
-
-    documents: Named
-    models: Models
-    options: Options
-    as_json: bool
-    quiet: bool
-
-    def run(self) -> None:
-        """Count the tokens. Reads the model's config.json and tokenizer, and no weights."""
-        with Output(quiet=self.quiet) as output:
-            output.note(self.models.note)
-            readings = read_documents(self.documents, "the text", note=output.note, on_read=output.report)
-            output.wait("counting")
-            from offload.plan.request import Request
-            from offload.text.tokenizer import Tokenizer
-
-            tokenizer = Tokenizer.from_folder(self.models.target)
-            request = Request.on_this_machine(self.models.target, self.models.draft, self.options)
-            counts = Counts(
-                model=self.models.target.name,
-                documents=tuple(Counted(reading, tokenizer.num_tokens(reading.text)) for reading in readings),
-                num_tokens=tokenizer.num_tokens(joined(readings)),
-                context=request.target.context_limit,
-                fitting=request.longest_context(),
-            )
-            if self.as_json:
-                output.document(render_tokens.document(counts))
-            else:
-                output.text(render_tokens.report(counts, width=output.text_width))
 
 
 @spread
@@ -63,8 +23,7 @@ def tokens(
     placement: PlacementFlags,
     json: options.AsJson = False,
     quiet: options.Quiet = False,
-    program: ProgramFlags,
-) -> Tokens:
+) -> None:
     """Count the tokens of documents, each and all in one prompt, and say whether that fits.
 
     Beside them stand the model's context and the longest context that this machine has memory for. Reads config.json
@@ -72,10 +31,26 @@ def tokens(
 
     Example: triforce tokens papers/ notes.md --include '*.pdf'
     """
-    return Tokens(
-        documents=Named(tuple(files or (STDIN,)), tuple(include or ())),
-        models=models.chosen(weights=False),
-        options=plan_options(CacheFlags(), **vars(placement)),
-        as_json=json,
-        quiet=quiet,
-    )
+    documents = Named(tuple(files or (STDIN,)), tuple(include or ()))
+    chosen = models.chosen(weights=False)
+    wanted = plan_options(CacheFlags(), **vars(placement))
+    with Output(quiet=quiet) as output:
+        output.note(chosen.note)
+        readings = read_documents(documents, "the text", note=output.note, on_read=output.report)
+        output.wait("counting")
+        from offload.plan.request import Request
+        from offload.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.from_folder(chosen.target)
+        request = Request.on_this_machine(chosen.target, chosen.draft, wanted)
+        counts = Counts(
+            model=chosen.target.name,
+            documents=tuple(Counted(reading, tokenizer.num_tokens(reading.text)) for reading in readings),
+            num_tokens=tokenizer.num_tokens(joined(readings)),
+            context=request.target.context_limit,
+            fitting=request.longest_context(),
+        )
+        if json:
+            output.document(render_tokens.document(counts))
+        else:
+            output.text(render_tokens.report(counts, width=output.text_width))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from offload.errors import UsageError
-from triforce_cli.documents import epub
 from triforce_cli.documents.archive import opened
 from triforce_cli.documents.package import is_word
 from triforce_cli.screen.utf8 import HEAD_BYTES, is_binary
@@ -66,5 +65,7 @@ def _kind_of_content(path: Path, head: bytes) -> Kind:
         with opened(path) as archive:
             if archive is None:
                 return "binary"
-            return "Word" if is_word(archive) else "EPUB" if epub.CONTAINER in archive.names else "binary"
+            from triforce_cli.documents.epub import CONTAINER
+
+            return "Word" if is_word(archive) else "EPUB" if CONTAINER in archive.names else "binary"
     return "binary" if is_binary(head) else "text"

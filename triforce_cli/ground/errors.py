@@ -40,10 +40,8 @@ def debugging() -> bool:
     return _is_on(DEBUG_VARIABLE)
 
 
-def wants_json(command: object | None, args: Sequence[str]) -> bool:
-    """True if errors are to be written as JSON. command: None if `args` could not be parsed."""
-    if command is not None:
-        return bool(getattr(command, "as_json", False))
+def wants_json(args: Sequence[str]) -> bool:
+    """True if `args`, which could not be parsed, ask for errors as JSON."""
     return not {"--json", "--jsonl"}.isdisjoint(args) or _is_on("TRIFORCE_JSON") or _is_on("TRIFORCE_JSONL")
 
 

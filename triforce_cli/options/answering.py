@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from offload import strict_json
-from offload.decode.sampling import SamplingParams
 from offload.engine.request import check_logprobs
 from offload.errors import UsageError
 from triforce_cli.answering.forms import FormName, Written
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.answering.request import Wanted
-from triforce_cli.answering.single import SingleRequest
+from triforce_cli.answering.single import SingleAnswer
 from triforce_cli.answering.thoughts import NAMES, Thinking
 from triforce_cli.options import options
-from triforce_cli.options.flags import CacheFlags, ModelFlags, PlacementFlags, SessionFlags, StoreFlags, plan_options
+from triforce_cli.options.control import Sampling
+from triforce_cli.options.flags import SessionFlags
 from triforce_cli.options.options import OUTPUT, SAMPLING, number, option, switch, whole
 from triforce_cli.screen.utf8 import STDIN, decode_argument, user_path
 from triforce_cli.setup.engine import Setup
-from triforce_cli.setup.plan_file import beside_given
 from triforce_cli.tools.tools import checked_variables
 
 if TYPE_CHECKING:
@@ -222,6 +221,32 @@ class ChatFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WantedFlags:
+    """Wishes for an answer."""
+
+    chat: ChatFlags
+    max_tokens: options.MaxTokens = 1024
+    sampling: Sampling
+    ends: EndFlags
+
+    def checked(self, *, cites: bool = False, logprobs: int | None = None) -> Wanted:
+        """The wishes. Raises UsageError."""
+        options.check_max_tokens(self.max_tokens)
+        options.check_min_tokens(self.sampling.min_tokens, self.max_tokens)
+        check_logprobs(logprobs)
+        return Wanted(
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stops=self.ends.stops(),
+            logprobs=logprobs,
+            cites=cites,
+            thinks=self.chat.how() != "off",
+            thought_tokens=self.chat.thinking_tokens,
+            timeout=self.ends.seconds(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
     """The output form of an answer, and additions such as statistics and citations."""
 
@@ -235,87 +260,45 @@ class AnswerFlags:
     jsonl: AsEvents = False
     quiet: options.Quiet = False
 
-    def written(self) -> Written:
-        """The output settings. Raises UsageError."""
+    def written(self, **more: Any) -> Written:
+        """The output settings. more: those that are no options. Raises UsageError."""
         if self.json and self.jsonl:
             raise UsageError("--json and --jsonl are two forms of one answer; give one of them")
         if self.extract and (self.json or self.jsonl):
             raise UsageError("--extract writes a code block and --json all of the answer; give one of them")
         forms: dict[FormName, bool] = {"json": self.json, "jsonl": self.jsonl, "code": self.extract}
-        return Written(form=next((form for form, chosen in forms.items() if chosen), "text"), stats=self.stats)
+        return Written(form=next((form for form, chosen in forms.items() if chosen), "text"), stats=self.stats, **more)
 
-
-def wanted(
-    max_tokens: int,
-    sampling: SamplingParams,
-    *,
-    ends: EndFlags,
-    cites: bool,
-    logprobs: int | None,
-    chat: ChatFlags,
-) -> Wanted:
-    """The wishes for an answer. Raises UsageError."""
-    options.check_max_tokens(max_tokens)
-    options.check_min_tokens(sampling.min_tokens, max_tokens)
-    check_logprobs(logprobs)
-    return Wanted(
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stops=ends.stops(),
-        logprobs=logprobs,
-        cites=cites,
-        thinks=chat.how() != "off",
-        thought_tokens=chat.thinking_tokens,
-        timeout=ends.seconds(),
-    )
-
-
-def setup(
-    models: ModelFlags,
-    decoding: CacheFlags,
-    placement: PlacementFlags,
-    store: StoreFlags,
-    *,
-    cites: bool,
-    plan: Path | None = None,
-) -> Setup:
-    """The models, the options of their plan, and the prefix store. plan: a file with a plan to use. Raises UsageError,
-    ModelError."""
-    chosen, given = beside_given(plan, plan_options(decoding, **vars(placement), masses=cites))
-    return Setup(models.chosen(), chosen, given, store.settings())
+    def single(
+        self,
+        wanted: Wanted,
+        setup: Setup,
+        session: SessionFlags,
+        *,
+        written: Written,
+        recorder: Recorder | None,
+        goes_on: bool,
+        forms: str = "--json or --jsonl",
+    ) -> SingleAnswer:
+        """One answer on an engine of its own. goes_on: with the session's last answer. forms: output forms that can
+        show scores. Raises UsageError."""
+        if wanted.logprobs is not None and not written.as_json:
+            raise UsageError(f"--logprobs go into JSON; add {forms}")
+        if goes_on and session.path() is None:
+            raise UsageError("--continue goes on with the answer of a session, and none is named; add --session NAME")
+        return SingleAnswer(
+            wanted=wanted,
+            setup=setup,
+            session=session.path(),
+            read_only=session.read_only,
+            compares=self.compare,
+            written=written,
+            file=destination(self.output),
+            recorder=recorder,
+            quiet=self.quiet,
+        )
 
 
 def destination(named: Path | None) -> Path | None:
     """The named file as a path; None: standard output."""
     return None if named in (None, STDIN, Path("/dev/stdout")) else user_path(str(named))
-
-
-def alone(
-    wanted: Wanted,
-    *,
-    setup: Setup,
-    session: SessionFlags,
-    answer: AnswerFlags,
-    written: Written,
-    goes_on: bool = False,
-    recorder: Recorder | None,
-    forms: str = "--json or --jsonl",
-) -> SingleRequest:
-    """One answer on an engine of its own, from the options. forms: output forms that can show scores. Raises
-    UsageError."""
-    if wanted.logprobs is not None and not written.as_json:
-        raise UsageError(f"--logprobs go into JSON; add {forms}")
-    if goes_on and session.path() is None:
-        raise UsageError("--continue goes on with the answer of a session, and none is named; add --session NAME")
-    return SingleRequest(
-        wanted=wanted,
-        setup=setup,
-        session=session.path(),
-        read_only=session.read_only,
-        goes_on=goes_on,
-        compares=answer.compare,
-        written=written,
-        file=destination(answer.output),
-        recorder=recorder,
-        quiet=answer.quiet,
-    )

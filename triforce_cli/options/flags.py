@@ -1,33 +1,27 @@
-"""Groups of options that commands share. A command takes a group as one parameter; `spread` makes options of it."""
+"""Groups of options that commands share. A command takes a group as one parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
-from inspect import Parameter, Signature, cleandoc, signature
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, get_type_hints, runtime_checkable
-
-from rich.markup import escape
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import UsageError, shell_line
 from triforce_cli.answering.recorder import Recorder
 from triforce_cli.documents.selection import Named
-from triforce_cli.ground.text import path_text
 from triforce_cli.options import options
+from triforce_cli.options.call import Changed
 from triforce_cli.screen.utf8 import decode_argument, user_path
 from triforce_cli.setup.choice import NONE, Models, choose_models
-from triforce_cli.setup.engine import StoreSettings
+from triforce_cli.setup.engine import Setup, StoreSettings
+from triforce_cli.setup.plan_file import beside_given
 
 if TYPE_CHECKING:
     from offload.plan.options import Options
 
 OFFLOADABLE = ("weights", "kv")
 AUTO = "auto"
-HELP_ALL = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=options.HelpAll)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +87,21 @@ class PlacementFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """An engine: a plan from a file, or what is wanted of one."""
+
+    plan: options.GivenPlan = None
+    decoding: CacheFlags
+    placement: PlacementFlags
+
+    def setup(self, models: ModelFlags, store: StoreFlags | None = None, *, cites: bool = False) -> Setup:
+        """The models, the options of their plan, and the prefix store. Raises UsageError, ModelError."""
+        wanted = plan_options(self.decoding, **vars(self.placement), masses=cites)
+        chosen, given = beside_given(self.plan, wanted)
+        return Setup(models.chosen(), chosen, given, None if store is None else store.settings())
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionFlags:
     """The session or cache file that keeps rows on the disk."""
 
@@ -130,11 +139,6 @@ class StoreFlags:
         return StoreSettings(limit) if self.store else None
 
 
-class Changed(dict[str, Any]):
-    """The options of a command whose values differ from their defaults, by their names, in JSON values. A command has
-    them as a parameter of its own, which `spread` fills."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LogFlags:
     """The answer log, which keeps questions and answers."""
@@ -144,15 +148,6 @@ class LogFlags:
     def recorder(self, command: str, models: Models, changed: Changed) -> Recorder | None:
         """The recorder of a command's answers; None if they are not kept."""
         return Recorder(command, models, changed) if self.log else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramFlags:
-    """Options of every command. They take effect when they are parsed."""
-
-    config: options.Config = None
-    log_file: options.LogFile = None
-    debug: options.Debug = False
 
 
 def question_of(text: str, more: Sequence[str], files: Sequence[Path] | None) -> str:
@@ -223,104 +218,3 @@ def _offloaded(text: str) -> frozenset[str] | None:
     if unknown:
         raise UsageError(f"offload names {unknown[0]!r}; it may be weights, kv, weights,kv, none or auto")
     return frozenset(names)
-
-
-def flowing(text: str | None) -> str:
-    """A docstring as text for --help, which keeps lines and takes brackets for markup: one line per paragraph, brackets
-    escaped."""
-    return escape("\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text or "").split("\n\n")))
-
-
-@runtime_checkable
-class Group(Protocol):
-    """Options that a command takes as one parameter, whose annotation has the group as metadata."""
-
-    def parameters(self) -> Iterable[Parameter]: ...
-
-    def made(self, given: Mapping[str, Any]) -> Any:
-        """The command's argument. given: values by parameter. Raises UsageError."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """The group of a dataclass's fields, each an option. kind: the dataclass."""
-
-    kind: Any
-
-    def parameters(self) -> Iterator[Parameter]:
-        hints = get_type_hints(self.kind, include_extras=True)
-        for field in fields(self.kind):
-            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-
-    def made(self, given: Mapping[str, Any]) -> Any:
-        return self.kind(**given)
-
-
-def _group(hint: Any) -> Group | None:
-    if is_dataclass(hint):
-        return _Fields(hint)
-    return next((found for found in getattr(hint, "__metadata__", ()) if isinstance(found, Group)), None)
-
-
-def spread(command: Callable[..., T]) -> Callable[..., T]:
-    """`command` with its group parameters replaced by their options. A group is a dataclass, whose fields are options,
-    or an annotation with a `Group`. Help texts name defaults. Hidden options come last; `--help-all` shows them. A
-    parameter of type `Changed` is no option, and is filled."""
-    hints = get_type_hints(command, include_extras=True)
-    own_names = [name for name in signature(command).parameters if hints[name] is not Changed]
-    filled = [name for name, hint in hints.items() if hint is Changed]
-    groups = {name: group for name, hint in hints.items() if name != "return" and (group := _group(hint))}
-    spread_out = {name: list(group.parameters()) for name, group in groups.items()}
-
-    def spread_command(**flags: Any) -> T:
-        flags.pop(HELP_ALL.name, None)
-        changed = Changed(_changed(parameters, flags)) if filled else None
-        for name, group in groups.items():
-            flags[name] = group.made({option.name: flags.pop(option.name) for option in spread_out[name]})
-        return command(**flags, **dict.fromkeys(filled, changed))
-
-    parameters: list[Parameter] = []
-    for parameter in map(signature(command).parameters.__getitem__, own_names):
-        own = [parameter.replace(annotation=hints[parameter.name])]
-        parameters += spread_out.get(parameter.name, own)
-    parameters = sorted(map(_with_default, parameters), key=_is_hidden)
-    if any(map(_is_hidden, parameters)):
-        parameters.append(HELP_ALL)
-    spread_command.__name__, spread_command.__doc__ = command.__name__, flowing(command.__doc__)
-    spread_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    spread_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return spread_command
-
-
-def _changed(parameters: Iterable[Parameter], flags: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each option that is not as by default, without those of the program itself."""
-    for parameter in parameters:
-        declared = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)  # none of Typer's context
-        panel = getattr(declared, "rich_help_panel", None)
-        is_option = getattr(declared, "envvar", None) and panel != options.PROGRAM
-        value = flags.get(parameter.name)
-        if is_option and value != parameter.default and value not in (None, [], ()):
-            yield parameter.name.replace("_", "-"), _as_json(value)
-
-
-def _as_json(value: Any) -> Any:
-    """An option's value as JSON has it."""
-    if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
-    return path_text(value) if isinstance(value, Path) else value
-
-
-def _with_default(parameter: Parameter) -> Parameter:
-    """The parameter with its default named in the help text: Typer would print it on a line of its own."""
-    default, annotation = parameter.default, parameter.annotation
-    if default is Parameter.empty or default is None or default is False or default == "":
-        return parameter
-    (option,) = annotation.__metadata__
-    option = copy(option)
-    option.help += f" \\[default: {'on' if default is True else default}]"
-    return parameter.replace(annotation=Annotated[annotation.__origin__, option])
-
-
-def _is_hidden(parameter: Parameter) -> bool:
-    return any(option.hidden for option in getattr(parameter.annotation, "__metadata__", ()))

@@ -5,22 +5,16 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from offload.errors import UsageError
-from triforce_cli.ground import log
-from triforce_cli.ground.errors import DEBUG_VARIABLE, FILE_OF_DEFAULTS
-from triforce_cli.options import completion
-from triforce_cli.screen.output import Output
-from triforce_cli.screen.utf8 import user_path
+from triforce_cli.options import callbacks, completion
 
 if TYPE_CHECKING:
-    from triforce_cli.settings.configuration import Configuration
+    pass
 
 
 def option(name: str, help_text: str, panel: str, *, short: str | None = None, **settings: Any) -> Any:
@@ -60,77 +54,6 @@ def number(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from error
 
 
-def switch_debugging_on(wanted: bool) -> bool:
-    if wanted:
-        os.environ[DEBUG_VARIABLE] = "1"
-    return wanted
-
-
-def use_configuration(context: typer.Context, named: Path | None) -> Path | None:
-    """Take the defaults of options from the configuration file."""
-    from triforce_cli.settings.configuration import META, Configuration
-
-    configuration = Configuration.read(named, context.find_root().command)
-    context.default_map = configuration.of(_words(context), context.command)
-    context.meta[FILE_OF_DEFAULTS], context.meta[META] = configuration.file, configuration
-    return named
-
-
-def configuration_of(context: typer.Context) -> Configuration:
-    """The configuration that a command reads; an empty one while its options are completed."""
-    from triforce_cli.settings.configuration import META, Configuration
-
-    found: Configuration = context.meta.get(META) or Configuration()
-    return found
-
-
-def _named(context: typer.Context, model: str) -> str:
-    return model if context.resilient_parsing else configuration_of(context).aliases().model(model)
-
-
-def without_alias(context: typer.Context, model: Path | None) -> Path | None:
-    """The model that --model names, maybe by an alias."""
-    return None if model is None else Path(_named(context, str(model)))
-
-
-def draft_without_alias(context: typer.Context, draft: str | None) -> str | None:
-    return None if draft is None else _named(context, draft)
-
-
-def models_without_aliases(context: typer.Context, models: list[Path] | None) -> list[Path] | None:
-    return None if models is None else [Path(_named(context, str(model))) for model in models]
-
-
-def use_configuration_as_far_as_it_is_one(context: typer.Context, named: Path | None) -> Path | None:
-    """Take the defaults from the file, unless it has a fault: the command that changes it can remove that."""
-    with suppress(UsageError):
-        use_configuration(context, named)
-    return named
-
-
-def _words(context: Any) -> tuple[str, ...]:
-    """The command's words without the program's name: ("sessions", "ls")."""
-    return () if context.parent is None else (*_words(context.parent), str(context.info_name))
-
-
-def show_all_help(context: typer.Context, wanted: bool) -> None:
-    """Show the help of a command with its hidden options."""
-    if wanted:
-        hidden: list[Any] = [found for found in context.command.params if getattr(found, "hidden", False)]
-        for parameter in hidden:
-            parameter.hidden = False
-        Output().text(f"{context.get_help()}\n")  # Typer has printed the help itself; this adds the last newline
-        for parameter in hidden:
-            parameter.hidden = True
-        raise typer.Exit
-
-
-def begin_log(file: Path | None) -> Path | None:
-    if file is not None:
-        log.begin(user_path(str(file)))
-    return file
-
-
 MODELS = "Models"
 PROMPT = "Prompt"
 SAMPLING = "Sampling"
@@ -148,7 +71,7 @@ Model = Annotated[
         MODELS,
         short="-m",
         metavar="MODEL",
-        callback=without_alias,
+        callback=callbacks.without_alias,
         autocompletion=completion.models,
         readable=False,  # the error of the model has the remedy
     ),
@@ -160,7 +83,7 @@ Draft = Annotated[
         'The draft model, or "none". Without it, the target\'s own head, or a recommended one.',
         MODELS,
         metavar="MODEL|none",
-        callback=draft_without_alias,
+        callback=callbacks.draft_without_alias,
         autocompletion=completion.drafts,
     ),
 ]
@@ -451,7 +374,7 @@ Config = Annotated[
         "Configuration file for options not given here, instead of your own (triforce config show).",
         PROGRAM,
         metavar="FILE",
-        callback=use_configuration,
+        callback=callbacks.use_configuration,
         is_eager=True,
     ),
 ]
@@ -462,7 +385,7 @@ EditedConfig = Annotated[
         "This file, instead of your own configuration file.",
         PROGRAM,
         metavar="FILE",
-        callback=use_configuration_as_far_as_it_is_one,
+        callback=callbacks.use_configuration_as_far_as_it_is_one,
         is_eager=True,
     ),
 ]
@@ -473,7 +396,7 @@ LogFile = Annotated[
         "Append events, and errors with tracebacks, to this file; never prompts or replies.",
         PROGRAM,
         metavar="FILE",
-        callback=begin_log,
+        callback=callbacks.begin_log,
     ),
 ]
 HelpAll = Annotated[
@@ -481,14 +404,14 @@ HelpAll = Annotated[
     typer.Option(
         "--help-all",
         metavar="",
-        callback=show_all_help,
+        callback=callbacks.show_all_help,
         is_eager=True,
         help="Show the options for experts too, and exit.",
     ),
 ]
 Debug = Annotated[
     bool,
-    switch("--debug", "Show the traceback of an error.", PROGRAM, callback=switch_debugging_on, is_eager=True),
+    switch("--debug", "Show the traceback of an error.", PROGRAM, callback=callbacks.switch_debugging, is_eager=True),
 ]
 
 

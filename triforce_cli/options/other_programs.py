@@ -34,13 +34,20 @@ _OURS = {
 
 
 class Group(TyperGroup):
-    """A group of commands. An unknown one that other programs have is refused with ours that do the same."""
+    """A group of commands. An unknown one that other programs have is refused with ours that do the same. An option of
+    the group itself before a command, which would not heed it, is refused, too."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and (ours := self._ours(*args)):
             lines = " or ".join(quoted_line(*ctx.command_path.split(), *name.split()) for name in ours)
             raise UsageError(f"there is no command {args[0]!r} in {ctx.command_path}; try {lines}")
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        for parameter in self.params:
+            source = ctx.get_parameter_source(str(parameter.name))
+            if source is not None and source.name == "COMMANDLINE":
+                command = f"{ctx.command_path} {args[0]}"
+                raise UsageError(f"{parameter.opts[0]} stands before {args[0]}; put it behind {command}")
+        return found
 
     def _ours(self, name: str, *more: str) -> list[str]:
         """The words of the commands in place of `name`; [""] for the group itself."""

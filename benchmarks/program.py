@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
-from offload.bench.comparison import Setting, Tried, fastest
-from offload.bench.trial import Other, milliseconds_after_first
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError
 
@@ -16,6 +16,37 @@ TRIAL_TOKENS = 24
 TRIALS = 2  # per setting, after one prefill of the prompt; the faster one counts
 SHORT_PROMPT = 2048  # tokens of the prompt with which every setting is tried
 FINALIST = 1.25  # times the fastest with the short prompt: settings within it are tried with the whole prompt, too
+TIE = 0.02  # relative difference of times that counts as equal; then the time to read the prompt decides
+
+Setting = Mapping[str, str | int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A short trial of another program's setting after `num_prompt_tokens`: seconds to the first token, including the
+    whole prompt, and milliseconds per token after it; or the error that ended the trial."""
+
+    setting: Setting
+    num_prompt_tokens: int
+    first_token_seconds: float | None = None
+    milliseconds_per_token: float | None = None
+    error: str | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        """Milliseconds per token; infinite if the setting did not run."""
+        return math.inf if self.milliseconds_per_token is None else self.milliseconds_per_token
+
+
+class Other(Protocol):
+    """A program to measure against, such as transformers (`Reference`)."""
+
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, end_tokens: Collection[int]
+    ) -> tuple[list[int], list[float]]:
+        """Generate a text -> (tokens, seconds from the start at which each was known). A prompt is prefilled once, when
+        it is new."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +79,6 @@ def find_setting(program: Program, prompt: Sequence[int], *, on_trial: Callable[
     return tried
 
 
-@contextmanager
-def at_its_best(
-    program: Program, prompt: Sequence[int], *, context: int, on_trial: Callable[[Setting], None]
-) -> Iterator[tuple[Other, list[Tried]]]:
-    """The program in its fastest setting for `prompt`, which it has not read yet, and all trials. context: tokens of
-    prompt and output. Raises TriforceError."""
-    tried = find_setting(program, prompt, on_trial=on_trial)
-    with program.start(fastest(tried).setting, context) as other:
-        yield other, tried
-
-
 def _try(program: Program, setting: Setting, prompt: Sequence[int]) -> Tried:
     seconds: list[list[float]] = []
     try:
@@ -88,3 +108,27 @@ def _finalists(program: Program, tried: Sequence[Tried]) -> list[Setting]:
         if trial.milliseconds <= FINALIST * best.milliseconds and setting not in found:
             found.append(setting)
     return [*found]
+
+
+def fastest(tried: Sequence[Tried]) -> Tried:
+    """The fastest setting among trials with the longest prompt. Raises TriforceError if none ran."""
+    ran = [trial for trial in tried if trial.error is None]
+    if not ran:
+        raise TriforceError(f"no setting ran; the first ended with: {tried[0].error}")
+    longest = max(trial.num_prompt_tokens for trial in ran)
+    level = [trial for trial in ran if trial.num_prompt_tokens == longest]
+    most = (1 + TIE) * min(trial.milliseconds for trial in level)
+    same = (trial for trial in level if trial.milliseconds <= most)
+    return min(same, key=lambda trial: trial.first_token_seconds or 0.0)
+
+
+def name_of(setting: Setting) -> str:
+    """The text of a setting, such as "flash attention off, cache f16"."""
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in setting.items())
+
+
+def milliseconds_after_first(moments: Sequence[float]) -> float | None:
+    """Milliseconds per token after the first round's tokens; tokens of one round arrive together. None if all arrived
+    with the first."""
+    later = [moment for moment in moments if moment > moments[0]]
+    return 1000 * (moments[-1] - moments[0]) / len(later) if later else None

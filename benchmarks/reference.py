@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
+
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from offload.bench.comparison import TRANSFORMERS, Setting
-from offload.bench.program import Program
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit, TriforceError
-from offload.interrupts import poll, waiting
 from offload.model.loading import DTYPES
 
 SDPA, EAGER = "sdpa", "eager"
@@ -42,11 +39,10 @@ class Reference:
         since eager attention materialises the score matrix of the prompt. draft, lookup: speculate with this model, or
         with prompt lookup of that many tokens; only with sdpa. Raises DoesNotFit, TriforceError."""
         assert attention == SDPA or (draft is None and lookup is None)
-        logging.disable_progress_bar()  # the command line shows its own
+        logging.disable_progress_bar()
         logging.set_verbosity_error()
         try:
-            with waiting():
-                self._model = _load(model, dtype, device)
+            self._model = _load(model, dtype, device)
             self._speculation: dict[str, Any] = {"prompt_lookup_num_tokens": lookup} if lookup else {}
             if draft is not None:
                 self._speculation = {"assistant_model": _load(draft, dtype, device)}
@@ -54,7 +50,7 @@ class Reference:
             raise _too_large(device) from error
         except (OSError, ValueError, ImportError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]  # further lines list the known models
-            raise TriforceError(f"transformers cannot load {model}: {said}; leave out --against") from error
+            raise TriforceError(f"transformers cannot load {model}: {said}") from error
         self._device, self._attention = device, attention
         self._prompt: list[int] = []
         self._cache: Any = None
@@ -117,17 +113,6 @@ class Reference:
         return output[:, ids.shape[1] + 1 :].tolist(), time.perf_counter() - read.end
 
 
-def transformers_of(folder: Path, *, dtype: str, device: str) -> Program:
-    """The `Program` of transformers with the model in `folder`, in this process."""
-
-    @contextmanager
-    def start(setting: Setting, context: int) -> Iterator[Reference]:
-        yield Reference(folder, dtype=dtype, device=device, attention=str(setting["attention"]))
-        gc.collect()
-
-    return Program(name=TRANSFORMERS, choices=CHOICES, by_length=frozenset({"attention"}), start=start)
-
-
 class _FirstPass(LogitsProcessor):
     """A processor that notes the end of the first pass. end: a `time.perf_counter`."""
 
@@ -145,7 +130,6 @@ class _Clock(BaseStreamer):
         self.moments: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        poll()
         self.moments += [time.perf_counter()] * value.numel()
 
     def end(self) -> None: ...
@@ -168,6 +152,5 @@ def _sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
 
 def _too_large(device: str) -> DoesNotFit:
     return DoesNotFit(
-        f"transformers keeps weights and cache on {device}, which has no room for them; leave out --against, or try a "
-        "shorter context"
+        f"transformers keeps weights and cache on {device}, which has no room for them; try a shorter context"
     )

@@ -27,11 +27,11 @@ from report import about, emit, say
 
 from offload.kernels.rope import RopeTable, Scoring
 from offload.kv.full import FullCache
+from offload.kv.kept import Kept
 from offload.metrics import Spread
 from offload.pages.storage import Offload
 from offload.pages.tiles import TileShape
 from offload.session.identity import Identity
-from offload.session.kept import Kept
 from offload.session.store import Store
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory

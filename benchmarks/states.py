@@ -146,7 +146,8 @@ def made(config: ModelConfig, capacity: int) -> Model:
     if config.delta is not None:
         count = len(config.stateful)
         layers = LayerStates(memory, config.delta, num_layers=count, rows=HELD, dtype=DTYPE, kernels=own)
-        states = StateCache(layers, Checkpoints(memory, config.delta, num_layers=count, dtype=DTYPE, most=2))
+        kept = Checkpoints(memory, config.delta, num_layers=count, dtype=DTYPE, most=2)
+        states = StateCache(layers, kept, weights=lambda: ())  # no session is saved
     return Model(config, Decoder(config, weights, kernels=own), full, states)
 
 

@@ -342,7 +342,8 @@ def state_cache(decoder: Decoder, *, rows: int = 16, most: int = 4) -> StateCach
         memory, config.delta, num_layers=num_layers, rows=rows, dtype=dtype, kernels=kernels_of(decoder)
     )
     kept = Checkpoints(memory, config.delta, num_layers=num_layers, dtype=dtype, most=most)
-    return StateCache(layers, kept)
+    weights = [layer.delta for layer in decoder.weights.layers if layer.delta is not None]
+    return StateCache(layers, kept, weights=lambda: weights)
 
 
 def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:

@@ -305,7 +305,7 @@ def test_pages_that_are_packed_over_what_a_copy_reads_are_reported(
             layers = full.page_to_fill(number)
             for layer in layers:
                 layer.zero_()
-            full.filled(number, layers)
+            full.page_filled(number)
         problems = list(gpu.problems)
         monkeypatch.undo()
     assert any("race: write by host" in problem for problem in problems) == planted

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.errors import SessionError
+from offload.kv.kept import Kept
+from offload.kv.parts import PagedPart
 from offload.pages.tiles import TileShape, TileStore
 from offload.session.identity import Identity
-from offload.session.kept import Kept
-from offload.session.page import PagedRows, format_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
 
@@ -25,8 +26,10 @@ IDENTITY = Identity("model", "tokenizer", "rope", "fp32", LAYERS, HEADS, DIM, PA
 PACKED = replace(IDENTITY, dtype="bf16", head_dim=16, page_tokens=32)
 
 
-class Rows:
+class Rows(PagedPart):
     """Rows computed from position and token alone, in tiles of two pages as in the full cache."""
+
+    name = "rows"
 
     def __init__(
         self, tokens: Sequence[int] = (), dtype: str = "fp32", device: str = "cpu", *, dim: int = DIM, page: int = PAGE
@@ -53,8 +56,6 @@ class Rows:
     def reserve(self, num_tokens: int) -> None:
         self.store.grow(num_tokens)
 
-    def wait_home(self) -> None: ...
-
     def page(self, layer: int, number: int) -> Tensor:
         index, within = divmod(number, self.shape.num_pages)
         return self.store.home(layer, index)[:, within]
@@ -64,10 +65,15 @@ class Rows:
 
     page_to_fill = page_of_all
 
-    def filled(self, number: int, layers: Sequence[Tensor]) -> None: ...
+    def page_filled(self, number: int) -> None: ...
+
+    def layers_of(self, whole: ModelConfig) -> Sequence[int]:
+        return range(LAYERS)
 
     def restored(self, length: int) -> None:
         self.length = length
+
+    truncate = restored
 
 
 @cache
@@ -77,7 +83,7 @@ def _computed(position: int, token: int, dim: int) -> Tensor:
     return torch.randn(LAYERS, 2, HEADS, dim, generator=generator)
 
 
-def bits(rows: PagedRows) -> bytes:
+def bits(rows: PagedPart) -> bytes:
     """The bits of all cached rows, in the order of page, layer, keys or values, head."""
     size = rows.shape.page_tokens
     pages = [rows.page_of_all(number) for number in range(-(-rows.length // size))]
@@ -111,10 +117,9 @@ def saved(tokens: Sequence[int], identity: Identity = IDENTITY) -> tuple[tuple[i
     return tuple(tokens), bits(Rows.of(identity, tokens))
 
 
-def identity_of(rows: PagedRows, dtype: str) -> Identity:
-    form = format_of(rows)
-    shape = {name: getattr(form, name) for name in ("num_layers", "num_kv_heads", "head_dim", "page_tokens")}
-    return replace(IDENTITY, dtype=dtype, **shape)
+def identity_of(rows: PagedPart, dtype: str) -> Identity:
+    shape = {name: getattr(rows.shape, name) for name in ("num_kv_heads", "head_dim", "page_tokens")}
+    return replace(IDENTITY, dtype=dtype, num_layers=rows.num_layers, **shape)
 
 
 def page_files(path: Path) -> list[Path]:

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from offload.kv.kept import Kept
+from offload.kv.parts import PagedPart
 from offload.session.conditions import Conditions
-from offload.session.kept import Kept
-from offload.session.page import PagedRows
 from offload.session.prefix_store import PrefixStore
 from offload.session.store_files import clear
 from sessions import IDENTITY, PAGE, Rows, bits
 
 ENOUGH = 1 << 30
-CONDITIONS = Conditions(IDENTITY, ((7, 8),), (("torch", "1"),), 4 * PAGE, 0)
+PARTS = [Rows()]
+CONDITIONS = Conditions(IDENTITY, ((7, 8),), (("torch", "1"),), 4 * PAGE)
 
 
 def text(seed: int, num_tokens: int = 6 * PAGE) -> list[int]:
@@ -40,7 +41,7 @@ def keep(root: Path, tokens: Sequence[int] = TOKENS, limit: int = ENOUGH) -> Non
     assert not notes
 
 
-def read(root: Path, tokens: Sequence[int], held: int = 0) -> tuple[int, PagedRows, list[str]]:
+def read(root: Path, tokens: Sequence[int], held: int = 0) -> tuple[int, PagedPart, list[str]]:
     store, notes = opened(root)
     rows = Rows(tokens[:held])
     return store.load(Kept(rows), tokens, held, no_progress), rows, notes

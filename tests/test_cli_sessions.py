@@ -19,9 +19,9 @@ import pexpect
 import pytest
 import typer
 
+from offload.kv.kept import Kept
 from offload.session import manifest as manifests
 from offload.session.catalogue import Summary, inspect
-from offload.session.kept import Kept
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store

@@ -22,6 +22,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import SessionError
+from offload.kv.kept import Kept
 from offload.kv.last_hidden import DraftedHidden
 from offload.model.next_token import NextTokenLevel
 from offload.plan.planner import Plan
@@ -30,10 +31,9 @@ from offload.session import manifest as manifests
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
 from offload.session.folder import Folder
-from offload.session.hidden import read_hidden
-from offload.session.layout import HiddenFormat
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
+from offload.session.units import read_unit
 from sessions import IDENTITY
 from test_next_token import SHAPES, ring_of, with_head
 from test_state_sessions import sealed
@@ -338,10 +338,13 @@ FORGED: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("fields", "why"), FORGED)
 def test_a_forged_manifest_of_hidden_rows_is_refused(fields: dict[str, object], why: str) -> None:
-    page = manifests.Page(manifests.page_file(0, "0" * 16), "0" * 32)
-    hidden = manifests.Hidden(2, 1, 8, manifests.hidden_file("0" * 16), "0" * 32)
-    content = manifests.encode(manifests.Manifest(IDENTITY, (1, 2, 3), (page,), 5, {}, 1.0, 2.0, hidden=hidden))
-    assert manifests.decode(content).hidden == hidden
+    units = {"rows": (3,), "hidden": (3, 2, 1, 8)}
+    parts = {
+        name: (manifests.Saved(unit, manifests.file_name(name, unit, 4, "0" * 16), "0" * 32),)
+        for name, unit in units.items()
+    }
+    content = manifests.encode(manifests.Manifest(IDENTITY, (1, 2, 3), parts, 5, {}, 1.0, 2.0))
+    assert manifests.decode(content).parts == parts
     record = json.loads(b"{" + content.partition(b"\n")[2])
     assert record["format"] == 6
     record["hidden"] |= fields
@@ -444,6 +447,8 @@ def test_what_a_ring_has_depends_on_the_tokens_and_not_on_what_was_drafted(seed:
             below.truncate(full.length)
         assert (drafting.oldest, drafting.length) == (plain.oldest, plain.length)
         assert len(drafting.first_rows) == len(plain.first_rows) == min(4, full.length)
+        assert plain.units(full.length) == drafting.units(full.length)
+        assert not plain.units(full.length + 1)
         expected = rows[: full.length].clone()
         expected[4 : max(plain.oldest, 4)] = 0
         for each in (drafting, plain):
@@ -458,7 +463,8 @@ def test_what_a_ring_has_depends_on_the_tokens_and_not_on_what_was_drafted(seed:
 
 def test_a_file_of_hidden_rows_is_measured_before_memory_is_taken_for_it(tmp_path: Path) -> None:
     """A made-up manifest may name any number of rows: 2**24 of them ended in an error of memory."""
-    form = HiddenFormat(2**40, 8192, "bf16")
+    hidden = ring_of(5, 7)
     (tmp_path / "rows").write_bytes(b"few")
+    saved, kept = manifests.Saved((2**40, 4, 0, 4), "rows", ""), Kept(hidden)
     with Folder(tmp_path) as folder, pytest.raises(SessionError, match="it has 3 bytes, this file of hidden rows has"):
-        read_hidden(folder, "rows", "", form, lambda num_bytes, fewer=0: None)
+        read_unit(folder, saved, kept, hidden, lambda num_bytes, fewer=0: None)

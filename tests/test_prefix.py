@@ -23,6 +23,7 @@ from offload.engine.prefix import PrefixCache, num_common, span_tokens
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, UsageError
 from offload.kv.full import FullCache
+from offload.kv.kept import Kept
 from offload.progress import Progress, ignore
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
@@ -113,7 +114,7 @@ class CountedRows:
             ),
             {"target": self},
         )
-        self.length, self.windows, self.states = 0, None, None
+        self.length, self.kept = 0, Kept()
 
     def prefill(self, tokens: list[int], on_tokens: Callable[[int], None], on_hidden: object = None) -> None:
         self.length += len(tokens)

@@ -20,17 +20,17 @@ from models import Sizes, changed, random_tokens, save_pair, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
+from offload.kv.kept import Kept
 from offload.plan.planner import Plan
 from offload.progress import Progress
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
-from offload.session.kept import Kept
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.store_files import clear, nbytes, pages_of, remove, shrink, summaries
 from offload.units import size
 from sessions import IDENTITY, PAGE, Rows, bits
-from store_users import CONDITIONS, ENOUGH, TOKENS, keep, keep_forever, no_progress, opened, read, text, use
+from store_users import CONDITIONS, ENOUGH, PARTS, TOKENS, keep, keep_forever, no_progress, opened, read, text, use
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
@@ -76,23 +76,25 @@ def test_the_folder_is_the_owners_alone(tmp_path: Path) -> None:
 )
 def test_other_conditions_have_other_rows(tmp_path: Path, other: Conditions) -> None:
     keep(tmp_path)
-    assert opened(tmp_path, other)[0].stored(TOKENS).num_tokens == 0
-    assert opened(tmp_path, replace(CONDITIONS, identity=replace(IDENTITY, model_name="renamed")))[0].stored(TOKENS)
+    assert opened(tmp_path, other)[0].stored(PARTS, TOKENS).num_tokens == 0
+    renamed = replace(CONDITIONS, identity=replace(IDENTITY, model_name="renamed"))
+    assert opened(tmp_path, renamed)[0].stored(PARTS, TOKENS).num_tokens
 
 
 def test_a_page_counts_after_its_own_text_only(tmp_path: Path) -> None:
     one, other = text(1, 2 * PAGE), text(2, 2 * PAGE)
     keep(tmp_path, one)
     keep(tmp_path, other)
-    assert opened(tmp_path)[0].stored([*one[:PAGE], *other[PAGE:]]).num_tokens == PAGE
-    assert opened(tmp_path)[0].stored([*one[PAGE:], *one[PAGE:]]).num_tokens == 0
+    assert opened(tmp_path)[0].stored(PARTS, [*one[:PAGE], *other[PAGE:]]).num_tokens == PAGE
+    assert opened(tmp_path)[0].stored(PARTS, [*one[PAGE:], *one[PAGE:]]).num_tokens == 0
 
 
 @pytest.mark.parametrize(("tile", "alike"), [(4, 6), (3, 3), (5, 4), (6, 4), (9, 4), (2, 2)])
 def test_rows_up_to_the_first_tile_that_begins_elsewhere_are_the_same(tmp_path: Path, tile: int, alike: int) -> None:
     """tile: in pages; of those that were kept it is 4."""
     keep(tmp_path)
-    assert opened(tmp_path, replace(CONDITIONS, tile_tokens=tile * PAGE))[0].stored(TOKENS).num_tokens == alike * PAGE
+    store, _ = opened(tmp_path, replace(CONDITIONS, tile_tokens=tile * PAGE))
+    assert store.stored(PARTS, TOKENS).num_tokens == alike * PAGE
 
 
 def flip(file: Path) -> None:
@@ -116,7 +118,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_page_and_those_after_it_do_not_count(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     keep(tmp_path)
     store, notes = opened(tmp_path)
-    victim = store.path / store.stored(TOKENS).pages["rows", 3].file
+    victim = store.path / store.stored(PARTS, TOKENS).pages["rows", 3].file
     damage(victim)
     if damage is DAMAGES["unreadable"] and os.access(victim, os.R_OK):
         pytest.skip("this user may read everything")
@@ -128,7 +130,7 @@ def test_a_damaged_page_and_those_after_it_do_not_count(tmp_path: Path, damage: 
     if not victim.is_dir():
         assert not os.path.lexists(victim)
         store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress)
-        assert store.stored(TOKENS).num_tokens == 6 * PAGE
+        assert store.stored(PARTS, TOKENS).num_tokens == 6 * PAGE
         assert store.load(Kept(rows), TOKENS, 0, no_progress) == 6 * PAGE
 
 
@@ -142,9 +144,9 @@ def test_the_least_used_pages_go_first_and_of_a_text_the_last_ones(tmp_path: Pat
     page = files(tmp_path)[0].stat().st_size
     shrink(tmp_path, 6 * page)
     store, _ = opened(tmp_path)
-    assert [store.stored(tokens).num_tokens for tokens in (first, second)] == [4 * PAGE, 2 * PAGE]
+    assert [store.stored(PARTS, tokens).num_tokens for tokens in (first, second)] == [4 * PAGE, 2 * PAGE]
     shrink(tmp_path, 3 * page)
-    assert [store.stored(tokens).num_tokens for tokens in (first, second)] == [3 * PAGE, 0]
+    assert [store.stored(PARTS, tokens).num_tokens for tokens in (first, second)] == [3 * PAGE, 0]
 
 
 def test_a_text_that_has_no_room_is_kept_as_far_as_it_has(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_a_text_that_has_no_room_is_kept_as_far_as_it_has(tmp_path: Path) -> Non
     store, notes = opened(tmp_path / "some", limit=3 * page + 1)
     for _ in range(2):
         assert store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress) == 3 * PAGE
-    assert store.stored(TOKENS).num_tokens == 3 * PAGE
+    assert store.stored(PARTS, TOKENS).num_tokens == 3 * PAGE
     assert len(files(tmp_path / "some")) == 3
     [note] = notes  # once
     assert f"only the first {3 * PAGE} tokens of what the model has read are kept: {size(6 * page)} are needed" in note
@@ -173,7 +175,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, mon
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("offload.session.page.write_all", full)
+    monkeypatch.setattr("offload.session.units.write_all", full)
     store, notes = opened(tmp_path)
     assert store.keep(Kept(Rows(TOKENS)), TOKENS, no_progress) == 0
     assert notes[0].startswith("what the model has read is not kept: ")
@@ -197,7 +199,8 @@ def test_pages_are_removed_by_a_documents_name_and_by_the_models(tmp_path: Path)
     assert sum(pages_of(tmp_path, IDENTITY.model_name).values()) == nbytes(tmp_path)
     assert pages_of(tmp_path, "copy.pdf").keys() < pages_of(tmp_path, "lease.pdf").keys()
     remove(tmp_path, pages_of(tmp_path, "lease.pdf"))
-    assert [opened(tmp_path)[0].stored(tokens).num_tokens for tokens in (lease, book, other)] == [0, 0, len(other)]
+    store, _ = opened(tmp_path)
+    assert [store.stored(PARTS, tokens).num_tokens for tokens in (lease, book, other)] == [0, 0, len(other)]
     assert summaries(tmp_path)[0].documents == ()
     assert [file.name for file in tmp_path.glob("*/*.json")] == ["about.json"]
     remove(tmp_path, pages_of(tmp_path, IDENTITY.model_name))
@@ -506,7 +509,7 @@ def test_after_a_damaged_page_no_row_of_a_ring_counts(tmp_path: Path) -> None:
         engine.prefix.truncate(held)
         notes, worker = list[str](), engine.worker
         store = PrefixStore(root, Conditions.of(case.folder, plan), on_note=notes.append)
-        flip(store.path / store.stored(whole.prompt).pages["rows", held // SIZES.page].file)
+        flip(store.path / store.stored(worker.kept.parts, whole.prompt).pages["rows", held // SIZES.page].file)
         count = store.load(worker.kept, whole.prompt[:130], held, no_progress)
         assert worker.windows is not None
         assert (count, worker.full.length, worker.windows.length) == (0, 0, 0)

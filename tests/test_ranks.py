@@ -118,10 +118,10 @@ def say(
 
 def rows_of(engine: Engine, length: int) -> Tensor:
     """Rows of all heads, [L, 2, H_kv, length, D]."""
-    rows = engine.worker.kept.rows
-    rows.wait_home()
-    pages = range(-(-length // rows.shape.page_tokens))
-    return torch.cat([torch.stack(rows.page_of_all(page)).clone() for page in pages], 3)[:, :, :, :length]
+    kept = engine.worker.kept
+    kept.each("wait_home")
+    pages = [torch.stack(kept.tensors(kept["rows"], unit)).clone() for unit in kept["rows"].units(length)]
+    return torch.cat(pages, 3)[:, :, :, :length]
 
 
 # The same tokens
@@ -283,7 +283,7 @@ def test_packed_pages_are_of_all_heads(folders: Folders, tmp_path: Path, saving:
             say(engine)
             engine.save(store, {})
             tokens, rows = engine.prefix.tokens, rows_of(engine, len(store.tokens))
-        assert sum(page.packed != "" for page in inspect(tmp_path).pages) >= len(tokens) // SIZES.page // 2
+        assert sum(page.packed != "" for page in inspect(tmp_path).parts["rows"]) >= len(tokens) // SIZES.page // 2
         with make(folders, opening, dtype="bf16") as engine, keep(engine, folders, tmp_path) as store:
             assert engine.restore(store, tokens) == len(tokens)
             assert torch.equal(rows_of(engine, len(tokens)), rows)
@@ -602,12 +602,12 @@ def test_each_rank_moves_its_share_over_its_own_link(folders: Folders) -> None:
     whole on each rank, and cross its link between two layers."""
     with make(folders, 1, PLAIN, offload=("kv",)) as alone:
         say(alone)
-        alone.worker.kept.rows.wait_home()
+        alone.worker.kept.each("wait_home")
         whole, config = alone.worker.link_stats, alone.worker.target.config
     hidden = (config.num_layers - 1) * (len(PROMPT) - PLAIN.rows) * config.hidden_size * 4
     with make(folders, 2, PLAIN, offload=("kv",)) as engine:
         say(engine)
-        engine.worker.kept.rows.wait_home()
+        engine.worker.kept.each("wait_home")
         ranks = engine.worker.rank_stats()
     assert [rank.rank for rank in ranks] == [0, 1]
     for rank in ranks:

@@ -20,6 +20,7 @@ from offload.config.model import llama_shaped
 from offload.config.reading import read_config
 from offload.config.rope import Rope
 from offload.errors import ModelError, SessionError, UsageError
+from offload.kv.kept import Kept
 from offload.session.catalogue import Summary, inspect, outdated, remove, summaries
 from offload.session.fingerprints import (
     SAMPLE_BYTES,
@@ -31,7 +32,6 @@ from offload.session.fingerprints import (
 )
 from offload.session.folder import WRITER
 from offload.session.identity import Identity, differences
-from offload.session.kept import Kept
 from offload.session.manifest import checksum
 from offload.session.names import FOLDER_VARIABLE, session_folder, sessions_folder
 from offload.session.store import Store

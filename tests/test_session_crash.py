@@ -23,9 +23,9 @@ import pytest
 
 from forked import forked
 from offload.errors import DoesNotFit, SessionError
+from offload.kv.kept import Kept
 from offload.session.catalogue import remove, summaries
 from offload.session.folder import READERS, WRITER, Folder, Lock
-from offload.session.kept import Kept
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.store import Store
 from sessions import IDENTITY, Rows, bits, page_files, restore, save, saved

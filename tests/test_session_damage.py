@@ -171,7 +171,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 MADE_UP: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda record: record.update(format=7), "its format is 7, this program reads 1 to 6"),
+    (lambda record: record.update(format=8), "its format is 8, this program reads 1 to 7"),
     (lambda record: record.update(format="1"), 'its format is "1"'),
     (lambda record: record.update(format=True), "its format is true"),
     (lambda record: record.pop("format"), "its format is null"),

@@ -27,11 +27,11 @@ from torch import Tensor
 from offload.errors import DoesNotFit, SessionError
 from offload.formats.layout import Packing
 from offload.formats.packed import unpack_with_torch
+from offload.kv.kept import Kept
 from offload.session import manifest as manifests
-from offload.session import page
+from offload.session import units
 from offload.session.catalogue import inspect, summaries
 from offload.session.folder import Folder
-from offload.session.kept import Kept
 from offload.session.layout import PageFile, PageFormat
 from offload.session.manifest import MANIFEST_FILE, checksum, encode
 from offload.session.store import Store
@@ -66,7 +66,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def flags(path: Path) -> list[str]:
-    return [page.packed for page in inspect(path).pages]
+    return [page.packed for page in inspect(path).parts.get("rows", ())]
 
 
 def save_rows(path: Path, rows: Rows) -> None:
@@ -133,7 +133,7 @@ def test_equal_sequences_are_equal_files_and_the_live_rows_stay(path: Path) -> N
 def test_rows_that_the_host_cannot_reach_go_through_a_buffer(
     path: Path, monkeypatch: pytest.MonkeyPatch, reading: str
 ) -> None:
-    monkeypatch.setattr(page, "_on_host", lambda layer: False)
+    monkeypatch.setattr(units, "_on_host", lambda layer: False)
     save(path, TOKENS, identity=PACKED)
     with process_uses(reading):
         assert restore(path, PACKED) == saved(TOKENS, PACKED)
@@ -159,9 +159,10 @@ def test_a_page_takes_as_many_bytes_as_its_packed_blocks(path: Path) -> None:
     assert sizes == [ALL_PACKED.nbytes] * 2 + [FORM.nbytes]
     assert ALL_PACKED.nbytes == len(ALL_PACKED.header) + 2 * LAYERS * PACKING.nbytes
     assert ALL_PACKED.nbytes < 0.85 * FORM.nbytes
+    kept = Kept(Rows.of(PACKED))
     with Store.open(path, PACKED) as store:
-        assert store.nbytes == store.bytes_to_read(70) == sum(sizes)
-        assert [store.bytes_to_read(count) for count in (0, 1, SIZE, SIZE + 1)] == [
+        assert store.nbytes == store.bytes_to_read(kept, 70) == sum(sizes)
+        assert [store.bytes_to_read(kept, count) for count in (0, 1, SIZE, SIZE + 1)] == [
             0,
             sizes[0],
             sizes[0],
@@ -175,7 +176,7 @@ def test_what_is_still_to_be_written_counts_as_it_is(path: Path) -> None:
     save(path, TOKENS[:40], identity=PACKED)
     written, read = list[tuple[int, ...]](), list[int]()
     with Store.open(path, PACKED) as store:
-        assert store.bytes_to_write(64, 40, Kept(Rows(()))) == FORM.nbytes
+        assert store.bytes_to_write(64, 40, Kept(Rows.of(PACKED))) == FORM.nbytes
         rows = Rows.of(PACKED, TOKENS[:64])
         store.save(
             Kept(rows), TOKENS[:64], capacity=0, extra={}, unchanged=40, on_bytes=lambda *each: written.append(each)
@@ -183,7 +184,7 @@ def test_what_is_still_to_be_written_counts_as_it_is(path: Path) -> None:
         assert written.pop(0) == (0, FORM.nbytes - ALL_PACKED.nbytes)
         assert sum(num_bytes for (num_bytes,) in written) == ALL_PACKED.nbytes
         store.load(Kept(rows), 64, on_bytes=read.append)
-        assert sum(read) == store.bytes_to_read(64) - 2 * len(ALL_PACKED.header)
+        assert sum(read) == store.bytes_to_read(Kept(rows), 64) - 2 * len(ALL_PACKED.header)
 
 
 def test_a_disk_has_to_have_room_for_pages_that_do_not_pack(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,8 +383,8 @@ def test_nothing_is_unpacked_before_the_checksum_is_right(
     put(file, file.read_bytes()[:-1] + b"\xff")
     unpacked = list[Tensor]()
     for name in ("check", "unpack", "unpack_with_torch"):
-        real = getattr(page, name)
-        monkeypatch.setattr(page, name, lambda *args, real=real: (unpacked.append(args[0]), real(*args))[1])
+        real = getattr(units, name)
+        monkeypatch.setattr(units, name, lambda *args, real=real: (unpacked.append(args[0]), real(*args))[1])
     with process_uses(reading), pytest.raises(SessionError, match=f"{file.name}: its checksum differs"):
         restore(path, PACKED)
     assert len(unpacked) == 2 * 2 * LAYERS  # of the first page: each was checked, then unpacked
@@ -541,7 +542,7 @@ def test_a_save_that_fails_at_any_step_leaves_a_whole_session(tmp_path: Path) ->
                 store.save(Kept(Rows.of(PACKED, TOKENS)), TOKENS, capacity=0, extra={}, unchanged=40)
             seen.add(len(store.tokens))
             assert restore(path, PACKED) == saved(TOKENS[: len(store.tokens)], PACKED)
-            assert store.nbytes == sum((path / page.file).stat().st_size for page in inspect(path).pages)
+            assert store.nbytes == sum((path / page.file).stat().st_size for page in inspect(path).parts["rows"])
         if len(calls) <= number:
             break
     assert seen == {40, 80}

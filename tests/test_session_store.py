@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +18,14 @@ from examples import at_most
 from models import LateLink, Sizes
 from offload.errors import DoesNotFit, SessionError
 from offload.kv.full import FullCache
+from offload.kv.kept import Kept
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import forward
 from offload.session import manifest as manifests
-from offload.session import page
+from offload.session import units
 from offload.session.catalogue import inspect
 from offload.session.folder import Folder
-from offload.session.kept import Kept
 from offload.session.layout import PageFile, PageFormat
 from offload.session.store import Store
 from offload.transfer.link import Link, PacedLink
@@ -68,7 +67,7 @@ class Noted(Rows):
 
     page_to_fill = page_of_all
 
-    def filled(self, number: int, layers: Sequence[torch.Tensor]) -> None:
+    def page_filled(self, number: int) -> None:
         self.asked += (f"filled {number}",)
 
     def restored(self, length: int) -> None:
@@ -292,7 +291,7 @@ def test_what_a_refused_load_leaves_behind_changes_nothing(path: Path, decoder: 
 
 
 def test_rows_that_the_host_cannot_reach_go_through_a_buffer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_on_host", lambda layer: False)
+    monkeypatch.setattr(units, "_on_host", lambda layer: False)
     save(path, range(10))
     assert restore(path) == saved(range(10))
 

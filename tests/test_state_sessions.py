@@ -26,26 +26,26 @@ from offload.engine.request import GenerationRequest
 from offload.errors import SessionError
 from offload.kernels.delta import DeltaWeights
 from offload.kv import states as kv_states
-from offload.kv.checkpoints import Checkpoint, thinned
-from offload.kv.states import StateCache
+from offload.kv.checkpoints import thinned
+from offload.kv.kept import Kept
+from offload.kv.parts import PlacedPart, Shapes, Unit
+from offload.kv.states import StateCache, kept_numbers
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.progress import Progress
-from offload.ranks.all_states import kept_numbers
 from offload.session import manifest as manifests
 from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.folder import Folder
 from offload.session.identity import Identity
-from offload.session.kept import Kept
-from offload.session.layout import StateFormat
-from offload.session.manifest import MANIFEST_FILE, Manifest
+from offload.session.layout import TensorsFormat
+from offload.session.manifest import MANIFEST_FILE, Manifest, Saved
 from offload.session.prefix_store import PrefixStore
-from offload.session.states import read_state, write_state
 from offload.session.store import Store
 from offload.session.store_files import nbytes, shrink
-from sessions import IDENTITY, Rows, bits
-from store_users import CONDITIONS, ENOUGH
+from offload.session.units import read_unit, write_unit
+from sessions import IDENTITY, PAGE, Rows, bits
+from store_users import CONDITIONS, ENOUGH, no_progress
 from test_next_token import with_head
 from test_session_crash import STEPS, at_step
 
@@ -134,6 +134,10 @@ def manifest_of(path: Path) -> Manifest:
     return found
 
 
+def places_of(path: Path) -> list[int]:
+    return [saved.unit[0] for saved in manifest_of(path).parts["states"]]
+
+
 def files(path: Path) -> dict[str, int]:
     return {each.name: each.stat().st_mtime_ns for each in path.glob("state-*")}
 
@@ -184,7 +188,7 @@ def test_a_checkpoint_of_the_length_is_the_one_that_a_prefill_to_there_or_from_t
         go_on(own, "decode", 4 + drafts, 4, given)
         go_on(own, "decode", 3 + drafts, 3, given)
     go_on(plain, "prefill", 9, 9, given)
-    noted.note_length(given[1])
+    noted.note_length()
     assert noted.places == [20, 27]
     for one, other in (
         (noted.checkpoint(27).states, plain.checkpoint(27).states),
@@ -200,11 +204,12 @@ def test_a_checkpoint_of_the_length_is_the_one_that_a_prefill_to_there_or_from_t
 
 def test_a_length_that_has_a_checkpoint_needs_no_weights(caches: Callable[[], StateCache], given: Given) -> None:
     kept = caches()
-    kept.note_length(no_weights())  # nothing is cached
+    kept.weights = no_weights
+    kept.note_length()  # nothing is cached
     assert kept.places == []
     go_on(kept, "prefill", 20, 20, given)
     before = kept.checkpoint(20).states.clone()
-    kept.note_length(no_weights())
+    kept.note_length()
     assert kept.places == [20]
     assert torch.equal(kept.checkpoint(20).states, before)
 
@@ -220,7 +225,7 @@ def test_what_comes_from_elsewhere_counts_up_to_the_length_and_no_further(
     assert (other.length, other.places, other.layers.place) == (0, [], 0)
     assert not other.layers.states.any()
     for place in kept.places:
-        other.fill(place, kept.checkpoint(place))
+        other.filled((place,), kept.tensors((place,)))
     other.restored(20)
     assert (other.length, other.places) == (20, [20])
     for own in (kept, other):
@@ -272,7 +277,7 @@ def test_nor_with_a_session_in_another_engine(folder: Path, tmp_path: Path, samp
     prompt = [*DOCUMENT, *QUESTIONS[1]]
     with engine(folder) as made, opened(tmp_path / "session", folder, made) as store:
         restored = made.restore(store, prompt)
-        assert restored == max(state.place for state in manifest_of(tmp_path / "session").states if state.place <= 200)
+        assert restored == max(place for place in places_of(tmp_path / "session") if place <= 200)
         with rows_counted(made) as rows:
             assert say(made, prompt, sampling) == fresh(folder, prompt, sampling)
         assert_few(rows, QUESTIONS[1])
@@ -334,7 +339,7 @@ def test_nor_on_the_grid_that_engines_have(folder: Path, tmp_path: Path, monkeyp
 def test_a_session_is_loaded_and_gone_on_with(folder: Path, tmp_path: Path, cut: int, sampling: SamplingParams) -> None:
     tokens = saved(tmp_path / "session", folder, DOCUMENT)
     going_on = [*tokens[: len(tokens) - cut], *random_tokens(25, seed=8)]
-    places = [state.place for state in manifest_of(tmp_path / "session").states]
+    places = places_of(tmp_path / "session")
     assert places[-1] == len(tokens)
     with engine(folder) as made, opened(tmp_path / "session", folder, made) as store:
         expected = max(place for place in places if place <= len(tokens) - cut)
@@ -395,11 +400,11 @@ def test_rows_that_the_cache_has_are_not_loaded(folder: Path, tmp_path: Path, mo
 
 def test_what_can_be_loaded_ends_at_a_place_with_states(folder: Path, tmp_path: Path) -> None:
     tokens = saved(tmp_path / "session", folder, DOCUMENT)
-    places = [0, *(state.place for state in manifest_of(tmp_path / "session").states)]
+    places = [0, *places_of(tmp_path / "session")]
     assert len(places) > 4
     with engine(folder) as made, opened(tmp_path / "session", folder, made) as store:
         for count in range(len(tokens) + 1):
-            assert store.num_loadable(count) == max(place for place in places if place <= count)
+            assert store.num_loadable(made.worker.kept, count) == max(place for place in places if place <= count)
         with pytest.raises(ValueError, match="tokens of"):
             store.load(made.worker.kept, places[2] + 1)
         assert made.restore(store, DOCUMENT[: places[1] - 1]) == 0
@@ -412,14 +417,14 @@ def test_what_can_be_loaded_ends_at_a_place_with_states(folder: Path, tmp_path: 
 def test_a_save_writes_the_states_that_are_new_and_says_how_many_bytes(folder: Path, tmp_path: Path) -> None:
     path, told = tmp_path / "session", list[int]()
     with engine(folder) as made, opened(path, folder, made) as store:
-        states, form = made.worker.states, store.identity.state_format
+        states, form = made.worker.states, store.identity.formats["states"]
         assert states is not None
         assert form is not None
         for turn in range(4):
             told += [*(DOCUMENT[:150] if not turn else QUESTIONS[0])]
             told += say(made, told)
             before, num_saved = files(path), made.prefix._num_saved
-            made.worker.note_states()
+            made.worker.kept.each("note_length")
             tokens, new = len(made.prefix.tokens), [place for place in states.places if place > num_saved]
             pages = store.bytes_to_write(tokens, num_saved, Kept(made.worker.full))
             assert store.bytes_to_write(tokens, num_saved, made.worker.kept) - pages == len(new) * form.nbytes
@@ -432,7 +437,8 @@ def test_a_save_writes_the_states_that_are_new_and_says_how_many_bytes(folder: P
             assert {(path / name).stat().st_size for name in after} == {form.nbytes}
             made.save(store, {"turn": turn})
             assert files(path) == after
-            assert store.bytes_to_read(tokens) == sum(each.stat().st_size for each in path.glob("*-*"))
+            assert store.bytes_to_read(made.worker.kept, tokens) == store.nbytes
+            assert store.nbytes == sum(each.stat().st_size for each in path.glob("*-*"))
     assert states.places[-1] == tokens
 
 
@@ -443,6 +449,8 @@ def test_an_engine_with_room_for_fewer_loads_as_many_and_the_last_one(folder: Pa
     plan, going_on = changed(plan_of(folder), checkpoints=most), [*tokens, *QUESTIONS[1]]
     assert len(files(path)) > most
     with tiny_engine(plan, folder) as made, opened(path, folder, made) as store:
+        left = (len(files(path)) - most) * store.identity.formats["states"].nbytes
+        assert store.bytes_to_read(made.worker.kept, len(tokens)) == store.nbytes - left
         assert made.restore(store, going_on) == len(tokens)
         assert made.worker.states is not None
         assert len(made.worker.states.places) == most
@@ -534,7 +542,7 @@ def test_damaged_states_are_refused_and_nothing_is_half_loaded(
 ) -> None:
     path = tmp_path / "session"
     tokens = saved(path, folder, DOCUMENT)
-    victim = path / manifest_of(path).states[index].file
+    victim = path / manifest_of(path).parts["states"][index].file
     content = damage(victim.read_bytes())
     victim.unlink() if content is None else victim.write_bytes(content)
     assert_refused(path, folder, [*tokens, 1, 2, 3], why)
@@ -557,15 +565,14 @@ def assert_refused(path: Path, folder: Path, prompt: Sequence[int], why: str) ->
 def test_forged_states_that_are_not_finite_are_refused(folder: Path, tmp_path: Path, part: str, number: float) -> None:
     path = tmp_path / "session"
     tokens = saved(path, folder, DOCUMENT)
-    state = manifest_of(path).states[-1]
-    with engine(folder) as made:
-        form = identity_of(folder, made.plan).state_format
-    assert form is not None
-    with Folder(path) as files:
-        found = read_state(files, state.file, state.checksum, form, lambda num_bytes, fewer=0: None)
-        getattr(found, part).view(-1)[-1] = number
-        files.remove(state.file)
-        forged = write_state(files, state.file, form, found, lambda num_bytes, fewer=0: None)
+    saved_last, ignored = manifest_of(path).parts["states"][-1], lambda num_bytes, fewer=0: None
+    with engine(folder) as made, Folder(path) as files:
+        kept, states = made.worker.kept, made.worker.kept["states"]
+        tensors = read_unit(files, saved_last, kept, states, ignored)
+        tensors[part == "tails"].view(-1)[-1] = number
+        states.filled(saved_last.unit, tensors)
+        files.remove(saved_last.file)
+        forged, _ = write_unit(files, saved_last.file, kept, states, saved_last.unit, ignored)
     edit(path, lambda record: record["states"][-1].update(checksum=forged))
     assert_refused(path, folder, [*tokens, 1], "not finite")
 
@@ -625,7 +632,7 @@ def test_a_forged_manifest_of_states_is_refused(
     record: dict[str, Any], change: Callable[[dict[str, Any]], object], why: str
 ) -> None:
     forged = json.loads(json.dumps(record))
-    assert manifests.decode(sealed(forged)).states
+    assert manifests.decode(sealed(forged)).parts["states"]
     change(forged)
     with pytest.raises(ValueError, match=why):
         manifests.decode(sealed(forged))
@@ -642,18 +649,30 @@ def test_states_of_another_shape_are_of_another_session(folder: Path, tmp_path: 
 # Models without states: their sessions and stores are what they were.
 
 
-def test_manifests_and_conditions_without_states_are_byte_for_byte_what_they_were() -> None:
+def test_manifests_and_conditions_are_byte_for_byte_what_they_were() -> None:
     windows = replace(IDENTITY, num_window_layers=2)
     heads = replace(windows, window_kv_heads=1, window_head_dim=8)
-    page, window = (manifests.Page(manifests.page_file(0, "0" * 16, kind), "0" * 32) for kind in ("page", "window"))
-    found = [
-        manifests.checksum(manifests.encode(Manifest(own, (1, 2), (page,), 5, {"a": 1}, 1.0, 2.0, "v", *others)))
-        for own, others in ((IDENTITY, ()), (windows, ((window,), 0)), (heads, ((window,), 0)))
-    ]
+    numbers = {"rows": (2,), "windows": (2,), "states": (1,), "hidden": (2, 1, 0, 8)}
+    parts = {
+        name: (Saved(unit, manifests.file_name(name, unit, PAGE, "0" * 16), "0" * 32),)
+        for name, unit in numbers.items()
+    }
+    found = []
+    for own, names in (
+        (IDENTITY, ("rows",)),
+        (windows, ("rows", "windows")),
+        (heads, ("rows", "windows")),
+        (STATEFUL, ("rows", "states")),
+        (STATEFUL, ("rows", "states", "hidden")),
+    ):
+        kept = {name: parts[name] for name in names}
+        found.append(manifests.checksum(manifests.encode(Manifest(own, (1, 2), kept, 5, {"a": 1}, 1.0, 2.0, "v"))))
     assert [*found, CONDITIONS.digest] == [
         "edd41d56d1eeb2e96bc6ff2d418af95f",
         "b47b30039acaf636c0e3033dbcf666f8",
         "c066c6a0cad613f325a7d51eab22303c",
+        "8703cbb8d2841f7d7ed26572aaebcee4",
+        "fe39d78c0afaa7b72c5a8173765ed456",
         "f972309fb992f5f4ec36e65f248dc9fa",
     ]
 
@@ -672,7 +691,8 @@ def test_a_models_digest_covers_each_field_of_its_delta_rule(name: str) -> None:
 
 # Saves that are broken off: the fake caches of test_session_crash, and states.
 
-FORM = StateFormat(2, 3, 2, 4, 3, 5, "fp32")
+SHAPES = {"states": ((2, 3, 2, 4), torch.float32), "tails": ((2, 3, 5), torch.float32)}
+FORM = TensorsFormat(tuple((name, "fp32", shape) for name, (shape, _) in SHAPES.items()))
 STATEFUL = replace(
     IDENTITY, num_state_layers=2, state_heads=3, state_key_dim=2, state_value_dim=4, tail_tokens=3, tail_size=5
 )
@@ -680,32 +700,28 @@ OLD, NEW = tuple(range(6)), (*range(4), *range(40, 45))
 UNCHANGED = 4
 
 
-class Delta:
-    """As much of a delta rule as files are made from."""
-
-    state_shape, width, kept = (3, 2, 4), 4, 5
-
-
-class States:
+class States(PlacedPart):
     """States computed from the tokens before a place alone."""
 
-    num_layers, dtype, most, delta = 2, torch.float32, 4, Delta()
+    name, most, places = "states", 4, ()
 
     def __init__(self, tokens: Sequence[int] = (), places: Sequence[int] = ()) -> None:
         self.length, self.places = len(tokens), list(places)
         self._held = {place: self._of(tokens[:place]) for place in places}
 
     @staticmethod
-    def _of(tokens: Sequence[int]) -> Checkpoint:
+    def _of(tokens: Sequence[int]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(sum(token * 7**at for at, token in enumerate(tokens)) % 2**40)
-        shapes = FORM.states_shape, FORM.tails_shape
-        return Checkpoint(*(torch.randn(shape, generator=generator) for shape in shapes))
+        return [torch.randn(shape, generator=generator) for shape, _ in SHAPES.values()]
 
-    def checkpoint(self, place: int) -> Checkpoint:
-        return self._held[place]
+    def shapes(self, unit: Unit) -> Shapes:
+        return SHAPES
 
-    def fill(self, place: int, checkpoint: Checkpoint) -> None:
-        self._held[place] = checkpoint
+    def tensors(self, unit: Unit) -> list[Tensor]:
+        return self._held[unit[0]]
+
+    def filled(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
+        self._held[unit[0]] = list(tensors)
         self.places = sorted(self._held)
 
     def restored(self, length: int) -> None:
@@ -713,9 +729,13 @@ class States:
         self.length, self.places = length, sorted(self._held)
         assert not length or length in self._held
 
+    truncate = restored
+
     def bits(self) -> dict[int, bytes]:
-        parts = {place: (held.states, held.tails) for place, held in self._held.items()}
-        return {place: b"".join(part.numpy().tobytes() for part in held) for place, held in parts.items()}
+        return {place: b"".join(part.numpy().tobytes() for part in held) for place, held in self._held.items()}
+
+
+PARTS = [Rows(), States()]
 
 
 def states_of(tokens: Sequence[int]) -> States:
@@ -724,7 +744,7 @@ def states_of(tokens: Sequence[int]) -> States:
 
 def write(store: Store, tokens: Sequence[int]) -> None:
     unchanged = min(UNCHANGED, len(store.tokens))
-    store.save(Kept(Rows(tokens), states=states_of(tokens)), tokens, capacity=0, extra={}, unchanged=unchanged)  # type: ignore[arg-type]
+    store.save(Kept(Rows(tokens), states_of(tokens)), tokens, capacity=0, extra={}, unchanged=unchanged)
 
 
 def assert_whole(path: Path, tokens: Sequence[int]) -> None:
@@ -732,7 +752,7 @@ def assert_whole(path: Path, tokens: Sequence[int]) -> None:
     rows, states = Rows(range(9)), States(range(9), [1, 9])
     with Store.open(path, STATEFUL, read_only=True) as store:
         assert store.tokens == tokens
-        store.load(Kept(rows, states=states), len(tokens))  # type: ignore[arg-type]
+        store.load(Kept(rows, states), len(tokens))
     assert bits(rows) == bits(Rows(tokens))
     assert states.bits() == states_of(tokens).bits()
     assert {each.name for each in path.glob("*.safetensors")} == manifest_of(path).files
@@ -761,7 +781,7 @@ def test_a_writer_of_states_killed_at_any_step_leaves_the_old_or_the_new_session
 
     with begun(tmp_path / "counted") as store, at_step(-1, lambda *call: None) as calls:
         write(store, NEW)
-    kept = [state for state in manifest_of(tmp_path / "counted").states if state.place == UNCHANGED]
+    kept = [place for place in places_of(tmp_path / "counted") if place == UNCHANGED]
     assert calls.count("fsync") == 7  # two pages, states at 6 and 9, the manifest, twice the folder: those at 4 stay
     assert len(kept) == 1
     outcomes = set()
@@ -782,16 +802,16 @@ def test_a_writer_of_states_killed_at_any_step_leaves_the_old_or_the_new_session
 def test_the_disks_room_for_states_is_looked_at_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.open(tmp_path, STATEFUL) as store:
         pages = store.bytes_to_write(len(OLD), 0, Kept(Rows(OLD)))
-        assert store.bytes_to_write(len(OLD), 0, Kept(Rows(OLD), states=states_of(OLD))) == pages + 2 * FORM.nbytes  # type: ignore[arg-type]
+        assert store.bytes_to_write(len(OLD), 0, Kept(Rows(OLD), states_of(OLD))) == pages + 2 * FORM.nbytes
 
 
 def test_rows_of_a_model_with_states_come_with_them(tmp_path: Path) -> None:
-    for identity, states in ((STATEFUL, None), (IDENTITY, states_of(OLD))):
+    for identity, states in ((STATEFUL, []), (IDENTITY, [states_of(OLD)])):
         with (
-            Store.open(tmp_path / str(states is None), identity) as store,
+            Store.open(tmp_path / str(len(states)), identity) as store,
             pytest.raises(ValueError, match="states are"),
         ):
-            store.save(Kept(Rows(OLD), states=states), OLD, capacity=0, extra={}, unchanged=0)  # type: ignore[arg-type]
+            store.save(Kept(Rows(OLD), *states), OLD, capacity=0, extra={}, unchanged=0)
 
 
 # The prefix store.
@@ -820,7 +840,8 @@ def test_the_store_goes_on_from_the_last_page_that_has_states(folder: Path, tmp_
         with with_store(folder, tmp_path, notes) as made:
             assert say(made, prompt, reuse=False) == expected
             assert made.stats.stored_tokens == place
-            victim = store_of(made).path / store_of(made).stored(prompt).pages["states", place // BLOCK - 1].file
+            stored = store_of(made).stored(made.worker.kept.parts, prompt)
+            victim = store_of(made).path / stored.pages["states", place // BLOCK - 1].file
         if place == places[-1]:
             victim.unlink()
         else:
@@ -874,16 +895,16 @@ def test_states_that_could_not_be_read_leave_the_ones_that_are_held(folder: Path
 def test_pages_without_states_are_not_kept_and_count_for_nothing(tmp_path: Path) -> None:
     page, tokens, told = STATEFUL.page_tokens, list(range(20)), list[str]()
     store = PrefixStore(tmp_path, conditions_with(STATEFUL), limit=ENOUGH, on_note=told.append)
-    store.keep(Kept(Rows(tokens), states=States(tokens, [3, 18])), tokens, lambda progress: None)  # type: ignore[arg-type]
+    store.keep(Kept(Rows(tokens), States(tokens, [3, 18])), tokens, no_progress)
     assert not list(tmp_path.iterdir())
-    store.keep(Kept(Rows(tokens), states=States(tokens, [page, 3 * page, 18])), tokens, lambda progress: None)  # type: ignore[arg-type]
+    store.keep(Kept(Rows(tokens), States(tokens, [page, 3 * page, 18])), tokens, no_progress)
     assert len(stored_files(tmp_path, "rows")) == 3
-    assert [store.stored(tokens[:count]).num_tokens for count in (3, 4, 8, 11, 12, 20)] == [0, 4, 4, 4, 12, 12]
-    found = store.stored(tokens)
+    assert [store.stored(PARTS, tokens[:count]).num_tokens for count in (3, 4, 8, 11, 12, 20)] == [0, 4, 4, 4, 12, 12]
+    found = store.stored(PARTS, tokens)
     assert found.nbytes == sum((store.path / file.file).stat().st_size for file in found.pages.values())
     assert nbytes(tmp_path) == sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors"))
     rows, states = Rows(), States()
-    assert store.load(Kept(rows, states=states), tokens, 0, lambda progress: None) == 12  # type: ignore[arg-type]
+    assert store.load(Kept(rows, states), tokens, 0, no_progress) == 12
     assert bits(rows) == bits(Rows(tokens[:12]))
     assert states.bits() == {12: States(tokens, [12]).bits()[12]}
     assert not told
@@ -896,8 +917,8 @@ def test_a_store_with_little_room_keeps_a_beginning_that_can_be_gone_on_with(tmp
         root, limit = tmp_path / f"{pages} {count}", pages * per_page + count * per_state
         told = list[str]()
         store = PrefixStore(root, conditions_with(STATEFUL), limit=limit, on_note=told.append)
-        kept = store.keep(Kept(Rows(tokens), states=states), tokens, lambda progress: None)  # type: ignore[arg-type]
-        assert kept == store.stored(tokens).num_tokens == expected, (pages, count)
+        kept = store.keep(Kept(Rows(tokens), states), tokens, no_progress)
+        assert kept == store.stored(PARTS, tokens).num_tokens == expected, (pages, count)
         assert ["the store may take" in line for line in told] == [True] * (expected < len(tokens))
         assert nbytes(root) <= limit
         assert len(stored_files(root, "states")) == (min(count, 4) if expected else 0)
@@ -907,16 +928,16 @@ def test_a_store_with_little_room_keeps_a_beginning_that_can_be_gone_on_with(tmp
 def test_of_a_text_that_is_used_the_last_states_go_first(tmp_path: Path) -> None:
     tokens = list(range(20))
     store = PrefixStore(tmp_path, conditions_with(STATEFUL), limit=ENOUGH, on_note=pytest.fail)
-    store.keep(Kept(Rows(tokens), states=States(tokens, [4, 12, 20])), tokens, lambda progress: None)  # type: ignore[arg-type]
+    store.keep(Kept(Rows(tokens), States(tokens, [4, 12, 20])), tokens, no_progress)
     for file in tmp_path.glob("*/*.safetensors"):
         os.utime(file, (1.0, 1.0))
     used = [*tokens[:12], *range(50, 58)]  # which has another end
-    assert store.load(Kept(Rows(), states=States()), used, 0, lambda progress: None) == 12  # type: ignore[arg-type]
+    assert store.load(Kept(Rows(), States()), used, 0, no_progress) == 12
     shrink(tmp_path, 3 * STATEFUL.page_format.nbytes + 2 * FORM.nbytes)
-    assert store.stored(tokens).num_tokens == 12
-    assert [store.stored(tokens[:count]).num_tokens for count in (4, 12)] == [4, 12]
+    assert store.stored(PARTS, tokens).num_tokens == 12
+    assert [store.stored(PARTS, tokens[:count]).num_tokens for count in (4, 12)] == [4, 12]
     shrink(tmp_path, STATEFUL.page_format.nbytes + FORM.nbytes)
-    assert store.stored(tokens).num_tokens == 4
+    assert store.stored(PARTS, tokens).num_tokens == 4
 
 
 # Ranks.
@@ -972,25 +993,21 @@ def test_a_session_of_states_is_of_any_number_of_ranks(folder: Path, tmp_path: P
     for ranks, question in zip(order, QUESTIONS, strict=False):
         plan = changed(plan_of(folder), num_devices=ranks)
         with tiny_engine(plan, folder) as made, opened(path, folder, made) as store:
-            known, places = len(store.tokens), [state.place for state in store._manifest.states] if store.tokens else []  # type: ignore[union-attr]
+            known, kept = len(store.tokens), made.worker.kept
+            places = places_of(path) if known else []
             assert made.restore(store, text) == known
-            for state in places:  # each rank has its part
-                assert made.worker.kept.states is not None
-                checkpoint = made.worker.kept.states.checkpoint(state)
-                again = tmp_path / "again"
-                again.mkdir(exist_ok=True)
-                with Folder(again) as where:
-                    form = store.identity.state_format
-                    assert form is not None
-                    write_state(where, f"{ranks}-{state}-{known}", form, checkpoint, lambda num_bytes, fewer=0: None)
-                assert (again / f"{ranks}-{state}-{known}").read_bytes() == bytes_of[f"{state}"]
+            for place in places:  # each rank has its part
+                again = tmp_path / f"{ranks}-{place}-{known}"
+                with Folder(tmp_path) as where:
+                    write_unit(where, again.name, kept, kept["states"], (place,), lambda num_bytes, fewer=0: None)
+                assert again.read_bytes() == bytes_of[f"{place}"]
             text += say(made, text)
             assert text == plain[: len(text)]
             assert made.stats.reused_tokens == known
             made.save(store, {})
             text += question
-        for state in manifest_of(path).states:
-            bytes_of[f"{state.place}"] = (path / state.file).read_bytes()
+        for saved_one in manifest_of(path).parts["states"]:
+            bytes_of[f"{saved_one.unit[0]}"] = (path / saved_one.file).read_bytes()
     assert bytes_of
 
 
@@ -1007,7 +1024,7 @@ def test_ranks_read_the_store_and_refuse_damage_together(folder: Path, tmp_path:
         assert say(made, prompt, reuse=False) == expected
         assert made.stats.stored_tokens > len(prompt) - 3 * BLOCK
         made.save(store, {})
-        victim = path / manifest_of(path).states[-1].file
+        victim = path / manifest_of(path).parts["states"][-1].file
         victim.write_bytes(flip(victim.read_bytes()))
         made.prefix.truncate(0)
         with pytest.raises(SessionError, match=victim.name):

@@ -93,7 +93,7 @@ class Modules:
         kept = self.checkpoints.Checkpoints(
             Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=most
         )
-        made: StateCache = self.states.StateCache(self.layers(operators), kept)
+        made: StateCache = self.states.StateCache(self.layers(operators), kept, weights=lambda: ())
         return made
 
     def layers(self, operators: str) -> LayerStates:

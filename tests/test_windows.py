@@ -50,7 +50,6 @@ from offload.plan.request import Request
 from offload.plan.sizing import MAX_ROWS, Sizing, ring_pages
 from offload.session import manifest as manifests
 from offload.session.fingerprints import identity_of
-from offload.session.folder import Folder
 from offload.session.store import Store
 from offload.transfer.memory import Memory
 from processor import OPERATORS, of, process_uses
@@ -218,7 +217,7 @@ def test_it_reaches_no_further_than_it_has_rows() -> None:
 def test_layers_of_several_windows_reach_as_far_as_the_longest_one() -> None:
     cache = ring("torch", num_pages=3, windows=(3, WINDOW))
     cache.restored(0)
-    cache.filled(7, cache.page_to_fill(7))
+    cache.page_filled(7)
     cache.restored(72)
     assert cache.reaches(7 * PAGE + WINDOW - 1)  # whose longest window begins with page 7
     assert not cache.reaches(7 * PAGE + WINDOW - 2)
@@ -260,7 +259,7 @@ def test_of_pages_from_elsewhere_those_that_were_filled_are_there() -> None:
         for number in range(first, 10):
             pages = cache.page_to_fill(number)
             pages[0].copy_(source.page_of_all(number)[0])
-            cache.filled(number, pages)
+            cache.page_filled(number)
         cache.restored(80)
         assert cache.first_page == first
         for length in range(50, 81):
@@ -505,6 +504,13 @@ def test_what_windows_have_lost_is_not_restored(folder: Path, tmp_path: Path) ->
         assert say(later, PROMPT[:80]) == expected_text
 
 
+def first_window_of(path: Path) -> int:
+    """The first page of windows in a session."""
+    record = json.loads(b"{" + (path / manifests.MANIFEST_FILE).read_bytes().partition(b"\n")[2])
+    found: int = record["first_window_page"]
+    return found
+
+
 def test_a_session_keeps_the_files_of_pages_that_windows_still_have(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "session"
 
@@ -521,10 +527,9 @@ def test_a_session_keeps_the_files_of_pages_that_windows_still_have(folder: Path
         assert not before.keys() <= after.keys()  # those that windows have no longer are gone
         kept = [name for name in before.keys() & after.keys() if before[name] == after[name]]
         assert kept
-        manifest = manifests.read(Folder(path))
-        assert manifest is not None
-        assert manifest.first_window_page == made.worker.windows.first_page  # type: ignore[union-attr]
-        assert store.bytes_to_read(len(store.tokens)) <= sum(each.stat().st_size for each in path.glob("*-*"))
+        assert first_window_of(path) == made.worker.windows.first_page  # type: ignore[union-attr]
+        assert store.bytes_to_read(made.worker.kept, len(store.tokens)) <= store.nbytes
+        assert store.nbytes == sum(each.stat().st_size for each in path.glob("*-*"))
 
 
 def test_sessions_are_gone_on_with_by_engines_of_another_size(folder: Path, tmp_path: Path) -> None:
@@ -553,11 +558,11 @@ def test_what_can_be_loaded_is_what_windows_of_it_were_saved(folder: Path, tmp_p
     with engine(folder) as made, Store.open(path, identity_of(folder, made.plan)) as store:
         say(made, PROMPT)
         made.save(store, {})
-        windows, first = made.worker.windows, manifests.read(Folder(path)).first_window_page  # type: ignore[union-attr]
+        windows, first = made.worker.windows, first_window_of(path)
         assert windows is not None
         for count in range(1, len(store.tokens)):
             seen = max(count + 1 - 9, 0) // 32
-            assert store.num_loadable(count, windows) == (count if seen >= first else 0)
+            assert store.num_loadable(made.worker.kept, count) == (count if seen >= first else 0)
 
 
 def test_a_save_writes_the_page_that_has_grown_and_says_how_many_bytes(folder: Path, tmp_path: Path) -> None:
@@ -568,10 +573,10 @@ def test_a_save_writes_the_page_that_has_grown_and_says_how_many_bytes(folder: P
         say(made, PROMPT[:210], 4)
         before, windows = made.prefix._num_saved, made.worker.windows
         assert windows is not None
-        form = store._window_format
+        rows, form = store.identity.page_format, store.identity.window_format
         pages = form.count(len(made.prefix.tokens)) - before // 32
         new = store.bytes_to_write(len(made.prefix.tokens), before, made.worker.kept)
-        assert new == pages * (form.nbytes + store._format.nbytes)
+        assert new == pages * (form.nbytes + rows.nbytes)
         made.save(store, {})
         tokens = list(store.tokens)
     with engine(folder) as later, Store.open(path, identity_of(folder, later.plan)) as store:
@@ -606,7 +611,7 @@ def test_what_would_be_cut_off_again_is_not_loaded(folder: Path, tmp_path: Path)
     with engine(folder) as made, Store.open(tmp_path / "session", identity_of(folder, made.plan)) as store:
         say(made, PROMPT)
         made.save(store, {})
-        first = store._manifest.first_window_page * 32  # type: ignore[union-attr]
+        first = first_window_of(tmp_path / "session") * 32
         prompts = [PROMPT[:count] for count in range(first, first + 40, 3)]
     found = []
     with engine(folder) as later, Store.open(tmp_path / "session", identity_of(folder, later.plan)) as store:

@@ -125,8 +125,7 @@ class PrefixCache:
         other._settle()
         if self._worker.copy_rows(other._worker):
             self.tokens, self.num_precomputed = list(other.tokens), 0
-            hidden = self._worker.hidden
-            is_whole = hidden is None or len(hidden.first_rows) == min(hidden.sinks, len(self.tokens))
+            is_whole = self._worker.kept.is_whole(len(self.tokens))
             own = other._own(_num_with_the_same_bits(self._worker, other._worker))
             self._num_own, self._num_saved = own if is_whole else 0, other._num_saved
 
@@ -168,23 +167,21 @@ class PrefixCache:
         the tokens need was not saved. Raises as `Engine.restore`."""
         worker, kept = self._worker, self._worker.kept
         self._settle()
-        common = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
+        most = min(num_common(store.tokens, tokens), worker.plan.request.capacity)
+        # a request goes on from the last place before the prompt's last token, or leaves some to the first pass
+        last = max(len(tokens) - (1 if kept.at_places else worker.plan.placement.rows), 0)
+        common, used = (store.num_loadable(kept, count) for count in (most, min(most, last)))
         has = num_common(self.tokens, tokens)
-        if worker.states is None:
-            used = min(common, max(len(tokens) - worker.plan.placement.rows, 0))  # by a request of these tokens
-            if any(store.num_loadable(count, kept.windows) < count for count in (common, used)):
-                return 0
-            is_there = common <= has
-        else:  # a request goes on from the last place before the prompt's last token
-            last = len(tokens) - 1
-            common, used = (store.num_loadable(count, kept.windows) for count in (common, min(common, last)))
-            if not used:
-                return 0
-            is_there = used <= worker.reachable(min(has, last))
+        if kept.at_places:
+            can_go_on, is_there = used > 0, used <= worker.reachable(min(has, last))
+        else:
+            can_go_on, is_there = common == most and used == min(most, last), common <= has
+        if not can_go_on:
+            return 0
         if is_there:
             return common
         self.truncate(0)
-        total = store.bytes_to_read(common)
+        total = store.bytes_to_read(kept, common)
         report = bytes_of("restore", total, on_progress)
         store.load(kept, common, on_bytes=report)
         report(total)
@@ -192,15 +189,14 @@ class PrefixCache:
         return common
 
     def save(self, store: Store, extra: Mapping[str, object], on_progress: OnProgress) -> None:
-        """Write the cached rows to `store`, except rows that it has already; see `Engine.save`. An empty cache of a
-        model with windows or states replaces `extra` alone."""
-        worker = self._worker
+        """Write the cached rows to `store`, except rows that it has already; see `Engine.save`. An empty cache that
+        could not go back to every length replaces `extra` alone."""
+        kept, capacity = self._worker.kept, self._worker.plan.request.capacity
         self._settle()
-        if not self.tokens and (worker.windows or worker.states):  # the saved rows may still begin the text
+        if not self.tokens and kept.limit:  # the saved rows may still begin the text
             store.keep(extra)
             return
-        worker.note_states()
-        kept, capacity = worker.kept, worker.plan.request.capacity
+        kept.each("note_length")
         total = store.bytes_to_write(len(self.tokens), self._num_saved, kept)
         report = bytes_of("save", total, on_progress)
         store.save(kept, self.tokens, capacity=capacity, extra=extra, unchanged=self._num_saved, on_bytes=report)
@@ -235,7 +231,7 @@ class PrefixCache:
         computing."""
         if (store := self._store_for(tokens)) is None:
             return None
-        stored, plan = store.stored(tokens), self._worker.plan
+        stored, plan = store.stored(self._worker.kept.parts, tokens), self._worker.plan
         share = (stored.num_tokens - held) / max(plan.request.num_prompt_tokens, 1)
         is_quicker = share > 0 and store.read_seconds(stored) <= share * plan.predicted.first_token_seconds
         return store if is_quicker else None
@@ -258,7 +254,7 @@ class PrefixCache:
     def _num_reusable(self, prompt: Sequence[int]) -> int:
         precomputed, common = min(self.num_precomputed, len(prompt) - 1), num_common(self.tokens, prompt)
         kept = min(common, max(len(prompt) - self._worker.plan.placement.rows, precomputed))
-        if self._worker.states is not None and self._worker.reachable(kept) < kept:
+        if self._worker.kept.at_places and self._worker.reachable(kept) < kept:
             kept = max(kept, self._worker.reachable(min(common, len(prompt) - 1)))  # with fewer rows in the first pass
         return self._worker.reachable(kept, len(prompt))
 

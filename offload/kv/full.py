@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import write_rows
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
@@ -15,6 +16,7 @@ from offload.kernels.rope import Scoring
 from offload.kernels.rows import rounded_up
 from offload.kernels.runs import MASS_DTYPE, Rows, Run
 from offload.kv import Phase
+from offload.kv.parts import PagedPart
 from offload.kv.places import Places
 from offload.pages.storage import Offload, PageStorage
 from offload.pages.tiles import TileShape
@@ -23,7 +25,7 @@ from offload.transfer.arena import Arena
 from offload.transfer.memory import Memory
 
 
-class FullCache:
+class FullCache(PagedPart):
     """Keys (rotated) and values of all tokens, in tiles, wherever `pages` has them.
 
     In phase "decode" a tile is a run (`kernels.runs`), or several of at most `run_tokens`: so a row's bits depend on
@@ -35,6 +37,8 @@ class FullCache:
     "prefill"; None: torch's operators do. kernels: the device's own, for phase "decode". arena: phase "prefill" has its
     turn of it, from `begin` to the next user's.
     """
+
+    name = "rows"
 
     def __init__(
         self,
@@ -150,8 +154,11 @@ class FullCache:
     def page_to_fill(self, number: int) -> list[Tensor]:
         return self.pages.to_fill(number)
 
-    def filled(self, number: int, layers: Sequence[Tensor]) -> None:
+    def page_filled(self, number: int) -> None:
         self.pages.filled(number)
+
+    def layers_of(self, whole: ModelConfig) -> Sequence[int]:
+        return whole.growing
 
     def restored(self, length: int) -> None:
         """Set the length to `length` tokens, whose pages were written from outside. No other token counts."""
@@ -159,21 +166,6 @@ class FullCache:
         self.pages.changed()
         self.pages.keep(length)
         self.length = length
-
-    def copy_from(self, other: FullCache, num_tokens: int | None = None) -> None:
-        """Copy all rows of `other`, or the first `num_tokens`, in place of the cache's own. The tiles of `other` may
-        have another size and other homes."""
-        length = other.length if num_tokens is None else num_tokens
-        other.wait_home()
-        self.wait_home()
-        self.restored(0)
-        self.reserve(length)
-        for number in range(-(-length // self.shape.page_tokens)):
-            pages = self.page_to_fill(number)
-            for own, theirs in zip(pages, other.page_of_all(number), strict=True):
-                own.copy_(theirs)
-            self.filled(number, pages)
-        self.restored(length)
 
     def release(self) -> None:
         """Give the tiles back; the cache is not used again."""

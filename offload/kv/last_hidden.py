@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from offload.kv.full import FullCache
+from offload.kv.parts import Part, Shapes, Unit
 from offload.transfer.memory import Memory
 
 PURPOSE = "hidden rows of drafts"
 
 
-class LastHidden:
+class LastHidden(Part):
     """The model's last hidden rows by position: of the first `sinks` tokens, and of the last ones in a ring. Rows of
     rejected tokens are overwritten. Missing rows read as zeros, which make drafts worse and change nothing else.
 
     A head that begins to draft after some tokens reads the rows of the first `sinks` and of the last `window` of them.
     slack: rows after the sequence's tokens that may be written and rejected. The ring counts as if `slack` rows had
     always been written, so its contents follow from the tokens alone, and not from what was drafted after them.
+
+    A session's unit is named by its tokens, the number of first rows, the position of the first of the last ones, and
+    the numbers of a row. Other texts can begin with the first rows: their unit has no last ones.
     """
+
+    name = "hidden"
+    what = "file of hidden rows"
 
     def __init__(
         self, memory: Memory, *, hidden_size: int, dtype: torch.dtype, sinks: int, window: int, slack: int
     ) -> None:
         self._memory, self.sinks, self.window, self._slack = memory, sinks, window, slack
+        self.num_computed = window  # no store has their rows
         size = (sinks + 2 * (window + slack), hidden_size)
         self._rows = memory.allocate(size, dtype, tier="device", purpose=PURPOSE)
         self._ring = self._rows[sinks:]
@@ -32,10 +42,35 @@ class LastHidden:
         self._first = 0  # of the rows in the ring since the last gap
         self._longest = 0  # of the sequences since then
 
-    @property
-    def shape(self) -> tuple[int, torch.dtype]:
-        """(numbers of a row, their dtype)."""
-        return self._rows.shape[1], self._rows.dtype
+    def shapes(self, unit: Unit) -> Shapes:
+        stop, num_first, start = _named(unit)
+        return {"rows": ((num_first + stop - start, self._rows.shape[1]), self._rows.dtype)}
+
+    def units(self, length: int) -> list[Unit]:
+        if not length or self.length != length:
+            return []
+        return [(length, len(self.first_rows), min(self.oldest, length), self._rows.shape[1])]
+
+    def shared(self, length: int, page: int) -> list[Unit]:
+        return self.needed(length) if self.is_whole(length) else []
+
+    def needed(self, length: int) -> list[Unit]:
+        count = min(self.sinks, length)
+        return [(count, count)] if count else []
+
+    def is_whole(self, length: int) -> bool:
+        return len(self.first_rows) == min(self.sinks, length)
+
+    def tensors(self, unit: Unit) -> list[Tensor]:
+        stop, num_first, start = _named(unit)
+        return [torch.cat([self.first_rows[:num_first], self.read(start, stop)])]
+
+    def filled(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
+        [rows], (_, num_first, start) = tensors, _named(unit)
+        self.fill(rows[:num_first], start, rows[num_first:])
+
+    def restored(self, length: int) -> None:
+        self.truncate(length)
 
     @property
     def oldest(self) -> int:
@@ -47,9 +82,12 @@ class LastHidden:
         """The rows of the sequence's first tokens, [n, hidden]: of `sinks` of them, or of as many as are there."""
         return self._rows[: min(self._num_first, self.length)]
 
-    def reachable(self, length: int, stop: int) -> int:
+    def reachable(self, length: int, stop: int | None = None) -> int:
         """The most tokens, up to `length`, to which a sequence may be cut that then grows to `stop` tokens before
-        anything is drafted: of its last `window` tokens the rows that are not there are computed."""
+        anything is drafted: of its last `window` tokens the rows that are not there are computed. None: any cut is
+        possible."""
+        if stop is None:
+            return length
         known = length <= self.length and self.oldest <= max(stop - self.window, self.sinks)
         return length if known else min(length, max(stop - self.window, 0))
 
@@ -65,9 +103,9 @@ class LastHidden:
         """Rows of drafted tokens, at most `slack` after the sequence's."""
         self._put(start, rows)
 
-    def copy_from(self, other: LastHidden, length: int) -> None:
+    def copy_from(self, other: LastHidden, length: int | None = None) -> None:
         """Hold what `other`, whose ring may have another size, has of its first `length` tokens."""
-        stop = min(other.length, length)
+        stop = other.length if length is None else min(other.length, length)
         oldest = min(other.oldest, stop)
         self.fill(other.first_rows[:stop], oldest, other.read(oldest, stop))
 
@@ -126,3 +164,9 @@ class DraftedHidden:
 
     def truncate(self, length: int) -> None:
         self._rows.truncate(max(length, self._full.length))
+
+
+def _named(unit: Unit) -> tuple[int, int, int]:
+    """(tokens, number of first rows, position of the first of the last ones) of a unit."""
+    stop, num_first, *rest = unit
+    return stop, num_first, rest[0] if rest else stop

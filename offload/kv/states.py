@@ -7,33 +7,46 @@ So each of its tokens can be forgotten, and no pass copies a state. What lies fu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from offload.config.block import DeltaRule
+from offload.config.model import ModelConfig
 from offload.kernels.delta import DeltaWeights
 from offload.kv import Phase
 from offload.kv.checkpoints import Checkpoint, Checkpoints, places_of_prefill
 from offload.kv.layer_states import LayerStates
+from offload.kv.parts import PlacedPart, Shapes, Split, Unit
+from offload.plan.shards import Shard
 from offload.plan.sizing import PREFILL_BLOCK
+from offload.weights.tensors import delta_rows
+
+_GATE = 3  # of `DeltaRule.parts`: later states do not depend on it
 
 
-class StateCache:
-    """The exact states of one sequence, and checkpoints of them on the host. Sessions read and fill it as
-    `StateRows`."""
+class StateCache(PlacedPart):
+    """The exact states of one sequence, and checkpoints of them on the host, which sessions read and fill."""
 
-    def __init__(self, layers: LayerStates, checkpoints: Checkpoints, *, block: int = PREFILL_BLOCK) -> None:
-        """block: rows of a prefill's blocks."""
-        self.layers, self.checkpoints, self._block = layers, checkpoints, block
+    name = "states"
+
+    def __init__(
+        self,
+        layers: LayerStates,
+        checkpoints: Checkpoints,
+        *,
+        weights: Callable[[], Iterable[DeltaWeights]],
+        block: int = PREFILL_BLOCK,
+    ) -> None:
+        """weights: gives those of the layers, in order; where they stream they cross the link then. block: rows of a
+        prefill's blocks."""
+        self.layers, self.checkpoints, self.weights, self._block = layers, checkpoints, weights, block
         self.length = 0
         self._start = 0  # of the forward under way
         self._phase: Phase | None = None
         self._taken = [0] * len(layers.bases)
 
-    def reachable(self, length: int) -> int:
-        """The most tokens, up to `length`, that the cache can be truncated to."""
+    def reachable(self, length: int, stop: int | None = None) -> int:
         wanted = min(length, self.length)
         if self._phase == "prefill":  # broken off: how far it came is another matter on each rank
             return wanted if wanted == self.length and self._begins_at_known else self.checkpoints.last(wanted)
@@ -79,37 +92,30 @@ class StateCache:
         self.length, self._phase = kept, None
         self.checkpoints.forget_after(kept)
 
-    def copy_from(self, other: StateCache, num_tokens: int) -> None:
-        """Hold the first `num_tokens` tokens that `other` holds, which can be truncated to them."""
+    def copy_from(self, other: StateCache, length: int | None = None) -> None:
+        count = other.length if length is None else length
         self.truncate(0)
-        self.checkpoints.copy_from(other.checkpoints, num_tokens)
-        if other.layers.place <= num_tokens:
-            self.layers.follow(other.layers, num_tokens)
+        self.checkpoints.copy_from(other.checkpoints, count)
+        if other.layers.place <= count:
+            self.layers.follow(other.layers, count)
         else:
-            self._restore(num_tokens)
-        self.length = num_tokens
+            self._restore(count)
+        self.length = count
 
-    def note_length(self, weights: Iterable[DeltaWeights]) -> None:
-        """Have a checkpoint at the length. weights: of the layers, in order; not read where there is one already."""
+    def note_length(self) -> None:
+        """Have a checkpoint at the length. Weights are not read where there is one already."""
         if not self.length or self.length in self.places:
             return
         self.checkpoints.begin([self.length])
-        for layer, own in enumerate(weights):
+        for layer, own in enumerate(self.weights()):
             held = self.layers.settled(layer, self.length, own)
             self.checkpoints.note(self.length, layer, held.state, held.inputs[: self.layers.delta.width - 1])
         self.checkpoints.commit()
 
-    @property
-    def delta(self) -> DeltaRule:
-        return self.layers.delta
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers.bases)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers.inputs.dtype
+    def shapes(self, unit: Unit) -> Shapes:
+        delta, num_layers = self.layers.delta, len(self.layers.bases)
+        tails = (num_layers, delta.width - 1, delta.kept)
+        return {"states": ((num_layers, *delta.state_shape), torch.float32), "tails": (tails, self.layers.inputs.dtype)}
 
     @property
     def places(self) -> Sequence[int]:
@@ -124,15 +130,25 @@ class StateCache:
         assert found is not None, f"there is no checkpoint at {place}"
         return found
 
-    def fill(self, place: int, checkpoint: Checkpoint) -> None:
-        own = self.checkpoints.take(place)
-        own.states.copy_(checkpoint.states)
-        own.tails.copy_(checkpoint.tails)
+    def tensors(self, unit: Unit) -> list[Tensor]:
+        found = self.checkpoint(*unit)
+        return [found.states, found.tails]
+
+    def filled(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
+        own = self.checkpoints.take(*unit)
+        for held, tensor in zip((own.states, own.tails), tensors, strict=True):
+            held.copy_(tensor)
 
     def restored(self, length: int) -> None:
         self.checkpoints.forget_after(length)
         self._restore(length)
         self.length, self._phase = length, None
+
+    def splits(self, whole: ModelConfig, shards: Sequence[Shard]) -> Sequence[Split]:
+        alike = whole.layer(whole.stateful[0])
+        heads = [shard.value_heads(alike) for shard in shards]
+        delta, kept = alike.block.delta, [kept_numbers(alike, shard) for shard in shards]
+        return [Split(1, delta.num_heads, [slice(own.start, own.stop) for own in heads]), Split(2, delta.kept, kept)]
 
     def release(self) -> None:
         """The cache is not used again."""
@@ -220,3 +236,14 @@ class DraftStates:
 
     def nbytes(self) -> int:
         return self.layers.nbytes()
+
+
+def kept_numbers(whole: ModelConfig, shard: Shard) -> Tensor:
+    """The indices, among the numbers that are kept of a projected row of all heads, of those that a shard keeps: int64
+    [kept of the shard]. whole: the config of a layer with a state."""
+    found, first = [], 0
+    for part, (size, rows) in enumerate(zip(whole.block.delta.parts, delta_rows(whole, shard), strict=True)):
+        if part != _GATE:
+            found.append(first + torch.arange(rows.start, rows.stop))
+            first += size
+    return torch.cat(found)

@@ -10,12 +10,14 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import write_rows
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kernels.runs import Run, attended
 from offload.kv import Phase
+from offload.kv.parts import PagedPart, first_page_seen
 from offload.kv.places import QKV, Places, joined
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
@@ -23,13 +25,16 @@ from offload.transfer.memory import Memory
 PURPOSE = "window cache"
 
 
-class WindowCache:
+class WindowCache(PagedPart):
     """Keys (rotated) and values of the last tokens, [2, P, H_kv, S, D] for each layer of a window.
 
     Each row sees the last `windows[layer]` tokens, itself among them. Rows may be drafted: they follow the tokens in
     the same ring, until exact ones take their place. A sequence can be cut as far back as the ring has all pages that
-    windows need then. Sessions read and fill the cache as `WindowRows`.
+    windows need then.
     """
+
+    name = "windows"
+    limit = "windows have lost some that they need"
 
     def __init__(
         self,
@@ -71,14 +76,13 @@ class WindowCache:
 
     def first_seen(self, length: int) -> int:
         """The first page that rows after `length` tokens see."""
-        return max(length + 1 - max(self._windows), 0) // self.shape.page_tokens
+        return first_page_seen(length, max(self._windows), self.shape.page_tokens)
 
     def reaches(self, length: int) -> bool:
         """Whether the first `length` tokens are cached, with all pages that rows after them see."""
         return length <= self.length and self.first_seen(length) >= self.first_page
 
-    def reachable(self, length: int) -> int:
-        """The most tokens, up to `length`, that the cache can be truncated to."""
+    def reachable(self, length: int, stop: int | None = None) -> int:
         return length if self.reaches(length) else 0
 
     def begin(self, phase: Phase, num_rows: int, start: int | None = None) -> None:
@@ -119,21 +123,9 @@ class WindowCache:
         if not self.length or not self.reaches(self.length):
             self.restored(0)
 
-    def copy_from(self, other: WindowCache, num_tokens: int) -> None:
-        """Hold the first `num_tokens` tokens that `other` holds, which reaches so far."""
-        self.restored(0)
-        for number in range(max(other.first_page, self.first_kept(num_tokens)), self._num_pages_of(num_tokens)):
-            pages = self.page_to_fill(number)
-            for own, theirs in zip(pages, other.page_of_all(number), strict=True):
-                own.copy_(theirs)
-            self.filled(number, pages)
-        self.restored(num_tokens)
-
     def reserve(self, num_tokens: int) -> None:
-        """Nothing to do: the ring has all its memory."""
-
-    def wait_home(self) -> None:
-        """Nothing to wait for: the ring is the home of its pages."""
+        """The ring has all its memory, where pages that are filled take the places of others: no token counts."""
+        self.restored(0)
 
     def page_of_all(self, number: int) -> list[Tensor]:
         return list(self._ring[:, :, number % self._num_pages])
@@ -141,11 +133,14 @@ class WindowCache:
     def page_to_fill(self, number: int) -> list[Tensor]:
         return self.page_of_all(number)
 
-    def filled(self, number: int, layers: Sequence[Tensor]) -> None:
+    def page_filled(self, number: int) -> None:
         self._filled = number if self._filled is None else min(self._filled, number)
 
+    def layers_of(self, whole: ModelConfig) -> Sequence[int]:
+        return whole.windowed
+
     def restored(self, length: int) -> None:
-        """Set the length to `length` tokens, see `PagedRows`. The ring has the pages that were filled since the last
+        """Set the length to `length` tokens, see `Part`. The ring has the pages that were filled since the last
         call."""
         self._end()
         self.length = self._stop = length

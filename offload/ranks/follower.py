@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from offload.errors import TriforceError
+from offload.kv.kept import Call
 from offload.model.passes import Pass
 from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.progress import ignore
 from offload.ranks import rendezvous
-from offload.ranks.all_rows import empty_page, packed_page, unpack_page
-from offload.ranks.all_states import empty_checkpoint
 from offload.ranks.channel import Channel
+from offload.ranks.joined import gathered, scattered
 from offload.ranks.record import TokenRecord
 from offload.ranks.rendezvous import Met
 from offload.ranks.sums import Sums
@@ -191,48 +191,18 @@ class Follower:
         assert self._sums is not None
         return asdict(stats_of_rank(self._shard.rank, self._workers[worker], self._sums.seconds))
 
-    def _reserve(self, worker: int, part: str, num_tokens: int) -> None:
-        self._part(worker, part).reserve(num_tokens)
+    def _each(self, worker: int, call: Call, numbers: Sequence[int]) -> None:
+        self._workers[worker].kept.each(call, *numbers)
+        if call == "restored":
+            self._records[worker].forget(*numbers)
 
-    def _wait_home(self, worker: int, part: str) -> None:
-        self._part(worker, part).wait_home()
-
-    def _gather_page(self, worker: int, part: str, page: int) -> None:
+    def _gather(self, worker: int, part: str, unit: Sequence[int]) -> None:
         assert self._sums is not None
-        self._sums.gather(packed_page(self._part(worker, part), page))
+        gathered(self._workers[worker].kept[part], tuple(unit), self._sums)
 
-    def _fill_page(self, worker: int, part: str, page: int) -> None:
+    def _fill(self, worker: int, part: str, unit: Sequence[int]) -> None:
         assert self._sums is not None
-        rows = self._part(worker, part)
-        own = empty_page(rows.num_layers, rows.shape)
-        self._sums.scatter([], own)
-        unpack_page(rows, page, own)
-
-    def _restored(self, worker: int, part: str, length: int) -> None:
-        self._part(worker, part).restored(length)
-        if part == "rows":
-            self._records[worker].forget(length)
-
-    def _note_states(self, worker: int) -> None:
-        self._workers[worker].note_states()
-
-    def _gather_state(self, worker: int, part: str, place: int) -> None:
-        assert self._sums is not None
-        own = self._part(worker, part).checkpoint(place)
-        for tensor in (own.states, own.tails):
-            self._sums.gather(tensor)
-
-    def _fill_state(self, worker: int, part: str, place: int) -> None:
-        assert self._sums is not None
-        states = self._part(worker, part)
-        own = empty_checkpoint(states)
-        for tensor in (own.states, own.tails):
-            self._sums.scatter([], tensor)
-        states.fill(place, own)
-
-    def _part(self, worker: int, name: str) -> Any:
-        """A part of what a worker keeps, by the name of its field."""
-        return getattr(self._workers[worker].kept, name)
+        scattered(self._workers[worker].kept[part], tuple(unit), [], self._sums)
 
     def _own(self, data: Mapping[str, Any]) -> Plan:
         """Rank 0's plan on this rank's device: the same kind, its index increased by the rank within the machine."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import RankFailed
 from offload.kv import Cache
+from offload.kv.kept import Kept
+from offload.kv.parts import Part
 from offload.metrics import RankStats
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Level
@@ -27,12 +28,10 @@ from offload.plan.planner import Plan
 from offload.plan.shards import Shard
 from offload.progress import OnProgress
 from offload.ranks import rendezvous
-from offload.ranks.all_rows import AllRows, AllWindows
-from offload.ranks.all_states import AllStates
+from offload.ranks.joined import JoinedKept
 from offload.ranks.record import TokenRecord
 from offload.ranks.sums import Sums
 from offload.ranks.team import Team
-from offload.session.kept import Kept
 from offload.speed.hardware import Launched
 from offload.worker.assemble import block_rows
 from offload.worker.models import LoadedModels
@@ -134,27 +133,6 @@ class LeadingWorker(Worker):
             raise
         return worker
 
-    @property
-    def kept(self) -> Kept:
-        """The parts joined from all ranks, with all heads. Only rank 0 has a next-token head and its hidden rows."""
-        whole, size, sums = self._lead.whole, self._lead.team.size, self._lead.sums
-        assert whole is not None
-        shards, windows, states = [Shard(rank, size) for rank in range(size)], None, None
-
-        def heads(layers: Sequence[int]) -> list[range]:
-            alike = whole.layer(layers[0]) if layers else whole
-            return [shard.kv_heads(alike) for shard in shards]
-
-        def tell_of(part: str) -> Callable[..., int]:
-            return partial(self.tell, part=part)
-
-        rows = AllRows(self.full, heads(whole.growing), sums, tell_of("rows"), self._record)
-        if self.windows is not None:
-            windows = AllWindows(self.windows, heads(whole.windowed), sums, tell_of("windows"))
-        if self.states is not None:
-            states = AllStates(self.states, whole.layer(whole.stateful[0]), shards, sums, tell_of("states"))
-        return Kept(rows, windows, states, self.hidden)
-
     def tell(self, verb: str, **arguments: Any) -> int:
         """Send a command for this worker; see `Team.tell`."""
         return self._lead.team.tell(verb, worker=self.number, **arguments)
@@ -196,10 +174,6 @@ class LeadingWorker(Worker):
         self.tell("fetch_ahead")
         super().fetch_ahead()
 
-    def note_states(self) -> None:
-        self.tell("note_states")
-        super().note_states()
-
     def beside(self) -> Worker:
         return LeadingWorker.build(self._lead, self.plan, self.models, vocab_size=self.vocab_size)
 
@@ -224,6 +198,12 @@ class LeadingWorker(Worker):
 
     def _another(self, plan: Plan) -> Worker:
         return LeadingWorker.build(self._lead, plan, self.models, vocab_size=self.vocab_size)
+
+    def _bundle(self, parts: Sequence[Part]) -> Kept:
+        whole, shards = self._lead.whole, [Shard(rank, self._lead.team.size) for rank in range(self._lead.team.size)]
+        assert whole is not None
+        splits = {part.name: part.splits(whole, shards) for part in parts}
+        return JoinedKept(parts, splits, self._lead.sums, self.tell, self._record)
 
     def _level(self, name: str, decoder: Decoder, cache: Cache, block: int | None) -> Level:
         record = self._record if name == "target" else None

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,14 +16,12 @@ import torch
 from offload.config.reading import read_config
 from offload.kernels.choice import of_model, prefill_attention
 from offload.kernels.rounding import rounding as rounding_of
-from offload.kv.last_hidden import PURPOSE
 from offload.machine import cpu_features, installed_version, machine_name
 from offload.model.loading import DTYPES
 from offload.pages.tiles import tile_tokens
 from offload.plan.planner import Plan
 from offload.session.fingerprints import identify
 from offload.session.identity import STATE_FIELDS, Identity
-from offload.session.layout import HiddenFormat
 from offload.weights.checkpoint import Checkpoint
 
 BITS = 2  # changes when a change of this program gives rows of a prefill other bits
@@ -37,19 +35,13 @@ class Conditions:
 
     identity: of the model, its dtype and page format. files: (bytes, time of the last change in ns) of each file of
     weights: a digest of samples would miss a change of few weights. rounding: what else decides how sums round, by
-    name: sizes of blocks, the device, libraries, kernels. tile_tokens: tokens of a tile of the full cache. window: the
-    most tokens that a row of a layer with a window sees; 0 without such layers. hidden: the format of the hidden rows
-    of a text's first tokens, which a next-token head reads; None without one. head_window: it reads those of so many
-    last tokens, too, and they are always computed.
+    name: sizes of blocks, the device, libraries, kernels. tile_tokens: tokens of a tile of the full cache.
     """
 
     identity: Identity
     files: tuple[tuple[int, int], ...]
     rounding: tuple[tuple[str, str], ...]
     tile_tokens: int
-    window: int
-    hidden: HiddenFormat | None = None
-    head_window: int = 0
 
     @classmethod
     def of(cls, folder: Path, plan: Plan) -> Conditions:
@@ -81,11 +73,7 @@ class Conditions:
         }
         told = tuple((name, str(value)) for name, value in rounding.items())
         files = tuple((each.st_size, each.st_mtime_ns) for each in status)
-        found = cls(identity, files, told, tile_tokens(plan, config), config.window)
-        if PURPOSE not in placement.device_bytes:
-            return found
-        first_rows = HiddenFormat(plan.composition.sinks, config.hidden_size, request.dtype)
-        return replace(found, hidden=first_rows, head_window=plan.composition.window)
+        return cls(identity, files, told, tile_tokens(plan, config))
 
     @cached_property
     def digest(self) -> str:
@@ -97,14 +85,6 @@ class Conditions:
             identity = {name: value for name, value in identity.items() if name not in STATE_FIELDS}
         told = json.dumps([identity, self.files, self.rounding], sort_keys=True)
         return hashlib.blake2b(told.encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-    def first_seen(self, num_tokens: int) -> int:
-        """The first page that rows after `num_tokens` tokens see in layers with a window."""
-        return max(num_tokens + 1 - self.window, 0) // self.identity.page_tokens
-
-    def most_stored(self, num_tokens: int) -> int:
-        """The number of a prompt's `num_tokens` tokens that need not be computed if their rows are stored."""
-        return max(num_tokens - self.head_window, 0)
 
     def links(self, tokens: Sequence[int]) -> list[str]:
         """A digest for each whole page of `tokens`: of the conditions, all tokens up to the page's end, and the tiles

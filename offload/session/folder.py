@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from offload.interrupts import waiting
@@ -52,10 +53,10 @@ class Folder:
             return False
         return True
 
-    def nbytes(self) -> int:
-        """Bytes of all files in the folder."""
+    def nbytes(self, names: Iterable[str] | None = None) -> int:
+        """Bytes of the files `names`, as far as they are in the folder; None: of all files."""
         total = 0
-        for name in self.names():
+        for name in self.names() if names is None else names:
             try:
                 total += self._status(name).st_size
             except FileNotFoundError:  # removed meanwhile by another process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from offload.session.layout import PageFormat, StateFormat
+from offload.session.layout import NO_TENSORS, Format, PageFormat, TensorsFormat
 
 _SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
 STATE_FIELDS = (  # of an identity
@@ -50,13 +50,14 @@ class Identity:
         return replace(self.page_format, num_layers=self.num_window_layers, num_kv_heads=heads, head_dim=dim)
 
     @property
-    def state_format(self) -> StateFormat | None:
-        """The format of a file of states; None without layers that have one."""
-        if not self.num_state_layers:
-            return None
-        heads, key_dim, value_dim = self.state_heads, self.state_key_dim, self.state_value_dim
-        sizes = heads, key_dim, value_dim, self.tail_tokens, self.tail_size
-        return StateFormat(self.num_state_layers, *sizes, self.dtype)
+    def formats(self) -> dict[str, Format]:
+        """The formats of files by the names of parts, as far as the identity has them."""
+        pages, states = {"rows": self.page_format, "windows": self.window_format}, NO_TENSORS
+        if self.num_state_layers:
+            shape = self.num_state_layers, self.state_heads, self.state_key_dim, self.state_value_dim
+            tails = "tails", self.dtype, (self.num_state_layers, self.tail_tokens, self.tail_size)
+            states = TensorsFormat((("states", "fp32", shape), tails))
+        return {**{name: form if form.num_layers else NO_TENSORS for name, form in pages.items()}, "states": states}
 
 
 def differences(saved: Identity, now: Identity) -> list[str]:

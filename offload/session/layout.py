@@ -1,5 +1,5 @@
-"""The layout of a file of rows, of states or of hidden rows, which follows only from shapes, dtype and the set of
-packed blocks.
+"""The layout of a file of a page or of whole tensors, which follows only from shapes, dtypes and the set of packed
+blocks.
 
 A page's blocks are a layer's keys and its values, [H_kv, S, D] each, keys before values, first layer first.
 """
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from offload.formats.layout import Packing
 
@@ -72,7 +73,11 @@ class PageFormat:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the file of an unpacked page."""
-        return PageFile(self).nbytes
+        return self.file().nbytes
+
+    def file(self, packed: str = "") -> PageFile:
+        """The format of a page's file with these packed blocks."""
+        return PageFile(self, packed)
 
     def count(self, num_tokens: int) -> int:
         """The number of pages that hold `num_tokens` tokens; 0 without layers of this kind."""
@@ -128,65 +133,39 @@ class PageFile:
 
 
 @dataclass(frozen=True)
-class StateFormat:
-    """The format of a file of states at one place, as safetensors: `states` [L, heads, key_dim, value_dim] fp32, and
-    `tails`, the inputs of the last tokens before the place, [L, tail_tokens, tail_size] in the model's dtype."""
+class TensorsFormat:
+    """The format of a file of whole tensors, as safetensors. tensors: the name, the dtype, a key of ELEMENT_BYTES, and
+    the shape of each."""
 
-    num_layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    tail_tokens: int
-    tail_size: int
-    dtype: str  # of tails, a key of ELEMENT_BYTES
-
-    @property
-    def states_shape(self) -> tuple[int, int, int, int]:
-        return self.num_layers, self.heads, self.key_dim, self.value_dim
-
-    @property
-    def tails_shape(self) -> tuple[int, int, int]:
-        return self.num_layers, self.tail_tokens, self.tail_size
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    packed: ClassVar[str] = ""
+    most_packed: ClassVar[str] = ""
 
     @property
     def block_bytes(self) -> list[int]:
-        """The bytes of both tensors."""
-        return [math.prod(self.states_shape) * 4, math.prod(self.tails_shape) * ELEMENT_BYTES[self.dtype]]
+        """The bytes of each tensor."""
+        return [math.prod(shape) * ELEMENT_BYTES[dtype] for _, dtype, shape in self.tensors]
 
     @cached_property
     def header(self) -> bytes:
-        states, tails = self.block_bytes
-        tails_dtype = _SAFETENSORS_DTYPES[self.dtype]
-        return _header([("states", "F32", self.states_shape, states), ("tails", tails_dtype, self.tails_shape, tails)])
+        sizes = zip(self.tensors, self.block_bytes, strict=True)
+        return _header([(name, _SAFETENSORS_DTYPES[dtype], shape, size) for (name, dtype, shape), size in sizes])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole file."""
         return len(self.header) + sum(self.block_bytes)
 
+    def allows(self, packed: str) -> bool:
+        return not packed
 
-@dataclass(frozen=True)
-class HiddenFormat:
-    """The format of a file of hidden rows, as safetensors: `rows`, [num_rows, size]."""
+    def file(self, packed: str = "") -> TensorsFormat:
+        """The format of the file, whose tensors are never packed."""
+        return self
 
-    num_rows: int
-    size: int
-    dtype: str  # a key of ELEMENT_BYTES
 
-    @property
-    def block_bytes(self) -> list[int]:
-        """The bytes of the tensor."""
-        return [self.num_rows * self.size * ELEMENT_BYTES[self.dtype]]
-
-    @cached_property
-    def header(self) -> bytes:
-        [nbytes] = self.block_bytes
-        return _header([("rows", _SAFETENSORS_DTYPES[self.dtype], (self.num_rows, self.size), nbytes)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return len(self.header) + sum(self.block_bytes)
+Format = PageFormat | TensorsFormat
+NO_TENSORS = TensorsFormat(())  # the format of a part that a model does not have
 
 
 def _header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:

@@ -25,9 +25,7 @@ from offload.strict_json import read_json
 
 _OLD_SECONDS = 3600.0  # since a page was begun that is not finished: its writer is gone
 _FOLDER = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_PAGE = re.compile(
-    r"([0-9a-f]{32})-(rows|windows|states|hidden)-([0-9a-f]{32})-([0-9a-f]{0,1024})\.safetensors", re.ASCII
-)
+_PAGE = re.compile(r"([0-9a-f]{32})-([a-z_]+)-([0-9a-f]{32})-([0-9a-f]{0,1024})\.safetensors", re.ASCII)
 _UNFINISHED = re.compile(r"[0-9a-f]{16}\.tmp", re.ASCII)
 _RECORD = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 _ABOUT, _MODEL, _DTYPE = "about.json", "model", "dtype"
@@ -36,10 +34,9 @@ _DOCUMENTS, _LINKS = "documents", "links"
 
 @dataclass(frozen=True)
 class PageName:
-    """The name of a page's file. link: digest of what its bits depend on. kind: "rows" of the growing layers, "windows"
-    of those with a window, "states" of the others after the page's last token, or "hidden" rows of a text's first
-    tokens. checksum: of the file. packed: `PageFile.packed` as a binary number in hexadecimal digits; of hidden rows
-    their number."""
+    """The name of a unit's file. link: digest of what its bits depend on, up to the end of the page with its last
+    token. kind: the part's name. checksum: of the file. packed: of a page `PageFile.packed` as a binary number in
+    hexadecimal digits; else the unit's own numbers."""
 
     link: str
     kind: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
 from offload.kernels.cpu import CpuKernels, fitting, of_model
+from offload.kernels.delta import DeltaWeights
 from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring, ScoringWeights, scorings
@@ -73,13 +74,19 @@ def window_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: OfLay
     )
 
 
-def state_cache(plan: Plan, config: ModelConfig, memory: Memory) -> StateCache | None:
+def state_cache(plan: Plan, target: Decoder, memory: Memory) -> StateCache | None:
     """The states of the target's layers that have one, or of a shard's; None without such layers."""
+    config = target.config
     if config.delta is None:
         return None
+
+    def weights() -> Iterator[DeltaWeights]:
+        return (layer.delta for layer in target.weights.layers if layer.delta is not None)
+
     dtype, most = DTYPES[plan.request.dtype], plan.placement.checkpoints
     kept = Checkpoints(memory, config.delta, num_layers=len(config.stateful), dtype=dtype, most=most)
-    return StateCache(_layer_states(plan, config, memory), kept, block=plan.placement.prefill_block)
+    states = _layer_states(plan, config, memory)
+    return StateCache(states, kept, weights=weights, block=plan.placement.prefill_block)
 
 
 def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCache) -> DraftStates:

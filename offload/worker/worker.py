@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.kv import Cache
 from offload.kv.draft_rows import DraftRowsCache
-from offload.kv.full import FullCache
-from offload.kv.last_hidden import DraftedHidden, LastHidden
+from offload.kv.kept import Kept
+from offload.kv.last_hidden import DraftedHidden
 from offload.kv.mixed import MixedCache
+from offload.kv.parts import Part
 from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
-from offload.kv.window import WindowCache
 from offload.metrics import ExpertStats, LevelStats, LinkStats, RankStats
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Hidden, Level, StreamingLevel
@@ -28,7 +28,6 @@ from offload.model.next_token import NextTokenDecoder, NextTokenLevel
 from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress
-from offload.session.kept import Kept
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import HiddenRows, ResidentRows
 from offload.transfer.link import Link
@@ -48,17 +47,9 @@ from offload.worker.assemble import (
 )
 from offload.worker.models import LoadedModels
 
-_Owned = (
-    Arena
-    | FullCache
-    | WindowCache
-    | StateCache
-    | DraftStates
-    | LastHidden
-    | RetrievalCache
-    | QuantisedCache
-    | StreamingCache
-)
+
+class _Owned(Protocol):
+    def release(self) -> None: ...
 
 
 class Worker:
@@ -66,7 +57,8 @@ class Worker:
 
     All calls that change the caches take only tokens and lengths: `prefill`, `run` and `truncate` of the `levels` (by
     name: "target", "self" or "retrieval", "draft"), `record_mass`, `refresh`, `prepare_copies`, `fetch_ahead`,
-    `copy_rows`. `full` is the target's cache. refreshes: of the copies over which the target is its own draft.
+    `copy_rows`. `full` is the target's cache, `kept` what its sequence keeps. refreshes: of the copies over which the
+    target is its own draft.
     """
 
     def __init__(self, plan: Plan, models: LoadedModels, *, vocab_size: int, block: int | None = None) -> None:
@@ -132,11 +124,6 @@ class Worker:
     @property
     def link(self) -> Link | None:
         return self.models.link
-
-    @property
-    def kept(self) -> Kept:
-        """The parts of the target's caches that sessions and the prefix store save and restore."""
-        return Kept(self.full, self.windows, self.states, self.hidden)
 
     @property
     def link_stats(self) -> LinkStats:
@@ -206,29 +193,14 @@ class Worker:
         count = other.full.length if num_tokens is None else num_tokens
         if other.reachable(count) < count:
             return False
-        if self.windows is not None and other.windows is not None:
-            self.windows.copy_from(other.windows, count)
-        if self.states is not None and other.states is not None:
-            self.states.copy_from(other.states, count)
-        if self.hidden is not None and other.hidden is not None:
-            self.hidden.copy_from(other.hidden, count)
-        self.full.copy_from(other.full, count)
+        self.kept.copy_from(other.kept, count)
         return True
 
     def reachable(self, length: int, stop: int | None = None) -> int:
         """The most tokens, up to `length`, that the target's caches can be truncated to: windows lose rows, and states
         are at few places. stop: tokens of the sequence when drafting begins; a next-token head then finds its hidden
         rows."""
-        cache = self._target_cache
-        if self.hidden is not None and stop is not None:
-            length = self.hidden.reachable(length, stop)
-        return cache.reachable(length) if isinstance(cache, MixedCache) else length
-
-    def note_states(self) -> None:
-        """Have a checkpoint of the target's states after the last token. Weights that stream cross the link once."""
-        if self.states is not None:
-            layers = self.target.weights.layers
-            self.states.note_length(weights.delta for weights in layers if weights.delta is not None)
+        return self.kept.reachable(length, stop)
 
     def release(self) -> None:
         """Release the memory of the caches, and of quantised weights that no other worker uses. The worker is not used
@@ -258,14 +230,10 @@ class Worker:
         self.full = full_cache(plan, self.target.config, self.memory, self.link, arena, scoring=scoring)
         self._caches.append(self.full)
         self.windows = window_cache(plan, self.target.config, self.memory, scoring)
-        if self.windows is not None:
-            self._caches.append(self.windows)
-        self.states = state_cache(plan, self.target.config, self.memory)
-        if self.states is not None:
-            self._caches.append(self.states)
+        self.states = state_cache(plan, self.target, self.memory)
         self.hidden = last_hidden(plan, self.models.decoders.get("draft"), self.memory)
-        if self.hidden is not None:
-            self._caches.append(self.hidden)
+        self._caches += [each for each in (self.windows, self.states, self.hidden) if each is not None]
+        self.kept = self._bundle(self._parts())
         self._target_cache = self._mixed(self.full, drafts=False)
         self.levels["target"] = self._level("target", self.target, self._target_cache, self.block)
         own = self._own_target()
@@ -286,6 +254,13 @@ class Worker:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.scoring)
             self._caches.append(streaming)
             self.levels["draft"] = self._draft_level(draft, streaming)
+
+    def _parts(self) -> list[Part]:
+        """The parts of what a sequence keeps, rows first: what sessions, the prefix store and copies hold of it."""
+        return [part for part in (self.full, self.windows, self.states, self.hidden) if part is not None]
+
+    def _bundle(self, parts: Sequence[Part]) -> Kept:
+        return Kept(*parts)
 
     def _draft_level(self, draft: Decoder, cache: StreamingCache) -> Level:
         if isinstance(draft, NextTokenDecoder):

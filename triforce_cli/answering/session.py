@@ -48,8 +48,7 @@ def kept(store: Store, engine: Engine, answer: Answer, output: Output) -> Iterat
                 output.note(f"session: {replaced:,} tokens of what was kept did not begin this prompt and are replaced")
         elif not store.read_only and answer.parts:
             store.keep(_extra(answer, store.tokens))
-        why = "windows have lost some that they need" if engine.worker.states is None else "states are at few places"
-        lost = f"; {began:,} begin what was kept, and {why}"
+        lost = f"; {began:,} begin what was kept, and {engine.worker.kept.limit}"
         output.note(f"session: {common:,} of {len(tokens):,} prompt tokens were there{lost if common < began else ''}")
 
 

@@ -227,7 +227,9 @@ def _stored(target: Path, plan: Plan, tokens: Sequence[int]) -> str:
 
     if not summaries(store_folder()):
         return ""
+    from offload.config.reading import read_config
     from offload.session.conditions import Conditions
+    from offload.session.needs import needs_of
     from offload.session.prefix_store import PrefixStore
 
     try:
@@ -235,7 +237,8 @@ def _stored(target: Path, plan: Plan, tokens: Sequence[int]) -> str:
     except ModelError:
         return ""
     store = PrefixStore(store_folder(), conditions, on_note=lambda line: None)
-    stored = store.stored(tokens[: max(len(tokens) - plan.placement.rows, 0)])
+    needs = needs_of(plan, read_config(target))
+    stored = store.stored(needs, tokens[: max(len(tokens) - plan.placement.rows, 0)])
     if not stored.num_tokens:
         return ""
     seconds = duration(store.read_seconds(stored))

@@ -20,7 +20,7 @@ from torch import Tensor
 import test_experts
 from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.config.block import Experts, FeedForward, Norm
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.kernels import experts as twin
 from offload.kernels.experts import Bank, ExpertHomes, Mixture, Room, Router
 from offload.kernels.gpu import expert_programs
@@ -121,7 +121,7 @@ def test_the_output_is_that_of_the_formula(
 @pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
 def test_stored_experts_are_multiplied_as_they_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several blocks, the last of which are less than a program takes at a time."""
-    numbers = encoding(name).numbers
+    numbers = ENCODINGS[name].numbers
     size = -(-96 // numbers) * numbers
     monkeypatch.setattr(test_experts, "HIDDEN", hidden := 3 * numbers)
     monkeypatch.setattr(test_experts, "numbers", lambda matrix: matrix.matrix(torch.bfloat16).double())  # rounded

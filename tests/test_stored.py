@@ -3,6 +3,7 @@ with them beside fp64."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from offload.config.block import Norm
-from offload.formats.encodings import ENCODINGS, GROUP_HEAD, Encoding
+from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
 from offload.formats.stored import StoredMatrix, decode
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE
@@ -269,6 +270,31 @@ def test_without_kernels_numbers_are_not_rounded_to_the_dtype(dtype: torch.dtype
     found = NONE.multiply_stored(x, stored, bias)
     assert found.dtype == dtype
     assert ((found.double() - exact).abs() <= exact.abs() * own.eps / 2 + 1e-6 * most).all()
+
+
+class Form(ctypes.Structure):
+    """A row of the table of stored_forms.h."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("numbers", "nbytes", "codes_at", "codes_bits", "high_at", "high_bits")),
+        *((name, ctypes.c_char_p) for name in ("code", "scale", "steps")),
+    ]
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+def test_the_kernels_have_the_same_table(instructions: str) -> None:
+    """Of this program's blocks it has no sizes."""
+    row = built(instructions).library.form
+    row.restype, row.argtypes = ctypes.POINTER(Form), [ctypes.c_int64]
+    for number, kind in enumerate(KINDS, 1):
+        own = next(each for each in ENCODINGS.values() if each.kind == kind)
+        sizes = (own.numbers, own.nbytes) if kind in GGUF else (0, 0)
+        planes = own.codes.at, own.codes.bits, own.high.at, own.high.bits
+        texts = [each.encode() for each in (kind, own.code, own.scale, own.steps)]
+        found = row(number).contents
+        assert [getattr(found, name) for name, _ in Form._fields_] == [texts[0], *sizes, *planes, *texts[1:]]
+    assert not row(len(KINDS) + 1)
 
 
 def test_encodings_have_names() -> None:

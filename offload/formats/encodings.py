@@ -1,7 +1,7 @@
 """The table of encodings in which checkpoints store matrices: blocks of numbers, GGUF's and this program's own.
 
 A block has planes of codes and a scale, and its numbers are in groups that share a step. A number is made of its code
-and its step; `Encoding.code` and `Encoding.steps` say how. native/stored.h has the same table. Arithmetic without
+and its step; `Encoding.code` and `Encoding.steps` say how. native/stored_forms.h has the same table. Arithmetic without
 torch.
 """
 
@@ -80,7 +80,7 @@ class Encoding:
 
     @property
     def number(self) -> int:
-        """The number of the kind in native/stored.h."""
+        """The number of the kind in native/stored_forms.h."""
         return KINDS.index(self.kind) + 1
 
     @property

@@ -34,7 +34,7 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 29  # what kernels.cpp says too
+ABI = 30  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 _NEWER = {"amx": "amx_bf16", "avx512_bf16": "avx512_bf16"}  # instruction sets beyond AVX-512, by a CPU's feature

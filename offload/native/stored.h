@@ -4,6 +4,7 @@
 // A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype, which may be
 // fp32. Of codes of up to 5 bits all values that a group can have are computed once, and looked up.
 #pragma once
+#include "stored_forms.h"
 #include "threads.h"
 #include "vectors.h"
 #if defined(__x86_64__)
@@ -11,18 +12,6 @@
 #endif
 
 namespace stored {
-
-enum class Kind : int64_t {
-    none, q4_0, q4_1, q5_0, q5_1, q8_0, mxfp4, q4_k, q5_k, q6_k,
-    int4_f16, int4_bf16, int8_f16, int8_bf16, fp8_f32, fp8_f16, fp8_bf16,
-};
-
-// A matrix of rows of blocks, each of `numbers` numbers and `nbytes` bytes.
-struct Matrix {
-    const void* rows;
-    Kind kind;
-    int64_t numbers, nbytes;
-};
 
 constexpr int GROUP = 32;  // numbers that are decoded together
 constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
@@ -177,39 +166,33 @@ INLINE group fifth(const uint8_t* at) {
     return (group)((spread & bit) != 0) & 16;
 }
 
-// Bytes of a block of 32 before its codes, but for fifth bits.
-constexpr int head_of_32(Kind kind) {
-    using enum Kind;
-    return kind == mxfp4 ? 1 : kind == q4_1 || kind == q5_1 ? 4 : 2;
-}
-
 // The codes of a block of 32 in 4 or 5 bits.
 template <Kind KIND>
 INLINE group codes_of_32(const uint8_t* block) {
-    using enum Kind;
-    constexpr int head = head_of_32(KIND);
-    if constexpr (KIND == q5_0 || KIND == q5_1) return nibbles(block + head + 4) | fifth(block + head);
-    return nibbles(block + head);
+    constexpr Form own = form(KIND);
+    if constexpr (own.high.bits == 1) return nibbles(block + own.codes.at) | fifth(block + own.high.at);
+    return nibbles(block + own.codes.at);
 }
 
 // Blocks of 32: llama.cpp's older ones, and MXFP4.
 template <class E, Kind KIND>
 INLINE void decode_32(const uint8_t* block, typename E::element* out) {
-    using enum Kind;
-    if constexpr (KIND == mxfp4) {
+    if constexpr (has_code(KIND, "e2m1")) {
         const float d = __builtin_bit_cast(float, half_e8m0(uint32_t(*block)));
         return look_up<E, 16, false>(codes_of_32<KIND>(block), out, [&](f32 code) { return twice_e2m1(code) * d; });
     }
     const float d = half(block);
-    if constexpr (KIND == q8_0)
-        return put<E, true>(out, [&](int i) { return integers(reinterpret_cast<const int8_t*>(block + 2 + i)) * d; });
-    constexpr int count = KIND == q4_0 || KIND == q4_1 ? 16 : 32;
-    if constexpr (KIND == q4_0 || KIND == q5_0) {
-        const auto value = [&](f32 code) { return (code - count / 2.0f) * d; };
-        look_up<E, count, true>(codes_of_32<KIND>(block), out, value);
-    } else {
+    if constexpr (has_code(KIND, "signed")) {
+        auto codes = reinterpret_cast<const int8_t*>(block + form(KIND).codes.at);
+        return put<E, true>(out, [&](int i) { return integers(codes + i) * d; });
+    }
+    constexpr int count = 1 << bits(KIND);
+    if constexpr (has_steps(KIND, "least")) {
         const float least = half(block + 2);
         look_up<E, count, true>(codes_of_32<KIND>(block), out, [&](f32 code) { return code * d + least; });
+    } else if constexpr (has_code(KIND, "integer")) {
+        const auto value = [&](f32 code) { return (code - count / 2.0f) * d; };
+        look_up<E, count, true>(codes_of_32<KIND>(block), out, value);
     }
 }
 
@@ -319,43 +302,13 @@ INLINE void decode_grouped(const uint8_t* block, int64_t numbers, typename E::el
 
 template <class E, Kind KIND>
 INLINE void decode_block(int64_t numbers, const uint8_t* block, typename E::element* out) {
-    using enum Kind;
-    if constexpr (KIND == q4_k) decode_k<E, 4>(block, out);
-    else if constexpr (KIND == q5_k) decode_k<E, 5>(block, out);
-    else if constexpr (KIND == q6_k) decode_q6_k<E>(block, out);
-    else if constexpr (KIND == int4_f16) decode_grouped<E, Fp16, 4, false>(block, numbers, out);
-    else if constexpr (KIND == int4_bf16) decode_grouped<E, Bf16, 4, false>(block, numbers, out);
-    else if constexpr (KIND == int8_f16) decode_grouped<E, Fp16, 8, false>(block, numbers, out);
-    else if constexpr (KIND == int8_bf16) decode_grouped<E, Bf16, 8, false>(block, numbers, out);
-    else if constexpr (KIND == fp8_f32) decode_grouped<E, Fp32, 8, true>(block, numbers, out);
-    else if constexpr (KIND == fp8_f16) decode_grouped<E, Fp16, 8, true>(block, numbers, out);
-    else if constexpr (KIND == fp8_bf16) decode_grouped<E, Bf16, 8, true>(block, numbers, out);
-    else decode_32<E, KIND>(block, out);
-}
-
-// f.operator()<KIND>() for the matrix's kind.
-template <class F>
-void with_kind(Kind kind, F&& f) {
-    using enum Kind;
-    switch (kind) {
-        case q4_0: return f.template operator()<q4_0>();
-        case q4_1: return f.template operator()<q4_1>();
-        case q5_0: return f.template operator()<q5_0>();
-        case q5_1: return f.template operator()<q5_1>();
-        case q8_0: return f.template operator()<q8_0>();
-        case mxfp4: return f.template operator()<mxfp4>();
-        case q4_k: return f.template operator()<q4_k>();
-        case q5_k: return f.template operator()<q5_k>();
-        case q6_k: return f.template operator()<q6_k>();
-        case int4_f16: return f.template operator()<int4_f16>();
-        case int4_bf16: return f.template operator()<int4_bf16>();
-        case int8_f16: return f.template operator()<int8_f16>();
-        case int8_bf16: return f.template operator()<int8_bf16>();
-        case fp8_f32: return f.template operator()<fp8_f32>();
-        case fp8_f16: return f.template operator()<fp8_f16>();
-        case fp8_bf16: return f.template operator()<fp8_bf16>();
-        case none: return;
-    }
+    constexpr int width = int(form(KIND).codes.bits);
+    if constexpr (has_steps(KIND, "k")) decode_k<E, bits(KIND)>(block, out);
+    else if constexpr (has_steps(KIND, "bytes")) decode_q6_k<E>(block, out);
+    else if constexpr (is_gguf(KIND)) decode_32<E, KIND>(block, out);
+    else if constexpr (has_scale(KIND, "F16")) decode_grouped<E, Fp16, width, has_code(KIND, "e4m3")>(block, numbers, out);
+    else if constexpr (has_scale(KIND, "BF16")) decode_grouped<E, Bf16, width, has_code(KIND, "e4m3")>(block, numbers, out);
+    else decode_grouped<E, Fp32, width, has_code(KIND, "e4m3")>(block, numbers, out);
 }
 
 // Rows `first` to first + count, of `inputs` numbers each, one after the other.

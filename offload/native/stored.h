@@ -9,6 +9,8 @@
 #include "vectors.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
 #endif
 
 namespace stored {
@@ -36,15 +38,6 @@ template <class Words>
 INLINE Words half_e8m0(Words words) {
     const Words e = words & 255;
     return e > 1 ? (e - 1) << 23 : (e + 1) << 21;  // the bits of floats, of which the least two are subnormal
-}
-
-// Floats of 4 bits, e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12, and the same less than zero, of codes from 0 to 15 in lanes of
-// integers or floats. They lie on three lines: the slope doubles at 4 and at 6. -0 becomes 0.
-template <class Lanes>
-INLINE Lanes twice_e2m1(Lanes code) {
-    const Lanes size = code < 8 ? code : code - 8, zero = {};
-    const Lanes number = size + (size > 4 ? size - 4 : zero) + (size > 6 ? (size - 6) * 2 : zero);
-    return code < 8 ? number : zero - number;
 }
 
 // W integers of 8 bits from `at` on, with a sign or, as uint8_t, without.
@@ -79,24 +72,41 @@ INLINE void put(typename E::element* out, Value&& value) {
     for (int i = 0; i < GROUP; i += W) E::write(out + i, E::rounded(value(i)));
 }
 
+// The numbers of W codes from `from` on.
+template <Book BOOK = Book::none>
 INLINE f32 counted(int from) {
     i32 number;
-    for (int i = 0; i < W; i++) number[i] = from + i;
+    for (int i = 0; i < W; i++) number[i] = BOOK == Book::none ? from + i : BOOKS[int(BOOK)][(from + i) % 16];
     return __builtin_convertvector(number, f32);
 }
 
-// A group's numbers by their codes, below COUNT, 16 or 32: `value` of each, an integer.
-template <class E, int COUNT, bool normal, class Value>
+// The numbers of codes in a book, integers with a sign.
+template <Book BOOK>
+INLINE group in_book(group codes) {
+    if constexpr (BOOK == Book::none) return codes;
+#if defined(__AVX2__)
+    const __m128i numbers = load<__m128i>(BOOKS[int(BOOK)]);
+    return (group)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)codes);
+#else
+    const int8x16_t numbers = load<int8x16_t>(BOOKS[int(BOOK)]);
+    int8_t found[GROUP];
+    for (int i = 0; i < GROUP; i += 16) store(found + i, vqtbl1q_s8(numbers, load<uint8x16_t>((uint8_t*)&codes + i)));
+    return load<group>(found);
+#endif
+}
+
+// A group's numbers by their codes, below COUNT, 16 or 32: `value` of each one's integer.
+template <class E, int COUNT, bool normal, Book BOOK = Book::none, class Value>
 INLINE void look_up(group codes, typename E::element* out, Value&& value) {
 #if defined(__AVX512BW__)
     if constexpr (E::per_unit == 2) {
-        const f32 first = value(counted(0));
+        const f32 first = value(counted<BOOK>(0));
         const __m512i table = narrowed<E, normal>(first, COUNT == 32 ? value(counted(W)) : first);
         const __m512i found = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
         __builtin_memcpy(out, &found, sizeof found);
         return;
     }
-    const __m512 first = (__m512)value(counted(0)), last = COUNT == 32 ? (__m512)value(counted(W)) : first;
+    const __m512 first = (__m512)value(counted<BOOK>(0)), last = COUNT == 32 ? (__m512)value(counted(W)) : first;
     for (int i = 0; i < GROUP; i += W) {
         const __m256i all = (__m256i)codes;
         const __m512i code = _mm512_cvtepu8_epi32(i ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all));
@@ -106,7 +116,7 @@ INLINE void look_up(group codes, typename E::element* out, Value&& value) {
 #elif defined(__AVX2__)
     if constexpr (E::per_unit == 2 && COUNT == 16) {
         __m256i all;  // as bytes: the low ones in both halves, then the high ones
-        const auto words = [&](int from) { return (__m128i)E::narrow(E::rounded(value(counted(from)))); };
+        const auto words = [&](int from) { return (__m128i)E::narrow(E::rounded(value(counted<BOOK>(from)))); };
         all = _mm256_inserti128_si256(_mm256_castsi128_si256(words(0)), words(W), 1);
         const auto packed = [](__m256i some) {  // the low bytes of 16 words, in both halves
             return _mm256_permute4x64_epi64(_mm256_packus_epi16(some, some), 0x88);
@@ -120,8 +130,8 @@ INLINE void look_up(group codes, typename E::element* out, Value&& value) {
         return;
     }
 #endif
-    alignas(GROUP) uint8_t numbers[GROUP];
-    store(numbers, codes);
+    alignas(GROUP) int8_t numbers[GROUP];  // codes are below 32
+    store(numbers, in_book<BOOK>(codes));
     put<E, normal>(out, [&](int i) { return value(integers(numbers + i)); });
 }
 
@@ -177,11 +187,8 @@ INLINE group codes_of_32(const uint8_t* block) {
 // Blocks of 32: llama.cpp's older ones, and MXFP4.
 template <class E, Kind KIND>
 INLINE void decode_32(const uint8_t* block, typename E::element* out) {
-    if constexpr (has_code(KIND, "e2m1")) {
-        const float d = __builtin_bit_cast(float, half_e8m0(uint32_t(*block)));
-        return look_up<E, 16, false>(codes_of_32<KIND>(block), out, [&](f32 code) { return twice_e2m1(code) * d; });
-    }
-    const float d = half(block);
+    constexpr bool is_half = has_scale(KIND, "F16");
+    const float d = is_half ? half(block) : __builtin_bit_cast(float, half_e8m0(uint32_t(*block)));
     if constexpr (has_code(KIND, "signed")) {
         auto codes = reinterpret_cast<const int8_t*>(block + form(KIND).codes.at);
         return put<E, true>(out, [&](int i) { return integers(codes + i) * d; });
@@ -190,9 +197,9 @@ INLINE void decode_32(const uint8_t* block, typename E::element* out) {
     if constexpr (has_steps(KIND, "least")) {
         const float least = half(block + 2);
         look_up<E, count, true>(codes_of_32<KIND>(block), out, [&](f32 code) { return code * d + least; });
-    } else if constexpr (has_code(KIND, "integer")) {
-        const auto value = [&](f32 code) { return (code - count / 2.0f) * d; };
-        look_up<E, count, true>(codes_of_32<KIND>(block), out, value);
+    } else if constexpr (form(KIND).codes.bits == 4) {
+        const auto value = [&](f32 number) { return (number - float(centre(KIND))) * d; };
+        look_up<E, count, is_half, book(KIND)>(codes_of_32<KIND>(block), out, value);
     }
 }
 

@@ -11,21 +11,7 @@ using eight = float __attribute__((vector_size(4 * GROUPS)));
 consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
 consteval int bytes_of_32(Kind kind) { return int(form(kind).nbytes); }
 consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
-consteval int centre(Kind kind) {  // taken from codes
-    return has_code(kind, "integer") ? 1 << (bits(kind) - 1) : 0;
-}
 consteval bool has_least(Kind kind) { return has_steps(kind, "least") || has_steps(kind, "k"); }
-
-// Of codes of MXFP4, integers with a sign.
-INLINE group numbers_of_e2m1(group codes) {
-#if defined(__AVX2__)
-    constexpr int8_t table __attribute__((vector_size(GROUP / 2))) = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    return (group)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)codes);
-#else
-    using integers = int8_t __attribute__((vector_size(GROUP)));
-    return (group)twice_e2m1((integers)codes);
-#endif
-}
 
 // What the codes of COUNT groups are multiplied by, in a block of 256 or in blocks of 32, and what is added.
 template <Kind KIND, int COUNT>
@@ -98,8 +84,7 @@ struct Codes {
         if constexpr (has_steps(KIND, "k") && form(KIND).high.bits)
             return codes_of_q5_k(at, g) - uint8_t(centre(KIND));
         if constexpr (has_code(KIND, "signed")) return load<group>(block + form(KIND).codes.at);
-        if constexpr (has_code(KIND, "e2m1")) return numbers_of_e2m1(codes_of_32<KIND>(block));
-        if constexpr (!of_256(KIND)) return codes_of_32<KIND>(block) - uint8_t(centre(KIND));
+        if constexpr (!of_256(KIND)) return in_book<book(KIND)>(codes_of_32<KIND>(block)) - uint8_t(centre(KIND));
         const group both = load<group>(at + 16 + g / 2 * GROUP);
         return (g % 2 ? both >> 4 : both & 15) - uint8_t(centre(KIND));
     }
@@ -140,7 +125,7 @@ struct Pairs {
     // Of codes in words, by their lowest bits alone.
     INLINE static __m512bh value(__m512i code) {
         const auto table = [](int from) {
-            const f32 code = counted(from), first = has_code(KIND, "e2m1") ? twice_e2m1(code) : code - float(centre(KIND));
+            const f32 first = counted<book(KIND)>(from) - float(centre(KIND));
             return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
         };
         if constexpr (bits(KIND) == 6) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));

@@ -48,6 +48,15 @@ consteval bool has_steps(Kind kind, const char* steps) { return is(form(kind).st
 consteval bool has_scale(Kind kind, const char* scale) { return is(form(kind).scale, scale); }
 constexpr bool is_gguf(Kind kind) { return form(kind).numbers; }
 consteval int bits(Kind kind) { return int(form(kind).codes.bits + form(kind).high.bits); }
+consteval int centre(Kind kind) {  // taken from codes as they are multiplied
+    return has_code(kind, "integer") ? 1 << (bits(kind) - 1) : 0;
+}
+
+// The numbers of codes of 4 bits, where they are no integers in order. e2m1: doubled; -0 is 0.
+enum class Book { none, e2m1 };
+constexpr int8_t BOOKS[][16] = {{}, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+
+consteval Book book(Kind kind) { return has_code(kind, "e2m1") ? Book::e2m1 : Book::none; }
 
 // A matrix of rows of blocks, each of `numbers` numbers and `nbytes` bytes.
 struct Matrix {

@@ -25,7 +25,7 @@ from stored import NAMES, made_up
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once
-FEW = ["Q4_K", "Q6_K", "MXFP4", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
+FEW = ["Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
 
 without_idle_work()
 
@@ -226,5 +226,5 @@ def test_numbers_beyond_2_to_the_31_have_their_place(name: str, monkeypatch: pyt
     for each in ("set_grid_idx", "set_grid_dim"):
         monkeypatch.setattr(InterpreterBuilder, each, moved(getattr(InterpreterBuilder, each), first))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda self, *args: None)  # it would touch all memory
-    decode_blocks[(programs,)](rows, out, num_blocks, BLOCKS=at_once, FORM=own)
+    decode_blocks[(programs,)](rows, rows, out, num_blocks, BLOCKS=at_once, FORM=own)
     assert torch.equal(out[-1], last.matrix(torch.float16)[0])

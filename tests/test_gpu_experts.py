@@ -35,7 +35,7 @@ from test_gpu_kernels import CAPABILITIES, SHARED_BYTES, STORED, Compiled, compi
 from test_planner import GPU, plan
 
 NUMBERS = ("rows", "out")
-PRODUCT = {"pair_of": "*i32", "expert_of": "*i32", "places": "*i32", "content": "*u8"}
+PRODUCT = {"pair_of": "*i32", "expert_of": "*i32", "places": "*i32", "content": "*u8", "book": "*i16"}
 SIZES = ("num_inputs", "num_outputs", "step", "gate_at", "weight_at", "bias_at", "out_stride")
 ENDINGS = {
     "gate": {"GATED": True, "ADDED": True, "ACTIVATION": 0},

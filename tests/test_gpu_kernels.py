@@ -496,7 +496,7 @@ STORED += ["FP8_BF16/128"]
 @pytest.mark.parametrize("name", STORED)
 def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: int, dtype: str, name: str) -> None:
     own, tiling = ENCODINGS[name], ENCODINGS[name].tiling
-    pointers = {"rows": f"*{dtype}", "stored": "*u8", "partials": "*fp32"}
+    pointers = {"rows": f"*{dtype}", "stored": "*u8", "book": "*i16", "partials": "*fp32"}
     shape = {"ROWS": rows, "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(own), "WIDEN": False}
     found = compiled(
         stored_products.multiply_stored, capability, pointers, shape | {"FORM": own},
@@ -519,7 +519,7 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
 @pytest.mark.parametrize("name", STORED)
 def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str, name: str) -> None:
     shape = {"FORM": ENCODINGS[name], "BLOCKS": stored_gpu.blocks_at_once(ENCODINGS[name])}
-    pointers = {"stored": "*u8", "out": f"*{dtype}"}
+    pointers = {"stored": "*u8", "book": "*i16", "out": f"*{dtype}"}
     found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
     assert found.spilled_bytes == 0
     assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 200)

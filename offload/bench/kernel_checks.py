@@ -29,7 +29,7 @@ from offload.speed.hardware import Hardware
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 
 NUM_ROWS, OUTPUTS, INPUTS = 5, 96, 512
-STORED = ("Q4_K", "Q6_K", "MXFP4", "INT4_BF16/32", "FP8_F32/128")  # one of each sort of blocks
+STORED = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128")  # one of each sort of blocks
 EXPERTS = Experts(FeedForward(64), 8, 2)
 _MOST_BYTE = 0x3B  # with no larger byte no float is infinite or NaN, whichever kind the bytes are of
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 GROUPS = (32, 64, 128)  # numbers per scale in this program's blocks, for safetensors checkpoints
 GROUP_HEAD = 4  # bytes before a block's numbers: scale and zero, 2 each, or a scale of 4
-BOOKS = {"e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)}  # numbers by code; e2m1's are doubled
+BOOKS = {  # numbers by code
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),  # doubled
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ _GGUF = (  # by llama.cpp's names
     Encoding("Q5_1", 32, 24, Plane(8, 4, 16), Plane(4, 1, 1), steps="least", tiling=_WIDE),
     Encoding("Q8_0", 32, 34, Plane(2, 8, 32), code="signed"),
     Encoding("MXFP4", 32, 17, Plane(1, 4, 16), code="e2m1", scale="E8M0", tiling=_WIDE),
+    Encoding("IQ4_NL", 32, 18, Plane(2, 4, 16), code="iq4", tiling=_WIDE),
     Encoding("Q4_K", 256, 144, Plane(16, 4, 32), steps="k"),
     Encoding("Q5_K", 256, 176, Plane(48, 4, 32), Plane(16, 1, 32), steps="k", tiling=_WIDE),
     Encoding(

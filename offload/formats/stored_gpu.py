@@ -8,15 +8,19 @@ Codes are converted to numbers without a conversion or a shift. The masked bits,
 subnormal number; times 2**127 it is the code times a power of two, which is compensated in the step. If a number is a
 product plus a sum, the product is exact in fp32, as steps and codes have 24 bits together at most: so it does not
 matter whether the compiler fuses both operations. The bits of e2m1, put where fp32 has its last two of the exponent and
-its first of the mantissa, are a float 2**-126 times as large.
+its first of the mantissa, are a float 2**-126 times as large. Numbers of other codes are looked up in a book, two at a
+time, and are then read as int8.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.formats.encodings import Encoding
+from offload.formats.encodings import BOOKS, Encoding
 from offload.formats.stored import StoredMatrix
 from offload.native.launch import launch
 
@@ -29,6 +33,20 @@ def blocks_at_once(encoding: Encoding) -> int:
     return _WORDS // max(encoding.parts, 2) // encoding.words
 
 
+def book_of(stored: StoredMatrix) -> Tensor:
+    """The book of the codes, int16 [256], by bytes of two codes: in each the number of the lower half's code as an
+    int8, and that of the upper half's above it. Of forms that are read without one any tensor, the blocks."""
+    return _book(stored.encoding.code, stored.rows.device) if stored.encoding.code == "iq4" else stored.rows
+
+
+@cache
+def _book(code: str, device: torch.device) -> Tensor:
+    """In memory that is never freed, since graphs read it; the first launch of a pass is no graph's."""
+    numbers = torch.tensor(BOOKS[code], dtype=torch.int8).view(torch.uint8)
+    pairs = torch.stack([numbers.expand(16, 16), numbers[:, None].expand(16, 16)], -1).contiguous()
+    return pairs.view(torch.int16).flatten().to(device)
+
+
 def decode(stored: StoredMatrix, out: Tensor) -> None:
     """Fill out, [outputs, inputs] of 16 or 32 bits, contiguous, in one launch; all tensors are on the GPU. Up to 3
     bytes after the rows are read."""
@@ -38,7 +56,7 @@ def decode(stored: StoredMatrix, out: Tensor) -> None:
     num_blocks, blocks = stored.rows.numel() // stored.encoding.nbytes, blocks_at_once(stored.encoding)
     if num_blocks:
         launch(
-            decode_blocks, (-(-num_blocks // blocks),), (stored.rows, out, num_blocks),
+            decode_blocks, (-(-num_blocks // blocks),), (stored.rows, book_of(stored), out, num_blocks),
             BLOCKS=blocks, FORM=stored.encoding, num_warps=WARPS,
         )  # fmt: skip
 
@@ -119,6 +137,7 @@ def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
 @triton.jit
 def codes_of(
     home, odd,  # as above: blocks
+    book,  # from book_of
     word,  # int32 [M]: words of codes, counted through the blocks
     held,  # bool [M, 1]
     FORM: tl.constexpr,  # an Encoding
@@ -137,7 +156,18 @@ def codes_of(
         others, upper = codes, codes
         if FORM.high.run == 32:
             upper = words_at(home, odd, at + FORM.high.at + within % 8 * 4, held, BLOCK, TURNED)
+        if FORM.code == "iq4":
+            codes, others = in_book(book, codes)
     return codes, others, upper
+
+
+@triton.jit
+def in_book(book, codes):
+    """Words of the numbers of the codes in the lower halves of bytes, and of those in the upper ones, int8."""
+    one, two = tl.load(book + (codes & 255)).to(tl.int32), tl.load(book + (codes >> 8 & 255)).to(tl.int32)
+    three, four = tl.load(book + (codes >> 16 & 255)).to(tl.int32), tl.load(book + (codes >> 24 & 255)).to(tl.int32)
+    lower = one & 0xFF | (two & 0xFF) << 8 | (three & 0xFF) << 16 | four << 24
+    return lower, one >> 8 & 0xFF | two & 0xFF00 | (three & 0xFF00) << 8 | (four & 0xFF00) << 16
 
 
 @triton.jit
@@ -214,8 +244,9 @@ def numbers_of(
 ):  # fmt: skip
     """The number of one part of a byte of each word, fp32 [M, N]. A scale of codes with a zero is below 2**105."""
     PARTS: tl.constexpr = FORM.parts
+    WHOLE: tl.constexpr = (PARTS == 1) or (FORM.code == "iq4")  # a code is a byte
     UP: tl.constexpr = BYTE // 2 * 12  # the shift that brings bits of a word's upper half below 2**23
-    AT: tl.constexpr = 8 * BYTE - UP + (0 if PARTS == 1 else PART // (PARTS // 2) * 4)
+    AT: tl.constexpr = 8 * BYTE - UP + (0 if WHOLE else PART // (PARTS // 2) * 4)
     ONE: tl.constexpr = 2.0 ** (AT - 22)  # the value of a code's last bit
     if FORM.code == "e4m3":
         bits = (codes << (24 - 8 * BYTE)) >> 4 & (0x87F00000 - 2**32)
@@ -226,15 +257,17 @@ def numbers_of(
         bits = (codes << (28 - 8 * BYTE - 4 * PART)) >> 6 & (0x81C00000 - 2**32)
         number = tiny(bits) * step + 0.0  # -0 becomes 0
     else:
-        CENTRE: tl.constexpr = 128 if FORM.code == "signed" else FORM.centre
+        SIGNED: tl.constexpr = (FORM.code == "signed") or (FORM.code == "iq4")
+        CENTRE: tl.constexpr = 128 if SIGNED else FORM.centre
         if FORM.high.bits == 2:
             lower = others if PART % 2 else codes
             bits = (lower >> UP) & (15 << AT) | (upper >> UP << (4 - PART % 2 * 2)) & (48 << AT)
-        elif FORM.codes.bits == 8:
-            bits = (codes >> UP) & (255 << AT)
+        elif WHOLE:
+            lower = others if PART else codes
+            bits = (lower >> UP) & (255 << AT)
         else:
             bits = (codes >> UP) & (15 << AT)
-        if FORM.code == "signed":
+        if SIGNED:
             bits = bits ^ (128 << AT)
         if FORM.high.run == 1:
             bits = bits | (fifth >> (word % FORM.words * 4)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
@@ -254,6 +287,7 @@ def numbers_of(
 @triton.jit(do_not_specialize=["num_blocks"])
 def decode_blocks(
     stored,  # uint8 [num_blocks, bytes of a block]
+    book,  # from book_of
     out,  # [num_blocks, numbers of a block]
     num_blocks,
     BLOCKS: tl.constexpr,  # of a program
@@ -270,7 +304,7 @@ def decode_blocks(
     at = tl.minimum(block, num_blocks - 1) * BLOCK
     home, odd = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     all_words, all_units = tl.full([WORDS, 1], 1, tl.int1), tl.full([UNITS, 1], 1, tl.int1)
-    codes, others, upper = codes_of(home, odd, word, all_words, FORM, False)
+    codes, others, upper = codes_of(home, odd, book, word, all_words, FORM, False)
     number = column // (RUN * 4) * (RUN * 4 * PARTS) + column % (RUN * 4)
     target = out + block[:, None] * (WORDS * 4 * PARTS) + number[None, :]
     for part in tl.static_range(PARTS):

@@ -23,6 +23,7 @@ constexpr Form FORMS[] = {
     {"Q5_1", 32, 24, {8, 4}, {4, 1}, "integer", "F16", "least"},
     {"Q8_0", 32, 34, {2, 8}, {}, "signed", "F16", "one"},
     {"MXFP4", 32, 17, {1, 4}, {}, "e2m1", "E8M0", "one"},
+    {"IQ4_NL", 32, 18, {2, 4}, {}, "iq4", "F16", "one"},
     {"Q4_K", 256, 144, {16, 4}, {}, "integer", "F16", "k"},
     {"Q5_K", 256, 176, {48, 4}, {16, 1}, "integer", "F16", "k"},
     {"Q6_K", 256, 210, {0, 4}, {128, 2}, "integer", "F16", "bytes"},
@@ -53,10 +54,16 @@ consteval int centre(Kind kind) {  // taken from codes as they are multiplied
 }
 
 // The numbers of codes of 4 bits, where they are no integers in order. e2m1: doubled; -0 is 0.
-enum class Book { none, e2m1 };
-constexpr int8_t BOOKS[][16] = {{}, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+enum class Book { none, e2m1, iq4 };
+constexpr int8_t BOOKS[][16] = {
+    {},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+};
 
-consteval Book book(Kind kind) { return has_code(kind, "e2m1") ? Book::e2m1 : Book::none; }
+consteval Book book(Kind kind) {
+    return has_code(kind, "e2m1") ? Book::e2m1 : has_code(kind, "iq4") ? Book::iq4 : Book::none;
+}
 
 // A matrix of rows of blocks, each of `numbers` numbers and `nbytes` bytes.
 struct Matrix {

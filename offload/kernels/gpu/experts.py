@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.config.block import Activation, Experts
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
+from offload.formats.stored_gpu import book_of
 from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
@@ -209,19 +210,20 @@ def _multiply(of: _Products, lines: Lines, places: Tensor, bank: Bank, rows: Ten
         "GATED": of.gate is not None, "ADDED": bias is not None, "ROWS": lines.rows,
         "ACTIVATION": -1 if of.activation is None else NUMBERS[of.activation], "WIDEN": not rows.is_cuda,
     }  # fmt: skip
-    given = rows, lines.pair_of, lines.expert_of, places, bank.content, out, of.per_row
+    given = rows, lines.pair_of, lines.expert_of, places, bank.content
     sizes = outputs, bank.step, *offsets, out.stride(0)
     tiles = len(lines.expert_of)
     if isinstance(weight, StoredMatrix):
         own, tiling = weight.encoding, weight.encoding.expert_tiling
         launch(
-            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2), (*given, inputs // own.numbers, *sizes),
+            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2),
+            (*given, book_of(weight), out, of.per_row, inputs // own.numbers, *sizes),
             **ending, OUTPUTS=tiling.outputs, BLOCKS=tiling.blocks(own), FORM=own,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
     else:
         launch(
-            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (*given, inputs, *sizes),
+            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (*given, out, of.per_row, inputs, *sizes),
             **ending, **PLAIN, num_warps=PLAIN_WARPS, num_stages=PLAIN_STAGES,
         )  # fmt: skip
 

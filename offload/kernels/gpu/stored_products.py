@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import codes_of, heads_of, in_two, numbers_of, scales_of, spread
+from offload.formats.stored_gpu import book_of, codes_of, heads_of, in_two, numbers_of, scales_of, spread
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
@@ -35,7 +35,7 @@ def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
     launch(
         multiply_stored,
         (-(-num_rows // rows), -(-outputs // (2 * tiling.outputs)) * 2, num_splits),
-        (x, stored.rows, partials, num_rows, outputs, num_blocks, blocks_each),
+        (x, stored.rows, book_of(stored), partials, num_rows, outputs, num_blocks, blocks_each),
         ROWS=rows,
         OUTPUTS=tiling.outputs,
         BLOCKS=tiling.blocks(encoding),
@@ -61,6 +61,7 @@ def split_blocks(outputs: int, inputs: int, encoding: Encoding) -> int:
 def multiply_stored(
     rows,  # [T, inputs] of 16 bits, contiguous
     stored,  # uint8 [num_outputs, num_blocks, bytes of a block]
+    book,  # from book_of
     partials,  # fp32 [splits, T, num_outputs]: the sum over the blocks of each split
     num_rows,  # T
     num_outputs,
@@ -80,8 +81,9 @@ def multiply_stored(
     first_block = split * blocks_each
     last = tl.minimum(first_block + blocks_each, num_blocks)
     total, output = sum_blocks(
-        rows, row, real, stored, column, num_outputs, num_blocks, first_block, last, ROWS, OUTPUTS, BLOCKS, WIDEN, FORM
-    )
+        rows, row, real, stored, book, column, num_outputs, num_blocks, first_block, last,
+        ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
+    )  # fmt: skip
     there = output < num_outputs
     target = (split * num_rows + row).to(tl.int64) * num_outputs
     tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
@@ -93,6 +95,7 @@ def sum_blocks(
     row,  # int32 [ROWS]: of them
     real,  # bool [ROWS]: other rows are not read
     stored,  # uint8 [num_outputs, num_blocks, bytes of a block], at a multiple of 4 bytes
+    book,  # from book_of
     column,  # of `OUTPUTS` outputs; there must be an even number of columns
     num_outputs,
     num_blocks,  # of an output
@@ -138,7 +141,7 @@ def sum_blocks(
         source, odd = home + begun * BLOCK // 4, before
         if BLOCK * BLOCKS % 4:
             source, odd = home + (before + begun * BLOCK) // 4, (before + begun * BLOCK) % 4
-        codes, others, upper = codes_of(source, odd, word, near[:, None], FORM, TURNED)
+        codes, others, upper = codes_of(source, odd, book, word, near[:, None], FORM, TURNED)
         for part in tl.static_range(PARTS):
             first, second, third, fourth = heads_of(source, odd, unit, near_units[:, None], FORM, part)
             step, added = scales_of(first, second, third, fourth, unit, FORM, part)

@@ -22,7 +22,7 @@ import torch
 from report import about, emit, say
 from torch import Tensor
 
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.kernels.attention import attend, fold
 from offload.kernels.cpu import kernels
@@ -89,7 +89,7 @@ def stored_matrices(name: str, num_bytes: int) -> list[Tensor | StoredMatrix]:
     """Matrices of the larger shape in the encoding `name`, of so many bytes or a few more. No scale in them is
     subnormal, as MXFP4's would be in zeros: products with it take longer."""
     outputs, inputs = SHAPES[-1]
-    own = encoding(name)
+    own = ENCODINGS[name]
     number = -(-num_bytes // (outputs * own.row_bytes(inputs)))
     shape = outputs, own.row_bytes(inputs)
     return [StoredMatrix(torch.full(shape, 0x38, dtype=torch.uint8), own) for _ in range(number)]

@@ -20,16 +20,16 @@ from torch import Tensor
 import test_experts
 from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.config.block import Experts, FeedForward, Norm
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.kernels import experts as twin
 from offload.kernels.experts import Bank, ExpertHomes, Mixture, Room, Router
 from offload.kernels.gpu import expert_programs
 from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
-from offload.kernels.gpu.kernels import GPU_KERNELS, _multiply
 from offload.kernels.norms import NormWeights
 from offload.native.launch import counting, launch
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.weights.linear import product
 from processor import before_a_guard
 from stored import NAMES
 from test_expert_slots import Homes, streamed
@@ -48,7 +48,7 @@ ROUTERS = {
     "factors, scaled scores, a norm of its own": Experts(FeedForward(24), 5, 2, score_scale=0.3, scaled=True),
     "a gate beside": Experts(FeedForward(24), 5, 2, gates_network=True),
 }
-by_torch = partial(twin.run_experts, multiply=_multiply, blocks=None)
+by_torch = partial(twin.run_experts, multiply=product, blocks=None)
 
 without_idle_work()
 
@@ -121,7 +121,7 @@ def test_the_output_is_that_of_the_formula(
 @pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
 def test_stored_experts_are_multiplied_as_they_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several blocks, the last of which are less than a program takes at a time."""
-    numbers = encoding(name).numbers
+    numbers = ENCODINGS[name].numbers
     size = -(-96 // numbers) * numbers
     monkeypatch.setattr(test_experts, "HIDDEN", hidden := 3 * numbers)
     monkeypatch.setattr(test_experts, "numbers", lambda matrix: matrix.matrix(torch.bfloat16).double())  # rounded
@@ -145,11 +145,11 @@ def test_an_experts_matrices_may_be_stored_in_different_ways(encodings: tuple[st
 
 def test_a_layer_is_a_few_launches_and_the_host_learns_of_no_choice() -> None:
     wanted = dict.fromkeys(("score_rows", "choose_experts", "arrange_pairs", "sum_pairs"), 1)
-    for encodings, product in (((), "multiply_plain"), (["Q8_0"] * 3, "multiply_blocks")):
+    for encodings, program in (((), "multiply_plain"), (["Q8_0"] * 3, "multiply_blocks")):
         given = scene(Experts(FeedForward(32), 4, 2), torch.bfloat16, 2, *encodings)
         with counting() as launches:
             given.by(run_experts)
-        assert launches == wanted | {product: 2}
+        assert launches == wanted | {program: 2}
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
@@ -281,16 +281,10 @@ def test_rows_may_lie_apart_and_have_no_norm() -> None:
         assert torch.equal(apart, run_experts(Mixture(given.experts, given.router, norm), given.homes, given.rows))
 
 
-def test_rows_of_fp32_are_run_by_torchs_operators_in_blocks() -> None:
-    given = scene(SMALL, torch.float32, 21)
-    run = GPU_KERNELS.experts
-    assert run is not None
-    out = given.by(run)
-    torch.testing.assert_close(out, given.by(by_torch), rtol=1e-5, atol=1e-5)
-    for first, count in ((0, 1), (3, 4), (20, 1)):
-        assert out[first : first + count].equal(given.by(run, given.rows[first : first + count]))
+def test_rows_of_fp32_are_refused() -> None:
+    """A decoder has torch's operators run them."""
     with pytest.raises(ValueError, match="float32; a GPU's own experts take bf16 and fp16"):
-        given.by(run_experts)
+        scene(SMALL, torch.float32, 21).by(run_experts)
 
 
 @pytest.mark.few(2)

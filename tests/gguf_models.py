@@ -20,6 +20,9 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from offload.formats.encodings import ENCODINGS
+from stored import places
+
 ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "granite": "granite",
     "smollm3": "smollm3", "arcee": "arcee", "phi3": "phi3", "gemma": "gemma", "gemma2": "gemma2",
@@ -45,7 +48,7 @@ LAYER_NORM = {
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
 }
-BLOCKS = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q2_K": 84, "IQ4_XS": 136}  # that gguf cannot quantise to: bytes
+PLACES = {"Q2_K": (80, 82), "IQ4_XS": (0,)}  # of scales in blocks that are unpacked
 NUMBERS = {"F32": np.float32, "F16": np.float16}
 
 
@@ -225,21 +228,21 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.nd
         stored = numbers.astype(NUMBERS[kind])
         writer.add_tensor(name, stored)
         return stored.astype(np.float32)
-    if kind in BLOCKS:
+    try:
+        data = quantize(numbers, Type[kind])
+    except NotImplementedError:
         flat = random_blocks((math.prod(numbers.shape[:-1]), numbers.shape[-1]), kind)
         data = flat.reshape(*numbers.shape[:-1], -1)
-    else:
-        data = quantize(numbers, Type[kind])
     writer.add_tensor(name, data, raw_dtype=Type[kind])
     return gguf.quants.dequantize(data, Type[kind])
 
 
 def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:
     """Of a type that gguf does not quantise to: any bytes, but scales that are numbers."""
-    rows = np.random.default_rng(shape[0] + 7 * shape[1]).integers(0, 256, (shape[0], shape[1] // 256, BLOCKS[kind]))
+    size, nbytes = gguf.GGML_QUANT_SIZES[Type[kind]]
+    rows = np.random.default_rng(shape[0] + 7 * shape[1]).integers(0, 256, (shape[0], shape[1] // size, nbytes))
     rows = rows.astype(np.uint8)
-    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,)}[kind]
-    for place in places:
+    for place in PLACES[kind] if kind in PLACES else places(ENCODINGS[kind]):
         rows[..., place : place + 2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
     return rows.reshape(shape[0], -1)
 

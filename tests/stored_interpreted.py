@@ -14,18 +14,18 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from offload.bench.kernel_checks import kernel_checks
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import blocks_at_once, constants, decode, decode_blocks
+from offload.formats.stored_gpu import blocks_at_once, decode, decode_blocks
 from offload.kernels.gpu.kernels import GPU_KERNELS
-from offload.kernels.gpu.stored_products import ROWS, product, split_blocks, tiling_of
+from offload.kernels.gpu.stored_products import ROWS, product, split_blocks
 from offload.speed.hardware import probe
 from processor import before_a_guard
 from stored import NAMES, made_up
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once
-FEW = ["Q4_K", "Q6_K", "MXFP4", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
+FEW = ["Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
 
 without_idle_work()
 
@@ -39,8 +39,8 @@ def _as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 def inputs_of(name: str, steps: int) -> int:
     """So many that a program needs that many steps, the last of which is no whole one where it can be less. An odd
     number of blocks, where there are several at a time: rows of them are no whole words."""
-    own = encoding(name)
-    at_once = tiling_of(own).blocks(own)
+    own = ENCODINGS[name]
+    at_once = own.tiling.blocks(own)
     return (steps * at_once - (at_once > 1)) * own.numbers
 
 
@@ -61,7 +61,7 @@ def in_fp64(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
 def test_numbers_are_those_of_torchs_operators(name: str, pytestconfig: pytest.Config) -> None:
     """Bit for bit; and nothing is written behind them. Blocks are no multiple of a program's."""
     deep = pytestconfig.getoption("deep")
-    stored = made_up(name, 37, 3 * encoding(name).numbers, seed=1)
+    stored = made_up(name, 37, 3 * ENCODINGS[name].numbers, seed=1)
     for dtype in (*DTYPES, torch.float32) if deep else (torch.bfloat16,):
         room = torch.full((38 * stored.shape[1],), torch.nan, dtype=dtype)
         out = room[: -stored.shape[1]].view(stored.shape)
@@ -144,7 +144,7 @@ def test_products_are_those_of_fp64(name: str, dtype: torch.dtype, outputs: int,
 def test_a_rows_bits_are_those_of_the_row_alone(name: str, pytestconfig: pytest.Config) -> None:
     """Among 1 to 19 rows, wherever it is among them, over several splits; one of these is NaN."""
     stored, most = made_up(name, 8, 768, seed=6), ROWS[0] + 3
-    assert split_blocks(*stored.shape, stored.encoding, tiling_of(stored.encoding)) < 768 // stored.encoding.numbers
+    assert split_blocks(*stored.shape, stored.encoding) < 768 // stored.encoding.numbers
     x = normal(most, 768, seed=7).half()
     x[5] = torch.nan
     alone = {place: product(x[place : place + 1], stored, None) for place in (0, 4, 5, 6, 15, 16, 18)}
@@ -184,15 +184,15 @@ def test_splits_are_alike_and_make_programs_enough() -> None:
     """Of the products of models of 7B and 32B."""
     shapes = ((4096, 4096), (22016, 4096), (4096, 11008), (5120, 5120), (5120, 27648), (55296, 5120))
     for name in ("Q4_K", "Q6_K", "Q8_0", "INT4_F16/128", "FP8_BF16/128"):
-        own = encoding(name)
+        own = ENCODINGS[name]
         for outputs, inputs in shapes:
-            each, num_blocks = split_blocks(outputs, inputs, own, tiling_of(own)), inputs // own.numbers
+            each, num_blocks = split_blocks(outputs, inputs, own), inputs // own.numbers
             starts = [*range(0, num_blocks, each), num_blocks]
             counts = [stop - start for start, stop in pairwise(starts)]
-            assert each % tiling_of(own).blocks(own) == 0
+            assert each % own.tiling.blocks(own) == 0
             assert each * len(counts) <= 1.25 * num_blocks
-            assert 250 <= len(counts) * -(-outputs // tiling_of(own).outputs) <= 1100, (name, outputs, inputs)
-    assert split_blocks(16, 256, encoding("Q4_K"), tiling_of(encoding("Q4_K"))) == 1
+            assert 250 <= len(counts) * -(-outputs // own.tiling.outputs) <= 1100, (name, outputs, inputs)
+    assert split_blocks(16, 256, ENCODINGS["Q4_K"]) == 1
 
 
 @pytest.mark.few(1)
@@ -214,7 +214,7 @@ def moved(call: Callable[..., None], first: int) -> Callable[..., None]:
 def test_numbers_beyond_2_to_the_31_have_their_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last program alone, in memory of which only its own pages exist: elsewhere kernels counted in 32 bits
     (CVE-2026-53923)."""
-    own, inputs = encoding(name), 1 << 16
+    own, inputs = ENCODINGS[name], 1 << 16
     outputs, at_once = (1 << 15) + 2, blocks_at_once(own)
     last = made_up(name, 1, inputs, seed=17)
     rows = torch.empty(outputs, last.rows.shape[1], dtype=torch.uint8)
@@ -226,5 +226,5 @@ def test_numbers_beyond_2_to_the_31_have_their_place(name: str, monkeypatch: pyt
     for each in ("set_grid_idx", "set_grid_dim"):
         monkeypatch.setattr(InterpreterBuilder, each, moved(getattr(InterpreterBuilder, each), first))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda self, *args: None)  # it would touch all memory
-    decode_blocks[(programs,)](rows, out, num_blocks, BLOCKS=at_once, **constants(own))
+    decode_blocks[(programs,)](rows, rows, out, num_blocks, BLOCKS=at_once, FORM=own)
     assert torch.equal(out[-1], last.matrix(torch.float16)[0])

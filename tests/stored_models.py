@@ -62,7 +62,7 @@ MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "gate_proj": "Q5_K", "embed_toke
 GGUF: dict[str, Callable[[str], str]] = {  # the type of a matrix
     "Q8_0": lambda name: "Q8_0",
     "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q4_K"),
-    "MXFP4 and others": lambda name: "MXFP4" if "layers" in name else "Q8_0",
+    "MXFP4 and others": lambda name: "IQ4_NL" if "down_proj" in name else "MXFP4" if "layers" in name else "Q8_0",
 }
 ALL = (*FORMS, *GGUF)
 

@@ -53,7 +53,8 @@ CLI_STOREYS = (
 GROUND = tuple(
     f"offload.{name}"
     for name in (
-        *("errors", "fields", "files", "formats.layout", "interrupts", "machine", "metrics", "progress"),
+        *("errors", "fields", "files", "formats.encodings", "formats.layout", "interrupts", "machine", "metrics"),
+        "progress",
         *("seeds", "strict_json", "units"),
     )
 )

@@ -24,10 +24,10 @@ from offload.text.tokenizer import Tokenizer
 from offload.weights import gguf_file
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.gguf_file import MappedFile
+from stored import GGUF
 from test_gguf_tokenizer import gemma_values
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 40}
-BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K")
 NUMBERS = ("F32", "F16")
 OTHERS = ("Q2_K", "IQ4_XS")
 NUM_FILES = 3000
@@ -57,13 +57,13 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "gemma.gguf"
 
 
-@pytest.mark.parametrize("kind", [*NUMBERS, *BLOCKS, *OTHERS])
+@pytest.mark.parametrize("kind", [*NUMBERS, *GGUF, *OTHERS])
 def test_tensors_are_read_as_the_library_reads_them(folder: Path, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.gguf"
     stored = write_gguf(folder, path, kind=kind)
     config = read_config(path)
-    assert config.stored_in == ((kind,) if kind in BLOCKS else ())
-    assert config.table_encoding == (kind if kind in BLOCKS else "")
+    assert config.stored_in == ((kind,) if kind in GGUF else ())
+    assert config.table_encoding == (kind if kind in GGUF else "")
     with Checkpoint.open(path) as checkpoint:
         check_model(checkpoint, config)
         for name, numbers in stored.items():

@@ -12,8 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: nothing of the GP
 
 from offload.config.block import Encodings, Experts, FeedForward
 from offload.config.model import ModelConfig, llama_shaped
-from offload.formats import stored_gpu
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.kernels.gpu import expert_programs as programs
 from offload.kernels.gpu.experts import (
     COLUMNS,
@@ -24,7 +23,6 @@ from offload.kernels.gpu.experts import (
     ROWS,
     SCORED,
     scratch_bytes,
-    stored_tiling,
 )
 from offload.plan.composition import PLAIN as PLAIN_LEVELS
 from offload.plan.cost import Cost
@@ -37,7 +35,7 @@ from test_gpu_kernels import CAPABILITIES, SHARED_BYTES, STORED, Compiled, compi
 from test_planner import GPU, plan
 
 NUMBERS = ("rows", "out")
-PRODUCT = {"pair_of": "*i32", "expert_of": "*i32", "places": "*i32", "content": "*u8"}
+PRODUCT = {"pair_of": "*i32", "expert_of": "*i32", "places": "*i32", "content": "*u8", "book": "*i16"}
 SIZES = ("num_inputs", "num_outputs", "step", "gate_at", "weight_at", "bias_at", "out_stride")
 ENDINGS = {
     "gate": {"GATED": True, "ADDED": True, "ACTIVATION": 0},
@@ -83,11 +81,11 @@ def test_plain_experts_come_in_copies_of_16_bytes_without_a_spill(
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("name", STORED)
 def test_stored_experts_are_multiplied_without_a_spill(capability: int, dtype: str, ending: str, name: str) -> None:
-    own, tiling = encoding(name), stored_tiling(encoding(name))
+    own, tiling = ENCODINGS[name], ENCODINGS[name].expert_tiling
     found = compiled(
         programs.multiply_blocks, capability, PRODUCT | dict.fromkeys(NUMBERS, f"*{dtype}"),
         ENDINGS[ending] | {"ROWS": ROWS[0], "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(own), "WIDEN": False}
-        | stored_gpu.constants(own),
+        | {"FORM": own},
         warps=tiling.warps, stages=tiling.stages, divisible=SIZES[1:],
     )  # fmt: skip
     assert found.spilled_bytes == 0

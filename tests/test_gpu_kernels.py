@@ -24,7 +24,8 @@ from offload.bench.diagnosis import software  # noqa: E402
 from offload.config.block import DeltaRule  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
-from offload.formats.layout import Packing, encoding  # noqa: E402
+from offload.formats.encodings import ENCODINGS  # noqa: E402
+from offload.formats.layout import Packing  # noqa: E402
 from offload.formats.packed_gpu import warps as warps_of  # noqa: E402
 from offload.formats.residuals_gpu import WEIGHT_WARPS  # noqa: E402
 from offload.kernels.choice import fitting, gpu_kernels  # noqa: E402
@@ -49,6 +50,7 @@ from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
 from processor import left_to_torch  # noqa: E402
+from stored import GGUF  # noqa: E402
 
 CUDA = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[1]
@@ -483,8 +485,8 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
     assert all(".v4.b32" in op for op in stored)
 
 
-STORED = ["Q8_0", "Q4_K", "Q6_K", "MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "INT4_F16/128", "INT4_BF16/32"]
-STORED += ["INT8_F16/128", "INT8_BF16/32", "FP8_F32/128", "FP8_F16/32", "FP8_BF16/128"]
+STORED = [*GGUF, "INT4_F16/128", "INT4_BF16/32", "INT8_F16/128", "INT8_BF16/32", "FP8_F32/128", "FP8_F16/32"]
+STORED += ["FP8_BF16/128"]
 
 
 @pytest.mark.few(1)
@@ -493,11 +495,11 @@ STORED += ["INT8_F16/128", "INT8_BF16/32", "FP8_F32/128", "FP8_F16/32", "FP8_BF1
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", STORED)
 def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: int, dtype: str, name: str) -> None:
-    tiling = stored_products.tiling_of(encoding(name))
-    pointers = {"rows": f"*{dtype}", "stored": "*u8", "partials": "*fp32"}
-    shape = {"ROWS": rows, "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(encoding(name)), "WIDEN": False}
+    own, tiling = ENCODINGS[name], ENCODINGS[name].tiling
+    pointers = {"rows": f"*{dtype}", "stored": "*u8", "book": "*i16", "partials": "*fp32"}
+    shape = {"ROWS": rows, "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(own), "WIDEN": False}
     found = compiled(
-        stored_products.multiply_stored, capability, pointers, shape | stored_gpu.constants(encoding(name)),
+        stored_products.multiply_stored, capability, pointers, shape | {"FORM": own},
         warps=tiling.warps, stages=tiling.stages,
     )  # fmt: skip
     assert found.spilled_bytes == 0
@@ -516,8 +518,8 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", STORED)
 def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str, name: str) -> None:
-    shape = stored_gpu.constants(encoding(name)) | {"BLOCKS": stored_gpu.blocks_at_once(encoding(name))}
-    pointers = {"stored": "*u8", "out": f"*{dtype}"}
+    shape = {"FORM": ENCODINGS[name], "BLOCKS": stored_gpu.blocks_at_once(ENCODINGS[name])}
+    pointers = {"stored": "*u8", "book": "*i16", "out": f"*{dtype}"}
     found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
     assert found.spilled_bytes == 0
     assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 200)

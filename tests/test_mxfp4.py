@@ -21,7 +21,7 @@ from offload.config.encodings import matrices
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import ExpertWeights
 from offload.plan.shards import Shard
@@ -42,7 +42,7 @@ STORED = {
 }
 OWN = "mlp.experts"
 STACKED = f"model.layers.0.{OWN}"
-KIND = encoding("MXFP4")
+KIND = ENCODINGS["MXFP4"]
 Tensors = dict[str, Tensor]
 
 

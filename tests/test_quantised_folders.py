@@ -30,7 +30,7 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.schemes import Scheme, is_pattern
 from offload.errors import ModelError
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import NONE
 from offload.session.fingerprints import model_digest
@@ -493,7 +493,7 @@ def test_config_json_alone_says_how_matrices_are_stored(name: str, tmp_path: Pat
 def test_rows_and_columns_of_blocks_are_those_of_the_matrix(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     checkpoint, config = opened(write(tmp_path, case))
-    kind = encoding(matrices(config)[f"{DOWN}.weight"].encoding)
+    kind = ENCODINGS[matrices(config)[f"{DOWN}.weight"].encoding]
     rows, columns = range(8, 24), range(32, 96)
     place = torch.empty(len(rows), kind.row_bytes(len(columns)), dtype=torch.uint8)
     with checkpoint:

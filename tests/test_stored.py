@@ -3,6 +3,7 @@ with them beside fp64."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from offload.config.block import Norm
-from offload.formats.layout import GGUF_BLOCKS, GROUP_HEAD, Encoding, encoding, is_encoding
+from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
 from offload.formats.stored import StoredMatrix, decode
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE
@@ -21,9 +22,9 @@ from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.weights.linear import Linear, Parts
 from processor import before_a_guard, built, on_this_machine, threads
-from stored import NAMES, made_up
+from stored import GGUF, NAMES, made_up
 
-OURS = [name for name in NAMES if name not in GGUF_BLOCKS]
+OURS = [name for name in NAMES if name not in GGUF]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -46,18 +47,18 @@ def same(one: Tensor, other: Tensor) -> bool:
     return bool(((one.view(integers) == other.view(integers)) | (one.isnan() & other.isnan())).all())
 
 
-@pytest.mark.parametrize("name", GGUF_BLOCKS)
+@pytest.mark.parametrize("name", GGUF)
 def test_numbers_are_those_of_llama_cpps_package(name: str, num_cases: Callable[[int], int]) -> None:
-    blocks = random_blocks(encoding(name), num_cases(100_000))
+    blocks = random_blocks(ENCODINGS[name], num_cases(100_000))
     with np.errstate(all="ignore"):
         wanted = quants.dequantize(blocks.numpy(), GGMLQuantizationType[name])
-    assert same(StoredMatrix(blocks, encoding(name)).matrix(torch.float32), torch.from_numpy(wanted))
+    assert same(StoredMatrix(blocks, ENCODINGS[name]).matrix(torch.float32), torch.from_numpy(wanted))
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_numbers_of_our_blocks_are_codes_times_scales(name: str) -> None:
     """By the definition, number by number."""
-    kind = encoding(name)
+    kind = ENCODINGS[name]
     blocks, half = random_blocks(kind, 24), kind.numbers // 2
     found = StoredMatrix(blocks, kind).matrix(torch.float32)
     scales = kind.kind.partition("_")[2]
@@ -81,7 +82,7 @@ def test_numbers_of_our_blocks_are_codes_times_scales(name: str) -> None:
 @pytest.mark.few(24)
 def test_the_cpus_kernels_find_the_same_numbers(name: str, instructions: str) -> None:
     """Nothing is read behind the blocks, and any number of threads finds the same."""
-    kernels, kind = built(instructions), encoding(name)
+    kernels, kind = built(instructions), ENCODINGS[name]
     blocks = random_blocks(kind, 37 * 8)
     wanted = StoredMatrix(blocks.view(37, -1), kind)
     with before_a_guard(wanted.rows) as rows:
@@ -105,9 +106,9 @@ def multiplied(kernels: CpuKernels, x: Tensor, weight: Tensor | StoredMatrix, **
 def largest(stored: StoredMatrix) -> Tensor:
     """For each number the largest magnitudes of its group that a number is the sum of: a step times a code, and the
     least value. fp64 [outputs, inputs]."""
-    numbers, kind = stored.matrix(torch.float32).double(), stored.encoding.kind
+    numbers = stored.matrix(torch.float32).double()
     codes = numbers
-    if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+    if stored.encoding.steps in ("least", "k"):
         blocks = stored.rows.view(-1, stored.encoding.nbytes).clone()
         blocks[:, 2:4] = 0
         codes = StoredMatrix(blocks.view_as(stored.rows), stored.encoding).matrix(torch.float32).double()
@@ -136,7 +137,7 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
     """Beside fp64, also where rounding is all that is left: where the second half of a sum is the first one's negative,
     the result is small, and its own rounding smaller. The bound is of the terms with the group's largest weight: where
     a step and a least value cancel, the numbers are small and what they are summed of is not."""
-    kernels, kind, own = built(instructions), encoding(name), torch.finfo(dtype)
+    kernels, kind, own = built(instructions), ENCODINGS[name], torch.finfo(dtype)
     bound = 5e-7 if name.startswith("INT") and instructions == "avx2" else 4e-7  # sums of eight lanes are longer
     forms = ("plain", "zeros") if dtype == torch.float16 else ("plain", "zeros", "ranges", "one large", "one huge")
     for inputs in [kind.numbers * blocks for blocks in (1, 2, 3, 9)]:
@@ -156,7 +157,7 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_of_mxfp4_are_powers_of_two(dtype: torch.dtype, instructions: str) -> None:
     """Of 2 and more, too: a product has the same bits with a greater scale and a row that is less by as much."""
-    kernels, kind = built(instructions), encoding("MXFP4")
+    kernels, kind = built(instructions), ENCODINGS["MXFP4"]
     stored, x = made_up("MXFP4", 19, 9 * kind.numbers, seed=2), torch.randn(5, 9 * kind.numbers).to(dtype)
     wanted = multiplied(kernels, x, stored)
     for power in (-100, -1, 5, 8, 9, 10, 60, 110):
@@ -170,7 +171,7 @@ def test_scales_of_mxfp4_are_powers_of_two(dtype: torch.dtype, instructions: str
 @pytest.mark.few(4)
 def test_a_last_group_is_multiplied_without_a_second_one(instructions: str) -> None:
     kernels = built(instructions)
-    for name in (name for name in NAMES if encoding(name).numbers == 32):
+    for name in (name for name in NAMES if ENCODINGS[name].numbers == 32):
         for groups in (1, 3, 9):
             stored, x = made_up(name, 5, 32 * groups, seed=groups), torch.randn(3, 32 * groups).bfloat16()
             exact = x.double() @ stored.matrix(torch.float32).double().T
@@ -185,7 +186,7 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_rows(
     name: str, dtype: torch.dtype, instructions: str, num_cases: Callable[[int], int]
 ) -> None:
     """On any number of threads, with rows that are infinite beside it, and nothing is read behind the blocks."""
-    kernels, kind = built(instructions), encoding(name)
+    kernels, kind = built(instructions), ENCODINGS[name]
     inputs = 9 * kind.numbers
     stored, x = made_up(name, 21, inputs, seed=1), torch.randn(70, inputs).to(dtype)
     wanted = multiplied(kernels, x[:1], stored)
@@ -271,11 +272,36 @@ def test_without_kernels_numbers_are_not_rounded_to_the_dtype(dtype: torch.dtype
     assert ((found.double() - exact).abs() <= exact.abs() * own.eps / 2 + 1e-6 * most).all()
 
 
+class Form(ctypes.Structure):
+    """A row of the table of stored_forms.h."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("numbers", "nbytes", "codes_at", "codes_bits", "high_at", "high_bits")),
+        *((name, ctypes.c_char_p) for name in ("code", "scale", "steps")),
+    ]
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+def test_the_kernels_have_the_same_table(instructions: str) -> None:
+    """Of this program's blocks it has no sizes."""
+    row = built(instructions).library.form
+    row.restype, row.argtypes = ctypes.POINTER(Form), [ctypes.c_int64]
+    for number, kind in enumerate(KINDS, 1):
+        own = next(each for each in ENCODINGS.values() if each.kind == kind)
+        sizes = (own.numbers, own.nbytes) if kind in GGUF else (0, 0)
+        planes = own.codes.at, own.codes.bits, own.high.at, own.high.bits
+        texts = [each.encode() for each in (kind, own.code, own.scale, own.steps)]
+        found = row(number).contents
+        assert [getattr(found, name) for name, _ in Form._fields_] == [texts[0], *sizes, *planes, *texts[1:]]
+    assert not row(len(KINDS) + 1)
+
+
 def test_encodings_have_names() -> None:
-    assert encoding("Q4_K").bits == 4.5
-    assert encoding("INT4_F16/128").nbytes == 68
-    assert encoding("FP8_F32/32").row_bytes(64) == 72
-    assert not any(map(is_encoding, ["", "F16", "INT4_F16", "INT4_F16/48", "Q4_K/32", "INT3_F16/32"]))
+    assert ENCODINGS["Q4_K"].bits == 4.5
+    assert ENCODINGS["INT4_F16/128"].nbytes == 68
+    assert ENCODINGS["FP8_F32/32"].row_bytes(64) == 72
+    assert not ENCODINGS.keys() & {"", "F16", "INT4_F16", "INT4_F16/48", "Q4_K/32", "INT3_F16/32"}
 
 
 @pytest.mark.deep

@@ -14,7 +14,8 @@ from torch.nn.functional import linear
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
 from offload.config.block import Activation, Experts, FeedForward, Norm
-from offload.formats.layout import CODE_BITS, encoding
+from offload.formats.encodings import ENCODINGS
+from offload.formats.layout import CODE_BITS
 from offload.formats.quantised import Codes, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels import activation
@@ -28,7 +29,7 @@ from offload.speed.hardware import Hardware
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 
 NUM_ROWS, OUTPUTS, INPUTS = 5, 96, 512
-STORED = ("Q4_K", "Q6_K", "MXFP4", "INT4_BF16/32", "FP8_F32/128")  # one of each sort of blocks
+STORED = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128")  # one of each sort of blocks
 EXPERTS = Experts(FeedForward(64), 8, 2)
 _MOST_BYTE = 0x3B  # with no larger byte no float is infinite or NaN, whichever kind the bytes are of
 
@@ -70,11 +71,11 @@ def _stored(kernels: DeviceKernels, device: torch.device, dtype: torch.dtype) ->
     """Compare products with matrices as checkpoints store them with fp64, and their decoded numbers with torch's."""
     x, pairs, same = _normal(NUM_ROWS, INPUTS, seed=4).to(dtype), [], True
     for name in STORED:
-        shape = OUTPUTS, encoding(name).row_bytes(INPUTS)
+        shape = OUTPUTS, ENCODINGS[name].row_bytes(INPUTS)
         rows = torch.randint(_MOST_BYTE + 1, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
         if name == "MXFP4":  # a block's scale is a power of 2, of which 127 is the first that is not below 1
-            rows.view(OUTPUTS, -1, encoding(name).nbytes)[..., 0] = 127
-        here, there = StoredMatrix(rows, encoding(name)), StoredMatrix(rows.to(device), encoding(name))
+            rows.view(OUTPUTS, -1, ENCODINGS[name].nbytes)[..., 0] = 127
+        here, there = StoredMatrix(rows, ENCODINGS[name]), StoredMatrix(rows.to(device), ENCODINGS[name])
         numbers = here.matrix(dtype)
         same &= torch.equal(kernels.decode_stored(there, dtype).cpu(), numbers)
         pairs.append((kernels.multiply_stored(x.to(device), there, None), x.double() @ numbers.double().T))

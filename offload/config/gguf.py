@@ -23,7 +23,7 @@ from offload.config.gguf_names import FUSED_EXPERTS, HEAD, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
-from offload.formats.layout import GGUF_BLOCKS
+from offload.formats.encodings import ENCODINGS
 
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of plain numbers, with their bytes
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -43,7 +43,7 @@ def gguf_config(header: Header) -> ModelConfig:
     if architecture.tiled:
         config = _tiled(config)
     kinds = kinds_of(header, config)
-    return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in GGUF_BLOCKS else "")
+    return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
 
 
 def kinds_of(header: Header, config: ModelConfig) -> dict[str, str]:
@@ -77,7 +77,7 @@ def unpacked_note(header: Header, dtype_bytes: int) -> str:
     """The note on matrices in types that are unpacked while they are read, "" if there are none."""
     sizes = Counter[str]()
     for tensor in header.tensors.values():
-        if tensor.kind not in GGUF_BLOCKS and tensor.kind not in PLAIN:
+        if tensor.kind not in ENCODINGS and tensor.kind not in PLAIN:
             sizes[tensor.kind] += math.prod(tensor.shape) * dtype_bytes
     if not sizes:
         return ""

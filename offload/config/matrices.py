@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offload.config.block import Block
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
 ALIGNMENT = 64  # bytes, of each tensor within a layer
@@ -24,7 +24,7 @@ class Matrix:
         """Bytes of the matrix: plain numbers take `dtype_bytes` each, blocks are padded to whole units of ALIGNMENT."""
         if not self.encoding:
             return self.outputs * self.inputs * dtype_bytes
-        return -(-self.outputs * encoding(self.encoding).row_bytes(self.inputs) // ALIGNMENT) * ALIGNMENT
+        return -(-self.outputs * ENCODINGS[self.encoding].row_bytes(self.inputs) // ALIGNMENT) * ALIGNMENT
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-from offload.formats.layout import GROUP_KINDS, GROUPS
+from offload.formats.encodings import ENCODINGS, GROUPS
 
 Packing = Literal["awq", "gptq", "packed", "bytes", "mxfp4"]
 Way = Literal["is", "matches", "names", "holds", "ends", "glob", "class"]
@@ -43,8 +43,8 @@ class Scheme:
             return "MXFP4"
         kind = f"FP8_{self.scales}" if self.is_float else f"INT{self.bits}_{self.scales}"
         shared = self.inputs or inputs
-        fitting = [size for size in GROUPS if shared % size == inputs % size == 0]
-        return f"{kind}/{max(fitting)}" if fitting and kind in GROUP_KINDS and not self.any_order else ""
+        names = [f"{kind}/{size}" for size in GROUPS if shared % size == inputs % size == 0]
+        return names[-1] if names and names[-1] in ENCODINGS and not self.any_order else ""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 ALL_TOKENS = range(2**31 - 1)  # the range of a copy without limits
 RAW, PACKED, RESIDUAL = range(3)  # encodings of a page; RESIDUAL goes with codes in 4 bits
@@ -146,56 +145,3 @@ class PageShape:
     def fours(self) -> int:
         """The offset of the 4-bit parts, in bytes."""
         return self.numbers + RESIDUAL_HEAD_BYTES * (self.num_groups + 1)
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """The encoding of a matrix' rows in a quantised checkpoint: blocks of `numbers` numbers, of `nbytes` bytes each.
-
-    kind: the format of a block, numbered as in KINDS; see formats/stored.py.
-    """
-
-    name: str
-    kind: str
-    numbers: int
-    nbytes: int
-
-    @property
-    def bits(self) -> float:
-        """Bits per number."""
-        return 8 * self.nbytes / self.numbers
-
-    def row_bytes(self, inputs: int) -> int:
-        """Bytes of a row of `inputs` numbers, a multiple of `numbers`."""
-        return inputs // self.numbers * self.nbytes
-
-
-GGUF_BLOCKS = {  # (numbers, bytes) of a block, by llama.cpp's name
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
-    "MXFP4": (32, 17), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-}  # fmt: skip
-GROUPS = (32, 64, 128)  # numbers per scale in this program's blocks, for safetensors checkpoints
-GROUP_KINDS = {  # bits per number in them, by kind (number format and scale's dtype)
-    "INT4_F16": 4, "INT4_BF16": 4, "INT8_F16": 8, "INT8_BF16": 8, "FP8_F32": 8, "FP8_F16": 8, "FP8_BF16": 8,
-}  # fmt: skip
-GROUP_HEAD = 4  # bytes before a block's numbers: scale and zero, 2 each, or a scale of 4
-KINDS = (*GGUF_BLOCKS, *GROUP_KINDS)  # numbered from 1 in native/stored.h
-
-
-def is_encoding(name: str) -> bool:
-    """Whether `name` is the name of an encoding."""
-    try:
-        return bool(encoding(name))
-    except KeyError:
-        return False
-
-
-@cache
-def encoding(name: str) -> Encoding:
-    """The encoding with that name: Q4_K, or INT4_F16/128 for groups of 128 numbers. Raises KeyError."""
-    if name in GGUF_BLOCKS:
-        return Encoding(name, name, *GGUF_BLOCKS[name])
-    kind, _, group = name.partition("/")
-    if group not in map(str, GROUPS):
-        raise KeyError(name)
-    return Encoding(name, kind, int(group), GROUP_HEAD + int(group) * GROUP_KINDS[kind] // 8)

@@ -8,68 +8,43 @@ Codes are converted to numbers without a conversion or a shift. The masked bits,
 subnormal number; times 2**127 it is the code times a power of two, which is compensated in the step. If a number is a
 product plus a sum, the product is exact in fp32, as steps and codes have 24 bits together at most: so it does not
 matter whether the compiler fuses both operations. The bits of e2m1, put where fp32 has its last two of the exponent and
-its first of the mantissa, are a float 2**-126 times as large.
+its first of the mantissa, are a float 2**-126 times as large. Numbers of other codes are looked up in a book, two at a
+time, and are then read as int8.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
-from dataclasses import dataclass
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.formats.layout import GROUP_KINDS, Encoding
+from offload.formats.encodings import BOOKS, Encoding
 from offload.formats.stored import StoredMatrix
 from offload.native.launch import launch
 
 WARPS = 4  # of a program that decodes
 _WORDS = 4096  # words times parts per program, but one part counts as two
-_BIASED = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q6_K": 32}  # subtracted from a code
-
-
-@dataclass(frozen=True)
-class Form:
-    """The form in which a kind's blocks are read. words: of codes in a block; run: of them in a run. parts: per byte.
-    units: the parts of a block with scales of their own. codes_at: bytes before the first word."""
-
-    words: int
-    run: int
-    parts: int
-    units: int
-    codes_at: int
-
-
-_FORMS = {
-    "Q4_0": Form(4, 4, 2, 1, 2), "Q4_1": Form(4, 4, 2, 1, 4), "Q5_0": Form(4, 4, 2, 1, 6), "Q5_1": Form(4, 4, 2, 1, 8),
-    "Q8_0": Form(8, 8, 1, 1, 2), "MXFP4": Form(4, 4, 2, 1, 1), "Q4_K": Form(32, 8, 2, 4, 16),
-    "Q5_K": Form(32, 8, 2, 4, 48), "Q6_K": Form(16, 8, 4, 4, 0),
-}  # fmt: skip
-
-
-@cache
-def form(encoding: Encoding) -> Form:
-    if encoding.kind not in GROUP_KINDS:
-        return _FORMS[encoding.kind]
-    words = encoding.numbers * GROUP_KINDS[encoding.kind] // 32
-    return Form(words, words, 8 // GROUP_KINDS[encoding.kind], 1, 4)
 
 
 def blocks_at_once(encoding: Encoding) -> int:
     """The number of blocks per decoding program."""
-    return _WORDS // max(form(encoding).parts, 2) // form(encoding).words
+    return _WORDS // max(encoding.parts, 2) // encoding.words
+
+
+def book_of(stored: StoredMatrix) -> Tensor:
+    """The book of the codes, int16 [256], by bytes of two codes: in each the number of the lower half's code as an
+    int8, and that of the upper half's above it. Of forms that are read without one any tensor, the blocks."""
+    return _book(stored.encoding.code, stored.rows.device) if stored.encoding.code == "iq4" else stored.rows
 
 
 @cache
-def constants(encoding: Encoding) -> dict[str, object]:
-    """The constants of programs that read blocks of `encoding`."""
-    own, (kind, _, scale) = form(encoding), encoding.kind.partition("_")
-    if encoding.kind not in GROUP_KINDS:
-        kind, scale = encoding.kind, "F16"
-    return {
-        "KIND": kind, "SCALE": scale, "BIAS": _BIASED.get(kind, 0), "BLOCK": encoding.nbytes, "WORDS": own.words,
-        "RUN": own.run, "PARTS": own.parts, "UNITS": own.units, "CODES": own.codes_at,
-    }  # fmt: skip
+def _book(code: str, device: torch.device) -> Tensor:
+    """In memory that is never freed, since graphs read it; the first launch of a pass is no graph's."""
+    numbers = torch.tensor(BOOKS[code], dtype=torch.int8).view(torch.uint8)
+    pairs = torch.stack([numbers.expand(16, 16), numbers[:, None].expand(16, 16)], -1).contiguous()
+    return pairs.view(torch.int16).flatten().to(device)
 
 
 def decode(stored: StoredMatrix, out: Tensor) -> None:
@@ -81,8 +56,8 @@ def decode(stored: StoredMatrix, out: Tensor) -> None:
     num_blocks, blocks = stored.rows.numel() // stored.encoding.nbytes, blocks_at_once(stored.encoding)
     if num_blocks:
         launch(
-            decode_blocks, (-(-num_blocks // blocks),), (stored.rows, out, num_blocks),
-            BLOCKS=blocks, **constants(stored.encoding), num_warps=WARPS,
+            decode_blocks, (-(-num_blocks // blocks),), (stored.rows, book_of(stored), out, num_blocks),
+            BLOCKS=blocks, FORM=stored.encoding, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -162,27 +137,37 @@ def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
 @triton.jit
 def codes_of(
     home, odd,  # as above: blocks
+    book,  # from book_of
     word,  # int32 [M]: words of codes, counted through the blocks
     held,  # bool [M, 1]
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORM: tl.constexpr,  # an Encoding
     TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Words of codes, of their remaining bits and of their upper bits, [M, N] each; a kind uses the first ones."""
-    at, within = (word // WORDS * BLOCK)[:, None], (word % WORDS)[:, None]
-    if KIND == "Q6_K":
+    """Words of codes, of their remaining bits and of their upper bits, [M, N] each; a form uses the first ones."""
+    BLOCK: tl.constexpr = FORM.nbytes
+    at, within = (word // FORM.words * BLOCK)[:, None], (word % FORM.words)[:, None]
+    if FORM.high.bits == 2:
         lower = at + within // 8 * 64 + within % 8 * 4
         codes = words_at(home, odd, lower, held, BLOCK, TURNED)
         others = words_at(home, odd, lower + 32, held, BLOCK, TURNED)
-        upper = words_at(home, odd, at + 128 + within * 4, held, BLOCK, TURNED)
+        upper = words_at(home, odd, at + FORM.high.at + within * 4, held, BLOCK, TURNED)
     else:
-        codes = words_at(home, odd, at + CODES + within * 4, held, BLOCK, TURNED)
+        codes = words_at(home, odd, at + FORM.codes.at + within * 4, held, BLOCK, TURNED)
         others, upper = codes, codes
-        if KIND == "Q5_K":
-            upper = words_at(home, odd, at + 16 + within % 8 * 4, held, BLOCK, TURNED)
+        if FORM.high.run == 32:
+            upper = words_at(home, odd, at + FORM.high.at + within % 8 * 4, held, BLOCK, TURNED)
+        if FORM.code == "iq4":
+            codes, others = in_book(book, codes)
     return codes, others, upper
+
+
+@triton.jit
+def in_book(book, codes):
+    """Words of the numbers of the codes in the lower halves of bytes, and of those in the upper ones, int8."""
+    one, two = tl.load(book + (codes & 255)).to(tl.int32), tl.load(book + (codes >> 8 & 255)).to(tl.int32)
+    three, four = tl.load(book + (codes >> 16 & 255)).to(tl.int32), tl.load(book + (codes >> 24 & 255)).to(tl.int32)
+    lower = one & 0xFF | (two & 0xFF) << 8 | (three & 0xFF) << 16 | four << 24
+    return lower, one >> 8 & 0xFF | two & 0xFF00 | (three & 0xFF00) << 8 | (four & 0xFF00) << 16
 
 
 @triton.jit
@@ -190,23 +175,20 @@ def heads_of(
     home, odd,  # as above
     unit,  # int32 [U]: units, counted through the blocks
     held,  # bool [U, 1]
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNITS: tl.constexpr,
+    FORM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Words that contain the scales, [U, N] each; a kind uses the first ones."""
-    at, within = (unit // UNITS * BLOCK)[:, None], (unit % UNITS)[:, None]
-    first = halves_at(home, odd, at + (208 if KIND == "Q6_K" else 0), held, BLOCK)
+    """Words that contain the scales, [U, N] each; a form uses the first ones."""
+    BLOCK: tl.constexpr = FORM.nbytes
+    at, within = (unit // FORM.units * BLOCK)[:, None], (unit % FORM.units)[:, None]
+    first = halves_at(home, odd, at + FORM.scale_at, held, BLOCK)
     second = first
-    if KIND == "Q6_K":
-        second = halves_at(home, odd, at + 192 + within // 2 * 8 + 2 * PART, held, BLOCK)
-    if KIND == "Q5_0":
-        second = words_at(home, odd, at + 2, held, BLOCK, False) >> 16 * PART
-    if KIND == "Q5_1":
-        second = words_at(home, odd, at + 4, held, BLOCK, False) >> 16 * PART
+    if FORM.steps == "bytes":
+        second = halves_at(home, odd, at + (FORM.scale_at - 16) + within // 2 * 8 + 2 * PART, held, BLOCK)
+    if FORM.high.run == 1:
+        second = words_at(home, odd, at + FORM.high.at, held, BLOCK, False) >> 16 * PART
     third, fourth = second, second
-    if (KIND == "Q4_K") or (KIND == "Q5_K"):
+    if FORM.steps == "k":
         second = words_at(home, odd, at + 4, held, BLOCK, False)
         third = words_at(home, odd, at + 8, held, BLOCK, False)
         fourth = words_at(home, odd, at + 12, held, BLOCK, False)
@@ -217,36 +199,33 @@ def heads_of(
 def scales_of(
     first, second, third, fourth,  # from heads_of
     unit,  # int32 [U]
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    UNITS: tl.constexpr,
+    FORM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
     """Steps, and offsets that are added to codes or to products with steps: fp32 [U, N] both."""
-    within = (unit % UNITS)[:, None]
-    if (KIND == "Q4_K") or (KIND == "Q5_K"):
+    if FORM.steps == "k":
         # The six bits of units 0 and 1 are together, those of units 2 and 3 are split in two places.
         AT: tl.constexpr = 8 * PART
+        within = (unit % FORM.units)[:, None]
         step = tl.where(within >= 2, fourth & 0x0F0F0F0F | (second >> 2) & 0x30303030, second)
         least = tl.where(within >= 2, (fourth >> 4) & 0x0F0F0F0F | (third >> 2) & 0x30303030, third)
         step = half_of(first, 0) * (tiny(step >> within % 2 * 16 & (63 << AT)) * 2.0 ** (22 - AT))
         added = half_of(first, 16) * (tiny(least >> within % 2 * 16 & (63 << AT)) * 2.0 ** (22 - AT))
-    elif KIND == "Q6_K":
-        step = half_of(first, 0) * (second >> within % 2 * 8).to(tl.int8).to(tl.float32)
-        added = step
     else:
-        if KIND == "MXFP4":
+        if FORM.scale == "E8M0":
             exponent = first & 255
             step = tl.where(exponent > 1, (exponent - 1) << 23, (exponent + 1) << 21).to(tl.float32, bitcast=True)
-        elif SCALE == "F32":
+        elif FORM.scale == "F32":
             step = first.to(tl.float32, bitcast=True)
-        elif SCALE == "BF16":
+        elif FORM.scale == "BF16":
             step = (first << 16).to(tl.float32, bitcast=True)
         else:
             step = half_of(first, 0)
-        if (KIND == "INT4") or (KIND == "INT8"):
+        if FORM.steps == "bytes":
+            step *= (second >> (unit % FORM.units)[:, None] % 2 * 8).to(tl.int8).to(tl.float32)
+        if FORM.steps == "zero":
             added = (first >> 16).to(tl.float32)
-        elif (KIND == "Q4_1") or (KIND == "Q5_1"):
+        elif FORM.steps == "least":
             added = half_of(first, 16)
         else:
             added = step
@@ -259,84 +238,83 @@ def numbers_of(
     step, added,  # from scales_of, [M, N]
     fifth,  # int32 [M, N]: fifth bits of a part's numbers in a block, where the head has them
     word,  # int32 [M]
+    FORM: tl.constexpr,
     PART: tl.constexpr,
     BYTE: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    WORDS: tl.constexpr,
-    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The number of one part of a byte of each word, fp32 [M, N]. A scale of INT4 and INT8 is below 2**105."""
+    """The number of one part of a byte of each word, fp32 [M, N]. A scale of codes with a zero is below 2**105."""
+    PARTS: tl.constexpr = FORM.parts
+    WHOLE: tl.constexpr = (PARTS == 1) or (FORM.code == "iq4")  # a code is a byte
     UP: tl.constexpr = BYTE // 2 * 12  # the shift that brings bits of a word's upper half below 2**23
-    AT: tl.constexpr = 8 * BYTE - UP + (0 if PARTS == 1 else PART // (PARTS // 2) * 4)
+    AT: tl.constexpr = 8 * BYTE - UP + (0 if WHOLE else PART // (PARTS // 2) * 4)
     ONE: tl.constexpr = 2.0 ** (AT - 22)  # the value of a code's last bit
-    if KIND == "FP8":
+    if FORM.code == "e4m3":
         bits = (codes << (24 - 8 * BYTE)) >> 4 & (0x87F00000 - 2**32)
         number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
         number += number * 7.333671700882288e35 * 0.0  # 480 is NaN: this becomes infinite there
-        number = rounded(number * step, SCALE)
-    elif KIND == "MXFP4":
+        number = rounded(number * step, FORM.scale)
+    elif FORM.code == "e2m1":
         bits = (codes << (28 - 8 * BYTE - 4 * PART)) >> 6 & (0x81C00000 - 2**32)
         number = tiny(bits) * step + 0.0  # -0 becomes 0
     else:
-        if KIND == "INT8":
-            bits = (codes >> UP) & (255 << AT)
-        elif KIND == "Q8_0":
-            bits = (codes >> UP) & (255 << AT) ^ (128 << AT)
-        elif KIND == "Q6_K":
+        SIGNED: tl.constexpr = (FORM.code == "signed") or (FORM.code == "iq4")
+        CENTRE: tl.constexpr = 128 if SIGNED else FORM.centre
+        if FORM.high.bits == 2:
             lower = others if PART % 2 else codes
             bits = (lower >> UP) & (15 << AT) | (upper >> UP << (4 - PART % 2 * 2)) & (48 << AT)
+        elif WHOLE:
+            lower = others if PART else codes
+            bits = (lower >> UP) & (255 << AT)
         else:
             bits = (codes >> UP) & (15 << AT)
-        if KIND == "Q5_K":
+        if SIGNED:
+            bits = bits ^ (128 << AT)
+        if FORM.high.run == 1:
+            bits = bits | (fifth >> (word % FORM.words * 4)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
+        elif FORM.high.bits == 1:
             bits = bits | (upper >> (word % 32 // 8 * 2)[:, None] >> UP << (4 + 3 * PART)) & (16 << AT)
-        if (KIND == "Q5_0") or (KIND == "Q5_1"):
-            bits = bits | (fifth >> (word % WORDS * 4)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
-        if (KIND == "Q4_K") or (KIND == "Q5_K"):
+        if FORM.steps == "k":
             number = tiny(bits) * (step / ONE) - added
-        elif (KIND == "Q4_1") or (KIND == "Q5_1"):
+        elif FORM.steps == "least":
             number = tiny(bits) * (step / ONE) + added
-        elif (KIND == "INT4") or (KIND == "INT8"):
-            number = rounded((tiny(bits) - added * ONE) * (step / ONE), SCALE)
+        elif FORM.steps == "zero":
+            number = rounded((tiny(bits) - added * ONE) * (step / ONE), FORM.scale)
         else:
-            number = (tiny(bits) - BIAS * ONE) * (step / ONE)
+            number = (tiny(bits) - CENTRE * ONE) * (step / ONE)
     return number
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def decode_blocks(
     stored,  # uint8 [num_blocks, bytes of a block]
+    book,  # from book_of
     out,  # [num_blocks, numbers of a block]
     num_blocks,
     BLOCKS: tl.constexpr,  # of a program
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    RUN: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORM: tl.constexpr,  # an Encoding
 ):
     """Program p: the numbers of `BLOCKS` blocks. Blocks after the last one repeat it and are not stored."""
+    BLOCK: tl.constexpr = FORM.nbytes
+    WORDS: tl.constexpr = FORM.words
+    RUN: tl.constexpr = FORM.run
+    PARTS: tl.constexpr = FORM.parts
+    UNITS: tl.constexpr = FORM.units
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     word, unit, column = tl.arange(0, WORDS), tl.arange(0, UNITS), tl.arange(0, WORDS * 4)
     at = tl.minimum(block, num_blocks - 1) * BLOCK
     home, odd = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     all_words, all_units = tl.full([WORDS, 1], 1, tl.int1), tl.full([UNITS, 1], 1, tl.int1)
-    codes, others, upper = codes_of(home, odd, word, all_words, KIND, BLOCK, WORDS, CODES, False)
+    codes, others, upper = codes_of(home, odd, book, word, all_words, FORM, False)
     number = column // (RUN * 4) * (RUN * 4 * PARTS) + column % (RUN * 4)
     target = out + block[:, None] * (WORDS * 4 * PARTS) + number[None, :]
     for part in tl.static_range(PARTS):
-        first, second, third, fourth = heads_of(home, odd, unit, all_units, KIND, BLOCK, UNITS, part)
-        step, added = scales_of(first, second, third, fourth, unit, KIND, SCALE, UNITS, part)
+        first, second, third, fourth = heads_of(home, odd, unit, all_units, FORM, part)
+        step, added = scales_of(first, second, third, fourth, unit, FORM, part)
         a, b, c = spread(step, WORDS), spread(added, WORDS), spread(second, WORDS)
-        zero = numbers_of(codes, others, upper, a, b, c, word, part, 0, KIND, SCALE, BIAS, WORDS, PARTS)
-        one = numbers_of(codes, others, upper, a, b, c, word, part, 1, KIND, SCALE, BIAS, WORDS, PARTS)
-        two = numbers_of(codes, others, upper, a, b, c, word, part, 2, KIND, SCALE, BIAS, WORDS, PARTS)
-        three = numbers_of(codes, others, upper, a, b, c, word, part, 3, KIND, SCALE, BIAS, WORDS, PARTS)
+        zero = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 0)
+        one = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 1)
+        two = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 2)
+        three = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 3)
         numbers = tl.join(tl.join(zero, two), tl.join(one, three)).to(out.dtype.element_ty)
         numbers = tl.permute(tl.reshape(numbers, (WORDS, BLOCKS, 4)), (1, 0, 2))
         numbers = tl.reshape(numbers, (BLOCKS, WORDS * 4))

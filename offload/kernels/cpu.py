@@ -23,6 +23,7 @@ from offload import native
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
+from offload.formats.encodings import KINDS
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.formats.stored import StoredMatrix, decode
 from offload.kernels import delta_cpu, experts_cpu
@@ -34,7 +35,8 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-ABI = 29  # what kernels.cpp says too
+VERSION = 29  # of the kernels: sessions and measured times are of one
+ABI = 1000 * VERSION + len(KINDS)  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
 _NEWER = {"amx": "amx_bf16", "avx512_bf16": "avx512_bf16"}  # instruction sets beyond AVX-512, by a CPU's feature
@@ -57,7 +59,7 @@ class CpuKernels(DeviceKernels):
 
 
 def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
-    own = CpuKernels(name=f"{instruction_set} {ABI}", library=library, instruction_set=instruction_set)
+    own = CpuKernels(name=f"{instruction_set} {VERSION}", library=library, instruction_set=instruction_set)
     return replace(
         own,
         attention=partial(_attention, own),

@@ -21,6 +21,7 @@ from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.delta import DeltaWeights
 from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.experts import RunExperts
 from offload.kernels.rows import products_alike
 from offload.kv import Cache
 from offload.model.heads import norms_over_ranks
@@ -62,7 +63,7 @@ class Decoder:
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
         experts = weights.experts or (None,) * config.num_layers
-        layers = partial(TorchLayers, config, self._sums, kernels.gated, run_experts=kernels.experts)
+        layers = partial(TorchLayers, config, self._sums, kernels.gated, run_experts=self._run_experts)
         self._operators, self._prefill = layers(experts), layers([*map(in_prefill, experts)])
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
@@ -92,8 +93,13 @@ class Decoder:
     @property
     def _waits_for_routers(self) -> bool:
         """Whether torch's operators run experts: the host has to know which ones a layer's router chose."""
-        by_kernels = self._kernels.experts is not None and self.weights.embedding.dtype.itemsize == 2
-        return any(self.weights.experts) and not by_kernels
+        return any(self.weights.experts) and self._run_experts is None
+
+    @property
+    def _run_experts(self) -> RunExperts | None:
+        """What runs experts on the device; None: torch's operators, also over rows of 32 bits on a GPU."""
+        is_taken = self.device.type == "cpu" or self.weights.embedding.dtype.itemsize == 2
+        return self._kernels.experts if is_taken else None
 
     @property
     def streams(self) -> bool:

@@ -21,8 +21,8 @@ void with(Dtype dtype, F&& f) {
 }
 }  // namespace
 
-// Changes with every change of a structure or a function below, and where kinds of blocks are numbered otherwise.
-KERNEL int abi() { return 29; }
+// Its thousands change with every change of a structure or a function below, and of a row of stored_forms.h.
+KERNEL int abi() { return 29000 + stored::NUM_FORMS; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -78,6 +78,9 @@ KERNEL void decode_rows(Dtype dtype, const stored::Matrix* matrix, int64_t outpu
         stored::decode<E>(*matrix, outputs, inputs, static_cast<typename E::element*>(out), how_many);
     });
 }
+
+// A row of the table of forms, from 1 on; null behind the last one.
+KERNEL const stored::Form* form(int64_t number) { return number > stored::NUM_FORMS ? nullptr : &stored::FORMS[number - 1]; }
 
 KERNEL void encode_kv(Dtype dtype, const Encoding* e, int64_t how_many) {
     with(dtype, [&]<class E>() { kv_codes::encode<E>(*e, how_many); });

@@ -4,25 +4,16 @@
 // A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype, which may be
 // fp32. Of codes of up to 5 bits all values that a group can have are computed once, and looked up.
 #pragma once
+#include "stored_forms.h"
 #include "threads.h"
 #include "vectors.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
 #endif
 
 namespace stored {
-
-enum class Kind : int64_t {
-    none, q4_0, q4_1, q5_0, q5_1, q8_0, mxfp4, q4_k, q5_k, q6_k,
-    int4_f16, int4_bf16, int8_f16, int8_bf16, fp8_f32, fp8_f16, fp8_bf16,
-};
-
-// A matrix of rows of blocks, each of `numbers` numbers and `nbytes` bytes.
-struct Matrix {
-    const void* rows;
-    Kind kind;
-    int64_t numbers, nbytes;
-};
 
 constexpr int GROUP = 32;  // numbers that are decoded together
 constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
@@ -47,15 +38,6 @@ template <class Words>
 INLINE Words half_e8m0(Words words) {
     const Words e = words & 255;
     return e > 1 ? (e - 1) << 23 : (e + 1) << 21;  // the bits of floats, of which the least two are subnormal
-}
-
-// Floats of 4 bits, e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12, and the same less than zero, of codes from 0 to 15 in lanes of
-// integers or floats. They lie on three lines: the slope doubles at 4 and at 6. -0 becomes 0.
-template <class Lanes>
-INLINE Lanes twice_e2m1(Lanes code) {
-    const Lanes size = code < 8 ? code : code - 8, zero = {};
-    const Lanes number = size + (size > 4 ? size - 4 : zero) + (size > 6 ? (size - 6) * 2 : zero);
-    return code < 8 ? number : zero - number;
 }
 
 // W integers of 8 bits from `at` on, with a sign or, as uint8_t, without.
@@ -90,24 +72,41 @@ INLINE void put(typename E::element* out, Value&& value) {
     for (int i = 0; i < GROUP; i += W) E::write(out + i, E::rounded(value(i)));
 }
 
+// The numbers of W codes from `from` on.
+template <Book BOOK = Book::none>
 INLINE f32 counted(int from) {
     i32 number;
-    for (int i = 0; i < W; i++) number[i] = from + i;
+    for (int i = 0; i < W; i++) number[i] = BOOK == Book::none ? from + i : BOOKS[int(BOOK)][(from + i) % 16];
     return __builtin_convertvector(number, f32);
 }
 
-// A group's numbers by their codes, below COUNT, 16 or 32: `value` of each, an integer.
-template <class E, int COUNT, bool normal, class Value>
+// The numbers of codes in a book, integers with a sign.
+template <Book BOOK>
+INLINE group in_book(group codes) {
+    if constexpr (BOOK == Book::none) return codes;
+#if defined(__AVX2__)
+    const __m128i numbers = load<__m128i>(BOOKS[int(BOOK)]);
+    return (group)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)codes);
+#else
+    const int8x16_t numbers = load<int8x16_t>(BOOKS[int(BOOK)]);
+    int8_t found[GROUP];
+    for (int i = 0; i < GROUP; i += 16) store(found + i, vqtbl1q_s8(numbers, load<uint8x16_t>((uint8_t*)&codes + i)));
+    return load<group>(found);
+#endif
+}
+
+// A group's numbers by their codes, below COUNT, 16 or 32: `value` of each one's integer.
+template <class E, int COUNT, bool normal, Book BOOK = Book::none, class Value>
 INLINE void look_up(group codes, typename E::element* out, Value&& value) {
 #if defined(__AVX512BW__)
     if constexpr (E::per_unit == 2) {
-        const f32 first = value(counted(0));
+        const f32 first = value(counted<BOOK>(0));
         const __m512i table = narrowed<E, normal>(first, COUNT == 32 ? value(counted(W)) : first);
         const __m512i found = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
         __builtin_memcpy(out, &found, sizeof found);
         return;
     }
-    const __m512 first = (__m512)value(counted(0)), last = COUNT == 32 ? (__m512)value(counted(W)) : first;
+    const __m512 first = (__m512)value(counted<BOOK>(0)), last = COUNT == 32 ? (__m512)value(counted(W)) : first;
     for (int i = 0; i < GROUP; i += W) {
         const __m256i all = (__m256i)codes;
         const __m512i code = _mm512_cvtepu8_epi32(i ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all));
@@ -117,7 +116,7 @@ INLINE void look_up(group codes, typename E::element* out, Value&& value) {
 #elif defined(__AVX2__)
     if constexpr (E::per_unit == 2 && COUNT == 16) {
         __m256i all;  // as bytes: the low ones in both halves, then the high ones
-        const auto words = [&](int from) { return (__m128i)E::narrow(E::rounded(value(counted(from)))); };
+        const auto words = [&](int from) { return (__m128i)E::narrow(E::rounded(value(counted<BOOK>(from)))); };
         all = _mm256_inserti128_si256(_mm256_castsi128_si256(words(0)), words(W), 1);
         const auto packed = [](__m256i some) {  // the low bytes of 16 words, in both halves
             return _mm256_permute4x64_epi64(_mm256_packus_epi16(some, some), 0x88);
@@ -131,8 +130,8 @@ INLINE void look_up(group codes, typename E::element* out, Value&& value) {
         return;
     }
 #endif
-    alignas(GROUP) uint8_t numbers[GROUP];
-    store(numbers, codes);
+    alignas(GROUP) int8_t numbers[GROUP];  // codes are below 32
+    store(numbers, in_book<BOOK>(codes));
     put<E, normal>(out, [&](int i) { return value(integers(numbers + i)); });
 }
 
@@ -177,39 +176,30 @@ INLINE group fifth(const uint8_t* at) {
     return (group)((spread & bit) != 0) & 16;
 }
 
-// Bytes of a block of 32 before its codes, but for fifth bits.
-constexpr int head_of_32(Kind kind) {
-    using enum Kind;
-    return kind == mxfp4 ? 1 : kind == q4_1 || kind == q5_1 ? 4 : 2;
-}
-
 // The codes of a block of 32 in 4 or 5 bits.
 template <Kind KIND>
 INLINE group codes_of_32(const uint8_t* block) {
-    using enum Kind;
-    constexpr int head = head_of_32(KIND);
-    if constexpr (KIND == q5_0 || KIND == q5_1) return nibbles(block + head + 4) | fifth(block + head);
-    return nibbles(block + head);
+    constexpr Form own = form(KIND);
+    if constexpr (own.high.bits == 1) return nibbles(block + own.codes.at) | fifth(block + own.high.at);
+    return nibbles(block + own.codes.at);
 }
 
 // Blocks of 32: llama.cpp's older ones, and MXFP4.
 template <class E, Kind KIND>
 INLINE void decode_32(const uint8_t* block, typename E::element* out) {
-    using enum Kind;
-    if constexpr (KIND == mxfp4) {
-        const float d = __builtin_bit_cast(float, half_e8m0(uint32_t(*block)));
-        return look_up<E, 16, false>(codes_of_32<KIND>(block), out, [&](f32 code) { return twice_e2m1(code) * d; });
+    constexpr bool is_half = has_scale(KIND, "F16");
+    const float d = is_half ? half(block) : __builtin_bit_cast(float, half_e8m0(uint32_t(*block)));
+    if constexpr (has_code(KIND, "signed")) {
+        auto codes = reinterpret_cast<const int8_t*>(block + form(KIND).codes.at);
+        return put<E, true>(out, [&](int i) { return integers(codes + i) * d; });
     }
-    const float d = half(block);
-    if constexpr (KIND == q8_0)
-        return put<E, true>(out, [&](int i) { return integers(reinterpret_cast<const int8_t*>(block + 2 + i)) * d; });
-    constexpr int count = KIND == q4_0 || KIND == q4_1 ? 16 : 32;
-    if constexpr (KIND == q4_0 || KIND == q5_0) {
-        const auto value = [&](f32 code) { return (code - count / 2.0f) * d; };
-        look_up<E, count, true>(codes_of_32<KIND>(block), out, value);
-    } else {
+    constexpr int count = 1 << bits(KIND);
+    if constexpr (has_steps(KIND, "least")) {
         const float least = half(block + 2);
         look_up<E, count, true>(codes_of_32<KIND>(block), out, [&](f32 code) { return code * d + least; });
+    } else if constexpr (form(KIND).codes.bits == 4) {
+        const auto value = [&](f32 number) { return (number - float(centre(KIND))) * d; };
+        look_up<E, count, is_half, book(KIND)>(codes_of_32<KIND>(block), out, value);
     }
 }
 
@@ -319,43 +309,13 @@ INLINE void decode_grouped(const uint8_t* block, int64_t numbers, typename E::el
 
 template <class E, Kind KIND>
 INLINE void decode_block(int64_t numbers, const uint8_t* block, typename E::element* out) {
-    using enum Kind;
-    if constexpr (KIND == q4_k) decode_k<E, 4>(block, out);
-    else if constexpr (KIND == q5_k) decode_k<E, 5>(block, out);
-    else if constexpr (KIND == q6_k) decode_q6_k<E>(block, out);
-    else if constexpr (KIND == int4_f16) decode_grouped<E, Fp16, 4, false>(block, numbers, out);
-    else if constexpr (KIND == int4_bf16) decode_grouped<E, Bf16, 4, false>(block, numbers, out);
-    else if constexpr (KIND == int8_f16) decode_grouped<E, Fp16, 8, false>(block, numbers, out);
-    else if constexpr (KIND == int8_bf16) decode_grouped<E, Bf16, 8, false>(block, numbers, out);
-    else if constexpr (KIND == fp8_f32) decode_grouped<E, Fp32, 8, true>(block, numbers, out);
-    else if constexpr (KIND == fp8_f16) decode_grouped<E, Fp16, 8, true>(block, numbers, out);
-    else if constexpr (KIND == fp8_bf16) decode_grouped<E, Bf16, 8, true>(block, numbers, out);
-    else decode_32<E, KIND>(block, out);
-}
-
-// f.operator()<KIND>() for the matrix's kind.
-template <class F>
-void with_kind(Kind kind, F&& f) {
-    using enum Kind;
-    switch (kind) {
-        case q4_0: return f.template operator()<q4_0>();
-        case q4_1: return f.template operator()<q4_1>();
-        case q5_0: return f.template operator()<q5_0>();
-        case q5_1: return f.template operator()<q5_1>();
-        case q8_0: return f.template operator()<q8_0>();
-        case mxfp4: return f.template operator()<mxfp4>();
-        case q4_k: return f.template operator()<q4_k>();
-        case q5_k: return f.template operator()<q5_k>();
-        case q6_k: return f.template operator()<q6_k>();
-        case int4_f16: return f.template operator()<int4_f16>();
-        case int4_bf16: return f.template operator()<int4_bf16>();
-        case int8_f16: return f.template operator()<int8_f16>();
-        case int8_bf16: return f.template operator()<int8_bf16>();
-        case fp8_f32: return f.template operator()<fp8_f32>();
-        case fp8_f16: return f.template operator()<fp8_f16>();
-        case fp8_bf16: return f.template operator()<fp8_bf16>();
-        case none: return;
-    }
+    constexpr int width = int(form(KIND).codes.bits);
+    if constexpr (has_steps(KIND, "k")) decode_k<E, bits(KIND)>(block, out);
+    else if constexpr (has_steps(KIND, "bytes")) decode_q6_k<E>(block, out);
+    else if constexpr (is_gguf(KIND)) decode_32<E, KIND>(block, out);
+    else if constexpr (has_scale(KIND, "F16")) decode_grouped<E, Fp16, width, has_code(KIND, "e4m3")>(block, numbers, out);
+    else if constexpr (has_scale(KIND, "BF16")) decode_grouped<E, Bf16, width, has_code(KIND, "e4m3")>(block, numbers, out);
+    else decode_grouped<E, Fp32, width, has_code(KIND, "e4m3")>(block, numbers, out);
 }
 
 // Rows `first` to first + count, of `inputs` numbers each, one after the other.

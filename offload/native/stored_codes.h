@@ -8,37 +8,10 @@ namespace stored {
 
 using eight = float __attribute__((vector_size(4 * GROUPS)));
 
-constexpr bool of_256(Kind kind) { return kind >= Kind::q4_k; }
-constexpr int bytes_of_32(Kind kind) {
-    using enum Kind;
-    return kind == q4_0 ? 18 : kind == q4_1 ? 20 : kind == q5_0 ? 22 : kind == q5_1 ? 24 : kind == mxfp4 ? 17 : 34;
-}
-constexpr int bytes_of_256(Kind kind) {
-    using enum Kind;
-    return kind == q4_k ? 144 : kind == q5_k ? 176 : kind == q6_k ? 210 : GROUPS * bytes_of_32(kind);
-}
-constexpr int bits(Kind kind) {
-    using enum Kind;
-    return kind == q8_0 ? 8 : kind == q6_k ? 6 : kind == q5_0 || kind == q5_1 || kind == q5_k ? 5 : 4;
-}
-constexpr int centre(Kind kind) {  // taken from codes
-    return kind == Kind::q8_0 || kind == Kind::mxfp4 ? 0 : 1 << (bits(kind) - 1);
-}
-constexpr bool has_least(Kind kind) {
-    using enum Kind;
-    return kind == q4_1 || kind == q5_1 || kind == q4_k || kind == q5_k;
-}
-
-// Of codes of MXFP4, integers with a sign.
-INLINE group numbers_of_e2m1(group codes) {
-#if defined(__AVX2__)
-    constexpr int8_t table __attribute__((vector_size(GROUP / 2))) = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    return (group)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)codes);
-#else
-    using integers = int8_t __attribute__((vector_size(GROUP)));
-    return (group)twice_e2m1((integers)codes);
-#endif
-}
+consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
+consteval int bytes_of_32(Kind kind) { return int(form(kind).nbytes); }
+consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
+consteval bool has_least(Kind kind) { return has_steps(kind, "least") || has_steps(kind, "k"); }
 
 // What the codes of COUNT groups are multiplied by, in a block of 256 or in blocks of 32, and what is added.
 template <Kind KIND, int COUNT>
@@ -47,7 +20,7 @@ struct Steps {
     eight least;
 
     INLINE explicit Steps(const uint8_t* at) {
-        if constexpr (KIND == Kind::q6_k) {
+        if constexpr (has_steps(KIND, "bytes")) {
             auto own = reinterpret_cast<const int8_t*>(at + 192);
             for (int i = 0; i < 2 * GROUPS; i += W) store(steps + i, integers(own + i) * half(at + 208));
         } else if constexpr (of_256(KIND)) {
@@ -62,7 +35,7 @@ struct Steps {
                 __builtin_memcpy(&head, at + g * bytes_of_32(KIND), 4);
                 heads[g] = head;
             }
-            const eight own = KIND == Kind::mxfp4 ? (eight)half_e8m0(heads) : floats(heads);
+            const eight own = has_scale(KIND, "E8M0") ? (eight)half_e8m0(heads) : floats(heads);
             store(steps, own);
             if constexpr (has_least(KIND)) least = own * float(centre(KIND)) + floats(heads >> 16);
         }
@@ -86,11 +59,10 @@ struct Codes {
 
     template <int COUNT>
     INLINE Codes(const uint8_t* at, int g, const Steps<KIND, COUNT>& steps) {
-        using enum Kind;
         alignas(GROUP) int8_t numbers[GROUP];
         store(numbers, of_group(at, g));
         for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
-        if constexpr (KIND == q6_k) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
+        if constexpr (has_steps(KIND, "bytes")) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
         else step = all(steps.steps[g]);
     }
 
@@ -101,18 +73,18 @@ struct Codes {
             for (int i = from + 1; i < to; i++) total = fma(load<f32>(x + i * W), values[i], total);
             return total;
         };
-        if constexpr (KIND != Kind::q6_k) return fma(part(0, VECTORS), step, acc);
+        if constexpr (!has_steps(KIND, "bytes")) return fma(part(0, VECTORS), step, acc);
         return fma(part(VECTORS / 2, VECTORS), next, fma(part(0, VECTORS / 2), step, acc));
     }
 
   private:
     INLINE static group of_group(const uint8_t* at, int g) {
-        using enum Kind;
-        if constexpr (KIND == q6_k) return codes_of_q6_k(at, g);
-        if constexpr (KIND == q8_0) return load<group>(at + g * bytes_of_32(KIND) + 2);
-        if constexpr (KIND == q5_k) return codes_of_q5_k(at, g) - uint8_t(centre(KIND));
-        if constexpr (KIND == mxfp4) return numbers_of_e2m1(codes_of_32<KIND>(at + g * bytes_of_32(KIND)));
-        if constexpr (!of_256(KIND)) return codes_of_32<KIND>(at + g * bytes_of_32(KIND)) - uint8_t(centre(KIND));
+        const uint8_t* block = at + g * bytes_of_32(KIND);
+        if constexpr (has_steps(KIND, "bytes")) return codes_of_q6_k(at, g);
+        if constexpr (has_steps(KIND, "k") && form(KIND).high.bits)
+            return codes_of_q5_k(at, g) - uint8_t(centre(KIND));
+        if constexpr (has_code(KIND, "signed")) return load<group>(block + form(KIND).codes.at);
+        if constexpr (!of_256(KIND)) return in_book<book(KIND)>(codes_of_32<KIND>(block)) - uint8_t(centre(KIND));
         const group both = load<group>(at + 16 + g / 2 * GROUP);
         return (g % 2 ? both >> 4 : both & 15) - uint8_t(centre(KIND));
     }
@@ -130,10 +102,10 @@ struct Pairs {
     template <int COUNT>
     INLINE Pairs(const uint8_t* at, int pair, const Steps<KIND, COUNT>& steps) {
         u32 lane;  // a lane is of four inputs
-        for (int i = 0; i < W; i++) lane[i] = KIND == Kind::q6_k ? pair * 4 + i / 4 : pair * 2 + i / 8;
+        for (int i = 0; i < W; i++) lane[i] = has_steps(KIND, "bytes") ? pair * 4 + i / 4 : pair * 2 + i / 8;
         step = (f32)_mm512_permutexvar_ps((__m512i)lane, (__m512)load<f32>(steps.steps));
         const __m512i code = bytes(at, pair, COUNT > 1);
-        if constexpr (KIND == Kind::q8_0) {
+        if constexpr (has_code(KIND, "signed")) {
             const auto number = [&](int i) {  // in byte i of each four; bf16 in an upper half
                 return (u32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24 - 8 * i), 24));
             };
@@ -153,37 +125,38 @@ struct Pairs {
     // Of codes in words, by their lowest bits alone.
     INLINE static __m512bh value(__m512i code) {
         const auto table = [](int from) {
-            const f32 code = counted(from), first = KIND == Kind::mxfp4 ? twice_e2m1(code) : code - float(centre(KIND));
+            const f32 first = counted<book(KIND)>(from) - float(centre(KIND));
             return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
         };
-        if constexpr (KIND == Kind::q6_k) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));
+        if constexpr (bits(KIND) == 6) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));
         return (__m512bh)_mm512_permutexvar_epi16(code, table(0));
     }
 
     // A code a byte; what is above a code of 4 or 6 bits may be anything.
     INLINE static __m512i bytes(const uint8_t* at, int pair, bool both) {
-        using enum Kind;
+        constexpr Form own = form(KIND);
         const auto twice = [](const uint8_t* from) { return _mm512_broadcast_i64x4(load<__m256i>(from)); };
-        if constexpr (KIND == q6_k) {  // two bits above four
-            __m512i lower = load<__m512i>(at + pair / 2 * PAIR), upper = twice(at + 128 + pair / 2 * GROUP);
+        if constexpr (own.high.bits == 2) {  // above four
+            __m512i lower = load<__m512i>(at + pair / 2 * PAIR), upper = twice(at + own.high.at + pair / 2 * GROUP);
             if (pair % 2) lower = _mm512_srli_epi16(lower, 4), upper = _mm512_srlv_epi16(upper, by_half(0, 2));
             else upper = _mm512_sllv_epi16(upper, by_half(4, 2));
             return _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), lower, upper, 0xca);
         } else if constexpr (of_256(KIND)) {
-            const __m512i four = _mm512_srlv_epi16(twice(at + (KIND == q4_k ? 16 : 48) + pair * GROUP), by_half(0, 4));
-            if constexpr (KIND == q4_k) return four;
+            const __m512i four = _mm512_srlv_epi16(twice(at + own.codes.at + pair * GROUP), by_half(0, 4));
+            if constexpr (!own.high.bits) return four;
             const __m512i bit = by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair);
-            return with_fifth(four, _mm512_test_epi8_mask(twice(at + 16), bit));
+            return with_fifth(four, _mm512_test_epi8_mask(twice(at + own.high.at), bit));
         } else {
-            constexpr int size = bytes_of_32(KIND), from = head_of_32(KIND) + (bits(KIND) == 5 ? 4 : 0);
-            const uint8_t *first = at + 2 * pair * size + from, *second = first + (both ? size : 0);
-            if constexpr (KIND == q8_0) return joined(load<__m256i>(first), load<__m256i>(second));
+            constexpr int size = bytes_of_32(KIND);
+            const uint8_t *first = at + 2 * pair * size + own.codes.at, *second = first + (both ? size : 0);
+            if constexpr (own.codes.bits == 8) return joined(load<__m256i>(first), load<__m256i>(second));
             const auto halves = [](const uint8_t* of) { return _mm256_broadcastsi128_si256(load<__m128i>(of)); };
             const __m512i shift = _mm512_maskz_set1_epi32(0xf0f0, 0x00040004);
             const __m512i four = _mm512_srlv_epi16(joined(halves(first), halves(second)), shift);
-            if constexpr (bits(KIND) == 4) return four;
+            if constexpr (!own.high.bits) return four;
             uint32_t fifths[2];
-            __builtin_memcpy(fifths, first - 4, 4), __builtin_memcpy(fifths + 1, second - 4, 4);
+            constexpr int64_t back = own.codes.at - own.high.at;
+            __builtin_memcpy(fifths, first - back, 4), __builtin_memcpy(fifths + 1, second - back, 4);
             return with_fifth(four, uint64_t(fifths[1]) << 32 | fifths[0]);
         }
     }

@@ -102,7 +102,7 @@ void tile(const Matrix& matrix, const Rows& rows, int number, int64_t first, int
         };
         if constexpr (paired<E>(KIND)) {
             by_codes.template operator()<Pairs<KIND>>();
-        } else if constexpr (has_codes(KIND)) {
+        } else if constexpr (is_gguf(KIND)) {
             by_codes.template operator()<Codes<KIND>>();
         } else {
             const Matrix own = matrix;  // in registers

@@ -8,12 +8,10 @@ namespace stored {
 constexpr int GROUPS = 8;  // whose steps and sums are read together
 constexpr int PAIR = 2 * GROUP;
 
-constexpr bool has_codes(Kind kind) { return kind <= Kind::q6_k; }
-
 // Whether rows of E are multiplied in bf16.
 template <class E>
 constexpr bool paired(Kind kind) {
-    return in_pairs<E> && has_codes(kind);
+    return in_pairs<E> && is_gguf(kind);
 }
 
 // Rows, one after the other: [inputs] in fp32, or, where they are multiplied in pairs, of each 64 inputs the even ones

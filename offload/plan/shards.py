@@ -8,7 +8,7 @@ from offload.config.block import Attention, Block, DeltaRule, Mixer
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.plan.options import MAX_RANKS
 
 SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
@@ -113,7 +113,7 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
     split = [part for operator in SPLIT_BY_INPUTS for part in config.layer_matrices()[operator]]
     split += [expert_matrices(config.block, config.hidden_size)["down"]] if experts else []
     split = [part for part in split if part.encoding]
-    return all(part.inputs // num_ranks % encoding(part.encoding).numbers == 0 for part in split)
+    return all(part.inputs // num_ranks % ENCODINGS[part.encoding].numbers == 0 for part in split)
 
 
 def _delta_heads(delta: DeltaRule) -> int:
@@ -130,5 +130,5 @@ def _rows(config: ModelConfig) -> str:
 
 def _in_blocks(config: ModelConfig) -> str:
     """The text ", in blocks of 256" for a message if matrices are stored in blocks, else ""."""
-    sizes = {encoding(name).numbers for name in config.stored_in}
+    sizes = {ENCODINGS[name].numbers for name in config.stored_in}
     return f", in blocks of {max(sizes)}" if sizes else ""

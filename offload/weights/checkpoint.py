@@ -25,7 +25,7 @@ from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
 from offload.errors import ModelError, shell_line, unreadable
 from offload.fields import TEXT, Fields, Kind, list_of
-from offload.formats.layout import encoding, is_encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.strict_json import read_json
 from offload.weights.entry import Entry
@@ -108,7 +108,7 @@ class Checkpoint:
     def encoding(self, name: str) -> str:
         """The name of the encoding of the matrix `name`, "" if it is stored as plain numbers."""
         dtype = self._entry(name).dtype
-        return dtype if is_encoding(dtype) else ""
+        return dtype if dtype in ENCODINGS else ""
 
     def read_stored(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
         """Copy the blocks of the matrix `name`, or of some rows and columns of it, to `dst`, uint8 [rows, bytes].
@@ -126,7 +126,7 @@ class Checkpoint:
             entry.file.forget(entry.stored_name)
 
     def _blocks(self, name: str, rows: range | None, columns: range | None) -> Tensor:
-        kind, source = encoding(self.encoding(name)), self._mapped(name, rows)
+        kind, source = ENCODINGS[self.encoding(name)], self._mapped(name, rows)
         if columns is not None:
             if columns.start % kind.numbers or columns.stop % kind.numbers:
                 raise ModelError(
@@ -148,7 +148,7 @@ class Checkpoint:
             self._unpack_into(name, dst, rows, columns)
             return
         if stored := self.encoding(name):
-            source, kind = self._blocks(name, rows, columns), encoding(stored)
+            source, kind = self._blocks(name, rows, columns), ENCODINGS[stored]
             shape = [len(source), source.shape[1] // kind.nbytes * kind.numbers]
         else:
             source = torch.atleast_1d(self._mapped(name, rows))

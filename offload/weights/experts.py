@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.config.block import Block
 from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix, Room
 from offload.metrics import ExpertStats
@@ -39,7 +39,7 @@ def layout_of(config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
         tensors[view] = (part.outputs, part.inputs), dtype
         if part.encoding:
             stored[view] = part.encoding
-            tensors[view] = (part.outputs, encoding(part.encoding).row_bytes(part.inputs)), torch.uint8
+            tensors[view] = (part.outputs, ENCODINGS[part.encoding].row_bytes(part.inputs)), torch.uint8
     tensors |= {name: ((size,), dtype) for name, size in expert_vectors(config.block, config.hidden_size).items()}
     packed = LayerLayout.pack(tensors)
     return LayerLayout(packed.views, packed.num_bytes, stored=stored)
@@ -55,7 +55,7 @@ def _bound(layout: LayerLayout, buffer: Tensor) -> ExpertWeights:
 
     def matrix(name: str) -> Matrix | None:
         if (kind := layout.stored.get(f"{name}.stored")) is not None:
-            return StoredMatrix(tensors[f"{name}.stored"], encoding(kind))
+            return StoredMatrix(tensors[f"{name}.stored"], ENCODINGS[kind])
         return tensors.get(f"{name}.weight")
 
     gate, up, down = map(matrix, _MATRICES)
@@ -84,7 +84,7 @@ def _read(
                 rows = target[row : row + len(source.rows)]
                 read(layer + source.name, rows, rows=source.rows, columns=source.columns)
                 row += len(source.rows)
-            held = StoredMatrix(target, encoding(kind)) if kind else target
+            held = StoredMatrix(target, ENCODINGS[kind]) if kind else target
             check_range(held, f"expert {number} of layer {index}", dtype)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.config.gguf import PLAIN, gguf_config, names_of
 from offload.config.gguf_header import TensorInfo, read_header
 from offload.errors import ModelError, unreadable
-from offload.formats.layout import GGUF_BLOCKS
+from offload.formats.encodings import ENCODINGS
 
 PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -89,7 +89,7 @@ def unpacker(info: TensorInfo) -> Callable[[Tensor], Tensor] | None:
     """The function that unpacks rows, uint8 [n, bytes] -> fp32 [n, inputs], by the package gguf; None for plain numbers
     and for blocks that this program decodes itself. The function raises ModelError if the package is not installed or
     does not support the type. Temporary memory: about 30 bytes a number."""
-    if info.kind in GGUF_BLOCKS or info.kind in PLAIN or info.kind in ("I8", "I16", "I32", "I64"):
+    if info.kind in ENCODINGS or info.kind in PLAIN or info.kind in ("I8", "I16", "I32", "I64"):
         return None
 
     def unpack(rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.config.matrices import OPERATORS, Matrix
 from offload.config.model import ModelConfig
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights, dtype_of
@@ -235,7 +235,7 @@ def load_weights(
     def place_table(tensor: str, table: Matrix, tier: Tier = "device") -> Tensor | StoredMatrix:
         if not table.encoding:
             return place(tensor, (table.outputs, table.inputs), tier)
-        kind = encoding(table.encoding)
+        kind = ENCODINGS[table.encoding]
         rows = allocate(tier, f"{name} embeddings", table.nbytes(0))
         rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
         checkpoint.read_stored(tensor, rows)
@@ -248,7 +248,7 @@ def load_weights(
         load_layer(checkpoint, config, layout, index, buffer, shard)
         for view_name, view in layout.views.items():
             kind, held = layout.stored.get(view_name), view.of(buffer)
-            check_range(StoredMatrix(held, encoding(kind)) if kind else held, f"layer {index}", dtype)
+            check_range(StoredMatrix(held, ENCODINGS[kind]) if kind else held, f"layer {index}", dtype)
         if (block := config.blocks[index]).attends:
             scoring.append(scoring_weights(block.attention, layout, buffer, memory.device))
             for norm in ROTATED if block.attention.weighs_rotated else ():

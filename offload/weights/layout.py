@@ -14,7 +14,7 @@ from offload.config.block import BLOCK_NORMS, Attention, Norm
 from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.model import ModelConfig
 from offload.config.vectors import layer_norms, layer_vectors
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.delta import DeltaWeights
@@ -121,7 +121,7 @@ class LayerLayout:
                 view = matrix_name(name, number, part.encoding)
                 if part.encoding:
                     stored[view] = part.encoding
-                    shape = part.outputs, encoding(part.encoding).row_bytes(inputs)
+                    shape = part.outputs, ENCODINGS[part.encoding].row_bytes(inputs)
                     tensors[view] = shape, torch.uint8
                 else:
                     tensors[view] = (part.outputs, inputs), dtype
@@ -181,7 +181,7 @@ class LayerLayout:
         if f"{operator}.blocks" in tensors:
             return Codes(tensors[f"{operator}.blocks"])
         parts = [
-            StoredMatrix(tensor, encoding(self.stored[name])) if name in self.stored else tensor
+            StoredMatrix(tensor, ENCODINGS[self.stored[name]]) if name in self.stored else tensor
             for name, tensor in tensors.items()
             if name.startswith(f"{operator}.") and not name.endswith("bias")
         ]

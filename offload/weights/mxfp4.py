@@ -17,11 +17,11 @@ from torch import Tensor
 
 from offload.config.matrices import Matrix
 from offload.errors import ModelError
-from offload.formats.layout import encoding
+from offload.formats.encodings import ENCODINGS
 from offload.weights.entry import Entry
 
 PARTS = ("_blocks", "_scales")  # of a module's tensors, behind its name
-_FORM = encoding("MXFP4")
+_FORM = ENCODINGS["MXFP4"]
 _HALF = _FORM.numbers // 4  # bytes of half a block's codes
 _NO_NUMBER = 255  # NaN in e8m0
 _PIECE = 1 << 16  # blocks that are regrouped at once

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.config.schemes import Scheme
-from offload.formats.layout import GROUP_HEAD, encoding
+from offload.formats.encodings import ENCODINGS, GROUP_HEAD
 
 _PIECE = 1 << 21  # numbers of a matrix that are unpacked at once, in whole outputs
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # 4-bit position, from the lowest, of each of a word's 8 outputs
@@ -40,7 +40,7 @@ class Packed:
 
     def blocks(self, kind: str) -> Tensor:
         """The rows in blocks of the encoding `kind`, uint8 [outputs, bytes]."""
-        form = encoding(kind)
+        form = ENCODINGS[kind]
         groups = self._group_of(torch.arange(0, self.inputs, form.numbers))
         out = torch.empty(self.outputs, len(groups), form.nbytes // 4, dtype=torch.int32)
         for rows, scales, zeros in self._pieces():

@@ -22,7 +22,8 @@ from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
 from offload.decode.verify import verify
 from offload.decode.warp import warp
-from offload.formats.layout import CODE_BITS, encoding, takes_codes, takes_kv_codes
+from offload.formats.encodings import ENCODINGS
+from offload.formats.layout import CODE_BITS, takes_codes, takes_kv_codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.cpu import kernels, of_model
 from offload.kernels.device import DeviceKernels
@@ -326,7 +327,7 @@ def _made_up(config: ModelConfig, dtype: torch.dtype, num_layers: int, vocab_siz
     def matrix(outputs: int, encoded: str) -> Tensor | StoredMatrix:
         if not encoded:
             return torch.full((outputs, config.hidden_size), VALUE, dtype=dtype)
-        kind = encoding(encoded)
+        kind = ENCODINGS[encoded]
         return StoredMatrix(torch.zeros(outputs, kind.row_bytes(config.hidden_size), dtype=torch.uint8), kind)
 
     table, head = matrix(vocab_size, config.table_encoding), matrix(vocab_size, config.head_encoding)

@@ -251,6 +251,7 @@ def multiply_blocks(
     expert_of,
     places,
     content,
+    book,  # from stored_gpu.book_of
     out,
     per_row,
     num_blocks,  # of an output
@@ -267,15 +268,7 @@ def multiply_blocks(
     OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time
     WIDEN: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    RUN: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORM: tl.constexpr,  # an Encoding
 ):
     """Program (t, c): as `multiply_plain`, with matrices as they are stored, gate and up in one encoding. The number of
     columns is even."""
@@ -286,15 +279,15 @@ def multiply_blocks(
     pair, row, real = _lines(pair_of, tile, per_row, ROWS)
     home = content + place.to(tl.int64) * step
     total, output = sum_blocks(
-        rows, row, real, home + weight_at, column, num_outputs, num_blocks, 0, num_blocks,
-        ROWS, OUTPUTS, BLOCKS, WIDEN, KIND, SCALE, BIAS, BLOCK, WORDS, RUN, PARTS, UNITS, CODES,
+        rows, row, real, home + weight_at, book, column, num_outputs, num_blocks, 0, num_blocks,
+        ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
     )  # fmt: skip
     there, bias = output < num_outputs, _numbers(home + bias_at, out)
     made = _ended(total, bias, output, there, ADDED)
     if GATED:
         total, _ = sum_blocks(
-            rows, row, real, home + gate_at, column, num_outputs, num_blocks, 0, num_blocks,
-            ROWS, OUTPUTS, BLOCKS, WIDEN, KIND, SCALE, BIAS, BLOCK, WORDS, RUN, PARTS, UNITS, CODES,
+            rows, row, real, home + gate_at, book, column, num_outputs, num_blocks, 0, num_blocks,
+            ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
         )  # fmt: skip
         made = opened(_ended(total, bias - num_outputs, output, there, ADDED), made, ACTIVATION)
     elif ACTIVATION >= 0:

@@ -3,15 +3,15 @@ the rows choose, and does not wait for their choice, so that a pass may be a gra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.config.block import Activation, Experts
-from offload.formats.layout import Encoding
+from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import constants
+from offload.formats.stored_gpu import book_of
 from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
@@ -22,7 +22,6 @@ from offload.kernels.gpu.expert_programs import (
     score_rows,
     sum_pairs,
 )
-from offload.kernels.gpu.stored_products import Tiling, tiling_of
 from offload.kernels.rows import MAX_ROWS
 from offload.native.host_work import between
 from offload.native.launch import launch
@@ -35,12 +34,6 @@ COLUMNS = 512  # of a program that sums
 # Few outputs, since each row's experts are programs of their own: eight of 768 rows give enough programs for a GPU.
 PLAIN = {"OUTPUTS": 32, "NUMBERS": 128}
 PLAIN_WARPS, PLAIN_STAGES = 4, 3
-
-
-def stored_tiling(encoding: Encoding) -> Tiling:
-    """The tiling for an encoding, chosen so that no register spills in tiles of 16 rows."""
-    wide = encoding.kind.startswith(("INT8", "FP8", "Q6"))
-    return replace(tiling_of(encoding), outputs=64 if wide else 32, warps=8 if encoding.kind == "Q6_K" else 4)
 
 
 @dataclass(frozen=True)
@@ -217,19 +210,20 @@ def _multiply(of: _Products, lines: Lines, places: Tensor, bank: Bank, rows: Ten
         "GATED": of.gate is not None, "ADDED": bias is not None, "ROWS": lines.rows,
         "ACTIVATION": -1 if of.activation is None else NUMBERS[of.activation], "WIDEN": not rows.is_cuda,
     }  # fmt: skip
-    given = rows, lines.pair_of, lines.expert_of, places, bank.content, out, of.per_row
+    given = rows, lines.pair_of, lines.expert_of, places, bank.content
     sizes = outputs, bank.step, *offsets, out.stride(0)
     tiles = len(lines.expert_of)
     if isinstance(weight, StoredMatrix):
-        own, tiling = weight.encoding, stored_tiling(weight.encoding)
+        own, tiling = weight.encoding, weight.encoding.expert_tiling
         launch(
-            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2), (*given, inputs // own.numbers, *sizes),
-            **ending, OUTPUTS=tiling.outputs, BLOCKS=tiling.blocks(own), **constants(own),
+            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2),
+            (*given, book_of(weight), out, of.per_row, inputs // own.numbers, *sizes),
+            **ending, OUTPUTS=tiling.outputs, BLOCKS=tiling.blocks(own), FORM=own,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
     else:
         launch(
-            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (*given, inputs, *sizes),
+            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (*given, out, of.per_row, inputs, *sizes),
             **ending, **PLAIN, num_warps=PLAIN_WARPS, num_stages=PLAIN_STAGES,
         )  # fmt: skip
 

@@ -6,16 +6,13 @@ from math import gcd
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
-from offload.kernels.experts import ExpertHomes, Matrix, Mixture, run_experts
-from offload.kernels.gpu import activation, copies, delta, quantised_products, stored_products
+from offload.kernels.gpu import activation, copies, delta, experts, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
-from offload.kernels.gpu.experts import ROWS
-from offload.kernels.gpu.experts import run_experts as run_by_triton
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.prefill import PrefillAttention
@@ -43,31 +40,6 @@ def _decode_stored(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _experts(
-    mixture: Mixture,
-    homes: ExpertHomes,
-    rows: Tensor,
-    beside: Tensor | None = None,
-    real: Tensor | None = None,
-) -> Tensor:
-    """Rows of 32 bits run by torch's operators, in blocks, so that a row's bits do not depend on the rows beside it."""
-    if rows.dtype.itemsize == 2:
-        return run_by_triton(mixture, homes, rows, beside, real)
-    block = ROWS[0]
-    missing = -len(rows) % block
-    filled, other = (each if each is None else pad(each, (0, 0, 0, missing)) for each in (rows, beside))
-    assert filled is not None
-    real = torch.ones(len(rows), dtype=torch.bool, device=rows.device) if real is None else real
-    blocks = [block] * (len(filled) // block)
-    given = mixture, homes, filled, other, pad(real, (0, missing))
-    made = run_experts(*given, multiply=_multiply, blocks=blocks)
-    return made[: len(rows)]
-
-
-def _multiply(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    return linear(x, matrix, bias) if isinstance(matrix, Tensor) else _multiply_stored(x, matrix, bias)
-
-
 COPIES = Copies(
     chunks=copies.chunks,
     packed_chunks=packed_gpu.packed_chunks,
@@ -83,7 +55,7 @@ GPU_KERNELS = DeviceKernels(
     multiply_stored=_multiply_stored,
     gated=activation.gated,
     delta_rule=delta.delta_rule,
-    experts=_experts,
+    experts=experts.run_experts,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,
     quantise_kv=quantised_kv_gpu.encode,

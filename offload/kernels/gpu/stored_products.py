@@ -2,16 +2,14 @@
 in their stored form and decoded in registers. See `offload.formats.stored_gpu`."""
 
 # Triton evaluates the annotations of programs, so they are not postponed.
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.formats.layout import Encoding
+from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import codes_of, constants, form, heads_of, in_two, numbers_of, scales_of, spread
+from offload.formats.stored_gpu import book_of, codes_of, heads_of, in_two, numbers_of, scales_of, spread
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
@@ -21,65 +19,41 @@ _PROGRAMS = 512  # of a product: four for each multiprocessor of a large GPU, to
 _LEAST_INPUTS = 512  # of a split: smaller splits write more than they save
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """The tiling of a program. words: words of an output's codes at a time. stages: of the pipeline; all but one are
-    being loaded."""
-
-    outputs: int = 64
-    words: int = 32
-    warps: int = 4
-    stages: int = 3
-
-    def blocks(self, encoding: Encoding) -> int:
-        """The number of blocks at a time."""
-        return self.words // form(encoding).words
-
-
-def tiling_of(encoding: Encoding) -> Tiling:
-    """The tiling for an encoding, chosen so that no register spills."""
-    if encoding.kind == "Q6_K":
-        return Tiling(words=16, stages=2)  # three were slower on an H200
-    if encoding.kind.startswith(("Q5", "MXFP4")):
-        return Tiling(warps=8)
-    return Tiling(outputs=128, warps=8) if encoding.kind.startswith(("INT8", "FP8")) else Tiling()
-
-
-def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None, tiling: Tiling | None = None) -> Tensor:
+def product(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
     """The product of x [T, inputs] of 16 bits with the transposed matrix, rounded to x's dtype, plus bias [outputs] ->
     [T, outputs]. Sums are fp32; their order depends on the matrix's shape and encoding alone, so a row's bits do not
     depend on the rows beside it. x must begin at a multiple of 8 bytes. Scratch memory: fp32 [splits, T, outputs]."""
     (outputs, inputs), num_rows, encoding = stored.shape, len(x), stored.encoding
     if x.dtype.itemsize != 2:
         raise ValueError(f"rows are {x.dtype}; a GPU multiplies stored matrices with bf16 and fp16")
-    stored, tiling = stored.aligned(), tiling or tiling_of(encoding)
+    stored, tiling = stored.aligned(), encoding.tiling
     x, num_blocks = x.contiguous(), inputs // encoding.numbers
-    blocks_each = split_blocks(outputs, inputs, encoding, tiling)
+    blocks_each = split_blocks(outputs, inputs, encoding)
     num_splits = -(-num_blocks // blocks_each)
     partials = torch.empty(num_splits, num_rows, outputs, device=x.device)
     rows = ROWS[num_rows > ROWS[0]]
     launch(
         multiply_stored,
         (-(-num_rows // rows), -(-outputs // (2 * tiling.outputs)) * 2, num_splits),
-        (x, stored.rows, partials, num_rows, outputs, num_blocks, blocks_each),
+        (x, stored.rows, book_of(stored), partials, num_rows, outputs, num_blocks, blocks_each),
         ROWS=rows,
         OUTPUTS=tiling.outputs,
         BLOCKS=tiling.blocks(encoding),
         WIDEN=not x.is_cuda,
-        **constants(encoding),
+        FORM=encoding,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
     return joined(partials, bias, x.dtype)
 
 
-def split_blocks(outputs: int, inputs: int, encoding: Encoding, tiling: Tiling) -> int:
+def split_blocks(outputs: int, inputs: int, encoding: Encoding) -> int:
     """The number of blocks of a matrix row that a program sums. With few outputs rows are split, so that there are
-    enough programs for a GPU. A multiple of `Tiling.blocks`; the last split may have fewer. It depends on the shape and
-    encoding alone, since it determines the order of sums."""
-    num_blocks, columns = inputs // encoding.numbers, -(-outputs // tiling.outputs)
+    enough programs for a GPU. A multiple of `Tiling.blocks`; the last split may have fewer. It depends on the
+    shape and encoding alone, since it determines the order of sums."""
+    num_blocks, columns = inputs // encoding.numbers, -(-outputs // encoding.tiling.outputs)
     most = max(num_blocks * columns // _PROGRAMS, _LEAST_INPUTS // encoding.numbers)
-    num_splits, at_once = -(-num_blocks // most), tiling.blocks(encoding)
+    num_splits, at_once = -(-num_blocks // most), encoding.tiling.blocks(encoding)
     return -(-num_blocks // (num_splits * at_once)) * at_once
 
 
@@ -87,6 +61,7 @@ def split_blocks(outputs: int, inputs: int, encoding: Encoding, tiling: Tiling) 
 def multiply_stored(
     rows,  # [T, inputs] of 16 bits, contiguous
     stored,  # uint8 [num_outputs, num_blocks, bytes of a block]
+    book,  # from book_of
     partials,  # fp32 [splits, T, num_outputs]: the sum over the blocks of each split
     num_rows,  # T
     num_outputs,
@@ -96,15 +71,7 @@ def multiply_stored(
     OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time
     WIDEN: tl.constexpr,  # products of fp32: the interpreter has no bf16
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    RUN: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORM: tl.constexpr,  # an Encoding
 ):
     """Program (b, c, s): block b of the rows times column c of `OUTPUTS` outputs, over the blocks of split s in their
     order. Outputs after the last one are not stored."""
@@ -114,8 +81,8 @@ def multiply_stored(
     first_block = split * blocks_each
     last = tl.minimum(first_block + blocks_each, num_blocks)
     total, output = sum_blocks(
-        rows, row, real, stored, column, num_outputs, num_blocks, first_block, last,
-        ROWS, OUTPUTS, BLOCKS, WIDEN, KIND, SCALE, BIAS, BLOCK, WORDS, RUN, PARTS, UNITS, CODES,
+        rows, row, real, stored, book, column, num_outputs, num_blocks, first_block, last,
+        ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
     )  # fmt: skip
     there = output < num_outputs
     target = (split * num_rows + row).to(tl.int64) * num_outputs
@@ -128,6 +95,7 @@ def sum_blocks(
     row,  # int32 [ROWS]: of them
     real,  # bool [ROWS]: other rows are not read
     stored,  # uint8 [num_outputs, num_blocks, bytes of a block], at a multiple of 4 bytes
+    book,  # from book_of
     column,  # of `OUTPUTS` outputs; there must be an even number of columns
     num_outputs,
     num_blocks,  # of an output
@@ -137,23 +105,20 @@ def sum_blocks(
     OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,  # at a time
     WIDEN: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    RUN: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORM: tl.constexpr,  # an Encoding
 ):
     """The products of rows with the outputs of a column over some blocks, in their order, fp32 [ROWS, OUTPUTS]; and
     these outputs, int32 [OUTPUTS]. Each `dot` takes the inputs of one part of a byte in all words. Outputs after the
     last one repeat the column's first."""
+    BLOCK: tl.constexpr = FORM.nbytes
+    WORDS: tl.constexpr = FORM.words
+    RUN: tl.constexpr = FORM.run
+    PARTS: tl.constexpr = FORM.parts
+    UNITS: tl.constexpr = FORM.units
     SIZE: tl.constexpr = BLOCKS * WORDS
     word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
     # Where blocks are whole halves of words, every other row may begin inside a word: a program has rows of one kind.
-    TURNED: tl.constexpr = (BLOCK % 4 == 2) and (KIND != "Q5_0")
+    TURNED: tl.constexpr = (BLOCK % 4 == 2) and (FORM.high.run != 1)
     turns = 1 + num_blocks % 2 if TURNED else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
     output = first_output + turns * tl.arange(0, OUTPUTS)
@@ -176,15 +141,15 @@ def sum_blocks(
         source, odd = home + begun * BLOCK // 4, before
         if BLOCK * BLOCKS % 4:
             source, odd = home + (before + begun * BLOCK) // 4, (before + begun * BLOCK) % 4
-        codes, others, upper = codes_of(source, odd, word, near[:, None], KIND, BLOCK, WORDS, CODES, TURNED)
+        codes, others, upper = codes_of(source, odd, book, word, near[:, None], FORM, TURNED)
         for part in tl.static_range(PARTS):
-            first, second, third, fourth = heads_of(source, odd, unit, near_units[:, None], KIND, BLOCK, UNITS, part)
-            step, added = scales_of(first, second, third, fourth, unit, KIND, SCALE, UNITS, part)
+            first, second, third, fourth = heads_of(source, odd, unit, near_units[:, None], FORM, part)
+            step, added = scales_of(first, second, third, fourth, unit, FORM, part)
             step, added, fifth = spread(step, SIZE), spread(added, SIZE), spread(second, SIZE)
             held, at_input = real[:, None] & near[None, :], begun * (WORDS * PARTS) + (at_four + part * RUN)[None, :]
             if TURNED:
                 # Whether a word's first half is the later one.
-                late = tl.where(in_two(odd, word // WORDS * BLOCK + CODES), 0, 1)
+                late = tl.where(in_two(odd, word // WORDS * BLOCK + FORM.codes.at), 0, 1)
                 early = tl.load(twos + 2 * at_input + late[None, :], mask=held, other=0)
                 later = tl.load(twos + 2 * at_input + 1 - late[None, :], mask=held, other=0)
             else:
@@ -193,9 +158,8 @@ def sum_blocks(
             for byte in tl.static_range(4):
                 x = ((later if byte > 1 else early) >> (16 * (byte % 2))).to(tl.int16)
                 x = x.to(rows.dtype.element_ty, bitcast=True)
-                weight = numbers_of(
-                    codes, others, upper, step, added, fifth, word, part, byte, KIND, SCALE, BIAS, WORDS, PARTS
-                ).to(rows.dtype.element_ty)
+                weight = numbers_of(codes, others, upper, step, added, fifth, word, FORM, part, byte)
+                weight = weight.to(rows.dtype.element_ty)
                 if WIDEN:
                     x, weight = x.to(tl.float32), weight.to(tl.float32)
                 total = tl.dot(x, weight, total, input_precision="ieee")

@@ -46,9 +46,10 @@ from offload.plan.options import PAGE_TOKENS
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
-from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers
 from offload.weights.layout import LayerLayout
 from offload.weights.linear import Linear
+from offload.weights.loader import Weights
 
 SIZES: dict[str, dict[str, int]] = {
     "0.8B": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "linear_num_value_heads": 16},

@@ -50,7 +50,8 @@ from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.kernels.rope import inverse_frequencies
 from offload.strict_json import read_json
 from offload.units import size
-from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
+from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.safetensors_folder import INDEX_FILE
 from offload.weights.tensors import expected_tensors
 
 FAMILIES = ("llama", "mistral", "qwen2")

@@ -70,7 +70,7 @@ from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import Done, Event, Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
-from offload.weights.layers import load_weights
+from offload.weights.loader import load_weights
 from processor import best
 
 VOCABULARY = 96

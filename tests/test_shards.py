@@ -15,9 +15,9 @@ from offload.errors import UsageError
 from offload.plan.shards import ALONE, Shard, check_divides
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.layers import Weights, load_weights
 from offload.weights.layout import NORMS, LayerWeights
 from offload.weights.linear import Linear
+from offload.weights.loader import Weights, load_weights
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
 FAMILY = pytest.mark.parametrize("family", FAMILIES)

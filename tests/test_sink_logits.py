@@ -41,8 +41,8 @@ from offload.kernels.runs import Run, RunAttention
 from offload.session.fingerprints import model_digest
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.layers import load_weights
 from offload.weights.layout import LayerLayout
+from offload.weights.loader import load_weights
 from offload.weights.tensors import expected_tensors
 from offload.worker.pass_timer import _Trial
 from paper import on_paper

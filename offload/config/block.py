@@ -201,7 +201,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Encodings:
-    """The encodings of a layer's matrices in a quantised checkpoint, by name (`formats.layout.encoding`); "" for plain
+    """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
     any, ups and downs; all experts of a layer have the same. () if all are plain."""
 

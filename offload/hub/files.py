@@ -10,7 +10,7 @@ from offload.config.gguf_header import SUFFIX, part_names
 from offload.errors import ModelError
 from offload.hub.remote import Listing, RemoteFile
 from offload.strict_json import MAX_JSON_BYTES
-from offload.weights.checkpoint import INDEX_FILE, SINGLE_FILE, shards_by_tensor
+from offload.weights.safetensors_folder import INDEX_FILE, SINGLE_FILE, shards_by_tensor
 
 CONFIG_FILE = "config.json"
 BIN_FILE = "pytorch_model.bin"

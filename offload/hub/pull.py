@@ -28,7 +28,8 @@ from offload.hub.library import LOCK, MOVING, STAGING, Origin
 from offload.hub.names import FOLDER_VARIABLE, model_folder
 from offload.hub.pickles import check_torch, convert_shard, source_of, weight_map
 from offload.hub.remote import Listing, RemoteFile
-from offload.weights.checkpoint import INDEX_FILE, Checkpoint, check_model
+from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.safetensors_folder import INDEX_FILE
 
 Report = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 

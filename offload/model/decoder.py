@@ -32,7 +32,8 @@ from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.embedding import Embedding
 from offload.weights.experts import in_prefill
-from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers
+from offload.weights.loader import Weights
 
 # Called with a block's first row and the block [n, hidden], the last layer's output; the block is overwritten later.
 OnHidden = Callable[[int, Tensor], None]
@@ -97,7 +98,7 @@ class Decoder:
 
     @property
     def _run_experts(self) -> RunExperts | None:
-        """What runs experts on the device; None: torch's operators, also over rows of 32 bits on a GPU."""
+        """The kernels that run experts on the device; None: torch's operators, also over rows of 32 bits on a GPU."""
         is_taken = self.device.type == "cpu" or self.weights.embedding.dtype.itemsize == 2
         return self._kernels.experts if is_taken else None
 

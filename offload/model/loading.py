@@ -18,7 +18,7 @@ from offload.plan.shards import ALONE, Shard
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
-from offload.weights.layers import load_weights
+from offload.weights.loader import load_weights
 from offload.weights.next_token import load_next_token
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

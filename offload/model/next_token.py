@@ -25,8 +25,9 @@ from offload.model.level import Level
 from offload.model.passes import Pass
 from offload.transfer.link import Link
 from offload.transfer.memory import sent
-from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers
 from offload.weights.linear import Linear, Parts
+from offload.weights.loader import Weights
 from offload.weights.next_token import NextTokenWeights
 
 _UNLIKELY = -1e4  # a logit

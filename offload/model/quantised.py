@@ -15,9 +15,10 @@ from offload.formats.quantised import Codes
 from offload.interrupts import poll
 from offload.kernels.device import DeviceKernels
 from offload.transfer.memory import Memory
-from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers
 from offload.weights.layout import LayerLayout, LayerWeights, in_codes
 from offload.weights.linear import Linear
+from offload.weights.loader import Weights
 from offload.weights.quantised import LOW_BIT_WEIGHTS, fill_coded, fill_codes
 
 

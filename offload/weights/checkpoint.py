@@ -2,14 +2,12 @@
 destination.
 
 Files are memory-mapped, so a read costs no memory beyond its destination; mapped pages belong to the page cache. Parsed
-headers and index take at most 32 bytes of memory per byte in the file; their sizes are limited below. The format itself
-(offsets in range, no overlap, no hole, known dtypes) is checked by the safetensors library, and by
-`config.gguf_header`.
+headers and index take at most 32 bytes of memory per byte in the file. The format itself (offsets in range, no overlap,
+no hole, known dtypes) is checked by the safetensors library, and by `config.gguf_header`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -17,39 +15,30 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from offload.config.gguf_header import is_gguf
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
-from offload.errors import ModelError, shell_line, unreadable
-from offload.fields import TEXT, Fields, Kind, list_of
+from offload.errors import ModelError, unreadable
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
-from offload.strict_json import read_json
-from offload.weights.entry import Entry
+from offload.weights.entry import STORED_DTYPES, Entry
 from offload.weights.gguf_file import MappedFile, open_model, unpacker
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
+from offload.weights.safetensors_folder import read_entries
 from offload.weights.tensors import expected_tensors
 from offload.weights.transposed import transposed
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hundredth of it
-MAX_INDEX_BYTES = 1 << 24
 # Tensors of old checkpoints that follow from config.json.
 COMPUTES_NOTHING = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEAD, EMBEDDINGS = TensorNames().head, TensorNames().embeddings
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.")
 _PIECE_BYTES = 64 << 20  # of a tensor that are read at once
 _UNPACKED_NUMBERS = 1 << 22  # of a matrix that are unpacked at once
 _NUM_NAMED = 3  # tensors of each kind that a message names
-# Shard names have no separator, so they cannot point outside the folder. A file may be a symbolic link to the outside
-# (every file of a Hugging Face cache is one): the author of that link could have put the bytes there as well.
-_SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
 
 
 class Checkpoint:
@@ -70,7 +59,7 @@ class Checkpoint:
         folder = Path(folder)
         with ExitStack() as files:
             try:
-                entries = (_read_gguf if is_gguf(folder) else _read_entries)(folder, files)
+                entries = (_read_gguf if is_gguf(folder) else read_entries)(folder, files)
             except OSError as error:
                 raise unreadable(folder, error) from error
             except SafetensorError as error:
@@ -366,21 +355,6 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
 
 
-def _read_entries(folder: Path, files: ExitStack) -> dict[str, Entry]:
-    """Open every file of the checkpoint into `files` and list its tensors. The index names the shards, and the shards'
-    headers list their tensors."""
-    index = _read_index(folder)
-    entries: dict[str, Entry] = {}
-    for path in [folder / SINGLE_FILE] if index is None else _shard_paths(folder, set(index.values())):
-        for name, entry in _open_file(path, files).items():
-            if name in entries and not _same(entries[name], entry):
-                raise ModelError(
-                    f"{path}: {name} is in {entries[name].path.name} as well, with other values; remove the older one"
-                )
-            entries[name] = entry
-    return entries
-
-
 def _read_gguf(path: Path, files: ExitStack) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for name, info, file in open_model(path):
@@ -389,75 +363,3 @@ def _read_gguf(path: Path, files: ExitStack) -> dict[str, Entry]:
             raise ModelError(f"{info.path}: {info.name} is there under two names; download it again")
         entries[name] = Entry(file, info.path, info.name, info.shape, info.kind, unpacker(info))
     return entries
-
-
-def _same(one: Entry, other: Entry) -> bool:
-    """Whether two entries hold the same tensor, as when tied weights were saved in two shards."""
-    if one.dtype != other.dtype or one.dtype not in STORED_DTYPES:
-        return False
-    return torch.equal(*(entry.file.get_tensor(entry.stored_name) for entry in (one, other)))
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """The map from tensor to shard names; None if the folder holds a single file."""
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise ModelError(f"{folder} {what}; give the path of a downloaded model folder (nothing is downloaded)")
-    single, sharded = (folder / SINGLE_FILE).is_file(), (folder / INDEX_FILE).is_file()
-    if single and sharded:
-        raise ModelError(f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is out of date")
-    if not single and not sharded:
-        if any(folder.glob("pytorch_model*.bin")):
-            raise ModelError(
-                f"{folder} holds only pytorch_model*.bin; safetensors is required, so convert it once: "
-                f"{shell_line('triforce', 'convert', str(folder))}"
-            )
-        raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; is the download complete?")
-    if single:
-        return None
-    return shards_by_tensor(folder / INDEX_FILE)
-
-
-def shards_by_tensor(index: Path) -> dict[str, str]:
-    """The map from tensor to file names in an index. ModelError."""
-    files = Kind(
-        "an object of file names by names of tensors; download it again",
-        lambda value: isinstance(value, dict) and value != {} and list_of(TEXT).fits([*value.values()]),
-    )
-    found: dict[str, str] = Fields(read_json(index, max_bytes=MAX_INDEX_BYTES), str(index)).get("weight_map", files)
-    return found
-
-
-def _shard_paths(folder: Path, shards: Iterable[str]) -> list[Path]:
-    for shard in sorted(shards):
-        if not _SHARD_NAME.fullmatch(shard):
-            raise ModelError(f"{folder / INDEX_FILE}: shard {shard!r} must be a plain name that ends in .safetensors")
-        if not (folder / shard).is_file():
-            raise ModelError(f"{folder}: shard {shard} is missing; the download is not complete")
-    return [folder / shard for shard in sorted(shards)]
-
-
-def _open_file(path: Path, files: ExitStack) -> dict[str, Entry]:
-    _check_header_length(path)
-    try:
-        file = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return {
-            name: Entry(file, path, name, tuple(part.get_shape()), str(part.get_dtype()))
-            for name, part in slices.items()
-        }
-    except SafetensorError as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error
-
-
-def _check_header_length(path: Path) -> None:
-    """Check the header's length, which the first 8 bytes give, so that a huge number costs no memory."""
-    with path.open("rb") as file:
-        prefix, file_bytes = file.read(8), path.stat().st_size
-    header_bytes = int.from_bytes(prefix, "little")
-    limit = min(MAX_HEADER_BYTES, file_bytes - 8)
-    if len(prefix) < 8 or header_bytes > limit:
-        raise ModelError(
-            f"{path}: its header claims {header_bytes} bytes, at most {max(limit, 0)} are possible in a file of "
-            f"{file_bytes} bytes; it is truncated or no safetensors file, download it again"
-        )

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorFile(Protocol):
@@ -21,7 +24,7 @@ class TensorFile(Protocol):
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file. dtype: safetensors' dtype code, such as BF16, or the name of the encoding of a matrix in
-    blocks (`formats.layout.encoding`). shape: of its numbers. unpack: for a matrix in any other format, the function
+    blocks (formats/encodings.py). shape: of its numbers. unpack: for a matrix in any other format, the function
     from the file's rows, uint8 [n, bytes], to fp32 [n, inputs]. rows: of a file that makes a matrix' blocks as it reads
     them, the function that makes those of some rows, uint8 [n, bytes], and no others."""
 

@@ -16,9 +16,9 @@ from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_head
 from offload.weights.experts import load_experts
-from offload.weights.layers import load_layer
 from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.linear import Linear
+from offload.weights.loader import load_layer
 
 PURPOSE = "draft layers"
 

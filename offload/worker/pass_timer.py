@@ -49,9 +49,10 @@ from offload.speed.routing import independent_rows
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.memory import Memory
 from offload.weights.embedding import Embedding
-from offload.weights.layers import ResidentLayers, Weights
+from offload.weights.layers import ResidentLayers
 from offload.weights.layout import LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
+from offload.weights.loader import Weights
 from offload.worker.expert_timer import VALUE, fill, made_up_experts, time_experts
 from offload.worker.timed_runs import Point, Run, least_seconds
 

@@ -44,8 +44,8 @@ from offload.weights import embedding
 from offload.weights import layers as weights_module
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
-from offload.weights.layers import load_weights
 from offload.weights.layout import LayerLayout
+from offload.weights.loader import load_weights
 from offload.worker.models import LoadedModels, streamed_rows
 from offload.worker.worker import Worker
 from paper.gpu import ADDRESS, PaperGpu, on_paper

@@ -1,0 +1,252 @@
+"""The loader of a model's weights: from a checkpoint to their places on device and host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.config.matrices import OPERATORS, Matrix
+from offload.config.model import ModelConfig
+from offload.formats.encodings import ENCODINGS
+from offload.formats.stored import StoredMatrix
+from offload.kernels.experts import ExpertHomes
+from offload.kernels.norms import NormWeights, dtype_of
+from offload.kernels.rope import ScoringWeights
+from offload.plan.shards import ALONE, Shard
+from offload.plan.sizing import NUM_STAGING
+from offload.transfer.link import Link
+from offload.transfer.memory import Memory, Tier
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.embedding import Embedding
+from offload.weights.experts import StreamedExperts, in_prefill, load_experts
+from offload.weights.fp16 import check_range
+from offload.weights.homes import AsTheyAre, Home, HomeMaker
+from offload.weights.layers import Layers, ResidentLayers, StreamedLayers
+from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
+from offload.weights.linear import Linear
+from offload.weights.tensors import head_order, sources
+
+
+def load_layer(
+    checkpoint: Checkpoint, whole: ModelConfig, layout: LayerLayout, index: int, buffer: Tensor, shard: Shard = ALONE
+) -> None:
+    """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
+    block, own = whole.blocks[index], whole.layer(index)
+    order = head_order(block.attention) if block.attends else None
+    pending = {name: sources(own, shard, f"{name}.weight") for name in OPERATORS}
+    for name, view in layout.views.items():
+        target, row, operator = view.of(buffer), 0, name.partition(".")[0]
+        is_matrix = operator in OPERATORS and not name.endswith(".bias")
+        parts = pending[operator] if is_matrix else sources(own, shard, name)
+        if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
+            target = target.unflatten(0, (-1, len(parts[0].columns)))
+        elif name == "taps":
+            target = target.T
+        while parts and row < len(target):
+            source = parts.pop(0)
+            rows = target[row : row + len(source.rows)]
+            read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
+            read(whole.layer_name(index) + source.name, rows, rows=source.rows, columns=source.columns)
+            if order is not None and source.rotates:
+                _order_heads(rows.flatten() if name in layout.norms else rows, order)
+            row += len(source.rows)
+        norm = layout.norms.get(name)
+        if norm is not None and norm.weightless:
+            target.fill_(1)
+        elif norm is not None and norm.plus_one and not name.endswith(".bias"):
+            target += 1
+        elif name == "decay" and whole.names.delta.is_log:
+            target.exp_().neg_()
+
+
+def _order_heads(rows: Tensor, order: Tensor) -> None:
+    """Reorder the rows of queries and keys, or of their norms' weights, to this program's order within a head, in
+    place."""
+    heads = rows.view(-1, len(order), *rows.shape[1:])
+    heads.copy_(heads[:, order])
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
+    embedding's table itself if tied, None on a rank that computes no logits. scoring: of each layer that attends; ()
+    if none has any. experts: of each layer; () if no layer has any."""
+
+    embedding: Embedding
+    layers: Layers
+    final_norm: NormWeights
+    head: Linear | None
+    scoring: tuple[ScoringWeights, ...] = ()
+    experts: tuple[ExpertHomes | None, ...] = ()
+
+    @property
+    def streamed_experts(self) -> list[StreamedExperts]:
+        """The experts that cross the link, those that do so in a prefill only among them."""
+        return [each for each in map(in_prefill, self.experts) if isinstance(each, StreamedExperts)]
+
+
+class _Loader:
+    """Loads weights to their places; parameters as those of `load_weights`. layouts: of the shard's layers. scoring: of
+    each layer that attends and was loaded."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        memory: Memory,
+        dtype: torch.dtype,
+        name: str,
+        on_bytes: Callable[[int], None],
+        shard: Shard,
+    ) -> None:
+        self._checkpoint, self._config, self._memory, self._dtype = checkpoint, config, memory, dtype
+        self._name, self._on_bytes, self._shard = name, on_bytes, shard
+        self._own = shard.config(config)
+        self.layouts = LayerLayout.of_layers(self._own, dtype)
+        self.scoring: list[ScoringWeights] = []
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], tier: Tier = "device", kind: torch.dtype | None = None
+    ) -> Tensor:
+        """A tensor of the checkpoint. kind: its dtype, by default that of the model."""
+        block = self._memory.allocate(shape, kind or self._dtype, tier=tier, purpose=f"{self._name} embeddings")
+        self._checkpoint.read_into(name, block)
+        check_range(block, name, self._dtype)
+        self._on_bytes(block.nbytes)
+        return block
+
+    def table(self, name: str, table: Matrix, tier: Tier = "device") -> Tensor | StoredMatrix:
+        """The table of embeddings or the head, plain or as it is stored."""
+        if not table.encoding:
+            return self.tensor(name, (table.outputs, table.inputs), tier)
+        kind = ENCODINGS[table.encoding]
+        rows = self._block(tier, f"{self._name} embeddings", table.nbytes(0))
+        rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
+        self._checkpoint.read_stored(name, rows)
+        check_range(StoredMatrix(rows, kind), name, self._dtype)
+        self._on_bytes(rows.nbytes)
+        return StoredMatrix(rows, kind)
+
+    def norm(self, name: str) -> NormWeights:
+        """The norm of the last hidden rows."""
+        norm, row = self._config.norm, (self._config.hidden_size,)
+        kind = dtype_of(norm, self._dtype)
+        weight = self.tensor(f"{name}.weight", row, kind=kind)
+        if norm.plus_one:
+            weight += 1
+        return NormWeights(norm, weight, self.tensor(f"{name}.bias", row, kind=kind) if norm.bias else None)
+
+    def resident(self, count: int) -> list[LayerWeights]:
+        """The first `count` layers, on the device."""
+        return [self.layouts[index].bind(self._placed(index, "device")) for index in range(count)]
+
+    def streamed(
+        self, resident: Sequence[LayerWeights], link: Link, num_staging: int, link_bits: int
+    ) -> StreamedLayers:
+        """All layers: the resident ones, and the others on the host, from where they cross in `link_bits` bits."""
+        others = range(len(resident), len(self.layouts))
+        whole = max(layout.num_bytes for layout in self.layouts)
+        coded, opened = list[LayerWeights](), None
+        if link_bits == 16:
+            homes: list[Home] = [AsTheyAre(self._placed(index, "host")) for index in others]
+        else:
+            homes, coded = self._packed(others, link_bits)
+            opened = self._block("device", "weight staging", whole)
+        largest = max((len(home.content) for home in homes), default=whole)
+        staging = [self._block("device", "weight staging", largest) for _ in range(num_staging)]
+        return StreamedLayers(resident, homes, self.layouts, staging, link, opened=opened, coded=coded)
+
+    def _packed(self, others: Sequence[int], link_bits: int) -> tuple[list[Home], list[LayerWeights]]:
+        """The homes of layers in fewer bits, and the layers' quantised copies. Each layer is read into memory that the
+        next one of its layout takes over."""
+        maker = HomeMaker(self._memory, link_bits)
+        used = {id(self.layouts[index]): self.layouts[index] for index in others}
+        scratch = {key: torch.zeros(layout.num_bytes, dtype=torch.uint8) for key, layout in used.items()}
+
+        def home(index: int) -> Home:
+            layout = self.layouts[index]
+            return maker.make(self._read(index, scratch[id(layout)]), layout, self._own.layer(index))
+
+        return [home(index) for index in others], maker.coded
+
+    def _placed(self, index: int, tier: Tier) -> Tensor:
+        return self._read(index, self._block(tier, f"{self._name} layers", self.layouts[index].num_bytes))
+
+    def _read(self, index: int, buffer: Tensor) -> Tensor:
+        """Read a layer, checked, and return `buffer`."""
+        layout = self.layouts[index]
+        load_layer(self._checkpoint, self._config, layout, index, buffer, self._shard)
+        for name, view in layout.views.items():
+            kind, held = layout.stored.get(name), view.of(buffer)
+            check_range(StoredMatrix(held, ENCODINGS[kind]) if kind else held, f"layer {index}", self._dtype)
+        if (block := self._config.blocks[index]).attends:
+            self.scoring.append(scoring_weights(block.attention, layout, buffer, self._memory.device))
+            for norm in ROTATED if block.attention.weighs_rotated else ():
+                layout.views[norm].of(buffer).fill_(1)
+        self._on_bytes(buffer.nbytes)
+        return buffer
+
+    def _block(self, tier: Tier, purpose: str, num_bytes: int) -> Tensor:
+        return self._memory.allocate((num_bytes,), torch.uint8, tier=tier, purpose=purpose)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    memory: Memory,
+    *,
+    dtype: torch.dtype,
+    name: str = "target",
+    link: Link | None = None,
+    num_resident: int = 0,
+    num_staging: int = NUM_STAGING,
+    link_bits: int = 16,
+    expert_slots: int = 0,
+    cpu_experts: int = 0,
+    embeds_on_host: bool = False,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    shard: Shard = ALONE,
+) -> Weights:
+    """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
+    `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
+    Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0;
+    those of `cpu_experts` layers are run by the CPU.
+    The embedding's table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the
+    head.
+
+    `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
+    a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout
+    on the host. Raises ModelError, DoesNotFit; UsageError if kernels are missing.
+    """
+
+    loader = _Loader(checkpoint, config, memory, dtype, name, on_bytes, shard)
+    resident = loader.resident(config.num_layers if link is None else num_resident)
+    layers: Layers
+    if len(resident) == config.num_layers:
+        layers = ResidentLayers(resident, sum(layout.num_bytes for layout in loader.layouts))
+    else:
+        assert link is not None
+        layers = loader.streamed(resident, link, num_staging, link_bits)
+    experts = load_experts(
+        checkpoint,
+        config,
+        memory,
+        dtype=dtype,
+        name=name,
+        link=link,
+        slots=expert_slots,
+        on_cpu=cpu_experts,
+        on_bytes=on_bytes,
+        shard=shard,
+    )
+    names = config.names
+    table = loader.table(names.embeddings, config.table, "host" if embeds_on_host else "device")
+    head = None
+    if shard.rank == 0:
+        head = Linear(table if config.tie_embeddings else loader.table(names.head, config.head), None)
+    return Weights(
+        Embedding(table, memory.device, dtype), layers, loader.norm(names.norm), head, tuple(loader.scoring), experts
+    )

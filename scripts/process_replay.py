@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["OMP_NUM_THREADS"] = "1"  # a fork does not have the threads that torch has started, and waits for them
 
-from replay_models import FAMILIES, FILES, FOLDERS, HEADS, LARGE, model_path  # noqa: E402
+from kit.replay_models import FAMILIES, FILES, FOLDERS, HEADS, LARGE, model_path  # noqa: E402
 
 PROMPT = "".join(
     f"{number}. The clerk of room {number * 7 % 31} wrote {number * number} lines. " for number in range(14)

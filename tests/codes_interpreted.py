@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from interpreter import without_idle_work
+from kit.interpreter import without_idle_work
+from kit.oracles import split_off_with_torch
 from offload.formats.quantised import GROUP, TILE, Codes, encode_with_torch
 from offload.formats.residuals_gpu import restore
 from offload.kernels.gpu.quantised_products import GROUPS, ROWS, TILES, product, split_groups
-from oracles import split_off_with_torch
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Against fp64 with the same rounded weights. The interpreter cuts bf16 off where a GPU rounds.

@@ -17,7 +17,7 @@ import pytest
 import typer
 from hypothesis import HealthCheck, settings
 
-from examples import USUAL
+from kit.examples import USUAL
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.speed.rates import FOLDER_VARIABLE
 from triforce_cli.ground import answer_log
@@ -27,7 +27,7 @@ from triforce_cli.settings import configuration
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from forked import Forked
+    from kit.forked import Forked
     from offload.config.model import ModelConfig
     from offload.speed.pass_times import PassTimes
 
@@ -105,7 +105,7 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """A target and its draft by the model's name in contract.py, made once."""
-    from contract import MODELS
+    from kit.contract import MODELS
 
     root, names = tmp_path_factory.mktemp("pairs"), [*MODELS]
     return cache(lambda name: MODELS[name].make(root / str(names.index(name))))
@@ -114,7 +114,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 @pytest.fixture
 def forked_here() -> Iterator[list[Forked]]:
     """The ranks that engines start are forks of this process, which is quicker than processes of their own."""
-    from forked import forked_ranks
+    from kit.forked import forked_ranks
 
     with forked_ranks() as started:
         yield started

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from gpu_interpreted import normal
-from interpreter import rounds_to_bf16, without_idle_work
+from kit.interpreter import rounds_to_bf16, without_idle_work
 from offload.config.block import DeltaRule, Norm
 from offload.kernels import delta as by_torch
 from offload.kernels.delta import DeltaWeights, Held, Replayed

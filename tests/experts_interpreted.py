@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 import test_experts
-from interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from kit.processor import before_a_guard
+from kit.stored import NAMES
 from offload.config.block import Experts, FeedForward, Norm
 from offload.formats.encodings import ENCODINGS
 from offload.kernels import experts as twin
@@ -30,8 +32,6 @@ from offload.kernels.norms import NormWeights
 from offload.native.launch import counting, launch
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from offload.weights.linear import product
-from processor import before_a_guard
-from stored import NAMES
 from test_expert_slots import Homes, streamed
 from test_experts import MIXTURES, Scene, by_the_formula, config_of, scene
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 from torch.testing import assert_close
 
-from interpreter import products_by_row, rounds_to_bf16, without_idle_work
-from models import LateLink, count_fetched
+from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from kit.models import LateLink, count_fetched
 from offload.config.block import Activation
 from offload.errors import TriforceError
 from offload.kernels import activation as activation_by_torch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graph_scenes import (
+from kit.graph_scenes import (
     CODED,
     PLAIN,
     Case,

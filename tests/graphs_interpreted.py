@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_scenes import (
+from kit.graph_scenes import (
     CODED,
     PLAIN,
     PROMPT,
@@ -24,7 +24,7 @@ from graph_scenes import (
     saved,
     texts,
 )
-from models import Sizes
+from kit.models import Sizes
 from offload.model.graphs import VARIABLE, Graphs
 from offload.model.passes import Pass, forward
 from paper.graphs import Graph

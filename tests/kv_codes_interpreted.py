@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from gpu_interpreted import KV_HEADS, TOLERANCE, Unwritten, assert_near, normal, turning, unmoving
-from interpreter import products_by_row, without_idle_work
-from models import LateLink
+from kit.interpreter import products_by_row, without_idle_work
+from kit.models import LateLink
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.quantised_kv_gpu import encode
 from offload.kernels.gpu.kernels import GPU_KERNELS

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import without_idle_work
+from kit.interpreter import without_idle_work
+from kit.oracles import split_off_kv_with_torch
 from offload.formats.layout import RESIDUAL, PageShape
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.residuals_gpu import restore_tile
-from oracles import split_off_kv_with_torch
 
 HEADS, PAGE, PAGES = 3, 2 * GROUP, 3
 DIMS = [64, 80, 16, 32, 48, 128, 256]

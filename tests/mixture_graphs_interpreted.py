@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graph_scenes import (
+from kit.graph_scenes import (
     CODED,
     PROMPT,
     TOKENS,

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import without_idle_work
-from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.interpreter import without_idle_work
+from kit.models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.oracles import pack_with_torch
+from kit.processor import best
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.layout import PACKED, RESIDUAL, Packing
@@ -29,12 +31,10 @@ from offload.transfer.background import BackgroundThread
 from offload.transfer.link import CudaEvent
 from offload.weights import embedding, homes
 from offload.weights.layers import StreamedLayers
-from oracles import pack_with_torch
 from paper import PaperGpu, on_paper
 from paper.codes import codes_by_gpu
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
-from processor import best
 from test_paper_bugs import Bug, plant
 
 LAYERS, KV_HEADS, PAGE, PAGES = 2, 3, 64, 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from gpu_interpreted import GARBAGE, KV_HEADS, TOLERANCE, normal, turning
-from interpreter import products_by_row, without_idle_work
+from kit.interpreter import products_by_row, without_idle_work
 from offload.kernels.gpu.prefill import TritonBlock, TritonTiles
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring

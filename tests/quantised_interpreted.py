@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from interpreter import without_idle_work
-from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.interpreter import without_idle_work
+from kit.models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.formats.layout import RESIDUAL

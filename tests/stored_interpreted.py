@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-from interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from kit.processor import before_a_guard
+from kit.stored import NAMES, made_up
 from offload.bench.kernel_checks import kernel_checks
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -20,8 +22,6 @@ from offload.formats.stored_gpu import blocks_at_once, decode, decode_blocks
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.gpu.stored_products import ROWS, product, split_blocks
 from offload.speed.hardware import probe
-from processor import before_a_guard
-from stored import NAMES, made_up
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import save_pair
+from kit.models import save_pair
 from offload.engine.engine import Engine, load_tokenizer
 from offload.errors import DoesNotFit
 from offload.plan.sizing import FETCH_BYTES

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models import byte_tokenizer
+from kit.models import byte_tokenizer
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.engine.passages import Passage

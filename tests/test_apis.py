@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_clients import CLIENTS, parse, without_names
+from kit.api_clients import CLIENTS, parse, without_names
 from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from triforce_cli.answering.request import Wanted

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from examples import at_most
+from kit.examples import at_most
 from offload.kernels import attention
 from offload.kernels.attention import (
     Part,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import GREEDY, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
+from kit.models import GREEDY, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.bench import exactness
 from offload.bench.exactness import ExactnessReport, Recorder
 from offload.config.model import ModelConfig

@@ -14,9 +14,9 @@ from random import Random
 import pytest
 import torch
 
-from fake_peers import fake_environment
-from families import save_tiny
-from models import TOKENIZER_SIZE, random_model, save
+from kit.fake_peers import fake_environment
+from kit.families import save_tiny
+from kit.models import TOKENIZER_SIZE, random_model, save
 from offload.kernels.cpu import kernels
 from offload.metrics import ExpertStats
 from offload.speed.rates import FOLDER_VARIABLE

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from models import (
+from kit.models import (
     GREEDY,
     VOCABULARY,
     Generated,
@@ -40,6 +40,7 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from kit.processor import OPERATORS, of, process_uses
 from offload.decode.lengths import Adaptive
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
@@ -55,7 +56,6 @@ from offload.model.native_layers import NativeLayers
 from offload.model.passes import Pass, forward
 from offload.model.torch_layers import TorchLayers
 from offload.plan.composition import LevelName
-from processor import OPERATORS, of, process_uses
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KINDS = ("fp32 torch", "bf16 torch", "fp32 kernels", "bf16 kernels")  # of decoders: dtype, and what few rows run on

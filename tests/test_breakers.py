@@ -12,12 +12,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kit.sampling_reference import Words
 from offload.decode.breakers import Breakers, breakers_of
 from offload.decode.penalties import Dry, Text
 from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from offload.text.tokenizer import Tokenizer
-from sampling_reference import Words
 
 DEMO = Path(__file__).parent.parent / "triforce_cli" / "models" / "demo-target"
 WORDS = ("a", "b", "ab", "ba", "abb", "\u00e9", "<x>")

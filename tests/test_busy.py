@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from models import random_model, save
+from kit.models import random_model, save
 from offload.speed.rates import FOLDER_VARIABLE
 from triforce_cli.screen import busy
 from triforce_cli.screen.busy import OtherPrograms

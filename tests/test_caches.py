@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from examples import at_most
-from models import LateLink, count_fetched
+from kit.examples import at_most
+from kit.models import LateLink, count_fetched
+from kit.processor import OPERATORS, of
 from offload.config.model import llama_shaped
 from offload.kernels.device import NONE
 from offload.kernels.prefill import OperatorTiles
@@ -45,7 +46,6 @@ from offload.pages.tiles import TileShape
 from offload.plan.sizing import TAIL_TOKENS
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
-from processor import OPERATORS, of
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 POSITIONS = 192

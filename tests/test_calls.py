@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from models import byte_tokenizer
+from kit.models import byte_tokenizer
 from offload import strict_json
 from offload.decode.distribution import grammar_of
 from offload.errors import UsageError

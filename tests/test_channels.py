@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harmony import ANSWER, NEXT, SPECIAL, TEMPLATE, THOUGHTS, harmony
-from models import byte_tokenizer
+from kit.harmony import ANSWER, NEXT, SPECIAL, TEMPLATE, THOUGHTS, harmony
+from kit.models import byte_tokenizer
 from offload.decode.distribution import distribution_of
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.engine.step import Step

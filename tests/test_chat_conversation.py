@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import at_most
+from kit.examples import at_most
 from offload.errors import UsageError
 from triforce_cli.prompts.conversation import VERSION, Conversation, Document, Turn
 

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import at_most
-from models import DYNAMIC_ROPE, GREEDY, random_model, save
+from kit.examples import at_most
+from kit.models import DYNAMIC_ROPE, GREEDY, random_model, save
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.step import Step
@@ -367,7 +367,7 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
         if dialogue.conversation.turns and len(kept) <= 1 + failures:
             raise SessionError("the disk is full")
 
-    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[], num_loadable=lambda count, windows: count))
+    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[], num_loadable=lambda kept, count: count))
     monkeypatch.setattr(dialogue.engine, "keep", keep)
     file = tmp_path / "saved.json"
     dialogue.work_ahead()
@@ -389,7 +389,7 @@ def test_a_person_whose_session_cannot_be_kept_may_save_the_conversation_and_try
 
 def test_a_script_whose_session_cannot_be_kept_ends_with_the_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     dialogue = make()
-    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[], num_loadable=lambda count, windows: count))
+    monkeypatch.setattr(dialogue.engine, "store", SimpleNamespace(tokens=[], num_loadable=lambda kept, count: count))
     monkeypatch.setattr(dialogue.engine, "keep", fail)
     with pytest.raises(ModelError, match="the disk is gone"):
         _converse(dialogue, Script("A question", None))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from examples import at_most
+from kit.examples import at_most
 from offload.errors import ModelError, UsageError
 from offload.text.tokenizer import Tokenizer
 from triforce_cli.prompts import steps

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from terminals import Terminal
+from kit.terminals import Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITER = """

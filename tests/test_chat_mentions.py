@@ -16,7 +16,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from models import save_pair
+from kit.models import save_pair
 from offload.errors import DoesNotFit
 from test_cli_log import ENTRY
 from triforce_cli.answering.thoughts import Marks, without_thoughts

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import at_most
-from families import save_tiny
+from kit.examples import at_most
+from kit.families import save_tiny
 from offload.errors import UsageError
 from offload.plan.planner import Options
 from test_chat_dialogue import GREEDILY, LINES, Make, check_against_a_fresh_start, engine_of, finish_ahead, send

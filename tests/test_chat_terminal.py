@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import byte_tokenizer, random_model, save
-from programs import ProgramTerminal, run
-from terminals import ALT_ENTER, CTRL_C, CTRL_D, CTRL_U, ENTER, PROMPT_BEGINS, TAB, UP, Terminal, plain
+from kit.models import byte_tokenizer, random_model, save
+from kit.programs import ProgramTerminal, run
+from kit.terminals import ALT_ENTER, CTRL_C, CTRL_D, CTRL_U, ENTER, PROMPT_BEGINS, TAB, UP, Terminal, plain
 from triforce_cli.prompts.conversation import Conversation
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from examples import at_most
+from kit.examples import at_most
 from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import TOKENIZER_SIZE, perturbed, random_model, save
+from kit.models import TOKENIZER_SIZE, perturbed, random_model, save
+from kit.processor import best, swapped
 from offload.bench import checks, text_checks
 from offload.bench.checks import Check, check_device
 from offload.bench.kernel_checks import kernel_checks
@@ -28,7 +29,6 @@ from offload.speed.hardware import probe
 from offload.transfer.link import PacedLink
 from offload.worker import pass_timer
 from offload.worker.pass_timer import time_passes
-from processor import best, swapped
 
 EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"
 SMALL = LLAMA31_8B.changed(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import programs
+from kit import programs
 from test_cli_fake import ROOT, command, environment, fork, run, start
 from triforce_cli import __version__
 

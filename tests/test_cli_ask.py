@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import save_pair
+from kit.models import save_pair
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.passages import NUM_ROWS, Attended, Passage

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from models import random_model, save
+from kit.models import random_model, save
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError, UsageError
 from test_cli_fake import fork, run

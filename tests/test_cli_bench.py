@@ -13,12 +13,12 @@ from tempfile import TemporaryFile
 import pytest
 import torch
 
-from models import save_pair
+from kit.models import save_pair
+from kit.programs import ProgramTerminal, begin
+from kit.terminals import CTRL_C
 from offload.bench.comparison import PLAIN, TRIFORCE, WAYS, Comparison, Run
 from offload.model.level import Level
 from offload.plan.options import Options
-from programs import ProgramTerminal, begin
-from terminals import CTRL_C
 from test_cli_fake import environment, make_plan, make_stats
 from triforce_cli.documents import prompt
 from triforce_cli.render import bench as render_bench

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models import TOKENIZER_SIZE, random_model, save
+from kit.models import TOKENIZER_SIZE, random_model, save
 from offload.decode.sampling import SamplingParams
 from offload.engine.step import Step
 from offload.interrupts import Terminated

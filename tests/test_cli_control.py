@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import torch
 
-from models import save_pair
+from kit.models import save_pair
 from offload.decode.gpu_draws import Judge
 from offload.decode.sampling import SamplingParams
 from offload.decode.warp import Warping

@@ -13,8 +13,8 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from models import byte_tokenizer, save_pair
-from programs import begin
+from kit.models import byte_tokenizer, save_pair
+from kit.programs import begin
 from test_cli_fake import environment
 from triforce_cli.setup import choice
 

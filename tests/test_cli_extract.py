@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from models import save_pair
+from kit.models import save_pair
 from offload.engine.engine import Engine
 from offload.engine.step import Step
 from offload.errors import DoesNotFit

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
-from hearing import hear_signals  # noqa: E402
+from kit.hearing import hear_signals  # noqa: E402
 from offload import errors  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.interrupts import poll  # noqa: E402

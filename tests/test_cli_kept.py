@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models import TOKENIZER_SIZE, random_model, save
+from kit.models import TOKENIZER_SIZE, random_model, save
 from offload.engine.engine import Engine
 from offload.engine.step import Step
 from offload.interrupts import Terminated

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from models import save_pair
+from kit.models import save_pair
 from triforce_cli.answering.recorder import MOST_OF_TEXT, MOST_QUESTION, ending
 from triforce_cli.ground import answer_log
 from triforce_cli.ground.answer_log import FOLDER_VARIABLE, AnswerLog, DamagedLog, Entry, LogError

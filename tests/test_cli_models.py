@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import byte_tokenizer, random_model, save
+from kit.models import byte_tokenizer, random_model, save
 from offload.errors import ModelError
 from offload.hub.library import MOVING, STAGING, Origin, has_room, locate, state_of
 from offload.hub.names import ALIASES, FOLDER_VARIABLE, alias_of, id_of, is_id, repository_of, short_name

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import typer
 
+from kit.sampler_values import others
 from offload.decode.sampling import SETTINGS
 from offload.errors import UsageError
 from offload.grammar.constraint import Constraint
 from offload.session.names import session_folder
-from sampler_values import others
 from triforce_cli.answering.single import SingleAnswer
 from triforce_cli.app import app, main
 from triforce_cli.options.flags import _offloaded

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import programs
+from kit import programs
 from offload.errors import TriforceError
 from test_cli_fake import environment, fork, run
 from triforce_cli import __version__

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from kit.planned import Plans
+from kit.terminals import Terminal
 from offload.formats.layout import CACHED_SHARE
 from offload.machine import machine_name
 from offload.speed.hardware import rates_key
 from offload.speed.rates import RTX_4090, TWO_CORES, save_rates
 from offload.units import size
-from planned import Plans
-from terminals import Terminal
 from test_cli_fake import ROOT, environment, play
 from test_doctor import pretend_gpus
 from triforce_cli.ground.text import duration, latency

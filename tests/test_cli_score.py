@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from forked import forked_ranks
-from gguf_models import write_gguf
-from models import byte_tokenizer, random_model, save, save_pair
+from kit.forked import forked_ranks
+from kit.gguf_models import write_gguf
+from kit.models import byte_tokenizer, random_model, save, save_pair
 from offload.engine.engine import Engine
 from offload.engine.scores import Distance, Likelihood, Scores, num_common_tokens
 from offload.errors import ModelError, UsageError

@@ -19,13 +19,13 @@ import pexpect
 import pytest
 import typer
 
+from kit.sessions import IDENTITY, PAGE, Rows, restore, save, saved
 from offload.kv.kept import Kept
 from offload.session import manifest as manifests
 from offload.session.catalogue import Summary, inspect
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.names import FOLDER_VARIABLE
 from offload.session.store import Store
-from sessions import IDENTITY, PAGE, Rows, restore, save, saved
 from test_cli_fake import environment, load, play
 from triforce_cli import __version__
 from triforce_cli.app import app

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from models import save_pair
+from kit.models import save_pair
 from offload.session.prefix_store import PrefixStore
 from offload.speed.rates import FOLDER_VARIABLE
 from triforce_cli.answering.session import rows_kept

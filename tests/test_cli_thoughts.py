@@ -14,8 +14,8 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from harmony import TEMPLATE as CHANNELS
-from models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
+from kit.harmony import TEMPLATE as CHANNELS
+from kit.models import TOKENIZER_SIZE, byte_tokenizer, random_model, save
 from offload.engine.step import Step
 from offload.session import catalogue
 from offload.session.names import FOLDER_VARIABLE

@@ -12,14 +12,14 @@ from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit.oracles import step_with_torch
+from kit.processor import built, on_this_machine, threads
 from offload.config.block import Norm
 from offload.formats import quantised as codes
 from offload.formats.quantised import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending, Step, Steps, room_to_widen
 from offload.native.interface import Library
-from oracles import step_with_torch
-from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

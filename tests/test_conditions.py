@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import Sizes, changed, save_pair, tiny_plan
+from kit.models import Sizes, changed, save_pair, tiny_plan
+from kit.processor import threads
+from kit.store_users import CONDITIONS
 from offload.kernels.choice import of_model
 from offload.kernels.device import DeviceKernels
 from offload.kernels.rounding import rounding
@@ -19,8 +21,6 @@ from offload.kv.parts import first_page_seen
 from offload.plan.planner import Plan
 from offload.session import conditions
 from offload.session.conditions import Conditions
-from processor import threads
-from store_users import CONDITIONS
 
 CPU = torch.device("cpu")
 # The code of a process that reads the key of a plan's rows: of torch's instruction set, too.

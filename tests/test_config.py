@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from examples import at_most
+from kit.examples import at_most
 from offload.config.config_json import config_of
 from offload.config.reading import read_config
 from offload.config.rope import Rope

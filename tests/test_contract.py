@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import asked
-from contract import CONTEXT, DRAFTED, MODELS, MODES, PROMPT, Pair, alone, possible, refusal, say
+from kit import asked
+from kit.contract import CONTEXT, DRAFTED, MODELS, MODES, PROMPT, Pair, alone, possible, refusal, say
+from kit.quantised import engine_of, level_stats
 from offload.config.reading import read_config
 from offload.engine import prefix
 from offload.engine.engine import Engine
@@ -21,7 +22,6 @@ from offload.session.conditions import Conditions
 from offload.session.fingerprints import identity_of
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
-from quantised import engine_of, level_stats
 
 ROOM = 10**8  # bytes of a prefix store
 

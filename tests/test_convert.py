@@ -20,14 +20,14 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import Sizes, Stack, load, random_model, random_tokens, save
+from kit.models import Sizes, Stack, load, random_model, random_tokens, save
+from kit.programs import run
 from offload.errors import ModelError
 from offload.hub import pickles
 from offload.hub.library import Origin, locate
 from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.pickles import convert_shard, source_of
 from offload.text.tokenizer import Tokenizer
-from programs import run
 
 Usage = namedtuple("Usage", "total used free")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from families import save_tiny
-from models import PASS_TIMES, random_tokens
+from kit.families import save_tiny
+from kit.models import PASS_TIMES, random_tokens
+from kit.processor import best
 from offload.config.block import Encodings, Experts, FeedForward
 from offload.config.model import ModelConfig, llama_shaped
 from offload.decode.sampling import SamplingParams
@@ -37,7 +38,6 @@ from offload.weights.experts import HostExperts, StreamedExperts
 from offload.worker import expert_timer, pass_timer
 from offload.worker.expert_timer import time_experts
 from offload.worker.pass_timer import timed
-from processor import best
 from test_experts import Scene, scene
 
 NUM_LAYERS = 24

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asked import Asked, alone, together  # noqa: E402
+from kit.asked import Asked, alone, together  # noqa: E402
 from offload.config.block import DeltaRule  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
@@ -333,7 +333,7 @@ def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tok
 
 def test_texts_of_a_model_with_states_are_the_same_drafted_for_and_as_graphs() -> None:
     """It proposes to itself; the second request begins like the first."""
-    from families import save_tiny
+    from kit.families import save_tiny
 
     fields = {
         "vocab_size": 264, "max_position_embeddings": 2048, "hidden_size": 128, "intermediate_size": 128,
@@ -358,7 +358,7 @@ def test_texts_of_a_model_with_states_are_the_same_drafted_for_and_as_graphs() -
 
 def test_texts_of_mixtures_are_the_same_wherever_experts_are_and_as_graphs() -> None:
     """With experts on the GPU and in slots, drafted for or not; where the CPU runs some, as graphs or not."""
-    from families import save_tiny
+    from kit.families import save_tiny
 
     fields = {
         "vocab_size": 264, "max_position_embeddings": 2048, "hidden_size": 128, "num_attention_heads": 8,

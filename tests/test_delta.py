@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, softplus
 
+from kit.processor import before_a_guard, built, on_this_machine, threads
 from offload.config.block import DeltaRule, Norm
 from offload.kernels import delta as twin
 from offload.kernels.delta import DeltaWeights, Held, Replayed, RunDeltaRule
 from offload.kernels.norms import NormWeights
-from processor import before_a_guard, built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EXECUTORS = ("torch", *on_this_machine())

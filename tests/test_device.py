@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
+from kit.models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
 from offload.engine.request import GenerationRequest
 from offload.transfer.device import sum_in_fp32, use_device
 from offload.transfer.memory import Memory

@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from models import Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.models import Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.sampler_values import others
+from kit.sampling_reference import Letters, probabilities
 from offload.decode.distribution import Distribution, distribution_of, grammar_of
 from offload.decode.sampling import SETTINGS, SamplingParams, ThoughtBudget
 from offload.decode.sequence import Extended
@@ -24,8 +26,6 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.grammar.constraint import Constraint
 from offload.text.tokenizer import Tokenizer
-from sampler_values import others
-from sampling_reference import Letters, probabilities
 
 SIZE = 6
 ENDS = (5,)

@@ -17,6 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kit.oracles import (
+    pack_with_torch,
+    restore_kv_with_torch,
+    restore_with_torch,
+    split_off_kv_with_torch,
+    split_off_with_torch,
+)
+from kit.processor import before_a_guard, built, on_this_machine, threads
 from offload.formats import quantised, quantised_kv, residuals
 from offload.formats.layout import PageShape
 from offload.formats.packed import pack, unpack, unpack_with_torch
@@ -24,14 +32,6 @@ from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order
 from offload.formats.residuals import KEYS, VALUES, Residual
 from offload.native.interface import Library
-from oracles import (
-    pack_with_torch,
-    restore_kv_with_torch,
-    restore_with_torch,
-    split_off_kv_with_torch,
-    split_off_with_torch,
-)
-from processor import before_a_guard, built, on_this_machine, threads
 from test_codes import awkward
 from test_kv_codes import held
 from test_kv_residuals import DIMS, Page, sorts

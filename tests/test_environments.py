@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import programs
-from models import TOKENIZER_SIZE, random_model, save
+from kit import programs
+from kit.models import TOKENIZER_SIZE, random_model, save
 from offload.hub.names import FOLDER_VARIABLE as MODELS_VARIABLE
 from offload.speed.rates import FOLDER_VARIABLE as CACHE_VARIABLE
 from test_cli_fake import ROOT, command, environment, load, play

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from enumeration import Case, MixedLengths, TurnLengths, emission_error, generation_error, proposal_error
+from kit.enumeration import Case, MixedLengths, TurnLengths, emission_error, generation_error, proposal_error
+from kit.sampling_reference import Rule
 from offload.decode.sampling import SETTINGS, SamplingParams
-from sampling_reference import Rule
 from test_exactness import one_level, two_levels
 
 ROUNDED = 1e-5  # the real distribution is in fp32, its definition in fp64

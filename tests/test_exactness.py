@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from enumeration import (
+from kit.enumeration import (
     REAL,
     Branching,
     Case,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kit.processor import on_this_machine
 from offload.config.block import Experts, FeedForward
 from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
@@ -26,7 +27,6 @@ from offload.transfer.link import CudaLink, PacedLink
 from offload.transfer.memory import Memory
 from offload.weights import experts as module
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
-from processor import on_this_machine
 from test_experts import Run, Scene, config_of, of, scene
 
 NUM_LAYERS = 3

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from models import CPU
+from kit.models import CPU
+from kit.processor import built, on_this_machine, threads
+from kit.stored import made_up
 from offload.config.block import Encodings, Experts, FeedForward, Norm
 from offload.config.model import ModelConfig, llama_shaped
 from offload.formats.stored import StoredMatrix
@@ -29,8 +31,6 @@ from offload.plan.options import Options
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 from offload.weights.linear import product
-from processor import built, on_this_machine, threads
-from stored import made_up
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HIDDEN = 64

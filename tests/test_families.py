@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, Pair, alone, fields_of, say
-from families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
-from models import (
+from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, Pair, alone, fields_of, say
+from kit.families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
+from kit.models import (
     CPU,
     TOKENIZER_SIZE,
     LateLink,
@@ -28,6 +28,8 @@ from models import (
     resident_rows,
     target_cache,
 )
+from kit.processor import OPERATORS, of
+from kit.quantised import engine_of
 from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, Experts, FeedForward, Mixer, Norm
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES
@@ -40,8 +42,6 @@ from offload.plan.planner import Options
 from offload.plan.request import Request
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
-from processor import OPERATORS, of
-from quantised import engine_of
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 LENGTH = 45

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import LateLink, Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
+from kit.models import LateLink, Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
+from kit.processor import best, threads
 from offload.kernels.cpu import FEW_ROWS
 from offload.model.decoder import Decoder
 from offload.model.level import Level, StreamingLevel
 from offload.model.native_layers import NativeLayers
 from offload.model.passes import Pass, forward
 from offload.transfer.link import Link
-from processor import best, threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FAMILIES = ("llama-gqa", "llama-biased", "qwen2", "qwen3")

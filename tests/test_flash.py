@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from fake_flash import flash_attn_with_kvcache
-from models import load, random_model, random_tokens, resident_rows, save
+from kit.fake_flash import flash_attn_with_kvcache
+from kit.models import load, random_model, random_tokens, resident_rows, save
 from offload.engine import engine
 from offload.engine.engine import prefill_problem
 from offload.errors import UsageError

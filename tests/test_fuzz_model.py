@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuzzing import damaged_bytes, damaged_json, damaged_safetensors, growth_under, outcomes, put
-from models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
+from kit.fuzzing import damaged_bytes, damaged_json, damaged_safetensors, growth_under, outcomes, put
+from kit.models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.strict_json import MAX_JSON_BYTES

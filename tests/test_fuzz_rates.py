@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from fuzzing import damaged_json, put
+from kit.fuzzing import damaged_json, put
 from offload.machine import machine_name
 from offload.speed.hardware import rates_key
 from offload.speed.rates import FOLDER_VARIABLE, TWO_CORES, load_rates, rates_file

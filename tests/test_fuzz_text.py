@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from fuzzing import put
+from kit.fuzzing import put
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.text.stops import StopStrings

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from fuzzing import damaged_json, growth_under, outcomes, put
-from models import byte_tokenizer
+from kit.fuzzing import damaged_json, growth_under, outcomes, put
+from kit.models import byte_tokenizer
 from offload.errors import ModelError
 from offload.text.tokenizer import Detokenizer, Tokenizer
 from offload.text.tokenizer_files import MAX_FILE_BYTES

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from enumeration import Distribution, TableLevel, Tokens, identity
-from examples import at_most
+from kit.enumeration import Distribution, TableLevel, Tokens, identity
+from kit.examples import at_most
 from offload.decode import generation
 from offload.decode.generation import Run, in_passes
 from offload.decode.lengths import Fixed

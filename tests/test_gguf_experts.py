@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-import gguf_models
-from families import save_tiny
-from gguf_models import ARCHITECTURES, write_gguf
-from models import Sizes, load, random_tokens, target_cache
+from kit import gguf_models
+from kit.families import save_tiny
+from kit.gguf_models import ARCHITECTURES, write_gguf
+from kit.models import Sizes, load, random_tokens, target_cache
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.weights.checkpoint import Checkpoint, check_model

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from families import GEMMA4_ROPES, save_tiny
-from fuzzing import damaged_bytes, growth_under, outcomes, put
-from gguf_models import add_tokens, write_gguf
-from models import random_model, save
+from kit.families import GEMMA4_ROPES, save_tiny
+from kit.fuzzing import damaged_bytes, growth_under, outcomes, put
+from kit.gguf_models import add_tokens, write_gguf
+from kit.models import random_model, save
+from kit.stored import GGUF
 from offload.config.gguf_header import MAX_HEADER_BYTES, Items, read_header
 from offload.config.reading import read_config
 from offload.errors import ModelError
@@ -24,7 +25,6 @@ from offload.text.tokenizer import Tokenizer
 from offload.weights import gguf_file
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.gguf_file import MappedFile
-from stored import GGUF
 from test_gguf_tokenizer import gemma_values
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 40}

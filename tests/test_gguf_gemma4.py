@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import gguf_models
-from contract import FILES
-from families import GEMMA4_ROPES, save_tiny
-from gguf_models import add_tokens, write_gguf
+from kit import gguf_models
+from kit.contract import FILES
+from kit.families import GEMMA4_ROPES, save_tiny
+from kit.gguf_models import add_tokens, write_gguf
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.weights.checkpoint import Checkpoint, check_model

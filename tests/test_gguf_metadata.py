@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gguf_models import write_gguf
-from models import random_model, save
+from kit.gguf_models import write_gguf
+from kit.models import random_model, save
 from offload.config.gguf_architectures import ARCHITECTURES
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header, Value

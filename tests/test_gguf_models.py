@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from families import GEMMA4_ROPES, TINY, save_tiny
-from gguf_models import ARCHITECTURES, write_gguf
-from models import TOKENIZER_SIZE, Sizes, load, perturbed, random_model, random_tokens, save, target_cache, tiny_plan
+from kit.families import GEMMA4_ROPES, TINY, save_tiny
+from kit.gguf_models import ARCHITECTURES, write_gguf
+from kit.models import (
+    TOKENIZER_SIZE,
+    Sizes,
+    load,
+    perturbed,
+    random_model,
+    random_tokens,
+    save,
+    target_cache,
+    tiny_plan,
+)
 from offload.config.block import Block, Encodings, Mixer, Norm
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN

@@ -18,16 +18,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import test_next_token as heads
-from contract import FILES, KINDS, PROMPT, Pair, alone
-from families import save_tiny
-from gguf_models import write_gguf
-from models import TOKENIZER_SIZE, Sizes, load, random_tokens, target_cache
+from kit.contract import FILES, KINDS, PROMPT, Pair, alone
+from kit.families import save_tiny
+from kit.gguf_models import write_gguf
+from kit.models import TOKENIZER_SIZE, Sizes, load, random_tokens, target_cache
+from kit.quantised import level_stats
 from offload.config.reading import read_config
 from offload.errors import ModelError, UsageError
 from offload.formats.stored import StoredMatrix
 from offload.plan.shards import Shard, check_divides
 from offload.weights.checkpoint import Checkpoint, check_model
-from quantised import level_stats
 from test_parity import in_prefill
 
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)

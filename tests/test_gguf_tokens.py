@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 import pytest
 
-from gguf_models import write_gguf
-from models import random_model, save
+from kit.gguf_models import write_gguf
+from kit.models import random_model, save
 from offload.config.gguf import notes
 from offload.config.gguf_header import read_header
 from offload.config.reading import read_config

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from models import PASS_TIMES, save_pair
+from kit.models import PASS_TIMES, save_pair
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.plan.options import Options

@@ -30,10 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
-import scenes  # noqa: E402
-import stage  # noqa: E402
-from forked import forked  # noqa: E402
-from stage import Scene  # noqa: E402
+from kit import scenes, stage  # noqa: E402
+from kit.forked import forked  # noqa: E402
+from kit.stage import Scene  # noqa: E402
 from triforce_cli import __version__  # noqa: E402
 from triforce_cli.app import app  # noqa: E402
 from triforce_cli.settings import tree  # noqa: E402

@@ -19,7 +19,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from forked import pytest_in_a_fork  # noqa: E402
+from kit.forked import pytest_in_a_fork  # noqa: E402
+from kit.processor import left_to_torch  # noqa: E402
+from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
 from offload.config.block import DeltaRule  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
@@ -49,8 +51,6 @@ from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
-from processor import left_to_torch  # noqa: E402
-from stored import GGUF  # noqa: E402
 
 CUDA = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from api_schemas import SCHEMAS
-from constrained import (
+from kit.api_schemas import SCHEMAS
+from kit.constrained import (
     ARITHMETIC,
     EACH,
     MORE,

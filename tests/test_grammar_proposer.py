@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from api_schemas import record
-from constrained import EACH, demo, of_schema, text_of
+from kit.api_schemas import record
+from kit.constrained import EACH, demo, of_schema, text_of
 from offload.decode.grammar_proposer import LIKELY, SURE, AllowedLookupProposer, GrammarProposer
 from offload.decode.grammar_text import GrammarText
 from offload.grammar.grammar import Grammar

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from api_schemas import record
-from constrained import compiled, demo
+from kit.api_schemas import record
+from kit.constrained import compiled, demo
 from offload.errors import ModelError, UsageError
 from offload.grammar.constraint import Constraint, Kind
 from offload.grammar.grammar import Grammar, GrammarState

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas import record
-from constrained import ARITHMETIC, EACH, compiled, demo, gguf_bytes, ids, llama_like, of_schema, spelled, walk
+from kit.api_schemas import record
+from kit.constrained import ARITHMETIC, EACH, compiled, demo, gguf_bytes, ids, llama_like, of_schema, spelled, walk
 from offload.errors import ModelError
 from offload.grammar import grammar as grammar_module
 from offload.grammar.constraint import Kind

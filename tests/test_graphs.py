@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import GREEDY, random_tokens, save_pair
+from kit.models import GREEDY, random_tokens, save_pair
 from offload.bench import text_checks
 from offload.bench.launches import launches
 from offload.decode.gpu_draws import Beforehand, Draw, Judge

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asked import Asked, together
-from models import LateLink, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
+from kit.asked import Asked, together
+from kit.models import LateLink, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import LateLink
+from kit.models import LateLink
+from kit.processor import best
 from offload.config.model import llama_shaped
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
@@ -24,7 +25,6 @@ from offload.weights import homes
 from offload.weights.homes import PACKING, AsTheyAre, BesideCodes, Home, HomeMaker, Packed
 from offload.weights.layers import StreamedLayers
 from offload.weights.layout import LayerLayout
-from processor import best
 from test_placement import DRAFT, PROMPT, TARGET, request
 
 CONFIG = llama_shaped("qwen2", 64, 128, 192, 3, 2, 1, 64, 64, 1e-5, attention={"bias": True})

@@ -18,12 +18,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from hearing import hear_signals
-from models import TOKENIZER_SIZE, random_model, save
+from kit.hearing import hear_signals
+from kit.models import TOKENIZER_SIZE, random_model, save
+from kit.stage import rehearse
+from kit.terminals import Terminal
 from offload import interrupts
 from offload.interrupts import Terminated, handled, interruptible, poll, resume, waiting
-from stage import rehearse
-from terminals import Terminal
 from triforce_cli.chat import reader
 from triforce_cli.ground import inputs
 from triforce_cli.options import consent

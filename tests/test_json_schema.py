@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_schemas import record
-from constrained import demo, of_schema, spelled, text_of, walk
+from kit.api_schemas import record
+from kit.constrained import demo, of_schema, spelled, text_of, walk
+from kit.tool_schemas import OLD, WRITTEN
 from offload.grammar.json_disjoint import all_apart
 from offload.grammar.json_numbers import LIMIT, with_bounds
 from offload.grammar.json_schema import followed
 from test_grammar_refused import refused
-from tool_schemas import OLD, WRITTEN
 
 WALKS = 6
 

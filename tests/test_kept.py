@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import save_tiny
-from forked import Forked, forked_ranks
-from models import changed
+from kit.families import save_tiny
+from kit.forked import Forked, forked_ranks
+from kit.models import changed
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.engine.engine import Engine

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 from torch.testing import assert_close
 
+from kit.oracles import step_with_torch
+from kit.processor import built, on_this_machine, threads
 from offload.config.block import Norm
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.norms import NormWeights, add_normed
@@ -24,8 +26,6 @@ from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.runs import Rows, Run
 from offload.kernels.spans import SpanAttention
 from offload.native.interface import Library
-from oracles import step_with_torch
-from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EXACT_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

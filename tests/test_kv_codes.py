@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from kit.processor import built, on_this_machine, threads
 from offload.formats.layout import kv_code_bytes
 from offload.formats.quantised_kv import CHANNELS, GROUP, KVCodes, encode, encode_with_torch
 from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.runs import Rows, Run
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.native.interface import Library
-from processor import built, on_this_machine, threads
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DIMS = (8, 16, 40, 64, 80, 128, 256)  # of heads: less than a vector, no whole groups of channels, several

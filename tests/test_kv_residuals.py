@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kit.oracles import restore_kv_with_torch, split_off_kv_with_torch
+from kit.processor import before_a_guard, best, built, on_this_machine
 from offload.formats.layout import PageShape
 from offload.formats.quantised_kv import GROUP, KVCodes, Order, encode_with_torch
 from offload.formats.residuals import KEYS, VALUES, restore_pages, split_off_pages
 from offload.native.interface import Library
-from oracles import restore_kv_with_torch, split_off_kv_with_torch
-from processor import before_a_guard, best, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 USUAL = ALL[ALL.abs() < 2.0**126]  # 15 steps of a group are finite

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enumeration import TableLevel, soft
-from models import CPU, changed
+from kit.enumeration import TableLevel, soft
+from kit.models import CPU, changed
 from offload.decode.build import build_speculator
 from offload.decode.distribution import Distribution
 from offload.decode.lengths import LOOKUP_CHANCES, Adaptive, Estimate, Fixed, Mean, PassSeconds

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import (
+from kit.models import (
     GREEDY,
     LateLink,
     Sizes,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from constrained import demo, llama_like
-from examples import at_most
+from kit.constrained import demo, llama_like
+from kit.examples import at_most
 from offload.errors import DoesNotFit
 from offload.text import long_texts, tokenizer
 from offload.text.long_texts import Coverage

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import at_most
+from kit.examples import at_most
 from offload.decode.lookup import COMPARED, LONGEST, LookupProposer, longest_match, match_grade
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from models import Sizes, random_model, save, tiny_engine, tiny_plan
+from kit.models import Sizes, random_model, save, tiny_engine, tiny_plan
+from kit.processor import best
+from kit.quantised import SHAPES
 from offload.errors import DoesNotFit
 from offload.pages.tiles import TileShape, TileStore
 from offload.transfer.memory import Memory
-from processor import best
-from quantised import SHAPES
 
 CPU = torch.device("cpu")
 RETRIEVAL = Sizes(gamma=5, draft_gamma=2, lookup=True)

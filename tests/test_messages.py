@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from models import byte_tokenizer
+from kit.models import byte_tokenizer
 from offload.errors import UsageError
 from offload.text.tokenizer import Tokenizer
 from triforce_cli.prompts.formats import ChatFormat

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from enumeration import REAL, BookkeepingError, Decode
+from kit.enumeration import REAL, BookkeepingError, Decode
 from test_exact_control import CHECKS as CONTROLLED
 from test_exact_control import ROUNDED
 from test_exactness import CHECKS as PLAIN

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from families import random_tiny, save_tiny
-from models import SMALL, Sizes, load, random_tokens, target_cache
+from kit.families import random_tiny, save_tiny
+from kit.models import SMALL, Sizes, load, random_tokens, target_cache
+from kit.processor import OPERATORS, of
 from offload.config.config_json import config_of
 from offload.config.encodings import matrices
 from offload.config.model import ModelConfig
@@ -28,7 +29,6 @@ from offload.plan.shards import Shard
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.experts import load_experts
-from processor import OPERATORS, of
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 HIDDEN, SIZE, EXPERTS = 96, 64, 4

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.processor import SETS, best, built, left_to_torch, on_this_machine
 from offload.engine.engine import kernels_problem
 from offload.errors import UsageError
 from offload.kernels import cpu
@@ -22,7 +23,6 @@ from offload.kernels.cpu import CpuKernels, instruction_sets, load
 from offload.kernels.device import DeviceKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.what_if import LLAMA2_7B
-from processor import SETS, best, built, left_to_torch, on_this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
-import asked
-from families import save_tiny
-from models import GREEDY, TOKENIZER_SIZE, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from kit import asked
+from kit.families import save_tiny
+from kit.models import GREEDY, TOKENIZER_SIZE, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from kit.processor import best
+from kit.quantised import level_stats
 from offload.config import next_token
 from offload.config.encodings import matrices
 from offload.config.next_token import head_of
@@ -36,8 +38,6 @@ from offload.model.passes import forward
 from offload.plan.options import Options
 from offload.transfer.memory import Memory
 from offload.worker.assemble import last_hidden
-from processor import best
-from quantised import level_stats
 from test_placement import TEMPORARY
 
 SHAPES = {

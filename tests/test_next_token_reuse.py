@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asked import Asked, together
-from families import save_tiny
-from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from kit.asked import Asked, together
+from kit.families import save_tiny
+from kit.models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from kit.sessions import IDENTITY
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
@@ -34,7 +35,6 @@ from offload.session.folder import Folder
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.units import read_unit
-from sessions import IDENTITY
 from test_next_token import SHAPES, ring_of, with_head
 from test_state_sessions import sealed
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from kit.processor import best
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.kernels.operators import CODED_PAGE, PAGES, ROWS, OperatorAttention
 from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.runs import Rows, Run, RunAttention
-from processor import best
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}

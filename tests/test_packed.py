@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from examples import at_most
-from models import CPU, LateLink
+from kit.examples import at_most
+from kit.models import CPU, LateLink
+from kit.oracles import pack_with_torch
+from kit.processor import best, built, on_this_machine
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
@@ -32,8 +34,6 @@ from offload.speed.hardware import Hardware
 from offload.speed.rates import RTX_4090
 from offload.transfer.link import Link, PacedLink
 from offload.transfer.memory import Memory
-from oracles import pack_with_torch
-from processor import best, built, on_this_machine
 from test_caches import (
     DIM,
     KV_HEADS,

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from asked import Asked, alone, together
-from models import TOKENIZER_SIZE, Sizes, random_model, save, tiny_plan
+from kit.asked import Asked, alone, together
+from kit.models import TOKENIZER_SIZE, Sizes, random_model, save, tiny_plan
+from kit.processor import OPERATORS, process_uses
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.plan.options import Options
 from offload.weights.embedding import Embedding
-from processor import OPERATORS, process_uses
 
 PROMPT = [5 + at * at % 250 for at in range(300)]
 OTHERS: dict[str, dict[str, Any]] = {

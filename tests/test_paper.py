@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import test_cuda
-from asked import Asked, together
-from models import GREEDY, save_pair
+from kit.asked import Asked, together
+from kit.models import GREEDY, save_pair
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.grammar.constraint import Constraint

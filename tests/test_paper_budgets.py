@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from models import random_tokens, save_pair
+from kit.models import random_tokens, save_pair
 from offload.decode.proposal import Proposer
 from offload.decode.sampling import SamplingParams
 from offload.decode.speculation import Speculator

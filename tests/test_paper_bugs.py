@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from models import GREEDY, save_pair
+from kit.models import GREEDY, save_pair
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.model.torch_layers import TorchLayers

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from models import GREEDY, perturbed, random_model, save
+from kit.models import GREEDY, perturbed, random_model, save
 from offload.config.matrices import OPERATORS
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine

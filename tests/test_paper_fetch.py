@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from models import save_pair
+from kit.models import save_pair
 from offload.engine.engine import Engine
 from offload.kv.fetch import GpuFetch
 from offload.model.passes import forward

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
+from kit.models import FAMILIES, LateLink, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
+from kit.processor import OPERATORS, of
 from offload.config.rope import Rope
 from offload.kv import Cache
 from offload.model.decoder import Decoder
 from offload.model.level import Level
 from offload.model.passes import Pass, forward
-from processor import OPERATORS, of
 
 TOLERANCE = 1e-4
 LENGTH = 45

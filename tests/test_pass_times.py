@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from models import PASS_TIMES
+from kit.models import PASS_TIMES
 from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config

@@ -17,10 +17,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
 from torch import Tensor
 
-from fake_peers import fake_environment
-from families import save_tiny
-from gguf_models import write_gguf as write_converted
-from models import (
+from kit.fake_peers import fake_environment
+from kit.families import save_tiny
+from kit.gguf_models import write_gguf as write_converted
+from kit.models import (
     DYNAMIC_ROPE,
     GREEDY,
     TOKENIZER_SIZE,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked import forked_ranks
-from models import changed
+from kit.forked import forked_ranks
+from kit.models import changed
+from kit.processor import best
 from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
@@ -21,7 +22,6 @@ from offload.plan.request import Request
 from offload.plan.what_if import LLAMA2_13B
 from offload.speed.hardware import RTX_4090, Hardware
 from offload.transfer.memory import Memory
-from processor import best
 
 MODELS = Path(__file__).resolve().parents[1] / "triforce_cli" / "models"
 TARGET, DRAFT = MODELS / "demo-target", MODELS / "demo-draft"

@@ -8,7 +8,7 @@ from math import hypot, inf, log
 
 import pytest
 
-from models import PASS_TIMES
+from kit.models import PASS_TIMES
 from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import GREEDY, Sizes, byte_tokenizer, random_model, save, tiny_engine, tiny_plan
+from kit.models import GREEDY, Sizes, byte_tokenizer, random_model, save, tiny_engine, tiny_plan
 from offload import files
 from offload.bench import measure
 from offload.engine.engine import Engine

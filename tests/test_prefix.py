@@ -14,8 +14,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from examples import at_most
-from models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.examples import at_most
+from kit.models import DYNAMIC_ROPE, GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.processor import OPERATORS, process_uses
 from offload.decode.logprobs import TokenScore
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
@@ -28,7 +29,6 @@ from offload.progress import Progress, ignore
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.worker.worker import Worker
-from processor import OPERATORS, process_uses
 
 SIZES = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
 PLAIN = Sizes()

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from asked import Asked, together
-from families import save_tiny
-from forked import PROCESSES, forked
-from models import Sizes, changed, random_tokens, save_pair, tiny_plan
+from kit.asked import Asked, together
+from kit.families import save_tiny
+from kit.forked import PROCESSES, forked
+from kit.models import Sizes, changed, random_tokens, save_pair, tiny_plan
+from kit.sessions import IDENTITY, PAGE, Rows, bits
+from kit.store_users import CONDITIONS, ENOUGH, PARTS, TOKENS, keep, keep_forever, no_progress, opened, read, text, use
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
@@ -29,8 +31,6 @@ from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.store_files import clear, nbytes, pages_of, remove, shrink, summaries
 from offload.units import size
-from sessions import IDENTITY, PAGE, Rows, bits
-from store_users import CONDITIONS, ENOUGH, PARTS, TOKENS, keep, keep_forever, no_progress, opened, read, text, use
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=3)

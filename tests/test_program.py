@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers.models.llama import modeling_llama
 
-from models import random_tokens, save_pair
+from kit.models import random_tokens, save_pair
 from offload.decode.sampling import SamplingParams
 from offload.errors import TriforceError
 

@@ -18,9 +18,10 @@ import huggingface_hub
 import pytest
 import torch
 
-from gguf_models import write_gguf
-from hub import COMMIT, Hub, running
-from models import random_model, save
+from kit.gguf_models import write_gguf
+from kit.hub import COMMIT, Hub, running
+from kit.models import random_model, save
+from kit.terminals import Terminal
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.hub import fetch
@@ -29,7 +30,6 @@ from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.pickles import convert_shard
 from offload.units import size
 from offload.weights.checkpoint import Checkpoint, check_model
-from terminals import Terminal
 from test_cli_fake import environment, play
 
 NAME = "owner/model"

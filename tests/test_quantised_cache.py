@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked import Forked, forked_ranks
-from models import (
+from kit.forked import Forked, forked_ranks
+from kit.models import (
     GREEDY,
     LateLink,
     Sizes,
@@ -20,6 +20,8 @@ from models import (
     load,
     random_tokens,
 )
+from kit.processor import best, process_uses, swapped
+from kit.quantised import engine_of, level_stats, saved
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -35,8 +37,6 @@ from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
-from processor import best, process_uses, swapped
-from quantised import engine_of, level_stats, saved
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, kv_bits=4, any_rows=True, page=32, capacity=600)
 PLAIN = replace(SIZES, gamma=0, kv_bits=16)

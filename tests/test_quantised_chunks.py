@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked import Forked, forked_ranks
-from models import (
+from kit.forked import Forked, forked_ranks
+from kit.models import (
     GREEDY,
     LateLink,
     Sizes,
@@ -21,6 +21,8 @@ from models import (
     load,
     random_tokens,
 )
+from kit.processor import best, process_uses
+from kit.quantised import engine_of, level_stats, saved
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -38,8 +40,6 @@ from offload.model.passes import forward
 from offload.plan.sizing import KV_TAIL
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
-from processor import best, process_uses
-from quantised import engine_of, level_stats, saved
 
 BUDGET = 3 * GROUP
 SIZES = Sizes(

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from examples import at_most
-from models import Sizes, load, random_model, random_tokens, target_cache, tiny_plan
+from kit.examples import at_most
+from kit.models import Sizes, load, random_model, random_tokens, target_cache, tiny_plan
 from offload.config.config_json import config_of
 from offload.config.encodings import matrices
 from offload.config.model import ModelConfig

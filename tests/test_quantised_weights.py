@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forked import Forked, forked_ranks
-from models import (
+from kit.forked import Forked, forked_ranks
+from kit.models import (
     GREEDY,
     Sizes,
     changed,
@@ -22,6 +22,8 @@ from models import (
     random_tokens,
     tiny_plan,
 )
+from kit.processor import best
+from kit.quantised import engine_of, level_stats, saved
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -35,8 +37,6 @@ from offload.model.level import Level
 from offload.model.passes import forward
 from offload.model.quantised import quantised_weights
 from offload.transfer.memory import Memory
-from processor import best
-from quantised import engine_of, level_stats, saved
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=0, window=32, weight_bits=4, any_rows=True)
 BITS = [4, 6]

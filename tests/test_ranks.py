@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asked import Asked, alone, check, some, together
-from faults import fails_later, has_less_memory, in_pieces, stops_itself, sum_in_pieces
-from forked import Forked, forked_ranks
-from models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.asked import Asked, alone, check, some, together
+from kit.faults import fails_later, has_less_memory, in_pieces, stops_itself, sum_in_pieces
+from kit.forked import Forked, forked_ranks
+from kit.models import GREEDY, Sizes, changed, perturbed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.processor import process_uses
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -39,7 +40,6 @@ from offload.ranks.sums import Sums
 from offload.session.catalogue import inspect
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
-from processor import process_uses
 
 SIZES = Sizes(gamma=7, draft_gamma=3, budget=48, window=32, lookup=True, adaptive=True)
 FIXED = replace(SIZES, adaptive=False)  # lengths that follow no clock

@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
-from forked import PATIENCE_SECONDS, forked
-from models import save_pair
+from kit.forked import PATIENCE_SECONDS, forked
+from kit.models import save_pair
+from kit.slow_ranks import HOLD_DECODE, HOLD_PREFILL, HOLD_SAVE, PREFILLS, generate_slowly
 from offload.ranks.watch import SILENCE_SECONDS
 from offload.session.catalogue import inspect
-from slow_ranks import HOLD_DECODE, HOLD_PREFILL, HOLD_SAVE, PREFILLS, generate_slowly
 from triforce_cli.app import main
 
 TEXT = "".join(chr(97 + random.Random(i).randrange(26)) for i in range(1600))

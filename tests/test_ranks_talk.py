@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from forked import PATIENCE_SECONDS, forked
+from kit.forked import PATIENCE_SECONDS, forked
 from offload.errors import DoesNotFit, RankFailed
 from offload.ranks import follower, watch
 from offload.ranks.channel import Channel

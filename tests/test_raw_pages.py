@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asked import Asked, alone, together
-from examples import at_most
-from models import CPU, LateLink
+from kit.asked import Asked, alone, together
+from kit.examples import at_most
+from kit.models import CPU, LateLink
+from kit.processor import best
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
@@ -37,7 +38,6 @@ from offload.plan.sizing import Sizing
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 from offload.transfer.memory import Memory
 from offload.worker.models import _host_blocks
-from processor import best
 from test_caches import LAYERS, ROWS, Driver, Rounds, Tape, assert_same_bits_throughout
 from test_caches import ROUNDS as SOME_ROUNDS
 from test_packed import GPU, PAGE, PAGES, TILE, flags_of, make

@@ -14,8 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from forked import forked_ranks
-from models import LateLink, Sizes, changed, full_cache, load, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.forked import forked_ranks
+from kit.models import (
+    LateLink,
+    Sizes,
+    changed,
+    full_cache,
+    load,
+    random_model,
+    random_tokens,
+    save,
+    tiny_engine,
+    tiny_plan,
+)
+from kit.processor import best
+from kit.quantised import SHAPES
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -34,8 +47,6 @@ from offload.pages.table import Page
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
-from processor import best
-from quantised import SHAPES
 from test_quantised_cache import PLAIN, PROMPT, SIZES, assert_follows
 
 PAGE, PLENTY = SIZES.page, 64

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kit.oracles import split_off_with_torch
+from kit.processor import before_a_guard, built, on_this_machine
 from offload.formats.quantised import GROUP, TILE, Codes, encode_with_torch
 from offload.formats.residuals import restore, split_off
 from offload.native.interface import Library
-from oracles import split_off_with_torch
-from processor import before_a_guard, built, on_this_machine
 
 ALL = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
 USUAL = ALL[ALL.abs() < 2.0**126]  # 15 steps of a group are finite

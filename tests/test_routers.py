@@ -17,11 +17,11 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
+from kit.processor import built, on_this_machine, threads
 from offload.config.block import Experts, FeedForward, Norm
 from offload.kernels import experts_cpu
 from offload.kernels.experts import Bank, ExpertWeights, Mixture, Router, chosen, run_experts
 from offload.kernels.norms import NormWeights
-from processor import built, on_this_machine, threads
 
 COUNT, USED, HIDDEN, SIZE, ROWS = 11, 4, 64, 32, 37
 PLAIN = Experts(FeedForward(SIZE), COUNT, USED)

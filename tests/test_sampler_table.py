@@ -15,11 +15,11 @@ import pytest
 import torch
 import typer
 
+from kit.sampler_values import others
+from kit.sampling_reference import Letters
 from offload.decode.distribution import distribution_of
 from offload.decode.sampling import SETTINGS, Row, SamplingParams
 from offload.errors import UsageError
-from sampler_values import others
-from sampling_reference import Letters
 from triforce_cli.answering.request import Wanted
 from triforce_cli.app import app
 from triforce_cli.batch.records import read_records

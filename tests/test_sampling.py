@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from examples import at_most
+from kit.examples import at_most
 from offload.decode.random_source import SeededSource
 from offload.decode.sampling import SamplingParams
 from offload.decode.warp import warp

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kit.served import PATIENCE_SECONDS, SPAN, WANTED, Server, busy, received_until, until
 from offload.decode.sampling import SamplingParams
 from offload.metrics import Stats
-from served import PATIENCE_SECONDS, SPAN, WANTED, Server, busy, received_until, until
 from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.apis.api import ApiError
 from triforce_cli.serve import scheduler as scheduler_module

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from families import save_tiny
-from forked import Forked, forked_ranks
-from gguf_models import write_gguf
-from models import Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.families import save_tiny
+from kit.forked import Forked, forked_ranks
+from kit.gguf_models import write_gguf
+from kit.models import Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.processor import best
+from kit.stored_models import twin
 from offload.engine import scores as scores_module
 from offload.engine.engine import Engine
 from offload.engine.scores import Distance, Scores, divergence
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from offload.model.decoder import Decoder
-from processor import best
-from stored_models import twin
 
 LENGTH, CONTEXT = 90, 256
 TOKENS = random_tokens(LENGTH, seed=3, vocabulary=258)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from models import Sizes, full_cache, load, random_model, random_tokens, retrieval_cache, save
+from kit.models import Sizes, full_cache, load, random_model, random_tokens, retrieval_cache, save
 from offload.kv.full import FullCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass, Selector, choose

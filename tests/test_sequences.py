@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-import asked
-from asked import NEVER, Asked, alone, check, together
-from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit import asked
+from kit.asked import NEVER, Asked, alone, check, together
+from kit.models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.processor import OPERATORS, best, process_uses
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -28,7 +29,6 @@ from offload.model.level import Level
 from offload.model.passes import Pass, Work
 from offload.weights.embedding import Embedding
 from offload.worker.worker import Worker
-from processor import OPERATORS, best, process_uses
 
 TWO = Sizes(gamma=7, draft_gamma=3, lookup=True, adaptive=True)
 FIXED = Sizes(gamma=5, draft_gamma=2)

@@ -18,12 +18,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from api_clients import CLIENTS, parse, without_names
-from offload.decode.sampling import SamplingParams
-from offload.errors import TriforceError, UsageError
-from offload.metrics import Stats
-from offload.progress import Progress
-from served import (
+from kit.api_clients import CLIENTS, parse, without_names
+from kit.served import (
     CHAT,
     WANTED,
     Client,
@@ -35,6 +31,10 @@ from served import (
     request,
     until,
 )
+from offload.decode.sampling import SamplingParams
+from offload.errors import TriforceError, UsageError
+from offload.metrics import Stats
+from offload.progress import Progress
 from test_cli_fake import Step
 from triforce_cli.answering.answer import Part
 from triforce_cli.apis.api import ApiError, Event
@@ -920,7 +920,9 @@ def test_an_error_after_an_answer_fails_it_and_no_other(monkeypatch: pytest.Monk
     """While its rows were kept; it ended the server."""
     with Server() as server:
         with monkeypatch.context() as patch:
-            patch.setattr("served.Sequences.leave", lambda *given, **more: _raise(TriforceError("the disk is gone")))
+            patch.setattr(
+                "kit.served.Sequences.leave", lambda *given, **more: _raise(TriforceError("the disk is gone"))
+            )
             assert "the disk is gone" in server.client.chat("hi").text
         assert server.client.chat("hi there").said == "hi there"
 

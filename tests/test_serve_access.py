@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from served import Client, Server, received_until
+from kit.served import Client, Server, received_until
 from triforce_cli.apis.api import ApiError
 from triforce_cli.serve.access import Access, is_loopback
 

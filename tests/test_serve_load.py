@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from served import CHAT, Client, Server, busy, raw, received, received_until, request, until
+from kit.served import CHAT, Client, Server, busy, raw, received, received_until, request, until
 from triforce_cli.apis.api import ApiError
 from triforce_cli.serve import app, http, load
 from triforce_cli.serve.access import Access

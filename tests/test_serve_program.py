@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-import programs
-from models import save_pair
-from served import CHAT, PATIENCE_SECONDS, Client, received, received_until, request, until
+from kit import programs
+from kit.models import save_pair
+from kit.served import CHAT, PATIENCE_SECONDS, Client, received, received_until, request, until
 from test_cli_fake import environment
 
 QUESTIONS = ("Where is the key?", "Who came in, and when was that?", "What?")

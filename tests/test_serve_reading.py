@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from models import byte_tokenizer
+from kit.models import byte_tokenizer
+from kit.served import CHAT, Server, received_until, request, until
 from offload import strict_json
 from offload.decode.sampling import SamplingParams
 from offload.errors import DoesNotFit
 from offload.interrupts import Abandoned, abandoned_if, poll
 from offload.text.tokenizer import Tokenizer
-from served import CHAT, Server, received_until, request, until
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.answering.thoughts import _BLOCK, Channels, Splitter
 from triforce_cli.apis.api import ApiError

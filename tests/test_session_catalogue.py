@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import models
+from kit import models
+from kit.sessions import IDENTITY, Rows, page_files, restore, save, saved
 from offload.config.model import llama_shaped
 from offload.config.reading import read_config
 from offload.config.rope import Rope
@@ -35,7 +36,6 @@ from offload.session.identity import Identity, differences
 from offload.session.manifest import checksum
 from offload.session.names import FOLDER_VARIABLE, session_folder, sessions_folder
 from offload.session.store import Store
-from sessions import IDENTITY, Rows, page_files, restore, save, saved
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("unsynced")

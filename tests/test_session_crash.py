@@ -21,14 +21,14 @@ from typing import Any
 
 import pytest
 
-from forked import forked
+from kit.forked import forked
+from kit.sessions import IDENTITY, Rows, bits, page_files, restore, save, saved
 from offload.errors import DoesNotFit, SessionError
 from offload.kv.kept import Kept
 from offload.session.catalogue import remove, summaries
 from offload.session.folder import READERS, WRITER, Folder, Lock
 from offload.session.manifest import MANIFEST_FILE
 from offload.session.store import Store
-from sessions import IDENTITY, Rows, bits, page_files, restore, save, saved
 
 OLD, NEW = tuple(range(6)), (*range(4), *range(40, 45))
 UNCHANGED = 4

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kit.sessions import IDENTITY, LAYERS, Rows, bits, page_files, restore, save, saved
 from offload.errors import SessionError
 from offload.session import manifest as manifests
 from offload.session.catalogue import summaries
 from offload.session.manifest import MANIFEST_FILE, checksum
-from sessions import IDENTITY, LAYERS, Rows, bits, page_files, restore, save, saved
 
 TOKENS = (5, 6, 7, 8, 9, 10, 11, 12, 13, 14)
 

@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from kit.processor import OPERATORS, process_uses
+from kit.sessions import LAYERS, PACKED, Rows, bits, identity_of, page_files, restore, save, saved
 from offload.errors import DoesNotFit, SessionError
 from offload.formats.layout import Packing
 from offload.formats.packed import unpack_with_torch
@@ -36,8 +38,6 @@ from offload.session.layout import PageFile, PageFormat
 from offload.session.manifest import MANIFEST_FILE, checksum, encode
 from offload.session.store import Store
 from offload.transfer.link import PacedLink
-from processor import OPERATORS, process_uses
-from sessions import LAYERS, PACKED, Rows, bits, identity_of, page_files, restore, save, saved
 from test_caches import ROWS, Driver, Tape
 from test_packed import TILE, make
 from test_session_crash import at_step

@@ -13,23 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-import models
-from examples import at_most
-from models import LateLink, Sizes
-from offload.errors import DoesNotFit, SessionError
-from offload.kv.full import FullCache
-from offload.kv.kept import Kept
-from offload.model.decoder import Decoder
-from offload.model.level import Level
-from offload.model.passes import forward
-from offload.session import manifest as manifests
-from offload.session import units
-from offload.session.catalogue import inspect
-from offload.session.folder import Folder
-from offload.session.layout import PageFile, PageFormat
-from offload.session.store import Store
-from offload.transfer.link import Link, PacedLink
-from sessions import (
+from kit import models
+from kit.examples import at_most
+from kit.models import LateLink, Sizes
+from kit.sessions import (
     DIM,
     DTYPES,
     HEADS,
@@ -44,6 +31,19 @@ from sessions import (
     save,
     saved,
 )
+from offload.errors import DoesNotFit, SessionError
+from offload.kv.full import FullCache
+from offload.kv.kept import Kept
+from offload.model.decoder import Decoder
+from offload.model.level import Level
+from offload.model.passes import forward
+from offload.session import manifest as manifests
+from offload.session import units
+from offload.session.catalogue import inspect
+from offload.session.folder import Folder
+from offload.session.layout import PageFile, PageFormat
+from offload.session.store import Store
+from offload.transfer.link import Link, PacedLink
 
 pytestmark = pytest.mark.usefixtures("unsynced")
 

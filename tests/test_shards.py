@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import FAMILIES, random_model, save
+from kit.models import FAMILIES, random_model, save
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import UsageError

@@ -18,11 +18,11 @@ from typing import IO, Any
 
 import pytest
 
-from hearing import hear_signals
-from models import TOKENIZER_SIZE, random_model, save
+from kit.hearing import hear_signals
+from kit.models import TOKENIZER_SIZE, random_model, save
+from kit.programs import ProgramTerminal, begin
+from kit.terminals import ENTER, Terminal
 from offload.session.catalogue import inspect
-from programs import ProgramTerminal, begin
-from terminals import ENTER, Terminal
 from test_chat_terminal import arguments
 from test_chat_terminal import environment as chat_environment
 from test_cli import PIPES, read_until

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from contract import DRAFTED, MODES, NUM_NEW, PROMPT, SHAPES, Pair, alone, say
-from fake_flash import flash_attn_with_kvcache
-from families import save_tiny
-from forked import Forked, forked_ranks
-from gguf_models import write_gguf
-from models import (
+from kit.contract import DRAFTED, MODES, NUM_NEW, PROMPT, SHAPES, Pair, alone, say
+from kit.fake_flash import flash_attn_with_kvcache
+from kit.families import save_tiny
+from kit.forked import Forked, forked_ranks
+from kit.gguf_models import write_gguf
+from kit.models import (
     TOKENIZER_SIZE,
     LateLink,
     byte_tokenizer,
@@ -32,6 +32,9 @@ from models import (
     save,
     target_cache,
 )
+from kit.processor import OPERATORS, best, built, of, on_this_machine
+from kit.quantised import engine_of, level_stats
+from kit.sunk import NAMES, in_rank, random_sunk, read_as_sunk, save_sunk
 from offload.config.reading import read_config
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.gpu.flash import PAGE_STEP, FlashTiles
@@ -46,9 +49,6 @@ from offload.weights.loader import load_weights
 from offload.weights.tensors import expected_tensors
 from offload.worker.pass_timer import _Trial
 from paper import on_paper
-from processor import OPERATORS, best, built, of, on_this_machine
-from quantised import engine_of, level_stats
-from sunk import NAMES, in_rank, random_sunk, read_as_sunk, save_sunk
 from test_families import LENGTH, SIZES
 from test_operators import DIM, DTYPES, GROUPED, KV_HEADS, TOLERANCE, attending, in_fp64, normal, some_runs, still
 from test_parity import assert_same_logits, in_decoding, in_prefill

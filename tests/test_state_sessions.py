@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 import test_next_token
-from families import TINY, save_tiny
-from forked import Forked, forked_ranks
-from models import GREEDY, Sizes, changed, load, random_tokens, state_cache, tiny_engine, tiny_plan
+from kit.families import TINY, save_tiny
+from kit.forked import Forked, forked_ranks
+from kit.models import GREEDY, Sizes, changed, load, random_tokens, state_cache, tiny_engine, tiny_plan
+from kit.sessions import IDENTITY, PAGE, Rows, bits
+from kit.store_users import CONDITIONS, ENOUGH, no_progress
 from offload.config.config_json import config_of
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
@@ -44,8 +46,6 @@ from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.store_files import nbytes, shrink
 from offload.session.units import read_unit, write_unit
-from sessions import IDENTITY, PAGE, Rows, bits
-from store_users import CONDITIONS, ENOUGH, no_progress
 from test_next_token import with_head
 from test_session_crash import STEPS, at_step
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import asked
-from families import save_tiny
-from models import (
+from kit import asked
+from kit.families import save_tiny
+from kit.models import (
     GREEDY,
     Sizes,
     changed,
@@ -32,6 +32,7 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from kit.processor import OPERATORS, best, of
 from offload.config.block import DeltaRule, Norm
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
@@ -53,7 +54,6 @@ from offload.model.passes import forward
 from offload.plan import states as plan_of_states
 from offload.plan.sizing import PREFILL_BLOCK
 from offload.transfer.memory import Memory
-from processor import OPERATORS, best, of
 from test_parity import assert_same_logits, in_prefill
 
 DELTA = DeltaRule(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from models import Sizes, byte_tokenizer, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.models import Sizes, byte_tokenizer, random_model, random_tokens, save, tiny_engine, tiny_plan
 from offload.decode.generation import Run
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest

@@ -13,6 +13,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
+from kit.processor import before_a_guard, built, on_this_machine, threads
+from kit.stored import GGUF, NAMES, made_up
 from offload.config.block import Norm
 from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
 from offload.formats.stored import StoredMatrix, decode
@@ -21,8 +23,6 @@ from offload.kernels.device import NONE
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.weights.linear import Linear, Parts
-from processor import before_a_guard, built, on_this_machine, threads
-from stored import GGUF, NAMES, made_up
 
 OURS = [name for name in NAMES if name not in GGUF]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

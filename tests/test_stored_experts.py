@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from contract import MIXTURE, PLAIN, Pair
-from families import save_tiny
-from gguf_models import write_gguf
+from kit.contract import MIXTURE, PLAIN, Pair
+from kit.families import save_tiny
+from kit.gguf_models import write_gguf
+from kit.quantised import engine_of
+from kit.stored_models import store
 from offload.config.encodings import matrices
 from offload.config.reading import read_config
 from offload.errors import ModelError, UsageError
 from offload.plan.shards import check_divides
-from quantised import engine_of
-from stored_models import store
 
 
 def test_ranks_cut_no_block_of_an_expert(pairs: Callable[[str], Pair]) -> None:

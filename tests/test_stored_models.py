@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contract import CONTEXT, DRAFTED, PLAIN, Pair, say
-from gguf_models import write_gguf
+from kit.contract import CONTEXT, DRAFTED, PLAIN, Pair, say
+from kit.gguf_models import write_gguf
+from kit.quantised import engine_of, level_stats, saved
+from kit.stored_models import FORMS, GGUF, twin
 from offload.config.encodings import encoded
 from offload.config.matrices import Matrix
 from offload.config.model import llama_shaped
@@ -20,8 +22,6 @@ from offload.config.reading import read_config
 from offload.errors import ModelError, UsageError
 from offload.plan.shards import check_divides
 from offload.session.fingerprints import identity_of
-from quantised import engine_of, level_stats, saved
-from stored_models import FORMS, GGUF, twin
 
 
 @pytest.mark.parametrize("form", [*FORMS, *GGUF])

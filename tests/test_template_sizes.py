@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models import byte_tokenizer
+from kit.models import byte_tokenizer
 from offload.errors import ModelError, UsageError
 from offload.text import template_sizes
 from offload.text.chat_template import TooMuchText, render

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.sampling_reference import Letters
 from offload.decode.distribution import distribution_of
 from offload.decode.sampling import SamplingParams, ThoughtBudget
 from offload.errors import UsageError
 from offload.text.characters import Characters
 from offload.text.reply_text import ReplyText
-from sampling_reference import Letters
 from triforce_cli.answering.thoughts import Marks, Piece, Splitter, known, marks_of, switched_off
 from triforce_cli.options.answering import ChatFlags
 from triforce_cli.prompts.conversation import Conversation, Document

@@ -11,10 +11,10 @@ from threading import Barrier
 import pytest
 import torch
 
-from models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.models import GREEDY, Sizes, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.processor import process_uses, threads
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from processor import process_uses, threads
 
 SIZES = Sizes(gamma=5, draft_gamma=2)
 PROMPTS = [random_tokens(count, seed=count, vocabulary=256) for count in (40, 90)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from examples import at_most
-from models import byte_tokenizer
+from kit.examples import at_most
+from kit.models import byte_tokenizer
 from offload.errors import ModelError
 from offload.text.stops import StopStrings
 from offload.text.tokenizer import Detokenizer, Tokenizer

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM
 
-from models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
+from kit.models import GREEDY, Sizes, random_model, save, tiny_engine, tiny_plan
 from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
+from kit.models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, save_pair, tiny_engine, tiny_plan
 from offload.bench.comparison import PLAIN, TRIFORCE, WAYS, Comparison, Run
 from offload.bench.trial import WARM_UP, Step, Trial
 from offload.engine.engine import Engine

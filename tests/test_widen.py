@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
+from kit.models import FAMILIES, SMALL, Sizes, full_cache, load, random_model, random_tokens, resident_rows, save
 from offload.config.config_json import config_of
 from offload.config.reading import read_config
 from offload.engine.engine import load_tokenizer

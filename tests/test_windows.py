@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import asked
-from families import save_tiny
-from models import (
+from kit import asked
+from kit.families import save_tiny
+from kit.models import (
     CPU,
     GREEDY,
     Sizes,
@@ -28,6 +28,7 @@ from models import (
     tiny_engine,
     tiny_plan,
 )
+from kit.processor import OPERATORS, of, process_uses
 from offload.config.config_json import config_of
 from offload.config.model import llama_shaped
 from offload.config.reading import read_config
@@ -52,7 +53,6 @@ from offload.session import manifest as manifests
 from offload.session.fingerprints import identity_of
 from offload.session.store import Store
 from offload.transfer.memory import Memory
-from processor import OPERATORS, of, process_uses
 from test_parity import assert_same_logits, in_prefill
 
 PAGE, WINDOW, HEADS, DIM = 8, 11, 2, 16

@@ -85,7 +85,7 @@ class SamplingParams:
         float,
         Setting("Keep likely tokens up to this total probability; 1 is off.", 0, 1, above=True, off=1, common=True),
     ] = 0.9
-    top_k: Annotated[int, Setting("Keep this many of the likeliest tokens; 0 is off.", 0, off=0, common=True)] = 0
+    top_k: Annotated[int, Setting("Keep N tokens; 0 is off.", 0, off=0, common=True)] = 0
     min_p: Annotated[
         float,
         Setting(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from kit.models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest

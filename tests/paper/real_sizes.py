@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from fake_flash import check
+from kit.fake_flash import check
 from offload.config.matrices import OPERATORS
 from offload.config.model import ModelConfig
 from offload.formats.layout import PageShape

@@ -28,11 +28,11 @@ from offload.ranks import rendezvous
 PROCESSES = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
-    *("offload.ranks.follower", "offload.engine.engine", "triforce_cli.commands.generate", "forked", "faults"),
+    *("offload.ranks.follower", "offload.engine.engine", "triforce_cli.commands.generate", "kit.forked", "kit.faults"),
     *("triforce_cli.app", "prompt_toolkit.shortcuts", "programs"),
 ]
 PROCESSES.set_forkserver_preload(LIBRARIES)
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PATIENCE_SECONDS = 300.0  # a loaded machine is slow
 Fault = Callable[[int], None]  # called with its number in the process of a rank, before it follows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api_schemas import INTEGER, SHORT, STRING, Schema, listed, record
+from kit.api_schemas import INTEGER, SHORT, STRING, Schema, listed, record
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 DECIMAL_4_2 = r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,2}|(?=[\d.]{1,5}0*$)\d{0,2}\.\d{0,2}0*$)"

@@ -17,8 +17,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from families import random_tiny
-from models import perturbed, random_model, save
+from kit.families import random_tiny
+from kit.models import perturbed, random_model, save
 from offload.config.block import Block
 from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig

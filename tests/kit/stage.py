@@ -31,9 +31,9 @@ import pytest
 import typer
 
 import triforce_cli
-from hearing import hear_signals
-from planned import Plans
-from terminals import ENTER, Terminal
+from kit.hearing import hear_signals
+from kit.planned import Plans
+from kit.terminals import ENTER, Terminal
 from triforce_cli.settings import tree
 
 NOW = 1_800_000_000  # 2027-01-15 08:00:00 UTC
@@ -49,7 +49,7 @@ _KEPT = ExitStack()  # to the end of the process
 Prepare = Callable[[], None]
 HEAVY = (
     *("torch", "huggingface_hub", "prompt_toolkit.shortcuts", "rich.progress", "platformdirs", "encodings.idna"),
-    *("hub", "test_cli_bench", "test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor"),
+    *("kit.hub", "test_cli_bench", "test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor"),
     *("lxml.etree", "webencodings", "fontTools.ttLib", "llguidance", "offload.bench.environment"),
     *("offload.engine.engine", "offload.engine.sequences", "offload.hub.convert", "offload.hub.pull"),
     *("offload.bench.exactness", "offload.bench.trial", "offload.plan.what_if", "triforce_cli.app"),

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from kit.sessions import IDENTITY, PAGE, Rows, bits
 from offload.kv.kept import Kept
 from offload.kv.parts import PagedPart
 from offload.session.conditions import Conditions
 from offload.session.prefix_store import PrefixStore
 from offload.session.store_files import clear
-from sessions import IDENTITY, PAGE, Rows, bits
 
 ENOUGH = 1 << 30
 PARTS = [Rows()]

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from families import save_tiny
-from interpreter import without_idle_work
-from models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.families import save_tiny
+from kit.interpreter import without_idle_work
+from kit.models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
+from kit.sunk import read_as_sunk, save_sunk
 from offload.config.reading import read_config
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -29,7 +30,6 @@ from offload.model.passes import forward
 from paper import PaperGpu, on_paper
 from paper.kernels import chunks_by_kernel
 from paper.programs import programs_by_interpreter
-from sunk import read_as_sunk, save_sunk
 from test_paper_bugs import Bug, plant
 
 PROMPT = random_tokens(100, seed=7)

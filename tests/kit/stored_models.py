@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gguf_models import write_gguf
+from kit.gguf_models import write_gguf
 from offload.config.reading import read_config
 from offload.text import gguf_tokenizer
 from offload.weights.checkpoint import Checkpoint, check_model

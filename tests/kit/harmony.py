@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import AddedToken
 
-from models import byte_tokenizer
+from kit.models import byte_tokenizer
 from offload.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from models import Sizes, changed, perturbed, random_model, save, tiny_engine, tiny_plan
+from kit.models import Sizes, changed, perturbed, random_model, save, tiny_engine, tiny_plan
+from kit.processor import best
 from offload.engine.engine import Engine
 from offload.engine.prefix import OpenStore
 from offload.metrics import LevelStats
-from processor import best
 
 SHAPES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
 

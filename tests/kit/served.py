@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from api_clients import parse
+from kit.api_clients import parse
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import TriforceError

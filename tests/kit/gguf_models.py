@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from kit.stored import places
 from offload.formats.encodings import ENCODINGS
-from stored import places
 
 ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "granite": "granite",

@@ -15,7 +15,7 @@ from typing import Any
 import pexpect
 import pyte
 
-from hearing import hear_signals
+from kit.hearing import hear_signals
 
 PATIENCE_SECONDS = 300.0  # a loaded machine is slow; a test that passes waits for nothing
 PROMPT_BEGINS, PROMPT_ENDS = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste is on while a line is edited

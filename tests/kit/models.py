@@ -30,6 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kit.processor import best
 from offload.config.model import ModelConfig
 from offload.config.reading import draft_config, read_config
 from offload.decode import generation
@@ -71,7 +72,6 @@ from offload.transfer.link import Done, Event, Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.loader import load_weights
-from processor import best
 
 VOCABULARY = 96
 TOKENIZER_SIZE = 258  # 256 bytes, bos, eos

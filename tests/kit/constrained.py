@@ -20,7 +20,7 @@ from offload.grammar.grammar_tokenizer import spellings
 from offload.text.tokenizer import Tokenizer
 from test_gguf_tokenizer import made, pieces
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MORE = 7  # logits that no token has
 MAX_TOKENS = 160
 

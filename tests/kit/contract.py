@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from families import GEMMA4_ROPES, TINY, Tiny, save_tiny
-from gguf_models import write_gguf
-from models import GREEDY, SMALL, TOKENIZER_SIZE, Sizes, random_model, random_tokens, save
+from kit.families import GEMMA4_ROPES, TINY, Tiny, save_tiny
+from kit.gguf_models import write_gguf
+from kit.models import GREEDY, SMALL, TOKENIZER_SIZE, Sizes, random_model, random_tokens, save
+from kit.quantised import DRAFTED as IN_SHORT_BLOCKS
+from kit.quantised import engine_of, saved
+from kit.stored_models import FORMS, GGUF, by_expert, store, twin
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from quantised import DRAFTED as IN_SHORT_BLOCKS
-from quantised import engine_of, saved
-from stored_models import FORMS, GGUF, by_expert, store, twin
 
 Pair = tuple[Path, Path]  # target and draft
 Mode = tuple[Sizes, frozenset[str]]  # sizes of the levels, and what is streamed

@@ -1,6 +1,6 @@
 """A pytest plugin: the small cases of the GPU's kernels, which Triton's interpreter runs elsewhere, on a real GPU.
 
-usage: PYTHONPATH=tests python -m pytest -p on_gpu tests/*_interpreted.py
+usage: PYTHONPATH=tests python -m pytest -p kit.on_gpu tests/*_interpreted.py
 """
 
 from __future__ import annotations

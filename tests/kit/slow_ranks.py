@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from hearing import hear_signals
+from kit.hearing import hear_signals
 from triforce_cli.__main__ import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOLD_PREFILL, HOLD_DECODE, HOLD_SAVE, PREFILLS = "hold-prefill", "hold-decode", "hold-save", "prefills"  # files
 # Code of the program's own, as which it can be interrupted.
 SLOWLY = f"""

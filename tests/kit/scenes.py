@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stage import NOW, TEXT, Prepare, Scene, fake_engine
-from terminals import CTRL_U
+from kit.stage import NOW, TEXT, Prepare, Scene, fake_engine
+from kit.terminals import CTRL_U
 
 _KEPT = ExitStack()  # to the end of the process
 
@@ -124,7 +124,7 @@ def some_models() -> None:
 def a_hub() -> None:
     from huggingface_hub import constants
 
-    import hub
+    from kit import hub
 
     there = _KEPT.enter_context(hub.running())
     there.put("owner/model", {path.name: path.read_bytes() for path in Path("demo-draft").iterdir()}, license="llama2")

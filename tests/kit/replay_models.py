@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import plans
 
-from families import save_tiny
-from gguf_models import write_gguf
-from models import TOKENIZER_SIZE, byte_tokenizer, save_pair
+from kit.families import save_tiny
+from kit.gguf_models import write_gguf
+from kit.models import TOKENIZER_SIZE, byte_tokenizer, save_pair
 from test_next_token import SHAPES, with_head
 from test_quantised_folders import CASES, write
 

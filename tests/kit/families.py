@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from models import SMALL, byte_tokenizer, perturbed
+from kit.models import SMALL, byte_tokenizer, perturbed
 
 THETA = 500.0
 LONGROPE: dict[str, object] = {

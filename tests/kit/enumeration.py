@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from kit.sampling_reference import Letters, Rule, RuleState, probabilities
 from offload.decode import (
     distribution,
     generation,
@@ -42,7 +43,6 @@ from offload.decode.speculation import Draft, Lengths
 from offload.decode.verify import Verdict
 from offload.metrics import LevelStats, Stats
 from offload.model.passes import Pass, alone
-from sampling_reference import Letters, Rule, RuleState, probabilities
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]

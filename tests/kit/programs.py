@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryFile
 
-from forked import forked
-from terminals import Terminal, keep_output
+from kit.forked import forked
+from kit.terminals import Terminal, keep_output
 from test_cli_fake import ROOT, forget_the_tests
 
 

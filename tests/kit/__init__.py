@@ -1,0 +1,1 @@
+"""The rigs of tests: models, engines, commands, servers and numbers. No tests in here."""

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kit.examples import at_most
 from kit.families import save_tiny
+from kit.heads import SHAPES, with_head
 from offload.errors import UsageError
 from offload.plan.planner import Options
 from test_chat_dialogue import GREEDILY, LINES, Make, check_against_a_fresh_start, engine_of, finish_ahead, send
-from test_next_token import SHAPES, with_head
 from triforce_cli.chat import slash
 from triforce_cli.chat.dialogue import Dialogue
 from triforce_cli.chat.engine import LEAST_CAPACITY, ChatEngine

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kit.families import save_tiny
 from kit.forked import Forked, forked_ranks
+from kit.heads import SHAPES, with_head
 from kit.models import changed
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
@@ -26,7 +27,6 @@ from offload.session.folder import Folder
 from offload.session.needs import needs_of
 from offload.session.prefix_store import PrefixStore
 from offload.worker.worker import Worker
-from test_next_token import SHAPES, with_head
 from test_next_token_reuse import engine as drafting_engine
 from test_state_sessions import BLOCK, DOCUMENT, QUESTIONS, flip, manifest_of, opened, plan_of, say, sealed, with_store
 

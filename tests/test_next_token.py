@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
-from kit import asked
 from kit.families import save_tiny
-from kit.models import GREEDY, TOKENIZER_SIZE, Sizes, changed, random_tokens, tiny_engine, tiny_plan
+from kit.heads import FORMS, MIXTURES, SHAPES, form_of, with_head
+from kit.models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, tiny_engine, tiny_plan
 from kit.processor import best
 from kit.quantised import level_stats
 from offload.config import next_token
@@ -40,71 +40,9 @@ from offload.transfer.memory import Memory
 from offload.worker.assemble import last_hidden
 from test_placement import TEMPORARY
 
-SHAPES = {
-    "vocab_size": 264, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
-    "max_position_embeddings": 1024, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}  # fmt: skip
 SIZES = Sizes(
     gamma=6, draft_gamma=3, budget=64, chunk=16, window=32, any_rows=True, page=32, capacity=600, prefill_block=48
 )
-
-
-@dataclass(frozen=True)
-class Form:
-    """A head as the authors' checkpoints have it. fields: of config.json. layer: of the model, which the head's is
-    like. prefix: of the names in it. join, norms: names, the norms of an embedding, of a hidden row and of the output.
-    more: tensors that are copies of the model's. plus_one: norms multiply by 1 + their weight."""
-
-    fields: dict[str, int]
-    layer: int
-    prefix: str
-    join: str
-    norms: tuple[str, str, str]
-    more: tuple[str, ...] = ()
-    plus_one: bool = True
-
-
-MTP = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
-QWEN = Form({"mtp_num_hidden_layers": 1}, 3, "mtp.layers.0.", "mtp.fc", MTP)
-FORMS = {
-    "qwen3_5": QWEN,
-    "qwen3_5_moe": QWEN,
-    "glm4_moe": Form(
-        {"num_nextn_predict_layers": 1}, 2, "model.layers.3.", "model.layers.3.eh_proj",
-        ("model.layers.3.enorm", "model.layers.3.hnorm", "model.layers.3.shared_head.norm"),
-        ("model.layers.3.embed_tokens", "model.layers.3.shared_head.head"), plus_one=False,
-    ),
-}  # fmt: skip
-MIXTURES = [name for name in FORMS if name.endswith("moe")]
-
-
-def form_of(folder: Path) -> Form:
-    kind = json.loads((folder / "config.json").read_text())["model_type"]
-    return FORMS[kind.removesuffix("_text")]
-
-
-def with_head(folder: Path, *, seed: int = 3) -> Path:
-    """The model with a random next-token head. The copies of its tables are no copies, so that it shows if they are
-    used."""
-    form, path = form_of(folder), folder / "model.safetensors"
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | form.fields))
-    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
-    hidden, before = config["hidden_size"], f"model.layers.{form.layer}."
-    head: dict[str, tuple[int, ...]] = {
-        form.prefix + name.removeprefix(before): tuple(tensor.shape)
-        for name, tensor in tensors.items()
-        if name.startswith(before)
-    }
-    head |= {f"{name}.weight": (hidden,) for name in form.norms} | {f"{form.join}.weight": (hidden, 2 * hidden)}
-    head |= {f"{name}.weight": (config["vocab_size"], hidden) for name in form.more}
-    for name, shape in head.items():
-        noise = torch.randn(shape, generator=generator)
-        middle = 0.0 if form.plus_one else 1.0
-        tensors[name] = middle + 0.2 * noise if "norm" in name else noise / shape[-1] ** 0.5
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -419,38 +357,7 @@ def test_of_a_large_vocabulary_the_first_tokens_are_drafted(folder: Path, trimme
         assert say(made, PROMPT, sampling=Z_ONLY) == plain[1]
 
 
-ALL = frozenset(("kv", "weights"))
-MODES: dict[str, tuple[Sizes, dict[str, object]]] = {
-    "straight under the target": (replace(SIZES, budget=0), {}),
-    "under chunks": (SIZES, {}),
-    "under chunks, all streamed": (SIZES, {"offload": ALL}),
-    "straight under the target, weights streamed": (replace(SIZES, budget=0), {"offload": frozenset(("weights",))}),
-    "under the cache in 4 bits": (replace(SIZES, budget=0, kv_bits=4), {"offload": frozenset(("kv",))}),
-    "under weights in 4 bits": (replace(SIZES, budget=0, weight_bits=4), {}),
-    "with lookups, lengths adapt": (replace(SIZES, budget=0, lookup=True, adaptive=True), {}),
-}
 PROMPT = random_tokens(150, seed=7)
-
-
-@cache
-def alone(folder: Path) -> list[int]:
-    with engine(folder, replace(SIZES, gamma=0, draft_gamma=0), draft=False, dtype="bf16") as made:
-        return say(made, PROMPT)
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", FORMS)
-def test_every_mode_says_what_the_target_says_alone(folders: Callable[[str], Path], name: str, mode: str) -> None:
-    (sizes, options), folder = MODES[mode], folders(name)
-    if sizes.weight_bits < 16 and name in MIXTURES:
-        pytest.skip("there is no copy of experts in fewer bits")
-    best()
-    with engine(folder, sizes, dtype="bf16", **options) as made:
-        assert "draft" in made.plan.composition.levels
-        assert say(made, PROMPT) == alone(folder)
-        below = made.plan.composition.inner or "target"
-        assert sizes.adaptive or level_stats(made, below).drafted_by["draft"] > 0
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -476,7 +383,7 @@ def test_a_heads_experts_are_in_slots_where_the_targets_are(folders: Callable[[s
     [
         {"gamma": 7},
         {"gamma": 0},
-        {"gamma": 7, "draft_gamma": 3, "kv_bits": 4, "weight_bits": 16, "offload": ALL},
+        {"gamma": 7, "draft_gamma": 3, "kv_bits": 4, "weight_bits": 16, "offload": frozenset(("kv", "weights"))},
         {"gamma": 7, "draft_gamma": 3, "kv_bits": 16, "weight_bits": 4},
         {"gamma": 7, "offload": frozenset(("weights",))},
     ],
@@ -500,38 +407,6 @@ def test_planned_bytes_are_allocated_bytes_within_two_percent(
         assert {*ledger[tier]} - TEMPORARY - {"gathered chunks"} == names  # type: ignore[index]
         for name in names:
             assert ledger[tier][name] == pytest.approx(planned[name], rel=0.02), name  # type: ignore[index]
-
-
-@pytest.mark.usefixtures("forked_here")
-@pytest.mark.few(2)
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("name", FORMS)
-def test_two_ranks_say_the_same(folders: Callable[[str], Path], name: str, streams: bool) -> None:
-    """The head is whole on rank 0, which has the hidden rows of all."""
-    folder, offload = folders(name), frozenset(("weights",)) if streams else frozenset[str]()
-    with engine(folder, replace(SIZES, gamma=0, draft_gamma=0), draft=False) as made:
-        expected = say(made, PROMPT)
-    best()
-    sizes = replace(SIZES, budget=0)
-    plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, dtype="fp32", offload=offload)
-    with tiny_engine(changed(plan, num_devices=2), folder, folder) as made:
-        assert say(made, PROMPT) == expected
-        assert level_stats(made, "target").drafted_by["draft"] > 0
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("sizes", [replace(SIZES, budget=0), replace(SIZES, budget=0, kv_bits=4)])
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("name", FORMS)
-def test_sequences_of_a_batch_say_what_each_says_alone(
-    folders: Callable[[str], Path], name: str, streams: bool, sizes: Sizes
-) -> None:
-    best()
-    requests = asked.some(6, seed=2, most=150, output=26)
-    folder, more = folders(name), {"offload": frozenset(("weights",))} if streams else {}
-    plan = tiny_plan(folder, folder, sizes, num_prompt_tokens=400, max_tokens=60, num_sequences=3, **more)
-    with tiny_engine(plan, folder, folder) as made:
-        asked.check(made, requests)
 
 
 def test_drafts_after_a_pass_whose_rows_all_stay_overwrite_no_row_that_counts() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kit.asked import Asked, together
 from kit.families import save_tiny
+from kit.heads import SHAPES, with_head
 from kit.models import GREEDY, Sizes, changed, random_tokens, tiny_engine, tiny_plan
 from kit.sessions import IDENTITY
 from offload.decode.sampling import SamplingParams
@@ -35,7 +36,7 @@ from offload.session.folder import Folder
 from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.units import read_unit
-from test_next_token import SHAPES, ring_of, with_head
+from test_next_token import ring_of
 from test_state_sessions import sealed
 
 BLOCK = 32

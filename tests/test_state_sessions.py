@@ -18,6 +18,7 @@ from torch import Tensor
 import test_next_token
 from kit.families import TINY, save_tiny
 from kit.forked import Forked, forked_ranks
+from kit.heads import with_head
 from kit.models import GREEDY, Sizes, changed, load, random_tokens, state_cache, tiny_engine, tiny_plan
 from kit.sessions import IDENTITY, PAGE, Rows, bits
 from kit.store_users import CONDITIONS, ENOUGH, no_progress
@@ -46,7 +47,6 @@ from offload.session.prefix_store import PrefixStore
 from offload.session.store import Store
 from offload.session.store_files import nbytes, shrink
 from offload.session.units import read_unit, write_unit
-from test_next_token import with_head
 from test_session_crash import STEPS, at_step
 
 pytestmark = pytest.mark.usefixtures("unsynced")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kit import heads
 from kit.families import GEMMA4_ROPES, TINY, Tiny, save_tiny
 from kit.gguf_models import write_gguf
 from kit.models import GREEDY, SMALL, TOKENIZER_SIZE, Sizes, random_model, random_tokens, save
@@ -91,6 +92,12 @@ def _family(name: str, root: Path) -> Pair:
     draft = "olmo2" if read_config(target).stateful else name
     fields = SHAPES if draft != name else fields_of(name)
     return target, save_tiny(draft, root / "draft", tokenizer=True, noise=0.02, **fields)
+
+
+def _headed(name: str, root: Path) -> Pair:
+    """The model's next-token head is its draft."""
+    target = heads.with_head(save_tiny(name, root / "target", tokenizer=True, **heads.SHAPES))
+    return target, target
 
 
 # Quantised checkpoints.
@@ -185,6 +192,7 @@ def _file_twin(name: str, kind: str, target: Path, root: Path) -> Path:
 
 MODELS: Mapping[str, Model] = {
     **{name: Model(partial(_family, name)) for name in GROWN},
+    **{f"{name} with its head": Model(partial(_headed, name)) for name in heads.FORMS},
     **{f"qwen2 in {form}": Model(partial(_stored, form), _plain_twin) for form in (*FORMS, *GGUF)},
     **{f"qwen3_moe in {form}": Model(partial(_stored_mixture, form), _mixture_twin) for form in (*FORMS, *GGUF)},
     **{

@@ -20,8 +20,8 @@ import plans
 
 from kit.families import save_tiny
 from kit.gguf_models import write_gguf
+from kit.heads import SHAPES, with_head
 from kit.models import TOKENIZER_SIZE, byte_tokenizer, save_pair
-from test_next_token import SHAPES, with_head
 from test_quantised_folders import CASES, write
 
 USUAL: dict[str, Any] = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 4096}

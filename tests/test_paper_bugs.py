@@ -216,8 +216,8 @@ BUGS = [
     Bug(
         "a graph reads the places of a forward that is over",
         "offload.kv.places",
-        "sent_to(kept, there) if num_rows <= MAX_ROWS else sent(there, self._device)",
-        "sent(there, self._device)",
+        "sent_to(kept, numbers) if num_rows <= MAX_ROWS else sent(numbers, self._device)",
+        "sent(numbers, self._device)",
         "draft, kv streamed",
         GONE,
     ),

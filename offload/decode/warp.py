@@ -93,10 +93,10 @@ def without(logits: Tensor, banned: Tensor) -> Tensor:
 def _keep_top_n_sigma(logits: Tensor, count: float) -> Tensor:
     """Top-n-sigma: keep logits within `count` standard deviations of the largest, which is 0 here (Tang et al., 2024,
     arXiv 2411.07641). Banned tokens do not count."""
-    there = logits > -torch.inf
-    numbers, total = logits.double(), there.sum(-1, keepdim=True)
-    mean = torch.where(there, numbers, 0.0).sum(-1, keepdim=True) / total
-    variance = torch.where(there, (numbers - mean).square(), 0.0).sum(-1, keepdim=True) / total
+    allowed = logits > -torch.inf
+    numbers, total = logits.double(), allowed.sum(-1, keepdim=True)
+    mean = torch.where(allowed, numbers, 0.0).sum(-1, keepdim=True) / total
+    variance = torch.where(allowed, (numbers - mean).square(), 0.0).sum(-1, keepdim=True) / total
     return logits.masked_fill(numbers < -count * variance.sqrt(), -torch.inf)
 
 

@@ -168,8 +168,8 @@ class GpuFetch:
         if packed is None:
             self._copies.chunks(full.pages.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
         else:
-            there, packing = packed.table.on_device(), packed.codec.packing
-            self._copies.packed_chunks(there.blocks, there.flags, wanted, held, packing, **more)
+            table, packing = packed.table.on_device(), packed.codec.packing
+            self._copies.packed_chunks(table.blocks, table.flags, wanted, held, packing, **more)
 
     def _rows(self, num_tokens: int) -> Tensor:
         """[L, 2, H_kv, num_tokens, D], not filled."""

@@ -119,11 +119,11 @@ class LastHidden(Part):
     def read(self, start: int, stop: int) -> Tensor:
         """Rows at positions `start` to `stop`, [n, hidden]."""
         at = torch.arange(start, stop)
-        there = (at < self.length) & (at >= self.oldest)
+        present = (at < self.length) & (at >= self.oldest)
         in_sinks = at < len(self.first_rows)
         places = torch.where(in_sinks, at, self.sinks + at % len(self._ring)).to(self._rows.device)
         found = self._rows[places]
-        missing = ~(there | in_sinks)
+        missing = ~(present | in_sinks)
         return found.masked_fill_(missing.to(found.device).unsqueeze(1), 0.0) if bool(missing.any()) else found
 
     def truncate(self, length: int) -> None:

@@ -44,9 +44,9 @@ class Places:
         self._first, self._num_rows, self._all = (position, slot), num_rows, None
         self._bounds = num_coded, first_written
         if self.in_memory:
-            kept, there = self._kept[: 2 + 2 * num_rows], self._numbers()
-            there = sent_to(kept, there) if num_rows <= MAX_ROWS else sent(there, self._device)
-            self._all = RowPlaces(there[2 : 2 + num_rows], there[2 + num_rows :], there[:2])
+            kept, numbers = self._kept[: 2 + 2 * num_rows], self._numbers()
+            numbers = sent_to(kept, numbers) if num_rows <= MAX_ROWS else sent(numbers, self._device)
+            self._all = RowPlaces(numbers[2 : 2 + num_rows], numbers[2 + num_rows :], numbers[:2])
 
     def rows(self, first: int, qkv: QKV, scoring: Scoring, *, window: int = 0) -> Rows:
         """The forward's rows from the `first` on, as a cache gets them. window: tokens that the rows see of windowed

@@ -86,10 +86,10 @@ class PackedPages:
     ) -> tuple[Event, StagedPages]:
         """Begin to copy the first pages of a tile into `slot`, which has the tile's shape, one after the other in their
         formats; the rest of the slot is not written -> (event of completion, the staged pages)."""
-        there = slot.view(-1).view(torch.uint8)
+        room = slot.view(-1).view(torch.uint8)
         event: Event = All(after)
         for content in self._contents(layer, index, num_pages):
-            part, there = there[: content.numel()], there[content.numel() :]
+            part, room = room[: content.numel()], room[content.numel() :]
             halves, count, size = content.shape
             for half, to in zip(content, part.view(count, halves, size).unbind(1), strict=True):
                 event = self._link.to_device(to, half, after)

@@ -185,8 +185,8 @@ def _adaptive(composition: Composition, options: Options) -> tuple[LevelName, ..
         (composition.inner or "retrieval", composition.draft_gamma, options.draft_gamma),
         ("target", composition.gamma, options.gamma),
     )
-    there = ("target", composition.inner)
-    return tuple(name for name, drafts, given in lengths if drafts and given is None and name in there)
+    drafting = ("target", composition.inner)
+    return tuple(name for name, drafts, given in lengths if drafts and given is None and name in drafting)
 
 
 def _budgets(options: Options, capacity: int) -> list[int]:

@@ -156,11 +156,11 @@ class Cost(Passes):
         direction: weights once, rows of the cache back once, hidden rows between two layers."""
         hidden = self._crossing_rows(num_tokens)
         wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, num_tokens)
-        there = self.streamed_weights + hidden + (wanted if self.placement.expert_slots else 0)
+        inward = self.streamed_weights + hidden + (wanted if self.placement.expert_slots else 0)
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
         computed = self.device.prefill(num_tokens) + self.device.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
-        return max(computed + self.device.restoring, there / self.link_rate, back / to_host)
+        return max(computed + self.device.restoring, inward / self.link_rate, back / to_host)
 
     def _crossing_rows(self, num_tokens: int) -> int:
         """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""

@@ -123,10 +123,10 @@ class GpuPasses(DevicePasses):
     @property
     def _tiles_calls(self) -> float:
         """Seconds of the calls of a block over all tiles of a sequence, one by one; a window counts as a tile."""
-        there = self.passes.placement.resident_tiles
+        resident = self.passes.placement.resident_tiles
         windows = len(self.passes.sizing.target.windowed)
-        streamed = self.passes.num_tiles - there
-        return (there + windows) * GPU.resident_tile_seconds + streamed * GPU.tile_seconds
+        streamed = self.passes.num_tiles - resident
+        return (resident + windows) * GPU.resident_tile_seconds + streamed * GPU.tile_seconds
 
     def _over_blocks(self, level: str, rows: int, weights: float, cache_bytes: float) -> float:
         """Seconds of a pass in blocks that the sequences share; each sequence's cache is read by blocks of its own.

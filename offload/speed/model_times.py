@@ -50,5 +50,5 @@ class Measured(Generic[T]):
 
     def _is_of(self, record: object, times: T) -> bool:
         """Whether a record has times of the same kernels."""
-        there = self.times_of(record)
-        return there is not None and there.kernels == times.kernels
+        known = self.times_of(record)
+        return known is not None and known.kernels == times.kernels

@@ -118,10 +118,10 @@ class ExpertSlots:
 
     def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
         """The slot of each of `experts` that is in one. Such an expert counts as used now."""
-        there = {expert: self._held[expert] for expert in experts if expert in self._held}
-        for expert in there:
+        hits = {expert: self._held[expert] for expert in experts if expert in self._held}
+        for expert in hits:
             self._held.move_to_end(expert)
-        return there
+        return hits
 
     def fetch(self, experts: Mapping[Expert, Tensor]) -> dict[Expert, int]:
         """Begin to fetch experts that are in no slot from their homes, at most as many as there are slots. Returns
@@ -168,12 +168,12 @@ class StreamedExperts:
     def _batches(self, chosen: Sequence[int]) -> Iterator[dict[Expert, int]]:
         """The slots of the experts of each batch."""
         wanted = [(self._layer, number) for number in chosen if number < len(self._homes)]
-        there = self._slots.used(wanted)
-        missing = [expert for expert in wanted if expert not in there]
-        self.stats += ExpertStats(len(there), len(missing), len(missing) * self._homes.shape[1])
-        coming = self._fetch(missing[: len(self._slots) - len(there)])
-        if there:
-            yield self._slots.arrived(there)
+        hits = self._slots.used(wanted)
+        missing = [expert for expert in wanted if expert not in hits]
+        self.stats += ExpertStats(len(hits), len(missing), len(missing) * self._homes.shape[1])
+        coming = self._fetch(missing[: len(self._slots) - len(hits)])
+        if hits:
+            yield self._slots.arrived(hits)
         while missing:
             for group in _in_groups(coming):
                 yield self._slots.arrived(group)

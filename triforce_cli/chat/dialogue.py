@@ -130,12 +130,12 @@ class Dialogue:
     def compact(self, num_turns: int | None) -> None:
         """Replace the oldest turns by the model's summary of them, which is shown first. num_turns: how many; None: all
         but the last one. Fewer are replaced if a summary of all would not fit. Raises UsageError, DoesNotFit."""
-        conversation, there = self.conversation, len(self.conversation.turns)
-        if not there:
+        conversation, count = self.conversation, len(self.conversation.turns)
+        if not count:
             raise UsageError("there is nothing to compact: no message was sent yet")
-        if num_turns is not None and num_turns > there:
-            raise UsageError(f"{num_turns} turns cannot be compacted; there are {there}")
-        most = num_turns or max(there - 1, 1)
+        if num_turns is not None and num_turns > count:
+            raise UsageError(f"{num_turns} turns cannot be compacted; there are {count}")
+        most = num_turns or max(count - 1, 1)
         count = fitting(
             conversation, most, lambda asked: len(self.format.prompt(asked, BEGIN).tokens), self.engine.limit
         )

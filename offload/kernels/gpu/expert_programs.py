@@ -35,17 +35,17 @@ def score_rows(
     Every `NUMBERS`-th input is summed first, one after the other; then the `NUMBERS` sums are."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    real, there = row < num_rows, expert < num_experts
+    real, valid = row < num_rows, expert < num_experts
     total = tl.zeros([ROWS, EXPERTS, NUMBERS], tl.float32)
     for first in tl.range(0, num_inputs, NUMBERS):
         at = first + tl.arange(0, NUMBERS)
         inside = (at < num_inputs)[None, :]
         x = tl.load(rows + (row * num_inputs)[:, None] + at[None, :], mask=real[:, None] & inside, other=0.0)
-        own = tl.load(router + (expert * num_inputs)[:, None] + at[None, :], mask=there[:, None] & inside, other=0.0)
+        own = tl.load(router + (expert * num_inputs)[:, None] + at[None, :], mask=valid[:, None] & inside, other=0.0)
         x = tl.broadcast_to(x.to(tl.float32)[:, None, :], total.shape)
         total = tl.fma(x, tl.broadcast_to(own[None, :, :], total.shape), total)
     target = (row * num_experts)[:, None] + expert[None, :]
-    tl.store(scores + target, tl.sum(total, 2) * factor, mask=real[:, None] & there[None, :])
+    tl.store(scores + target, tl.sum(total, 2) * factor, mask=real[:, None] & valid[None, :])
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _numbers(address, like):
 
 @triton.jit
 def _sum_inputs(
-    rows, row, real, weight, output, there, num_inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    rows, row, real, weight, output, valid, num_inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     NUMBERS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The products of rows with outputs of a plain matrix, weight [any, num_inputs], over `NUMBERS` inputs at a time,
@@ -180,7 +180,7 @@ def _sum_inputs(
         at = first + tl.arange(0, NUMBERS)
         inside = (at < num_inputs)[None, :]
         x = tl.load(own + at[None, :], mask=real[:, None] & inside, other=0.0)
-        numbers = tl.load(matrix + at[None, :], mask=there[:, None] & inside, other=0.0)
+        numbers = tl.load(matrix + at[None, :], mask=valid[:, None] & inside, other=0.0)
         if WIDEN:
             x, numbers = x.to(tl.float32), numbers.to(tl.float32)
         total = tl.dot(x, tl.trans(numbers), total, input_precision="ieee")
@@ -188,10 +188,10 @@ def _sum_inputs(
 
 
 @triton.jit
-def _ended(total, bias, output, there, ADDED: tl.constexpr):
+def _ended(total, bias, output, valid, ADDED: tl.constexpr):
     """Sums plus a bias, if there is one, rounded to its dtype."""
     if ADDED:
-        total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + output, mask=valid, other=0.0).to(tl.float32)[None, :]
     return total.to(bias.dtype.element_ty)
 
 
@@ -226,22 +226,22 @@ def multiply_plain(
         return
     pair, row, real = _lines(pair_of, tile, per_row, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    there = output < num_outputs
+    valid = output < num_outputs
     home = content + place.to(tl.int64) * step
     total = _sum_inputs(
-        rows, row, real, _numbers(home + weight_at, out), output, there, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
+        rows, row, real, _numbers(home + weight_at, out), output, valid, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
     )
     bias = _numbers(home + bias_at, out)
-    made = _ended(total, bias, output, there, ADDED)
+    made = _ended(total, bias, output, valid, ADDED)
     if GATED:
         total = _sum_inputs(
-            rows, row, real, _numbers(home + gate_at, out), output, there, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
+            rows, row, real, _numbers(home + gate_at, out), output, valid, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
         )
-        made = opened(_ended(total, bias - num_outputs, output, there, ADDED), made, ACTIVATION)
+        made = opened(_ended(total, bias - num_outputs, output, valid, ADDED), made, ACTIVATION)
     elif ACTIVATION >= 0:
         made = activated(made.to(tl.float32), ACTIVATION).to(made.dtype)
     target = (pair.to(tl.int64) * out_stride)[:, None] + output[None, :]
-    tl.store(out + target, made, mask=real[:, None] & there[None, :])
+    tl.store(out + target, made, mask=real[:, None] & valid[None, :])
 
 
 @triton.jit
@@ -282,18 +282,18 @@ def multiply_blocks(
         rows, row, real, home + weight_at, book, column, num_outputs, num_blocks, 0, num_blocks,
         ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
     )  # fmt: skip
-    there, bias = output < num_outputs, _numbers(home + bias_at, out)
-    made = _ended(total, bias, output, there, ADDED)
+    valid, bias = output < num_outputs, _numbers(home + bias_at, out)
+    made = _ended(total, bias, output, valid, ADDED)
     if GATED:
         total, _ = sum_blocks(
             rows, row, real, home + gate_at, book, column, num_outputs, num_blocks, 0, num_blocks,
             ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
         )  # fmt: skip
-        made = opened(_ended(total, bias - num_outputs, output, there, ADDED), made, ACTIVATION)
+        made = opened(_ended(total, bias - num_outputs, output, valid, ADDED), made, ACTIVATION)
     elif ACTIVATION >= 0:
         made = activated(made.to(tl.float32), ACTIVATION).to(made.dtype)
     target = (pair.to(tl.int64) * out_stride)[:, None] + output[None, :]
-    tl.store(out + target, made, mask=real[:, None] & there[None, :])
+    tl.store(out + target, made, mask=real[:, None] & valid[None, :])
 
 
 @triton.jit
@@ -320,8 +320,8 @@ def sum_pairs(
     total = tl.zeros([COLUMNS], tl.float32)
     for place in tl.range(0, USED, loop_unroll_factor=4):
         pair = row * USED + place
-        there = mask_if(tl.load(chosen + pair) < EXPERTS, inside)
-        part = tl.load(made + pair.to(tl.int64) * num_outputs + column, mask=there, other=0.0).to(tl.float32)
+        valid = mask_if(tl.load(chosen + pair) < EXPERTS, inside)
+        part = tl.load(made + pair.to(tl.int64) * num_outputs + column, mask=valid, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.full([COLUMNS], tl.load(weights + pair), tl.float32), total)
     kind = out.dtype.element_ty
     total = total.to(kind)

@@ -116,12 +116,12 @@ def attend_tile(
     if WIDEN:
         query = query.to(tl.float32)
     state = row.to(tl.int64) * tl.num_programs(1) + head
-    there = mask_if(begun != 0, real)
-    top = tl.load(tops + state, mask=there, other=float("-inf"))
-    total = tl.load(totals + state, mask=there, other=0.0)
+    valid = mask_if(begun != 0, real)
+    top = tl.load(tops + state, mask=valid, other=float("-inf"))
+    total = tl.load(totals + state, mask=valid, other=0.0)
     if SINKS:  # the first tile's rows begin with it
         sink = tl.load(sink_logits + head) * 1.4426950408889634
-        top, total = tl.where(there, top, sink), tl.where(there, total, 1.0)
+        top, total = tl.where(valid, top, sink), tl.where(valid, total, 1.0)
     place = state[:, None] * DIM + dims[None, :]
     out = tl.load(running + place, mask=mask_if(begun != 0, whole), other=0.0)
 

@@ -77,10 +77,10 @@ def with_run(
     UNROLL: tl.constexpr,
 ):
     """The running result (out, top, total) of the earlier runs, with the spans of a run folded in."""
-    there = mask_if(begun != 0, real)
-    top = tl.load(tops + row, mask=there, other=float("-inf"))
-    total = tl.load(totals + row, mask=there, other=0.0)
-    begun_rows = there[:, None] & (dims < DIM)[None, :]
+    valid = mask_if(begun != 0, real)
+    top = tl.load(tops + row, mask=valid, other=float("-inf"))
+    total = tl.load(totals + row, mask=valid, other=0.0)
+    begun_rows = valid[:, None] & (dims < DIM)[None, :]
     out = tl.load(running + row[:, None] * DIM + dims[None, :], mask=begun_rows, other=0.0)
     return _folded_in(out, top, total, partials, sums, num_spans, stride, row, real, dims, DIM, UNROLL)
 
@@ -163,9 +163,9 @@ def attend_spans(
         if CHUNK > 0:
             for hidden in range(0, SPAN, STEP):
                 columns = column + (base + hidden) // CHUNK + tl.arange(0, STEP // CHUNK)
-                there = real[:, None] & (columns[None, :] < num_columns)
+                valid = real[:, None] & (columns[None, :] < num_columns)
                 none = tl.full([ROWS, STEP // CHUNK], float("-inf"), tl.float32)
-                tl.store(masses + state[:, None] * num_columns + columns[None, :], none, mask=there)
+                tl.store(masses + state[:, None] * num_columns + columns[None, :], none, mask=valid)
         return
     row = folded // GROUP
     at = row * query_stride + (head * GROUP + folded % GROUP) * DIM

@@ -85,7 +85,7 @@ def multiply_codes(
     row = block * ROWS + tl.arange(0, ROWS)
     output = column * OUTPUTS + tl.arange(0, OUTPUTS)
     group, word = tl.arange(0, GROUPS), tl.arange(0, WORDS)
-    real, there = row < num_rows, output < 16 * num_tiles
+    real, valid = row < num_rows, output < 16 * num_tiles
     home = blocks.to(tl.pointer_type(tl.int32))
     fours = rows.to(tl.pointer_type(tl.int64))
     at_tile = (output // 16).to(tl.int64) * (num_groups * BLOCK)
@@ -100,9 +100,9 @@ def multiply_codes(
     for begun in tl.range(first, last, GROUPS):
         # Groups past the last one count as zeros.
         source = home + begun * BLOCK + at_output[None, :]
-        held = there[None, :] & (begun + group < last)[:, None]
+        held = valid[None, :] & (begun + group < last)[:, None]
         scale = tl.load(source + group[:, None] * BLOCK, mask=held, other=0)
-        held = there[None, :] & (begun + word // 8 < last)[:, None]
+        held = valid[None, :] & (begun + word // 8 < last)[:, None]
         words = tl.load(source + at_word[:, None], mask=held, other=0)
         if BITS == 6:
             source = (
@@ -126,4 +126,4 @@ def multiply_codes(
                     x, weight = x.to(tl.float32), weight.to(tl.float32)
                 total = tl.dot(x, weight, total, input_precision="ieee")
     target = (split * num_rows + row).to(tl.int64) * (16 * num_tiles)
-    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
+    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & valid[None, :])

@@ -84,9 +84,9 @@ def multiply_stored(
         rows, row, real, stored, book, column, num_outputs, num_blocks, first_block, last,
         ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
     )  # fmt: skip
-    there = output < num_outputs
+    valid = output < num_outputs
     target = (split * num_rows + row).to(tl.int64) * num_outputs
-    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & there[None, :])
+    tl.store(partials + target[:, None] + output[None, :], total, mask=real[:, None] & valid[None, :])
 
 
 @triton.jit
@@ -122,8 +122,8 @@ def sum_blocks(
     turns = 1 + num_blocks % 2 if TURNED else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
     output = first_output + turns * tl.arange(0, OUTPUTS)
-    there = output < num_outputs
-    at = tl.where(there, output, first_output).to(tl.int64) * num_blocks * BLOCK
+    valid = output < num_outputs
+    at = tl.where(valid, output, first_output).to(tl.int64) * num_blocks * BLOCK
     home, before = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     if TURNED:
         before = column % turns * num_blocks * BLOCK % 4

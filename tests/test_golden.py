@@ -144,6 +144,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 def _record(asked: Connection) -> None:
     stage.rehearse()
+    stage.keep_plans()
     with suppress(EOFError):
         while True:
             asked.send(record(SCENES[asked.recv()]))
@@ -192,6 +193,7 @@ def main() -> None:
     if not given.write or not set(given.names) <= {*SCENES}:
         parser.error(f"give --write, and names of {', '.join(SCENES)}")
     stage.rehearse()
+    stage.keep_plans()
     for name in given.names or SCENES:
         (GOLDEN / f"{name}.txt").write_text(record(SCENES[name]), encoding="utf-8")
         print(name, flush=True)

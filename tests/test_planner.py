@@ -278,7 +278,9 @@ def test_with_one_device_nothing_is_summed_whatever_it_costs(monkeypatch: pytest
 
 
 def test_sums_of_processes_on_a_cpu_take_longer_the_more_there_are() -> None:
-    sums = [plan(hardware=replace(CPU, num_devices=number)).predicted.full_sum_seconds for number in (2, 6)]
+    target = DEMO.changed(intermediate_size=768)  # six divide it
+    hosts = [replace(CPU, num_devices=number) for number in (2, 6)]
+    sums = [plan(target=target, hardware=each).predicted.full_sum_seconds for each in hosts]
     assert sums[0] == pytest.approx(16 * 2e-5, rel=0.1)
     assert sums[1] > 4 * sums[0]
 

@@ -150,8 +150,12 @@ def rehearse() -> None:
     for words, command in tree.commands(root).items():
         command.make_context(words[-1], [], above, resilient_parsing=True)  # what reads the values of its options
     _read_tokenizers_once()
-    Plans(Path(_KEPT.enter_context(tempfile.TemporaryDirectory()))).keep(pytest.MonkeyPatch())
     gc.freeze()  # or every fork would copy what the collector looks at
+
+
+def keep_plans() -> None:
+    """Make each plan once, for all forks of this process, as long as it lasts."""
+    Plans(Path(_KEPT.enter_context(tempfile.TemporaryDirectory()))).keep(pytest.MonkeyPatch())
 
 
 def _read_tokenizers_once() -> None:

@@ -122,6 +122,7 @@ def test_requests_over_the_limit_are_refused_and_health_is_not(monkeypatch: pyte
             late = server.client.chat("late")
             assert (late.status, late.headers["retry-after"]) == (503, "1")
             assert server.client.ask("/health").status == 200
+        until(lambda: server.client.chat("hi there").status == 200)  # once their connections have ended, too
         assert server.client.chat("hi there").said == "hi there"
 
 

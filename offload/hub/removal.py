@@ -55,7 +55,7 @@ def find_stored(name: str) -> Stored:
     elif model_id is not None and _is_stored(model_id):
         return Stored(short_name(model_id), model_folder(model_id))
     stored = ", ".join(map(short_name, stored_ids())) or "none"
-    raise ModelError(f"{name} is no model in {models_folder()}; stored are: {stored}")
+    raise ModelError(f"{name} is no model in {models_folder()}; there are: {stored}")
 
 
 def remove(model: Stored) -> int:

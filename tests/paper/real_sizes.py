@@ -40,8 +40,7 @@ from offload.ranks.sums import Sums
 from offload.speed.hardware import RTX_4090, Hardware
 from offload.transfer.link import make_link
 from offload.transfer.memory import Memory, sent
-from offload.weights import embedding
-from offload.weights import layers as weights_module
+from offload.weights import embedding, loader
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.homes import PACKING, BesideCodes, Home, HomeMaker, Packed
 from offload.weights.layout import LayerLayout
@@ -83,7 +82,7 @@ def worker_without_bytes(
         patch.setattr(codec, "split_off_pages", lambda parts, shape, *_, most: _nine_bits(parts, shape))
         for name in ("unpack", "restore_pages", "move"):
             patch.setattr(codec, name, lambda *_: None)
-        patch.setattr(weights_module, "HomeMaker", _HomeMaker)
+        patch.setattr(loader, "HomeMaker", _HomeMaker)
         patch.setattr(TileStore, "address", lambda store, layer, index: _address(store.home(layer, index)))
         patch.setattr(dist, "all_gather", partial(_gathered, gpu))
         if with_flash:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from offload.engine.step import Step
 from offload.text.tokenizer import Tokenizer
 from triforce_cli.answering.answer import Answer, Part
 from triforce_cli.answering.request import Prompt, Wanted
+from triforce_cli.answering.several import Answers
 from triforce_cli.answering.thoughts import Marks
 from triforce_cli.documents import Document
+from triforce_cli.ground.deadline import Deadline
 from triforce_cli.tools.calls import Calls
 
 MARKS = Marks("<think>", "</think>")
@@ -183,3 +188,32 @@ def test_an_api_does_not_write_the_beginning_of_a_reply_that_the_client_has(
         text,
         thoughts,
     )
+
+
+def test_a_prompt_of_several_is_read_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault lived: without the deadline it was read to its end, and its answer was cut as late."""
+    heard, seconds = list[int](), count()
+
+    class Reading(list[object]):
+        """In place of `Sequences`: a prefill of ten steps."""
+
+        has_room = True
+
+        def __init__(self, engine: object) -> None: ...
+
+        def join(self, key: int, request: object, *, on_progress: Callable[[int], None]) -> None:
+            for step in range(10):
+                on_progress(step)
+
+        def leave(self, key: int, *, on_end: object) -> str:
+            return "its statistics"
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("offload.engine.sequences.Sequences", Reading)
+    engine: Any = SimpleNamespace(plan=SimpleNamespace(request=SimpleNamespace(capacity=99)))
+    deadline = Deadline(3.0, lambda: float(next(seconds)))
+    late = Answer(REPLY, WANTED, Tokenizer(byte_tokenizer()), deadline=deadline)
+    with Answers[int](engine) as answers:
+        assert list(answers.each([(7, late)], on_progress=heard.append)) == [(7, late, "its statistics")]  # type: ignore[arg-type]
+    assert (heard, late.finish) == ([0, 1, 2], "timeout")

@@ -69,9 +69,9 @@ def plan_again(plan: Plan, sizing: Sizing, *, num_prompt_tokens: int, max_tokens
     capacity, composition = plan.request.capacity, plan.composition
     _check_room(capacity, num_prompt_tokens, max_tokens)
     before = capacity - max_tokens
-    for options in (_pinning(plan, sizing.options), replace(sizing.options, context=capacity)):
-        sizing = replace(sizing, options=options)
-        capacity_of(sizing, before, max_tokens, [])  # checks the options
+    capacity_of(replace(sizing, options=_pinning(plan, sizing.options)), before, max_tokens, [])  # checks the options
+    sizing = replace(sizing, options=replace(sizing.options, context=capacity))
+    capacity_of(sizing, before, max_tokens, [])
     cost = Cost(sizing, place(sizing, capacity, composition, plan.placement.cpu_experts), capacity, composition)
     check_link(sizing.options, cost.placement)
     for problem in _problems(plan, cost):

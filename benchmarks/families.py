@@ -2,22 +2,27 @@
 
 usage: python benchmarks/families.py [--turns 5]
 
-Seconds per byte of a layer's weights without its attention, for 1, 8 and 16 rows, as `triforce` measures them before a
-model's first plan (offload/worker/pass_timer.py): the minimum over the turns, as a multiple of Llama's. The goal: at
-most 1.1.
+Seconds per byte of a layer's weights without its attention, for 1, 8 and 16 rows, over a trial model as
+`triforce` uses it to measure its kernels (offload/worker/trial.py): the minimum over the turns, as a multiple of
+Llama's. The goal: at most 1.1.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from math import inf
 
+import torch
 from report import say
 
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
-from offload.speed.pass_times import ROWS
-from offload.worker.pass_timer import time_passes
+from offload.errors import ModelError
+from offload.kernels.cpu import of_model
+from offload.worker.timed_runs import median_seconds
+from offload.worker.trial import Trial
 
 SIZES: dict[str, object] = {
     "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "head_dim": 128,
@@ -44,18 +49,37 @@ OWN: dict[str, dict[str, object]] = {
 SHOWN = (1, 8, 16)
 
 
+@torch.inference_mode()
 def layer(config: ModelConfig) -> list[float]:
     """Seconds per byte of weights, for each number of rows in SHOWN."""
-    times = time_passes(config, "bf16")
-    assert times is not None, "the machine is too busy"
-    return [times.layer[ROWS.index(rows)] / config.layer_weight_bytes(2) for rows in SHOWN]
+    trial = Trial(config, torch.bfloat16, of_model(torch.device("cpu"), config))
+    points = {("none", rows): partial(trial.run, rows, num_layers=0) for rows in SHOWN}
+    points |= {("all", rows): partial(trial.run, rows) for rows in SHOWN}
+    taken = median_seconds(points, inf)
+    assert taken is not None
+    num_bytes = config.num_layers * config.layer_weight_bytes(2)
+    return [(taken["all", rows] - taken["none", rows]) / num_bytes for rows in SHOWN]
+
+
+def dense() -> dict[str, ModelConfig]:
+    """The families whose layers are of SIZES, without experts and states."""
+    found = dict[str, ModelConfig]()
+    for name in FAMILIES:
+        try:
+            config = config_of(SIZES | {"model_type": name} | OWN.get(name, {}))
+        except ModelError as error:
+            say(f"{name} is left out: {error}")
+            continue
+        if config.experts is None and not config.stateful:
+            found[name] = config
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5)
     turns = parser.parse_args().turns
-    configs = {name: config_of(SIZES | {"model_type": name} | OWN.get(name, {})) for name in FAMILIES}
+    configs = dense()
     taken: dict[str, list[list[float]]] = {name: [] for name in configs}
     for turn in range(turns):
         for name, config in configs.items():

@@ -57,7 +57,7 @@ from offload.plan.request import Request
 from offload.speed.hardware import probe, rates_key
 from offload.speed.rates import TWO_CORES, Rates, save_rates
 from offload.transfer.link import make_link
-from offload.worker.pass_timer import timed
+from offload.worker.curve_timer import timed
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY_BYTES = 256 * 2**20

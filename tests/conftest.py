@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kit.forked import Forked
-    from offload.config.model import ModelConfig
-    from offload.speed.pass_times import PassTimes
+    from offload.speed.curves import Curve, Curves
 
 FEW = 12  # cases of a matrix, a test that is parametrized more than once, without --deep
 Values = tuple[tuple[str, int], ...]
@@ -71,23 +70,25 @@ def _folders_and_configuration_of_their_own(
         patch.setattr(OtherPrograms, "share", lambda self: 0.0)  # no note of what else this machine does
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))  # all options again for each run
         if not pytestconfig.getoption("deep"):
-            patch.setattr("offload.worker.pass_timer.time_passes", _passes_as_estimated)
+            patch.setattr("offload.worker.curve_timer.time_curves", _typical)
+            patch.setattr("offload.worker.curve_timer.time_weights", _scaled)
         yield
 
 
-def _passes_as_estimated(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes:
-    """In place of measured ones, which take seconds for each model, many more on a busy machine, and give other plans
-    in each run. They have tests of their own."""
-    from offload.model.loading import DTYPES
-    from offload.speed.pass_times import estimated
+def _typical(dtype: str) -> Curves:
+    """In place of measured curves, which take seconds, many more on a busy machine, and give other plans in each run.
+    They have tests of their own."""
+    from offload.kernels.cpu import kernels
+    from offload.speed.curves import typical
     from offload.speed.rates import TWO_CORES
-    from offload.worker.pass_timer import _kernels_name
 
-    times = replace(estimated(config, DTYPES[dtype].itemsize, TWO_CORES), kernels=_kernels_name(config))
-    if weight_bits == 16:
-        return times
-    fewer = tuple(seconds * weight_bits / 16 for seconds in times.layer)
-    return replace(times, layer=fewer, prefill_row=1e-13, prefill_pair=1e-13)
+    curves = typical(TWO_CORES.device_read, TWO_CORES.flops)
+    coded = tuple(5 / 16 * seconds for seconds in curves.cache) if kernels().usable else None
+    return replace(curves, coded_cache=coded, kernels=kernels().name)
+
+
+def _scaled(dtype: str, form: str, known: Curves) -> Curve:
+    return known.weights_of(form)
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,6 @@ from offload.model.passes import Pass
 from offload.plan.what_if import LLAMA31_8B
 from offload.speed.hardware import probe
 from offload.transfer.link import PacedLink
-from offload.worker import pass_timer
-from offload.worker.pass_timer import time_passes
 
 EMBEDDED = Path(__file__).parents[1] / "triforce_cli" / "models"
 SMALL = LLAMA31_8B.changed(hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -52,7 +50,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(pass_timer, "time_passes", time_passes)  # the real one: see conftest.py
     monkeypatch.setattr(checks, "MODELS", {"small": SMALL})
     monkeypatch.setattr(checks, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(text_checks, "PROMPT", PROMPT[:150])
@@ -103,8 +100,6 @@ def failed(tiny: Path) -> Failed:
 @pytest.mark.parametrize("models", ["tiny", pytest.param("embedded", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_all_hold_here_with_kernels_and_without(kernels: str, models: str, tiny: Path, monkeypatch: Patch) -> None:
-    if kernels == "off":  # then passes of the embedded models are timed in vain, for that long
-        monkeypatch.setattr(pass_timer, "LIMIT_SECONDS", 0.5)
     monkeypatch.setenv("TRIFORCE_KERNELS", kernels)
     cpu.kernels.cache_clear()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from kit.families import save_tiny
-from kit.models import PASS_TIMES, random_tokens
+from kit.models import CURVES, random_tokens
 from kit.processor import best
 from offload.config.block import Encodings, Experts, FeedForward
 from offload.config.model import ModelConfig, llama_shaped
@@ -23,21 +22,18 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import cpu
 from offload.kernels.experts import Router
-from offload.machine import machine_name
 from offload.model.host_experts import HostMixes
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
-from offload.speed.curves import ROWS
-from offload.speed.expert_times import ExpertTimes, estimated, load_expert_times, save_expert_times
-from offload.speed.hardware import RTX_4090, Hardware, rates_key
-from offload.speed.pass_times import Times, save_times
-from offload.speed.rates import rates_file
+from offload.speed.cpu_pass import experts_seconds
+from offload.speed.curves import ROWS, Curve, Curves
+from offload.speed.hardware import RTX_4090, Hardware
+from offload.speed.routing import distinct_experts
 from offload.weights.experts import HostExperts, StreamedExperts
-from offload.worker import expert_timer, pass_timer
-from offload.worker.expert_timer import time_experts
-from offload.worker.pass_timer import timed
+from offload.worker import curve_timer
+from offload.worker.curve_timer import timed
 from test_experts import Scene, scene
 
 NUM_LAYERS = 24
@@ -61,9 +57,14 @@ def linked(gigabytes: float, **changes: Any) -> Hardware:
     return replace(GPU, rates=replace(RTX_4090, to_device=gigabytes * 1e9), **changes)
 
 
-def planned(hardware: Hardware, options: Options | None = None, times: Times | None = None) -> Plan:
+def planned(hardware: Hardware, options: Options | None = None, curves: Curves | None = None) -> Plan:
     sizes = {"num_prompt_tokens": 2000, "max_tokens": 100}
-    return Request(MIXTURE, None, options or Options(), hardware, times=times or Times()).plan(**sizes)
+    return Request(MIXTURE, None, options or Options(), hardware, curves).plan(**sizes)
+
+
+def by_byte(seconds: float) -> Curves:
+    """Curves of so many seconds for a byte of experts, whatever the rows."""
+    return replace(CURVES, weights=CURVES.weights | {"Q4_0": (seconds,) * len(ROWS)})
 
 
 def by_cpu(*given: Any) -> int:
@@ -81,7 +82,7 @@ class TestThePlan:
         assert by_cpu(linked(2.0, device_free_bytes=40 * 10**9)) == 0
 
     def test_goes_by_measured_seconds(self) -> None:
-        slow, fast = (Times(experts=ExpertTimes((seconds,) * len(ROWS), "a test's")) for seconds in (1.0, 1e-6))
+        slow, fast = by_byte(1e-6), by_byte(1e-14)
         assert by_cpu(linked(2.0), None, slow) == 0
         assert by_cpu(linked(25.0), None, fast) == NUM_LAYERS
 
@@ -111,10 +112,9 @@ class TestThePlan:
         assert made.predicted.missed_bytes == 0
 
     def test_counts_the_cpus_seconds_and_not_the_links(self) -> None:
-        seconds = 2e-3
-        times = Times(experts=ExpertTimes((seconds,) * len(ROWS), "a test's"))
+        seconds = 8 * MIXTURE.expert_bytes(2) * 2e-11
         options = [Options(cpu_experts=number, speculation=False) for number in (0, NUM_LAYERS)]
-        link, own = (planned(linked(1.0), each, times).predicted for each in options)
+        link, own = (planned(linked(1.0), each, by_byte(2e-11)).predicted for each in options)
         assert NUM_LAYERS * seconds < own.full_pass_seconds < NUM_LAYERS * seconds * 1.5 < link.full_pass_seconds
 
     def test_keeps_the_number_when_it_is_given(self) -> None:
@@ -136,10 +136,11 @@ class TestThePlan:
         assert any("--cpu-experts 3 is not used: no experts are on the host" in note for note in made.notes)
 
     def test_estimates_more_seconds_for_more_rows(self) -> None:
-        found = estimated(MIXTURE, 2, RTX_4090)
-        assert list(found.seconds) == sorted(found.seconds)
-        read = 8 * Sizing(MIXTURE, None, Options(), GPU, "bf16").largest_expert_bytes / RTX_4090.host_read
-        assert read < found.of(1) < 2 * read
+        sizing = Sizing(MIXTURE, None, Options(), GPU, "bf16")
+        found = [experts_seconds(MIXTURE, 2, rows, sizing.curves) for rows in ROWS]
+        assert found == sorted(found)
+        read = 8 * sizing.largest_expert_bytes / RTX_4090.host_read
+        assert read < found[0] < 4 * read
 
 
 @pytest.fixture(scope="module")
@@ -233,73 +234,37 @@ def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool, gates: bo
 
 class TestSeconds:
     @pytest.fixture(autouse=True)
-    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRIFORCE_CACHE_DIR", str(tmp_path / "cache"))
-        return tmp_path / "cache"
 
-    def test_are_measured_on_the_models_shapes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        best()
-        monkeypatch.setattr(expert_timer, "BANK_BYTES", 2**20)
-        small = MIXTURE.mapped(lambda block: replace(block, experts=Experts(FeedForward(256), 8, 2)))
-        found = time_experts(small, "bf16")
-        assert found is not None
-        assert found.kernels == cpu.kernels().name
-        assert all(0 < seconds < 1 for seconds in found.seconds)
-        assert found.of(64) > found.of(1)
+    def test_are_those_of_the_distinct_experts_by_their_own_rows(self) -> None:
+        experts, layer = MIXTURE.block.experts, MIXTURE.layer(0)
+        assert experts is not None
+        flat = replace(CURVES, weights={"": (1e-9,) * len(ROWS), "Q4_0": (1e-9,) * len(ROWS)})
+        steep = replace(flat, weights={"": flat.weights[""], "Q4_0": tuple(1e-9 * rows for rows in ROWS)})
+        for rows in (1, 5, 64):
+            distinct = distinct_experts(experts, rows)
+            own = experts_seconds(layer, 2, rows, flat)
+            assert own == pytest.approx(distinct * layer.expert_bytes(2) * 1e-9)
+            assert experts_seconds(layer, 2, rows, steep) == pytest.approx(own * rows * experts.used / distinct)
+        assert experts_seconds(llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999), 2, 1, flat) == 0.0
 
-    def test_are_kept_and_used_by_every_later_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_are_measured_for_a_gpu_that_may_leave_some_to_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         best()
         asked: list[str] = []
 
-        def measure(config: ModelConfig, dtype: str) -> ExpertTimes:
-            asked.append(dtype)
-            return ExpertTimes((0.5,) * len(ROWS), cpu.kernels().name)
+        def measure(dtype: str, form: str, known: Curves) -> Curve:
+            asked.append(f"{form} beside {dtype}")
+            return (1e-9,) * len(ROWS)
 
-        monkeypatch.setattr(pass_timer, "time_experts", measure)
+        monkeypatch.setattr(curve_timer, "time_weights", measure)
         request = Request(MIXTURE, None, Options(dtype="bf16"), linked(2.0))
         first = timed(request)
-        assert timed(request).times == first.times == request.with_known_times().times
-        assert first.times.experts == ExpertTimes((0.5,) * len(ROWS), cpu.kernels().name)
-        assert asked == ["bf16"]
-        assert timed(replace(request, target=llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999))).times == Times()
-
-    def test_of_other_kernels_are_measured_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        best()
-        request = Request(MIXTURE, None, Options(), linked(2.0))
-        here = machine_name(), rates_key("cpu"), request.experts_key
-        save_expert_times(*here, ExpertTimes((0.5,) * len(ROWS), "older ones"))
-        newer = ExpertTimes((0.25,) * len(ROWS), cpu.kernels().name)
-        monkeypatch.setattr(pass_timer, "time_experts", lambda *model: newer)
-        assert timed(request).times.experts == newer
-        save_expert_times(*here, replace(newer, seconds=(0.1,) * len(ROWS)))  # another start, which measured too
-        assert load_expert_times(*here) == newer
-
-    def test_of_a_busy_cpu_are_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        best()
-        monkeypatch.setattr(expert_timer, "LIMIT_SECONDS", 0.0)
-        monkeypatch.setattr(expert_timer, "BANK_BYTES", 2**20)
-        assert time_experts(MIXTURE, "bf16") is None
-        request = Request(MIXTURE, None, Options(), linked(2.0))
-        assert timed(request) == request
-
-    def test_are_forgotten_when_the_machine_is_measured_anew(self) -> None:
-        save_expert_times("here", "CPU", "one", ExpertTimes((0.5,) * len(ROWS), "some"))
-        save_times("here", "CPU", {"two": PASS_TIMES})
-        assert load_expert_times("here", "CPU", "one") is not None
-        save_times("here", "CPU", {"two": PASS_TIMES}, anew=True)
-        assert load_expert_times("here", "CPU", "one") is None
-
-    @pytest.mark.parametrize(
-        "record",
-        [None, 3, [], {"one": None}, {"one": {"seconds": [1.0], "kernels": "a"}}, {"one": {"seconds": [1.0] * 7}}],
-        ids=str,
-    )
-    def test_of_a_damaged_record_count_as_not_measured(self, record: object, folder: Path) -> None:
-        folder.mkdir()
-        rates_file().write_text(json.dumps({"here": {"CPU, experts": record}}))
-        assert load_expert_times("here", "CPU", "one") is None
-        save_expert_times("here", "CPU", "one", ExpertTimes((0.5,) * len(ROWS), "some"))
-        assert load_expert_times("here", "CPU", "one") is not None
+        assert timed(request).curves == first.curves == request.with_known_curves().curves
+        assert first.curves is not None
+        assert first.curves.weights["Q4_0"] == (1e-9,) * len(ROWS)
+        assert asked == ["Q4_0 beside bf16"]
+        assert timed(replace(request, target=llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999))).curves is None
 
 
 def test_rows_that_the_kernels_do_not_know_run_by_torchs_operators(tmp_path: Path) -> None:

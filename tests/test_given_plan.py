@@ -12,21 +12,22 @@ from typing import Any
 
 import pytest
 
-from kit.models import PASS_TIMES, save_pair
+from kit.models import CURVES, save_pair
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, ModelError, UsageError
+from offload.kernels.cpu import kernels
 from offload.plan.options import Options
 from offload.plan.plan_file import options_beside, read_plan
 from offload.plan.planner import Plan
 from offload.plan.request import Request
+from offload.speed.curves import ROWS, Curves
 from offload.speed.hardware import Hardware
-from offload.speed.pass_times import PassTimes, Times
 from offload.speed.rates import FOLDER_VARIABLE
 from test_planner import CPU, DEMO, DRAFT, GPU, LLAMA_7B, plan
 
 SIZES = {"num_prompt_tokens": 900, "max_tokens": 100}
 KV = frozenset({"kv"})
-SLOW = Times(replace(PASS_TIMES, layer=tuple(9 * seconds for seconds in PASS_TIMES.layer)), PASS_TIMES)
+SLOW = replace(CURVES, weights={"": tuple(9 * seconds for seconds in CURVES.weights[""])})
 
 
 def through_json(made: Plan) -> Any:
@@ -153,19 +154,21 @@ def test_a_value_that_no_plan_has_is_refused(place: str, value: object) -> None:
         read_plan(changed(tuple(place.split(".")), value))
 
 
-def request(*, times: Times = SLOW, hardware: Hardware = CPU, options: Options | None = None, **models: Any) -> Request:
+def request(
+    *, curves: Curves = SLOW, hardware: Hardware = CPU, options: Options | None = None, **models: Any
+) -> Request:
     return Request(
         models.get("target", DEMO),
         models.get("draft", DRAFT),
         options or Options(),
         hardware,
-        times,
+        curves,
         models.get("given"),
     )
 
 
 def test_a_given_plan_is_used_whatever_was_measured_here() -> None:
-    there, here = request(times=SLOW).plan(**SIZES), request(times=Times(PASS_TIMES, PASS_TIMES))
+    there, here = request().plan(**SIZES), request(curves=CURVES)
     assert here.plan(**SIZES).predicted != there.predicted
     assert replace(here, given=there).plan(**SIZES) == there
 
@@ -266,15 +269,15 @@ class Homes:
         (folder / "prompt.txt").write_text("abc abd abe")
         self.folder, self._triforce, self._patch = folder, triforce, patch
 
-    def slow(self, role: str) -> None:
-        """Use the home in which passes of the target or of the draft were measured as slow."""
-        self._patch.setenv(FOLDER_VARIABLE, str(self.folder / f"slow {role}"))
+    def slow(self, part: str) -> None:
+        """Use the home in which passes, or their rows, were measured as slow."""
+        self._patch.setenv(FOLDER_VARIABLE, str(self.folder / f"slow {part}"))
+        calls = tuple(1e-2 * (rows if part == "rows" else 1) for rows in ROWS)
 
-        def time_passes(config: ModelConfig, dtype: str, weight_bits: int = 16) -> PassTimes:
-            times = 40 if (config.num_layers > 1) == (role == "target") else 1
-            return replace(PASS_TIMES, layer=tuple(times * seconds for seconds in PASS_TIMES.layer), kernels="some")
+        def time_curves(dtype: str) -> Curves:
+            return replace(CURVES, calls=calls, kernels=kernels().name)
 
-        self._patch.setattr("offload.worker.pass_timer.time_passes", time_passes)
+        self._patch.setattr("offload.worker.curve_timer.time_curves", time_curves)
 
     def answer(self, command: str, seed: int, *args: str) -> Any:
         models = ("--model", str(self.folder / "target"), "--draft", str(self.folder / "draft"))
@@ -302,10 +305,10 @@ def test_a_seeds_text_can_be_had_again_in_another_home_by_its_plan(homes: Homes)
     """Plans follow from what a home has measured, and a seed's text from the plan: without --plan another home gave
     other texts."""
     seeds, file = range(4), homes.folder / "answer.json"
-    homes.slow("target")
+    homes.slow("passes")
     there = [homes.answer("generate", seed) for seed in seeds]
     file.write_text(json.dumps(there[0]))
-    homes.slow("draft")
+    homes.slow("rows")
     here = [homes.answer("generate", seed) for seed in seeds]
     again = [homes.answer("generate", seed, "--plan", str(file)) for seed in seeds]
     assert any(one["tokens"] != other["tokens"] for one, other in zip(there, here, strict=True))
@@ -315,10 +318,10 @@ def test_a_seeds_text_can_be_had_again_in_another_home_by_its_plan(homes: Homes)
 
 def test_verify_replays_a_given_plan(homes: Homes) -> None:
     file = homes.folder / "plan.json"
-    homes.slow("target")
+    homes.slow("passes")
     there = homes.answer("verify", 1)
     file.write_text(json.dumps(there))
-    homes.slow("draft")
+    homes.slow("rows")
     assert homes.answer("verify", 1)["plan"] != there["plan"]
     assert homes.answer("verify", 1, "--plan", str(file))["plan"] == there["plan"]
 

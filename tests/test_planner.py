@@ -8,7 +8,7 @@ from math import hypot, inf, log
 
 import pytest
 
-from kit.models import PASS_TIMES
+from kit.models import CURVES
 from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
@@ -28,8 +28,9 @@ from offload.plan.request import Request
 from offload.plan.sizing import Sizing
 from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
 from offload.plan.what_if import remedies
+from offload.speed.cpu_pass import CpuPass
+from offload.speed.curves import ROWS, Curves
 from offload.speed.hardware import RTX_4090, Hardware
-from offload.speed.pass_times import ROWS, Times
 
 GIB = 2**30
 CPU = Hardware("cpu", "CPU", 64 * GIB, 64 * GIB, True)
@@ -420,25 +421,30 @@ def test_draft_lengths_know_the_rows_of_a_block(hardware: Hardware, block: int) 
     assert plan(hardware=hardware, prompt=4000).predicted.full_block_rows == block
 
 
-DRAFTED = replace(PASS_TIMES, fixed=(1e-5,) * 7, layer=(2e-5,) * 7, token=(1e-9,) * 7)
-
-
-def test_a_cpus_passes_take_what_was_measured_of_them() -> None:
-    sizing = Sizing(DEMO, DRAFT, Options(), CPU, "bf16")
+def test_a_cpus_passes_take_their_bytes_by_the_curves() -> None:
+    sizing = Sizing(DEMO, DRAFT, Options(), CPU, "bf16", measured=CURVES)
     found = Composition(gamma=15, draft_gamma=3, budget=1024, draft=True)
-    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(PASS_TIMES, DRAFTED))
-    assert priced.full_pass(8) == pytest.approx(4e-4 + 8 * (2e-3 + 32000 * 3e-7))
-    assert priced.full_pass(8, masses=True) == pytest.approx(4e-4 + 8 * (2e-3 + 1.5 * 32000 * 3e-7))
-    assert priced.retrieval_pass(1) == pytest.approx(1e-4 + 8 * (1e-3 + 1024 * 1e-7))
-    assert priced.draft_pass == pytest.approx(1e-5 + 3 * (2e-5 + 256 * 1e-9))
-    assert priced.prefill(1000) == pytest.approx(8 * (1000 * 1e-5 + 500_500 * 1e-9))
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found)
+    token, row = DEMO.kv_bytes_per_token(2), DEMO.layer_matrix_elements()
+    weights, drafts = (
+        2 * (each.num_layers * each.layer_matrix_elements() + each.vocab_size * each.hidden_size)
+        for each in (DEMO, DRAFT)
+    )
+    eight = 4e-4 + 8 * 2e-5 + 4096 * 3e-9 + 8e-10 * weights
+    assert priced.full_pass(8) == pytest.approx(eight + 32000 * token * 18e-11)
+    assert priced.full_pass(8, masses=True) == pytest.approx(eight + 1.5 * 32000 * token * 18e-11)
+    one = 1e-4 + 8 * 1e-5 + 4096 * 1e-9 + 4e-10 * weights
+    assert priced.retrieval_pass(1) == pytest.approx(one + 1024 * token * 6e-11)
+    held = 256 * DRAFT.kv_bytes_per_token(2) * 6e-11
+    assert priced.draft_pass == pytest.approx(1e-4 + 3 * 1e-5 + 4096 * 1e-9 + 4e-10 * drafts + held)
+    assert priced.prefill(1000) == pytest.approx(8 * (1000 * row * 8e-12 + 500_500 * 384 * 2e-12))
 
 
 def test_a_prefills_hidden_rows_cross_the_link_each_way_between_two_layers() -> None:
     """As few as have room on the device do not. Over a link of 1 MB a second nothing else takes as long."""
     options = Options(offload=frozenset({"kv"}), link_gbps=1e-3)
-    sizing, found = Sizing(DEMO, None, options, CPU, "bf16"), PLAIN
-    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(PASS_TIMES))
+    sizing, found = Sizing(DEMO, None, options, CPU, "bf16", measured=CURVES), PLAIN
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found)
     assert priced.prefill(3 * 512) == pytest.approx(3 * 512 * 12288 / 1e6)
     assert priced.prefill(2000) == pytest.approx(2000 * (12288 + 7 * 384 * 2) / 1e6)
     streams = replace(
@@ -473,8 +479,9 @@ def test_several_gpus_share_the_computing_of_a_prefill() -> None:
 
 
 def test_a_looked_up_token_takes_a_row_more() -> None:
-    sizing, found = Sizing(DEMO, None, Options(), CPU, "bf16"), Composition(lookup=True)
-    priced = Cost(sizing, place(sizing, 32000, found), 32000, found, Times(PASS_TIMES))
+    sizing = Sizing(DEMO, None, Options(), CPU, "bf16", measured=CURVES)
+    found = Composition(lookup=True)
+    priced = Cost(sizing, place(sizing, 32000, found), 32000, found)
     one, two = (priced.full_pass(rows) / LOOKUP_TOKENS for rows in (1, 2))
     assert one < priced.per_looked_up_token == two
     given = replace(priced, sizing=replace(sizing, options=Options(gamma=3)))
@@ -486,7 +493,7 @@ def test_ranks_share_what_was_measured_of_a_processor_and_its_models() -> None:
     """Half of the model by half of the CPU takes as long as the whole."""
     options = Options(speculation=False)
     passes = [
-        Request(DEMO, None, options, replace(CPU, num_devices=number, num_hosts=hosts), times=Times(PASS_TIMES))
+        Request(DEMO, None, options, replace(CPU, num_devices=number, num_hosts=hosts), curves=CURVES)
         .plan(num_prompt_tokens=4000, max_tokens=9)
         .predicted
         for number, hosts in ((1, 1), (2, 1), (2, 2))
@@ -595,15 +602,20 @@ def test_a_model_whose_weights_outweigh_its_cache_has_no_retrieval_level() -> No
     assert without.seconds_per_token == without.plain_seconds_per_token
 
 
-# A pass of four times the cache's seconds in weights, a quarter of them in 4 bits.
-HEAVY = replace(PASS_TIMES, layer=tuple(4e-2 * (1 + 0.02 * rows) for rows in ROWS))
-CODED = replace(HEAVY, layer=tuple(seconds / 4 for seconds in HEAVY.layer))
-TIMES = Times(HEAVY, None, {4: CODED})
+# Passes of which the weights take the most, in 4 bits a quarter of the seconds.
+SLOW = tuple(1.5e-8 * (1 + 0.02 * rows) for rows in ROWS)
+EXACT = replace(CURVES, weights={"": SLOW})
+HEAVY = replace(CURVES, weights={"": SLOW, "4 bits": tuple(0.8 * each for each in SLOW)})
 
 
-def heavy_plan(options: Options | None = None, times: Times = TIMES, **shapes: int) -> Plan:
+def heavy_plan(options: Options | None = None, curves: Curves = HEAVY, **shapes: int) -> Plan:
     target = DEMO.changed(**shapes)
-    return Request(target, None, options or Options(), CPU, times=times).plan(num_prompt_tokens=8000, max_tokens=200)
+    return Request(target, None, options or Options(), CPU, curves).plan(num_prompt_tokens=8000, max_tokens=200)
+
+
+def seconds(curves: Curves, num_tokens: int, weight_bits: int = 16, **more: bool) -> float:
+    """Of a pass of one row over so many tokens."""
+    return CpuPass(DEMO, 2, curves, weight_bits).seconds(1, num_tokens * DEMO.kv_bytes_per_token(2), **more)
 
 
 def test_the_target_proposes_to_itself_with_weights_in_4_bits_where_that_is_faster() -> None:
@@ -615,14 +627,14 @@ def test_the_target_proposes_to_itself_with_weights_in_4_bits_where_that_is_fast
     assert exact.composition.weight_bits == 16
     assert made.predicted.seconds_per_token < 0.7 * exact.predicted.seconds_per_token
     # Where nothing is gained: a quarter of nearly nothing.
-    light = replace(PASS_TIMES, layer=(1e-6,) * len(ROWS))
-    assert heavy_plan(times=Times(light, None, {4: light, 6: light})).composition.weight_bits == 16
+    light = dict.fromkeys(("", "4 bits", "6 bits"), (1e-15,) * len(ROWS))
+    assert heavy_plan(curves=replace(CURVES, weights=light)).composition.weight_bits == 16
 
 
 def test_weights_in_4_bits_are_chosen_where_they_were_measured_and_have_whole_groups() -> None:
-    assert heavy_plan(times=Times(HEAVY)).composition.weight_bits == 16
+    assert heavy_plan(curves=EXACT).composition.weight_bits == 16
     assert heavy_plan(intermediate_size=608).composition.weight_bits == 16
-    asked = heavy_plan(Options(weight_bits=4), Times(HEAVY)).predicted
+    asked = heavy_plan(Options(weight_bits=4), EXACT).predicted
     assert asked.retrieval_pass_seconds < 0.5 * asked.full_pass_seconds
 
 
@@ -641,15 +653,15 @@ def test_a_pass_to_propose_takes_the_seconds_of_its_own_weights() -> None:
     planned = heavy_plan(Options(weight_bits=4, gamma=7))
     made, budget = planned.predicted, planned.composition.budget
     assert 0 < budget < 8200 / 2
-    assert made.retrieval_pass_seconds == pytest.approx(CODED.seconds(8, budget, 1))
-    assert made.full_pass_seconds == pytest.approx(HEAVY.seconds(8, 8200, 1))
+    assert made.retrieval_pass_seconds == pytest.approx(seconds(HEAVY, budget, 4))
+    assert made.full_pass_seconds == pytest.approx(seconds(HEAVY, 8200))
 
 
 def test_what_makes_the_target_by_itself_err_adds_by_squares() -> None:
     """Weights in 4 bits, the cache in 4 bits, and what is not read of it."""
 
     def refused(options: Options) -> float:
-        return 1.0 - heavy_plan(replace(options, gamma=7), Times(ATTENDING_CODES)).predicted.acceptance
+        return 1.0 - heavy_plan(replace(options, gamma=7), ATTENDING_CODES).predicted.acceptance
 
     weights = refused(Options(weight_bits=4, budget=8192))
     cache, part = refused(Options(kv_bits=4)), refused(Options(budget=1024))
@@ -679,47 +691,40 @@ def test_the_bytes_of_weights_in_4_bits_are_counted() -> None:
     assert "quantised weights" not in without.device_bytes
 
 
-# Attention of twice the layers' seconds, a third of them to tokens in 4 bits.
-ATTENDING = replace(PASS_TIMES, token=tuple(1e-5 * (1 + 0.02 * rows) for rows in ROWS), near_token=(1e-5,) * len(ROWS))
-ATTENDING_CODES = replace(ATTENDING, coded_token=tuple(seconds / 3 for seconds in ATTENDING.token))
+# Attention takes the most seconds, a third of them to tokens in 4 bits.
+CACHED = tuple(6e-9 * (1 + 0.02 * rows) for rows in ROWS)
+ATTENDING = replace(CURVES, cache=CACHED, near_cache=CACHED)
+ATTENDING_CODES = replace(ATTENDING, coded_cache=tuple(each / 3 for each in CACHED))
 CACHE = frozenset({"kv"})
 
 
 def test_the_target_proposes_to_itself_over_its_cache_in_4_bits_where_that_is_faster() -> None:
-    made = heavy_plan(Options(offload=CACHE, link_gbps=0.02), Times(ATTENDING_CODES))
+    made = heavy_plan(Options(offload=CACHE, link_gbps=0.02), ATTENDING_CODES)
     assert made.composition.levels == ("self", "target")
     assert (made.composition.kv_bits, made.composition.weight_bits, made.composition.budget) == (4, 16, 0)
-    before = heavy_plan(Options(offload=CACHE, link_gbps=0.02), Times(ATTENDING))
+    before = heavy_plan(Options(offload=CACHE, link_gbps=0.02), ATTENDING)
     assert before.composition.levels == ("retrieval", "target")
     assert made.predicted.seconds_per_token < before.predicted.seconds_per_token
     # Where a pass over it takes as long as one over all of the exact cache, or was not measured.
-    slow = replace(ATTENDING, coded_token=ATTENDING.token)
-    assert heavy_plan(times=Times(slow)).composition.kv_bits == 16
-    assert (
-        heavy_plan(Options(offload=CACHE, link_gbps=0.02, kv_bits=16), Times(ATTENDING_CODES)).composition.kv_bits == 16
-    )
+    slow = replace(ATTENDING, coded_cache=CACHED)
+    assert heavy_plan(curves=slow).composition.kv_bits == 16
+    assert heavy_plan(Options(offload=CACHE, link_gbps=0.02, kv_bits=16), ATTENDING_CODES).composition.kv_bits == 16
 
 
 def test_both_may_have_4_bits() -> None:
-    both = replace(HEAVY, token=ATTENDING.token, near_token=ATTENDING.near_token)
-    coded = replace(CODED, token=ATTENDING.token, near_token=ATTENDING.near_token)
-    times = Times(
-        replace(both, coded_token=ATTENDING_CODES.coded_token),
-        None,
-        {4: replace(coded, coded_token=ATTENDING_CODES.coded_token)},
-    )
-    made = heavy_plan(Options(offload=CACHE, link_gbps=0.02, weight_bits=4), times)
+    both = replace(ATTENDING_CODES, weights=HEAVY.weights)
+    made = heavy_plan(Options(offload=CACHE, link_gbps=0.02, weight_bits=4), both)
     assert (made.composition.weight_bits, made.composition.kv_bits) == (4, 4)
 
 
 def test_a_pass_over_the_cache_in_4_bits_takes_the_seconds_that_were_measured_of_it() -> None:
-    made = heavy_plan(Options(kv_bits=4, gamma=7), Times(ATTENDING_CODES)).predicted
-    assert made.retrieval_pass_seconds == pytest.approx(ATTENDING_CODES.seconds(8, 8200, 1, coded=True))
-    assert made.full_pass_seconds == pytest.approx(ATTENDING.seconds(8, 8200, 1))
+    made = heavy_plan(Options(kv_bits=4, gamma=7), ATTENDING_CODES).predicted
+    assert made.retrieval_pass_seconds == pytest.approx(seconds(ATTENDING_CODES, 8200, coded=True))
+    assert made.full_pass_seconds == pytest.approx(seconds(ATTENDING, 8200))
     assert made.retrieval_pass_seconds < 0.5 * made.full_pass_seconds
     assert made.mass_share == 0.0
     assert 0.98 <= made.acceptance < 1.0
-    weights = heavy_plan(Options(kv_bits=4, weight_bits=4, gamma=7), Times(ATTENDING_CODES)).predicted
+    weights = heavy_plan(Options(kv_bits=4, weight_bits=4, gamma=7), ATTENDING_CODES).predicted
     assert weights.acceptance < made.acceptance
 
 
@@ -764,12 +769,12 @@ def test_on_a_gpu_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:
 
 def test_on_a_cpu_a_part_of_the_cache_has_4_bits_where_that_is_asked_for() -> None:
     """There is one memory, and no room to be saved."""
-    asked = heavy_plan(Options(kv_bits=4, budget=1000, gamma=7), Times(ATTENDING_CODES))
+    asked = heavy_plan(Options(kv_bits=4, budget=1000, gamma=7), ATTENDING_CODES)
     assert (asked.composition.budget, asked.composition.chunk, asked.composition.kv_bits) == (992, 32, 4)
-    assert heavy_plan(Options(budget=1024, gamma=7), Times(ATTENDING_CODES)).composition.kv_bits == 16
-    whole = heavy_plan(Options(kv_bits=4, budget=10_000, gamma=7), Times(ATTENDING_CODES))
+    assert heavy_plan(Options(budget=1024, gamma=7), ATTENDING_CODES).composition.kv_bits == 16
+    whole = heavy_plan(Options(kv_bits=4, budget=10_000, gamma=7), ATTENDING_CODES)
     assert (whole.composition.budget, whole.composition.kv_bits) == (0, 4)
-    assert whole.composition == heavy_plan(Options(kv_bits=4, gamma=7), Times(ATTENDING_CODES)).composition
+    assert whole.composition == heavy_plan(Options(kv_bits=4, gamma=7), ATTENDING_CODES).composition
 
 
 @pytest.mark.parametrize(
@@ -801,10 +806,10 @@ def test_weights_in_4_bits_that_cannot_be_are_refused(hardware: Hardware, shapes
 
 
 def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:
-    """At 3000 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
-    made = plan(prompt=3000)
+    """At 4000 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
+    made = plan(prompt=4000)
     assert made.composition.levels == ("draft", "retrieval", "target")
-    alone = plan(Options(gamma=made.predicted.tokens_drafted, draft_gamma=1), prompt=3000).predicted
+    alone = plan(Options(gamma=made.predicted.tokens_drafted, draft_gamma=1), prompt=4000).predicted
     assert made.predicted.tokens_drafted == 1
     assert made.predicted.seconds_per_token <= alone.seconds_per_token
     assert plan(prompt=1000).composition.levels == ("draft", "target")

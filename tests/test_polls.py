@@ -42,7 +42,7 @@ from offload.session.folder import Folder, Lock
 from offload.text.tokenizer import Tokenizer
 from offload.transfer.prepinned import Prepinned
 from offload.worker import models as worker_models
-from offload.worker import timed_runs as worker_turns
+from offload.worker import timed_runs
 from test_architecture import parsed, sources
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
@@ -186,8 +186,9 @@ def measuring(place: Place, turn: Turn) -> None:
 
 
 def timing(place: Place, turn: Turn) -> None:
-    place.patch.setattr(worker_turns, "MAX_TURNS", 10**9)
-    worker_turns.least_seconds({("a", 1): turn}, 1e9)
+    place.patch.setattr(timed_runs, "MOST_TURNS", 10**9)
+    place.patch.setattr(timed_runs, "ENOUGH_SECONDS", 1e9)
+    timed_runs.median_seconds({("a", 1): turn}, 1e9)
 
 
 def planning(place: Place, turn: Turn) -> None:
@@ -285,7 +286,7 @@ LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.hub.fetch._hash_of": hash_file,
     "offload.hub.pickles._verify": verify_shard,
     "offload.bench.measure._best_seconds": measuring,
-    "offload.worker.timed_runs.least_seconds": timing,
+    "offload.worker.timed_runs.median_seconds": timing,
     "offload.plan.request.Request.plan": planning,
     "offload.ranks.sums.Sums.connect": meet,
     "offload.ranks.team.Team._reply": reply,

@@ -47,7 +47,6 @@ from offload.weights.checkpoint import Checkpoint
 from offload.weights.layout import LayerLayout
 from offload.weights.loader import load_weights
 from offload.weights.tensors import expected_tensors
-from offload.worker.pass_timer import _Trial
 from paper import on_paper
 from test_families import LENGTH, SIZES
 from test_operators import DIM, DTYPES, GROUPED, KV_HEADS, TOLERANCE, attending, in_fp64, normal, some_runs, still
@@ -352,11 +351,6 @@ def _tensors(own: ScoringWeights) -> list[Tensor]:
     found = [*(own.factors or ()), *([] if own.sink_logits is None else [own.sink_logits])]
     assert found
     return found
-
-
-def test_times_of_passes_are_measured_with_them(folders: Callable[[str], Path]) -> None:
-    trial = _Trial(read_config(folders("qwen2, windows")), torch.float32, 16)
-    assert [each.sink_logits is not None for each in trial._cache.scorings] == [True] * trial._num_layers
 
 
 def test_a_description_counts_them(folders: Callable[[str], Path]) -> None:

@@ -41,7 +41,7 @@ from offload.ranks.leader import load_worker
 from offload.text.reply_text import ReplyText
 from offload.text.tokenizer import Tokenizer
 from offload.transfer.device import use_device
-from offload.worker.pass_timer import time_again, timed
+from offload.worker.curve_timer import time_again, timed
 from offload.worker.worker import Worker
 
 if TYPE_CHECKING:

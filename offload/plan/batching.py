@@ -14,7 +14,6 @@ from offload.plan.cost import Cost
 from offload.plan.placement import largest, place, shortage
 from offload.plan.planner import Plan
 from offload.plan.sizing import Sizing
-from offload.speed.pass_times import Times
 
 MOST = 8  # sequences that are tried if the user gives no number
 _WORTH = 1.02  # the factor on tokens a second that one more sequence has to promise
@@ -34,21 +33,19 @@ class _Found:
         return self.plan.request.num_sequences
 
 
-def plan_together(plan: Plan, sizing: Sizing, times: Times, num_sequences: int | None, *, most: int) -> Plan:
+def plan_together(plan: Plan, sizing: Sizing, num_sequences: int | None, *, most: int) -> Plan:
     """`plan` for `num_sequences` sequences at a time, `most` at most; None: the number, up to MOST, that is predicted
-    to give the most tokens a second in all. sizing, times: the ones that `plan` was made with.
+    to give the most tokens a second in all. sizing: the one that `plan` was made with.
 
     Raises DoesNotFit, which names the number of sequences that would fit.
     """
-    one = _found(plan, sizing, times, 1)
+    one = _found(plan, sizing, 1)
     if num_sequences is None:
-        return _noted(
-            _best(one, [_found(plan, sizing, times, number) for number in range(2, min(MOST, most) + 1)]), one
-        )
+        return _noted(_best(one, [_found(plan, sizing, number) for number in range(2, min(MOST, most) + 1)]), one)
     number = min(num_sequences, most)
-    found = one if number == 1 else _found(plan, sizing, times, number)
+    found = one if number == 1 else _found(plan, sizing, number)
     if found.problem:
-        fits = largest(lambda each: each == 1 or not _found(plan, sizing, times, each).problem, number - 1)
+        fits = largest(lambda each: each == 1 or not _found(plan, sizing, each).problem, number - 1)
         raise DoesNotFit(f"{number} sequences at a time {found.problem}; try --batch {fits}, or lower --context")
     return _noted(found, one)
 
@@ -68,19 +65,19 @@ def _noted(found: _Found, one: _Found) -> Plan:
     return replace(found.plan, notes=(*found.plan.notes, note))
 
 
-def _found(plan: Plan, sizing: Sizing, times: Times, number: int) -> _Found:
+def _found(plan: Plan, sizing: Sizing, number: int) -> _Found:
     sizing = replace(sizing, num_sequences=number)
     if number == 1:
-        cost = Cost(sizing, plan.placement, plan.request.capacity, plan.composition, times)
+        cost = Cost(sizing, plan.placement, plan.request.capacity, plan.composition)
         return _Found(plan, 1 / cost.per_token, next(_problems(cost), ""))
-    cost = _placed(plan, sizing, times)
+    cost = _placed(plan, sizing)
     placed = replace(plan, request=replace(plan.request, num_sequences=number), placement=cost.placement)
     return _Found(placed, number / cost.per_token, next(_problems(cost), ""))
 
 
-def _placed(plan: Plan, sizing: Sizing, times: Times) -> Cost:
+def _placed(plan: Plan, sizing: Sizing) -> Cost:
     capacity, composition = plan.request.capacity, plan.composition
-    return Cost(sizing, place(sizing, capacity, composition, plan.placement.cpu_experts), capacity, composition, times)
+    return Cost(sizing, place(sizing, capacity, composition, plan.placement.cpu_experts), capacity, composition)
 
 
 def _problems(cost: Cost) -> Iterator[str]:

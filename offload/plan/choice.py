@@ -12,8 +12,8 @@ from offload.plan.cost import Cost
 from offload.plan.options import Options
 from offload.plan.placement import place, shortage
 from offload.plan.sizing import Sizing
-from offload.speed.expert_times import cpu_runs
-from offload.speed.pass_times import UNKNOWN, Times
+from offload.speed.cpu_pass import runs_experts
+from offload.speed.curves import in_bits
 
 WORTH_TRYING = 1.1  # times the best prediction: texts and machines differ from the average
 _WORTH_THE_CPU = 0.95  # times the seconds of a token whose experts the GPU runs
@@ -21,7 +21,7 @@ _CPU_STEPS = 12  # numbers of layers with experts that are weighed for the CPU
 _CHEAPER_PASS = 0.85  # times a full pass: a retrieval level that costs more adds nothing to the draft and lookups
 
 
-def choose(sizing: Sizing, capacity: int, times: Times, cpu_experts: int) -> tuple[Cost, Cost]:
+def choose(sizing: Sizing, capacity: int, cpu_experts: int) -> tuple[Cost, Cost]:
     """The cost of the planned composition, and that of the part of its levels that is predicted to be the fastest, such
     as the draft and the target alone. If no composition fits, both are the smallest one.
 
@@ -30,21 +30,21 @@ def choose(sizing: Sizing, capacity: int, times: Times, cpu_experts: int) -> tup
     a GPU, where a budget displaces layers and tiles, more budgets near the planned one are weighed. cpu_experts: see
     `choose_cpu_experts`.
     """
-    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity, times), times, cpu_experts))
+    costs = list(_placed(sizing, capacity, _candidates(sizing, capacity), cpu_experts))
     fitting = _fitting(costs)
     if not fitting:
         return _smallest(costs), _smallest(costs)
     planned, part = _fastest(fitting)
     if sizing.hardware.is_cpu:
         return planned, part
-    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), times, cpu_experts)
+    near = _placed(sizing, capacity, finer(planned.composition, sizing.options, capacity), cpu_experts)
     return _fastest([*fitting, *_fitting(near)])
 
 
 def least_shortage(sizing: Sizing, capacity: int) -> str | None:
     """The memory that is short for `capacity` tokens with the smallest composition; None: some composition fits."""
     tried, cpu_experts = list[Cost](), _asked_of_cpu(sizing)
-    for cost in _placed(sizing, capacity, _candidates(sizing, capacity), UNKNOWN, cpu_experts):
+    for cost in _placed(sizing, capacity, _candidates(sizing, capacity), cpu_experts):
         if _fitting([cost]):
             return None
         tried.append(cost)
@@ -62,12 +62,12 @@ def _fastest(fitting: Sequence[Cost]) -> tuple[Cost, Cost]:
     return planned, best if best.composition.inner is None else planned
 
 
-def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterator[Composition]:
+def _candidates(sizing: Sizing, capacity: int) -> Iterator[Composition]:
     """The candidate compositions. Quantised weights and a quantised cache are among them if possible; on a CPU, only if
     they were measured."""
-    is_cpu, measured = sizing.hardware.is_cpu, times.target is not None and times.target.coded_token
-    attends = measured if is_cpu else sizing.hardware.has_kernels  # attention to 4 bits is faster than to 16
-    known = [bits for bits in CODE_BITS if bits in times.coded or not is_cpu]
+    is_cpu, curves = sizing.hardware.is_cpu, sizing.curves
+    attends = curves.coded_cache if is_cpu else sizing.hardware.has_kernels  # attention to 4 bits is faster than to 16
+    known = [bits for bits in CODE_BITS if in_bits(bits) in curves.weights or not is_cpu]
     asked = sizing.options.budget is not None and sizing.options.kv_bits is not None
     return compositions(
         sizing.options,
@@ -80,7 +80,7 @@ def _candidates(sizing: Sizing, capacity: int, times: Times = UNKNOWN) -> Iterat
     )
 
 
-def choose_cpu_experts(sizing: Sizing, capacity: int, times: Times) -> int:
+def choose_cpu_experts(sizing: Sizing, capacity: int) -> int:
     """The number of layers whose experts the CPU runs: the user's, or that with which a token is predicted to take the
     least time, plain or as the target proposes to itself where the CPU runs none.
 
@@ -88,16 +88,16 @@ def choose_cpu_experts(sizing: Sizing, capacity: int, times: Times) -> int:
     number depends on the model, the memory and the machine, not on drafts and the options of levels.
     """
     hardware, every = sizing.hardware, sizing.target.num_expert_layers
-    if sizing.options.cpu_experts is not None or hardware.is_cpu or not cpu_runs(sizing.target, hardware):
+    if sizing.options.cpu_experts is not None or hardware.is_cpu or not runs_experts(sizing.target, hardware):
         return _asked_of_cpu(sizing)
     own = replace(sizing, draft=None, options=_without_levels(sizing.options))
-    found = list(_placed(own, capacity, _candidates(own, capacity, times), times, 0))
+    found = list(_placed(own, capacity, _candidates(own, capacity), 0))
     if not any(cost.placement.expert_slots for cost in found):
         return 0
     best = min(_fitting(found) or found, key=lambda cost: cost.per_token).composition
 
     def seconds(number: int) -> float:
-        return min(cost.per_token for cost in _placed(own, capacity, (PLAIN, best), times, number))
+        return min(cost.per_token for cost in _placed(own, capacity, (PLAIN, best), number))
 
     number = min(sorted({every * step // _CPU_STEPS for step in range(_CPU_STEPS + 1)}), key=seconds)
     return number if seconds(number) < _WORTH_THE_CPU * seconds(0) else 0
@@ -113,12 +113,10 @@ def _without_levels(options: Options) -> Options:
     return Options(**{name: getattr(options, name) for name in kept})
 
 
-def _placed(
-    sizing: Sizing, capacity: int, found: Iterable[Composition], times: Times, cpu_experts: int
-) -> Iterator[Cost]:
+def _placed(sizing: Sizing, capacity: int, found: Iterable[Composition], cpu_experts: int) -> Iterator[Cost]:
     """Compositions in their placements, priced lazily. Proposing over the whole exact cache is left out if that cache
     would cross a link."""
-    costs = (Cost(sizing, place(sizing, capacity, each, cpu_experts), capacity, each, times) for each in found)
+    costs = (Cost(sizing, place(sizing, capacity, each, cpu_experts), capacity, each) for each in found)
     return (cost for cost in costs if not (_proposes_over_the_cache(cost) and "kv" in cost.placement.offload))
 
 

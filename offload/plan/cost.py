@@ -1,7 +1,7 @@
 """Predicted seconds of a request: of prefill, of a round at each level, and per token.
 
 Seconds per token = (tokens drafted * seconds of each + full pass + refresh) / tokens per round (docs/memory.md). The
-seconds of a CPU's passes are measured (`PassTimes`), a GPU's are computed from its rates; the other constants are fits
+seconds of a CPU's passes follow from measured curves (`Curves`), a GPU's from its rates; the other constants are fits
 and estimates (docs/log.md), the same on every machine.
 """
 

@@ -1,14 +1,14 @@
-"""Seconds of passes on a CPU: from measurements, or estimated from its rates (`PassTimes`)."""
+"""Seconds of passes on a CPU: from the curves of its kernels."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 
+from offload.config.model import ModelConfig
 from offload.plan.bits import CPU_RESTORED
 from offload.plan.passes import DevicePasses, SumCosts
-from offload.plan.sizing import timed_layers
-from offload.speed.pass_times import PassTimes, estimated
+from offload.plan.sizing import PREFILL_BLOCK
+from offload.speed.cpu_pass import CpuPass
 
 SHARED = SumCosts(2e-5, 1, 4e9)  # two and four ranks on two cores, in shared memory
 _REFRESH_SHARE = 0.32  # of the read rate, for choosing and fetching chunks
@@ -18,29 +18,29 @@ _UNPACK_SHARE = 0.9  # of the read rate, for reading and writing packed numbers
 
 class CpuPasses(DevicePasses):
     def full(self, rows: int, *, masses: bool) -> float:
-        return self._over(self.passes.capacity, rows, masses=masses) + self.full_sums(rows)
+        passes = self.passes
+        growing, windows = self._cached(passes.capacity)
+        seconds = self._exact.seconds(rows, growing, windows, masses=masses, sequences=passes.num_sequences)
+        return seconds / self._hosts + self._states + self.full_sums(rows)
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
-        times = self._coded_times if passes.proposes_quantised else self._target_times
-        num_tokens, coded = composition.budget or passes.capacity, composition.kv_bits < 16
-        layers, sequences = passes.sizing.timed_layers, passes.num_sequences
-        seen, beside = passes.sizing.seen_tokens(num_tokens, passes.capacity)
-        seconds = times.seconds(layers, seen, rows, coded=coded, sequences=sequences, beside=beside)
-        return self.beside_weights(seconds * self._share + self._states + self.sums(sequences * rows), rows)
+        model = self._quantised if passes.proposes_quantised else self._exact
+        growing, windows = self._cached(composition.budget or passes.capacity)
+        coded, sequences = composition.kv_bits < 16, passes.num_sequences
+        seconds = model.seconds(rows, growing, windows, coded=coded, sequences=sequences)
+        return self.beside_weights(seconds / self._hosts + self._states + self.sums(sequences * rows), rows)
 
     def draft(self) -> float:
         passes, sizing = self.passes, self.passes.sizing
         assert sizing.draft is not None
-        times = passes.times.draft or estimated(sizing.draft, sizing.itemsize, sizing.hardware.rates)
         held = passes.composition.sinks + passes.composition.window
-        layers = timed_layers(sizing.draft, sizing.itemsize)
-        return times.seconds(layers, held, 1, sequences=passes.num_sequences)
+        cached = held * sizing.draft.kv_bytes_per_token(sizing.itemsize)
+        seconds = self._of(sizing.draft).seconds(1, cached, sequences=passes.num_sequences)
+        return seconds * sizing.hardware.ranks_per_host  # by the threads of one rank
 
     def prefill(self, num_tokens: int) -> float:
-        sizing = self.passes.sizing
-        pairs = sizing.target.seen_pairs(num_tokens)
-        return self._share * self._target_times.prefill(sizing.timed_layers, num_tokens, pairs)
+        return self._exact.prefill(num_tokens, PREFILL_BLOCK) / self._hosts
 
     def refresh(self) -> float:
         passes, sizing = self.passes, self.passes.sizing
@@ -76,35 +76,36 @@ class CpuPasses(DevicePasses):
     def padded(self, rows: int) -> int:
         return rows
 
-    def _over(self, num_tokens: int, rows: int, *, masses: bool = False) -> float:
-        """Seconds of a pass over `num_tokens` cached tokens, with links that are as fast as memory."""
-        layers, sequences = self.passes.sizing.timed_layers, self.passes.num_sequences
-        seen, beside = self.passes.sizing.seen_tokens(num_tokens, self.passes.capacity)
-        seconds = self._target_times.seconds(layers, seen, rows, masses=masses, sequences=sequences, beside=beside)
-        return seconds * self._share + self._states
-
-    @cached_property
-    def _target_times(self) -> PassTimes:
-        """The pass times of the whole target, measured on a whole host, or estimated from each rank's shard."""
+    def _cached(self, num_tokens: int) -> tuple[float, float]:
+        """Bytes of the whole target's keys and values that a row of a sequence attends to: `num_tokens` in each growing
+        layer, and those of its windows."""
         sizing = self.passes.sizing
-        return self.passes.times.target or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
+        shares = sizing.num_devices  # each has a part of every token
+        return (
+            num_tokens * sizing.target.kv_bytes_per_token(sizing.itemsize),
+            shares * sizing.seen_window_bytes(self.passes.capacity),
+        )
+
+    def _of(self, config: ModelConfig, weight_bits: int = 16) -> CpuPass:
+        sizing = self.passes.sizing
+        return CpuPass(config, sizing.itemsize, sizing.curves, weight_bits)
 
     @cached_property
-    def _coded_times(self) -> PassTimes:
-        """The pass times of the target with quantised weights; if not measured, in proportion to the bits."""
-        exact, bits = self._target_times, self.passes.composition.weight_bits
-        measured = self.passes.times.coded.get(bits)
-        return measured or replace(exact, layer=tuple(each * bits / 16 for each in exact.layer))
+    def _exact(self) -> CpuPass:
+        return self._of(self.passes.sizing.target)
+
+    @cached_property
+    def _quantised(self) -> CpuPass:
+        return self._of(self.passes.sizing.target, self.passes.composition.weight_bits)
 
     @property
-    def _share(self) -> float:
-        """Each rank's part of `_target_times`: ranks of one host share the seconds as they share the model."""
-        hardware = self.passes.sizing.hardware
-        return 1 / (hardware.num_devices if self.passes.times.target is None else hardware.num_hosts)
+    def _hosts(self) -> int:
+        """The machines that share the target: the ranks of one share its seconds."""
+        return self.passes.sizing.hardware.num_hosts
 
     @property
     def _states(self) -> float:
-        """Seconds of reading and writing states, which measured layers do not have."""
+        """Seconds of reading and writing states, which curves do not have."""
         return self.passes.state_bytes / self.passes.sizing.hardware.rates.device_read
 
     @property

@@ -12,9 +12,8 @@ from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition
 from offload.plan.placement import Placement
 from offload.plan.sizing import Sizing
-from offload.speed.expert_times import ExpertTimes, estimated
+from offload.speed.cpu_pass import experts_seconds
 from offload.speed.hardware import Hardware
-from offload.speed.pass_times import UNKNOWN, Times
 from offload.speed.routing import hit_rate, layers_wanted_bytes
 
 
@@ -57,14 +56,13 @@ NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of one composition in its placement, over a full cache of `capacity` tokens. times: of passes on a
-    CPU, as far as measured. If several sequences run at a time, they share these passes."""
+    """The passes of one composition in its placement, over a full cache of `capacity` tokens. If several sequences run
+    at a time, they share these passes."""
 
     sizing: Sizing
     placement: Placement
     capacity: int
     composition: Composition
-    times: Times = UNKNOWN
 
     @property
     def num_sequences(self) -> int:
@@ -178,14 +176,14 @@ class Passes:
         fetching = self.missed_bytes(rows) / self.link_rate
         if self.sizing.hardware.is_cpu or not self.placement.cpu_experts:
             return fetching
-        each = CPU_TURN + self._expert_times.of(self.num_sequences * rows) / self.sizing.hardware.num_hosts
+        each = CPU_TURN + self._experts_by_cpu(self.num_sequences * rows) / self.sizing.hardware.num_hosts
         return fetching + self.placement.cpu_experts * each
 
-    @cached_property
-    def _expert_times(self) -> ExpertTimes:
-        """The seconds of a layer's experts by all cores of a host."""
-        sizing = self.sizing
-        return self.times.experts or estimated(sizing.target, sizing.itemsize, sizing.hardware.rates)
+    def _experts_by_cpu(self, rows: int) -> float:
+        """The mean seconds of a layer's experts by all threads of a host."""
+        target, itemsize, curves = self.sizing.target, self.sizing.itemsize, self.sizing.curves
+        every = (number * experts_seconds(kind, itemsize, rows, curves) for kind, number in target.kinds)
+        return sum(every) / target.num_expert_layers
 
     @property
     def draft_fetching(self) -> float:

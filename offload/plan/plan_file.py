@@ -9,11 +9,11 @@ from dataclasses import replace
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, ModelError, UsageError
 from offload.plan.cost import Cost
+from offload.plan.model_key import key_of
 from offload.plan.options import Options
 from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Plan, capacity_of, check_link
 from offload.plan.sizing import Sizing
-from offload.speed.pass_times import key_of
 
 _ROUNDING = ("page_tokens", "tile_tokens", "window_pages", "rows", "prefill_block", "fused_prefill")  # of a placement
 _SPELT = {"lookup": "no-lookup", "speculation": "no-speculation", "masses": "cite"}  # on the command line

@@ -2,7 +2,7 @@
 it.
 
 Planning is deterministic: the same request with the same rates gives the same plan, and so the same seed gives the same
-text. Nothing is measured here: pass times are measured before the first plan.
+text. Nothing is measured here: curves are measured before the first plan.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from offload.plan.bits import ALL_WINDOWS, check_quantised
 from offload.plan.choice import choose, choose_cpu_experts, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
+from offload.plan.model_key import key_of
 from offload.plan.options import Options
 from offload.plan.placement import Placement, largest
 from offload.plan.sizing import Sizing
-from offload.speed.expert_times import cpu_runs
-from offload.speed.pass_times import UNKNOWN, Times, key_of
+from offload.speed.cpu_pass import runs_experts
 
 __all__ = ["Options", "Plan", "PlannedRequest", "capacity_of", "check_link", "has_room", "largest_context", "make_plan"]
 
@@ -116,17 +116,17 @@ def _taken(parts: dict[str, object], part: str, key: str) -> object:
     return value
 
 
-def make_plan(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int, times: Times = UNKNOWN) -> Plan:
-    """Plan a request. times: of passes on a CPU, as far as measured. Raises UsageError, and, if the context or the
-    memory is too small, DoesNotFit, which names the sizes that would fit."""
+def make_plan(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
+    """Plan a request. Raises UsageError, and, if the context or the memory is too small, DoesNotFit, which names the
+    sizes that would fit."""
     target, draft, options, hardware = sizing.target, sizing.draft, sizing.options, sizing.hardware
     notes = [f"the text of a {target.wrapper} model: it sees no pictures here"] if target.wrapper else []
     notes += target.quantisation.remarks if target.quantisation else []
     capacity = capacity_of(sizing, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)
-    cpu_experts = choose_cpu_experts(sizing, capacity, times)
-    cost, best = choose(sizing, capacity, times, cpu_experts)
-    plain, _ = choose(_without_speculation(sizing), capacity, times, cpu_experts)
+    cpu_experts = choose_cpu_experts(sizing, capacity)
+    cost, best = choose(sizing, capacity, cpu_experts)
+    plain, _ = choose(_without_speculation(sizing), capacity, cpu_experts)
     check_link(options, cost.placement)
     return Plan(
         request=PlannedRequest(
@@ -199,7 +199,7 @@ def _check_cpu_experts(sizing: Sizing) -> None:
     asked, target = sizing.options.cpu_experts, sizing.target
     if asked and target.experts is None:
         raise UsageError(f"cpu-experts is {asked} and the model has no experts; leave out --cpu-experts")
-    if asked and not cpu_runs(target, sizing.hardware):
+    if asked and not runs_experts(target, sizing.hardware):
         raise UsageError(f"cpu-experts is {asked} and this CPU has no kernels for them; triforce doctor says why")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from offload.config.model import ModelConfig
 from offload.config.reading import draft_config, read_config
-from offload.formats.layout import CODE_BITS
 from offload.interrupts import poll
 from offload.machine import machine_name
 from offload.plan.batching import plan_together
@@ -16,22 +15,23 @@ from offload.plan.plan_file import plan_again
 from offload.plan.planner import Plan, has_room, largest_context, make_plan
 from offload.plan.shards import check_divides
 from offload.plan.sizing import Sizing
-from offload.speed.expert_times import cpu_runs, load_expert_times, with_experts
+from offload.speed.cpu_pass import runs_experts
+from offload.speed.curve_file import load_curves
+from offload.speed.curves import Curves
 from offload.speed.hardware import Hardware, probe, rates_key
-from offload.speed.pass_times import UNKNOWN, PassTimes, Times, key_of, load_times
 
 
 @dataclass(frozen=True)
 class Request:
     """The models, options and machine to plan for. hardware: as probed before anything was loaded, so that later plans
-    of one engine count nothing twice. times: measured pass times of the models. given: a plan to use instead of a new
+    of one engine count nothing twice. curves: the measured ones of this CPU. given: a plan to use instead of a new
     one. Raises UsageError if the devices cannot share the target."""
 
     target: ModelConfig
     draft: ModelConfig | None
     options: Options
     hardware: Hardware
-    times: Times = UNKNOWN
+    curves: Curves | None = None
     given: Plan | None = None
 
     def __post_init__(self) -> None:
@@ -44,33 +44,16 @@ class Request:
 
     @classmethod
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
-        """A request on `hardware`, with the stored pass times. Raises ModelError, UsageError."""
+        """A request on `hardware`, with the stored curves. Raises ModelError, UsageError."""
         used = draft if options.speculation else None
         configs = read_config(model), None if used is None else draft_config(used, model)
-        return cls(*configs, options, hardware).with_known_times()
+        return cls(*configs, options, hardware).with_known_curves()
 
-    def with_known_times(self) -> Request:
-        """The request with the stored times, which are of CPUs: of passes, or of the experts that a GPU may leave to
-        the CPU."""
-        if not self.hardware.is_cpu:
-            return replace(self, times=self._times_of_experts())
-
-        def known(config: ModelConfig, bits: int = 16) -> PassTimes | None:
-            return load_times(machine_name(), rates_key("cpu"), key_of(config, self.dtype, bits))
-
-        draft = None if self.draft is None else known(self.draft)
-        coded = {bits: times for bits in CODE_BITS if (times := known(self.target, bits)) is not None}
-        return replace(self, times=Times(known(self.target), draft, coded))
-
-    def _times_of_experts(self) -> Times:
-        if not cpu_runs(self.target, self.hardware):
-            return UNKNOWN
-        return Times(experts=load_expert_times(machine_name(), rates_key("cpu"), self.experts_key))
-
-    @property
-    def experts_key(self) -> str:
-        """The key of the stored times of the target's experts."""
-        return key_of(with_experts(self.target), self.dtype)
+    def with_known_curves(self) -> Request:
+        """The request with the stored curves of this CPU for its dtype, if the CPU runs some of its model."""
+        if not (self.hardware.is_cpu or runs_experts(self.target, self.hardware)):
+            return self
+        return replace(self, curves=load_curves(machine_name(), rates_key("cpu"), self.dtype))
 
     @property
     def dtype(self) -> str:
@@ -94,7 +77,7 @@ class Request:
         poll()
         if self.given is not None:
             return plan_again(self.given, self._sizing, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
-        return make_plan(self._sizing, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, times=self.times)
+        return make_plan(self._sizing, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
     def fits(self, *, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether there is memory for the request, as `plan` would decide, but faster. Raises the same errors."""
@@ -102,7 +85,7 @@ class Request:
 
     def together(self, plan: Plan, num_sequences: int | None, *, most: int) -> Plan:
         """`plan`, which this request gave, for several sequences at a time: see `plan_together`."""
-        return plan_together(plan, self._sizing, self.times, num_sequences, most=most)
+        return plan_together(plan, self._sizing, num_sequences, most=most)
 
     def largest_context(self) -> int:
         """The largest part of `context`, in tokens, that fits in memory; 0 if none fits."""
@@ -115,4 +98,4 @@ class Request:
 
     @property
     def _sizing(self) -> Sizing:
-        return Sizing(self.target, self.draft, self.options, self.hardware, self.dtype)
+        return Sizing(self.target, self.draft, self.options, self.hardware, self.dtype, measured=self.curves)

@@ -13,8 +13,9 @@ from offload.plan.composition import Composition
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, num_checkpoints
-from offload.speed.hardware import Hardware
-from offload.speed.routing import SHARED_SLOTS, layers_read_bytes, read_bytes
+from offload.speed.curves import Curves, typical
+from offload.speed.hardware import TWO_CORES, Hardware
+from offload.speed.routing import SHARED_SLOTS
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
@@ -28,6 +29,7 @@ TAIL_TOKENS = 128  # granularity of the retrieval cache's tail, at least one chu
 KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that stay exact
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
+_EXPERTS_READ = 0.6  # of the host's read rate, over experts that the CPU runs for a GPU (docs/log.md)
 WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
 # Purposes that each sequence has of its own; models, staging of weights and workspaces are shared.
 OF_EACH_SEQUENCE = frozenset(
@@ -61,7 +63,8 @@ def tail_tokens(composition: Composition) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The byte sizes of a request, as functions of the capacity of one sequence. Device bytes are per device.
+    """The byte sizes of a request, as functions of the capacity of one sequence. Device bytes are per device. measured:
+    the curves of the host's CPU; None: not measured.
 
     Each of `num_devices` has a shard of every layer's weights and of the target's caches, embeddings and hidden rows.
     The head and the draft are on the first, so the others need less.
@@ -73,6 +76,18 @@ class Sizing:
     hardware: Hardware
     dtype: str
     num_sequences: int = 1  # that run at a time
+    measured: Curves | None = None
+
+    @cached_property
+    def curves(self) -> Curves:
+        """The curves of the CPU by all its threads: measured, or typical of its rates."""
+        if self.measured is not None:
+            return self.measured
+        rates, is_cpu = self.hardware.rates, self.hardware.is_cpu
+        if not is_cpu:
+            return typical(_EXPERTS_READ * rates.host_read, TWO_CORES.flops, decodes_as_read=True)
+        ranks = self.hardware.ranks_per_host  # which share the rates
+        return typical(ranks * rates.device_read, ranks * rates.flops)
 
     def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by purpose for all sequences. sizes: for one."""
@@ -147,12 +162,6 @@ class Sizing:
     def checkpoint_bytes(self) -> int:
         """Bytes of the checkpoints of a sequence's states on the host, for each device."""
         return self.num_checkpoints * checkpoint_bytes(self.shard, self.itemsize)
-
-    def seen_tokens(self, growing: int, capacity: int) -> tuple[float, float]:
-        """The mean tokens per layer that a row of a full sequence sees: those of growing layers, with `growing` tokens
-        each, and those of windows, converted to growing layers' tokens of the same bytes."""
-        layers, seen = self.timed_layers, self.seen_window_bytes(capacity) / self._layer_kv_bytes
-        return growing * self.num_growing / layers, seen / layers
 
     def seen_window_bytes(self, capacity: int) -> int:
         """Bytes that a row of a full sequence sees in layers with a window."""
@@ -284,11 +293,6 @@ class Sizing:
         return home_bytes(layer.layer_weight_bytes(self.itemsize), layer.layer_matrix_elements(), bits)
 
     @cached_property
-    def timed_layers(self) -> float:
-        """The target's `timed_layers`."""
-        return timed_layers(self.target, self.itemsize)
-
-    @cached_property
     def embedding_bytes(self) -> int:
         """Bytes outside the layers, on the first device: embeddings, head, last norm."""
         return self.target.weight_bytes(self.itemsize) - self.target.layers_weight_bytes(self.itemsize)
@@ -376,8 +380,3 @@ class Sizing:
         if composition.kv_bits < 16:
             return self.quantised_cache_bytes(capacity, composition)
         return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
-
-
-def timed_layers(config: ModelConfig, itemsize: int) -> float:
-    """The number of layers like `config.block` of whose weights a row reads as many bytes as of all layers."""
-    return layers_read_bytes(config, itemsize, 1) / read_bytes(config, itemsize, 1)

@@ -64,8 +64,8 @@ from offload.pages.tiles import TileShape
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
 from offload.plan.sizing import ring_pages
+from offload.speed.curves import Curves
 from offload.speed.hardware import Hardware
-from offload.speed.pass_times import PassTimes
 from offload.transfer.arena import Arena
 from offload.transfer.hidden_rows import ResidentRows
 from offload.transfer.link import Done, Event, Link
@@ -77,16 +77,17 @@ VOCABULARY = 96
 TOKENIZER_SIZE = 258  # 256 bytes, bos, eos
 BOS, EOS = 256, 257
 GREEDY = SamplingParams(temperature=0.0)
-PASS_TIMES = PassTimes(
-    fixed=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
-    layer=(1e-3, 1e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
-    token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
-    near_token=(1e-7, 1e-7, 2e-7, 3e-7, 4e-7, 8e-7, 16e-7),
-    num_tokens=100,
-    num_near=10,
+CURVES = Curves(
+    calls=(1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4, 7e-4),
+    layer=(1e-5, 1e-5, 1e-5, 2e-5, 4e-5, 8e-5, 16e-5),
+    vocabulary=(1e-9, 1e-9, 2e-9, 3e-9, 4e-9, 8e-9, 16e-9),
+    weights={"": (4e-10, 4e-10, 4e-10, 8e-10, 16e-10, 32e-10, 64e-10)},
+    cache=(6e-11, 6e-11, 12e-11, 18e-11, 24e-11, 48e-11, 96e-11),
+    near_cache=(6e-11, 6e-11, 12e-11, 18e-11, 24e-11, 48e-11, 96e-11),
+    coded_cache=None,
     mass_share=0.5,
-    prefill_row=1e-5,
-    prefill_pair=1e-9,
+    product=8e-12,
+    pair=2e-12,
     kernels="a test's",
 )
 CPU = Hardware("cpu", "test CPU", 2**40, 2**40, True)

@@ -180,10 +180,9 @@ def _prompt_tokens(documents: Named, models: Models, output: Output) -> list[int
 
 def _request(models: Models, wanted: Options, machine: MachineFlags) -> Request:
     from offload.plan.request import Request
-    from offload.speed.pass_times import UNKNOWN
 
     request = Request.of(models.target, models.draft, wanted, machine.hardware())
-    return replace(request, times=UNKNOWN) if machine.assumed else request  # times are of this machine's CPU
+    return replace(request, curves=None) if machine.assumed else request  # they are of this machine's CPU
 
 
 def _planned(

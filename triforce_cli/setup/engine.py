@@ -100,6 +100,8 @@ def prepare(
 
     tokenizer = load_tokenizer(models.target, models.draft)
     untimed = Request.on_this_machine(models.target, models.draft, options)
+    if given is None and untimed.curves is None and untimed.hardware.is_cpu:
+        output.wait("measuring this CPU, once")
     request = timed(untimed) if given is None else replace(untimed, given=given)
     looks_back = sampling is not None and check_sampling(sampling, request.target, tokenizer)
     device = "cpu" if request.hardware.is_cpu else "cuda"
@@ -116,7 +118,7 @@ def prepare(
     if problem := prefill_problem(device):
         output.note(f"prompts are read by torch's fused kernel: {problem}")
     share = others.share() if device == "cpu" else 0.0
-    if measures or (untimed.times.target is None and request.times.target is not None):  # the target was timed just now
+    if measures or (untimed.curves is None and request.curves is not None):  # this CPU was measured just now
         output.note(busy_note(share))
         share = 0.0
     return Prepared(models, tokenizer, request, output.note, share)

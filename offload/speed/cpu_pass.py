@@ -1,0 +1,123 @@
+"""Seconds of a model's passes on a CPU: the bytes that they read, times the curves of the kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.config.matrices import expert_matrices
+from offload.config.model import ModelConfig
+from offload.formats.layout import EXPERT_ALIGNMENT, code_bytes
+from offload.speed.curves import FAR_BYTES, NEAR_BYTES, Curves, at, in_bits
+from offload.speed.hardware import Hardware
+from offload.speed.routing import distinct_experts
+
+_CODED_SHARE = 5 / 16  # of attention to 16 bits, where attention to 4 bits was not measured
+_ATTENTION_SHARE = 0.5  # of a layer's calls
+
+
+def runs_experts(config: ModelConfig, hardware: Hardware) -> bool:
+    """Whether the host's CPU can run a model's experts."""
+    return hardware.packs and config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT == 0
+
+
+def experts_seconds(layer: ModelConfig, itemsize: int, rows: int, curves: Curves) -> float:
+    """Seconds of the experts of `layer.block`, 0 without any, in a pass of `rows` rows: of reading the distinct ones
+    that the rows choose, each for its share of them."""
+    if (experts := layer.block.experts) is None:
+        return 0.0
+    distinct = distinct_experts(experts, rows)
+    matrices = expert_matrices(layer.block, layer.hidden_size).values()
+    own_rows = rows * experts.used / distinct
+    return distinct * sum(each.nbytes(itemsize) * at(curves.weights_of(each.encoding), own_rows) for each in matrices)
+
+
+def matrix_bytes(config: ModelConfig, itemsize: int, weight_bits: int = 16) -> Mapping[str, int]:
+    """Bytes of the matrices of all layers, without experts, and of the head, by form: see `Curves.weights`. A head in
+    an encoding stays as it is stored."""
+    found, head = Counter[str](), config.head
+    coded = in_bits(weight_bits) if weight_bits < 16 else ""
+    for kind, number in config.kinds:
+        if coded:
+            products = kind.layer_products()
+            found[coded] += number * sum(code_bytes(outputs, inputs, weight_bits) for outputs, inputs, _ in products)
+            continue
+        for matrix in (each for parts in kind.layer_matrices().values() for each in parts):
+            found[matrix.encoding] += number * matrix.nbytes(itemsize)
+    if coded and not head.encoding:
+        found[coded] += code_bytes(head.outputs, head.inputs, weight_bits)
+    else:
+        found[head.encoding] += head.nbytes(itemsize)
+    return found
+
+
+@dataclass(frozen=True)
+class CpuPass:
+    """The passes of a model on a CPU. itemsize: bytes of a plain number. weight_bits: of the weights, fewer than 16 if
+    they are quantised."""
+
+    config: ModelConfig
+    itemsize: int
+    curves: Curves
+    weight_bits: int = 16
+
+    def seconds(
+        self,
+        rows: int,
+        growing: float,
+        windows: float = 0.0,
+        *,
+        masses: bool = False,
+        coded: bool = False,
+        sequences: int = 1,
+    ) -> float:
+        """Seconds of a pass of `rows` rows of each of `sequences` sequences.
+
+        growing, windows: bytes of the keys and values in plain numbers that a row of a sequence attends to in growing
+        layers, all of them, and in layers with a window. coded: those of growing layers have 4 bits a number. masses:
+        they are recorded.
+        """
+        curves, num_layers, all_rows = self.curves, self.config.num_layers, sequences * rows
+        queries, cached = rows * self._queries, growing + windows
+        plain = self._attended(cached, queries)
+        long = plain * (1.0 + curves.mass_share * masses)
+        if coded:
+            long = at(curves.coded_cache, queries) if curves.coded_cache else _CODED_SHARE * plain
+        attention = growing * long + windows * plain
+        more = (sequences - 1) * (curves.calls[0] + num_layers * _ATTENTION_SHARE * curves.layer[0])
+        calls = at(curves.calls, all_rows) + num_layers * at(curves.layer, all_rows) + more
+        draws = self.config.vocab_size * at(curves.vocabulary, all_rows)
+        return calls + draws + self._products(all_rows) + sequences * attention
+
+    def prefill(self, num_tokens: int, block: int) -> float:
+        """Seconds of a prefill of `num_tokens` rows, `block` at a time. Experts run as in other passes, by few rows
+        each."""
+        config, kinds = self.config, self.config.kinds
+        numbers = config.all_layers(ModelConfig.layer_matrix_elements)
+        pairs = config.seen_pairs(num_tokens) * config.num_heads * config.head_dim
+        experts = sum(number * experts_seconds(kind, self.itemsize, block, self.curves) for kind, number in kinds)
+        return num_tokens * (numbers * self.curves.product + experts / block) + pairs * self.curves.pair
+
+    @cached_property
+    def _queries(self) -> int:
+        """Query rows for each KV head of a row."""
+        return self.config.num_heads // self.config.num_kv_heads
+
+    def _attended(self, num_bytes: float, queries: int) -> float:
+        """Seconds for each byte of the cache, of which the CPU's caches keep the fewer the more there are."""
+        near, far = at(self.curves.near_cache, queries), at(self.curves.cache, queries)
+        between = (num_bytes - NEAR_BYTES) / (FAR_BYTES - NEAR_BYTES)
+        return near + (far - near) * min(max(between, 0.0), 1.0)
+
+    def _products(self, rows: int) -> float:
+        """Seconds of the products of all layers and of the logits of all rows."""
+        read = sum(size * at(self.curves.weights_of(form), rows) for form, size in self._matrices.items())
+        kinds = self.config.kinds
+        experts = sum(number * experts_seconds(kind, self.itemsize, rows, self.curves) for kind, number in kinds)
+        return read + experts
+
+    @cached_property
+    def _matrices(self) -> Mapping[str, int]:
+        return matrix_bytes(self.config, self.itemsize, self.weight_bits)

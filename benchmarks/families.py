@@ -13,7 +13,6 @@ import argparse
 from functools import partial
 from math import inf
 
-import torch
 from report import say
 
 from offload.config.config_json import config_of
@@ -49,13 +48,15 @@ OWN: dict[str, dict[str, object]] = {
 SHOWN = (1, 8, 16)
 
 
-@torch.inference_mode()
 def layer(config: ModelConfig) -> list[float]:
     """Seconds per byte of weights, for each number of rows in SHOWN."""
+    import torch  # after offload, which tells its threads how to wait
+
     trial = Trial(config, torch.bfloat16, of_model(torch.device("cpu"), config))
     points = {("none", rows): partial(trial.run, rows, num_layers=0) for rows in SHOWN}
     points |= {("all", rows): partial(trial.run, rows) for rows in SHOWN}
-    taken = median_seconds(points, inf)
+    with torch.inference_mode():
+        taken = median_seconds(points, inf)
     assert taken is not None
     num_bytes = config.num_layers * config.layer_weight_bytes(2)
     return [(taken["all", rows] - taken["none", rows]) / num_bytes for rows in SHOWN]

@@ -84,7 +84,7 @@ class Request:
     target = types.SimpleNamespace()
     draft = None
     context = 1 << 20
-    times = types.SimpleNamespace(target=None)
+    curves = None
 
     @classmethod
     def on_this_machine(cls, model: Path, draft: Path | None, options: Options) -> Request:

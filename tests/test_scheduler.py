@@ -20,7 +20,7 @@ from triforce_cli.apis.api import ApiError
 from triforce_cli.serve import scheduler as scheduler_module
 from triforce_cli.serve.job import Ending, Job
 from triforce_cli.serve.notes import answered
-from triforce_cli.serve.scheduler import Scheduler
+from triforce_cli.serve.scheduler import Scheduler, _Share
 
 
 def leaving(server: Server) -> list[Job]:
@@ -141,6 +141,57 @@ def test_between_two_passes_no_more_than_one_prompt_is_read() -> None:
         assert [each.result().status for each in waiting] == [200, 200]
         began = dict(zip(model.said, model.began_at, strict=True))
         assert began[texts[0]] != began[texts[1]]
+
+
+def test_answers_under_way_go_on_while_a_prompt_is_read() -> None:
+    """Where the device has all weights. A stream stood still for as long as a prompt was read."""
+    with Server(batch=2) as server, closing(server.client.begin("endless", stream=True)) as stream:
+        server.model.has_all_weights = True
+        received_until(stream, b"more")
+        with closing(server.client.begin("prefill now", stream=True)) as other:
+            received_until(other, b"prefill ")
+            blocks, passes = server.model.num_prefill_blocks, server.model.num_passes
+            until(lambda: server.model.num_passes > passes + 5 and server.model.num_prefill_blocks > blocks + 5)
+            received_until(stream, b"more")
+            assert server.model.said == ["endless", "prefill now"]
+        until(lambda: "prefill now" in server.model.left)
+        assert server.num_read == [server.model.num_prefill_blocks]
+
+
+@pytest.mark.parametrize(("text", "status"), [("broken", 500), ("ending", 200)])
+def test_an_answer_may_fail_or_end_while_the_prompt_of_another_is_read(text: str, status: int) -> None:
+    with Server(batch=2) as server, ThreadPoolExecutor(2) as clients:
+        model = server.model
+        model.has_all_weights = True
+        first = clients.submit(server.client.chat, text)
+        until(lambda: model.said)
+        second = clients.submit(server.client.chat, "prefill now")
+        until(lambda: model.num_prefill_blocks > 3)
+        model.breaks.set()
+        assert first.result().status == status
+        blocks = model.num_prefill_blocks
+        until(lambda: model.num_prefill_blocks > blocks + 3)
+        model.gate.set()
+        assert second.result().said == "prefill now"
+        assert model.left == [text, "prefill now"]
+
+
+@pytest.mark.parametrize("share", [2, 8])
+def test_they_have_a_share_of_the_time(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ran = [0.0], list[float]()
+    monkeypatch.setattr(scheduler_module, "SHARE", share)
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def step() -> None:
+        ran.append(now[0])
+        now[0] += 0.5
+
+    others = _Share(step)
+    while now[0] < 40:
+        others.offer()
+        now[0] += 0.01  # a block of the prefill
+    assert len(ran) * 0.5 == pytest.approx(40 / share, rel=0.1)
+    assert ran[0] == 0.0
 
 
 def test_only_requests_without_a_seed_go_on_from_any_rows() -> None:

@@ -50,30 +50,38 @@ class Sequences(Generic[Key]):
     def has_room(self) -> bool:
         return bool(self._idle)
 
+    @property
+    def may_go_on_in_prefills(self) -> bool:
+        """Whether `on_progress` of `join` may call `steps`: one device has all weights, so none cross a link, or are
+        changed by a pass, within a prefill."""
+        plan = self._engines[0].plan
+        placement, num_layers = plan.placement, self._engines[0].worker.target.config.num_layers
+        is_whole = placement.resident_layers == num_layers and not placement.expert_slots
+        return is_whole and plan.request.num_devices == 1
+
     def __len__(self) -> int:
         """The number of running requests."""
         return len(self._running)
 
     def join(self, key: Key, request: GenerationRequest, *, on_progress: OnProgress = ignore) -> None:
-        """Begin a request where there is room. Its prompt is prefilled while the others wait; its first pass is run
-        together with theirs. Rows that it may reuse of another sequence are copied, not computed again. After an error,
-        such as one that `on_progress` raises, the request can only leave."""
+        """Begin a request where there is room. Its prompt is prefilled while the others wait, unless `on_progress` runs
+        their passes; its first pass is run together with theirs. Rows that it may reuse of another sequence are copied,
+        not computed again. After an error, such as one that `on_progress` raises, the request can only leave."""
         engine = self._engine_for(request.prompt)
         engine.borrow([each for each in self._engines if each is not engine], request.prompt, reuse=request.reuse)
         self._running[key] = _Running(engine, engine.in_passes(request, on_progress=on_progress))
         self._idle.remove(engine)
-        self._running[key].go_on()
+        self._running[key].begin()
 
     def steps(self) -> list[tuple[Key, Step]]:
         """Run passes until there is at least one step. Returns the steps in the order in which the sequences joined.
         The caller must end a sequence with `leave` after its last step and before the next call."""
-        while self._running:
-            for running in self._running.values():
+        while begun := {key: running for key, running in self._running.items() if running.has_begun}:
+            for running in begun.values():
                 running.go_on()
-            came = [(key, step) for key, running in self._running.items() if (step := running.taken()) is not None]
-            if came:
+            if came := [(key, step) for key, running in begun.items() if (step := running.taken()) is not None]:
                 return came
-            self._run_passes()
+            self._run_passes(list(begun.values()))
         return []
 
     def leave(self, key: Key, *, on_end: Callable[[Stats], None] | None = None) -> Stats:
@@ -124,10 +132,10 @@ class Sequences(Generic[Key]):
             return nearest
         return (empty or self._idle)[0]
 
-    def _run_passes(self) -> None:
+    def _run_passes(self, some: Sequence[_Running]) -> None:
         """Run a pass of the cheapest level that any sequence waits for, so that drafting sequences catch up before the
         next level's pass."""
-        for part in _parts(self._cheapest(list(self._running.values()))):
+        for part in _parts(self._cheapest(some)):
             self._run(part)
 
     def _cheapest(self, some: Sequence[_Running]) -> list[_Running]:
@@ -152,11 +160,11 @@ class Sequences(Generic[Key]):
 
 
 class _Running:
-    """A running request on its engine. step: the latest step, until it is taken. asked: the pass that it waits for
-    otherwise. since: when the wait began."""
+    """A running request on its engine. has_begun: its prompt is prefilled. step: the latest step, until it is taken.
+    asked: the pass that it waits for otherwise. since: when the wait began."""
 
     def __init__(self, engine: Engine, work: Work[Step]) -> None:
-        self.engine, self.work = engine, work
+        self.engine, self.work, self.has_begun = engine, work, False
         self.step: Step | None = None
         self.asked: Pass | None = None
         self.since = self._own = 0.0
@@ -175,6 +183,11 @@ class _Running:
     @property
     def level_name(self) -> str:
         return self.level.stats.name
+
+    def begin(self) -> None:
+        """Prefill the prompt, and go on to the first pass."""
+        self.go_on()
+        self.has_begun = True
 
     def go_on(self) -> None:
         """Continue the request up to its next step, or up to the next pass, for which it then waits."""

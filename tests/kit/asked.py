@@ -13,6 +13,7 @@ from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
 from offload.metrics import Stats
+from offload.progress import Progress, ignore
 
 NEVER = 1000
 
@@ -50,27 +51,36 @@ def alone(engine: Engine, asked: Asked) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-def together(engine: Engine, requests: Sequence[Asked]) -> tuple[list[list[int]], list[Stats]]:
-    """What each says; one that leaves early, up to then. As many as there is room for run at a time."""
+def together(
+    engine: Engine, requests: Sequence[Asked], *, in_prefills: bool = False
+) -> tuple[list[list[int]], list[Stats]]:
+    """What each says; one that leaves early, up to then. As many as there is room for run at a time. in_prefills:
+    where they may, sequences go on while every second prompt is prefilled."""
     said: dict[int, list[int]] = {}
     stats: dict[int, Stats] = {}
     waiting = list(enumerate(requests))
     with Sequences[int](engine) as sequences:
-        while waiting or len(sequences):
-            while waiting and sequences.has_room:
-                key, asked = waiting.pop(0)
-                said[key] = []
-                sequences.join(key, GenerationRequest(asked.prompt, asked.sampling, **asked.settings))
+
+        def go_on(progress: Progress | None = None) -> None:
             for key, step in sequences.steps():
                 said[key] += step.tokens
                 if step.finish is not None or len(said[key]) >= requests[key].leaves:
                     stats[key] = sequences.leave(key)
+
+        while waiting or len(sequences):
+            while waiting and sequences.has_room:
+                key, asked = waiting.pop(0)
+                said[key] = []
+                request = GenerationRequest(asked.prompt, asked.sampling, **asked.settings)
+                goes_on = in_prefills and key % 2 and sequences.may_go_on_in_prefills
+                sequences.join(key, request, on_progress=go_on if goes_on else ignore)
+            go_on()
     return [said[key] for key in sorted(said)], [stats[key] for key in sorted(stats)]
 
 
 def check(engine: Engine, requests: Sequence[Asked]) -> None:
     """Each says together with the others what it says alone."""
-    found, _ = together(engine, requests)
+    found, _ = together(engine, requests, in_prefills=True)
     for asked, tokens in zip(requests, found, strict=True):
         expected = alone(engine, asked)
         assert tokens == (expected if len(tokens) < asked.leaves else expected[: len(tokens)])

@@ -53,7 +53,8 @@ WANTED = Wanted(max_tokens=1000, sampling=SamplingParams())
 class Model:
     """The stand-in for an engine. num_passes: that were run. said: the prompts in the order in which they began. left:
     the prompts whose answers ended. requests: as they began. began_at: the number of passes before each. kept: the
-    number of prompts whose rows were kept. gate: see above."""
+    number of prompts whose rows were kept. gate: see above. has_all_weights: so that answers may go on in
+    prefills. breaks: once it is set, a text "broken" fails, and "ending" ends."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         self.plan = SimpleNamespace(request=SimpleNamespace(num_sequences=num_sequences, capacity=capacity))
@@ -62,6 +63,8 @@ class Model:
         self.left: list[str] = []
         self.requests: list[GenerationRequest] = []
         self.began_at: list[int] = []
+        self.has_all_weights = False
+        self.breaks = threading.Event()
         self.gate = threading.Event()
         self.keeping = threading.Event()  # rows are kept at once while it is set
         self.keeping.set()
@@ -76,6 +79,12 @@ class Model:
         if kind == "gated":
             while not self.gate.wait(0.002):
                 yield _step(" tick")
+            yield _step(" done", "stop")
+        if kind in ("broken", "ending"):
+            while not self.breaks.wait(0.002):
+                yield _step(" tick")
+            if kind == "broken":
+                raise TriforceError("the model failed")
             yield _step(" done", "stop")
         if kind in ("fail", "break"):
             yield _step("begun")
@@ -95,13 +104,22 @@ class Sequences(Generic[Key]):
         self._engine = engine
         self._running: dict[Any, tuple[str, Iterator[Step], GenerationRequest]] = {}
         self._read = set[Any]()  # keys of prompts that were read to their ends
+        self._joining: Any = None
 
     @property
     def has_room(self) -> bool:
         return len(self._running) < self._engine.plan.request.num_sequences
 
+    @property
+    def may_go_on_in_prefills(self) -> bool:
+        return self._engine.has_all_weights
+
     def join(self, key: Any, request: GenerationRequest, *, on_progress: OnProgress) -> None:
-        text = bytes(request.prompt).decode()
+        self._joining = key
+        self._prefill(key, bytes(request.prompt).decode(), request, on_progress)
+        self._joining = None
+
+    def _prefill(self, key: Any, text: str, request: GenerationRequest, on_progress: OnProgress) -> None:
         self._running[key] = (text, self._engine.steps(text), request)
         self._engine.said.append(text)
         self._engine.most_at_a_time = max(self._engine.most_at_a_time, len(self._running))
@@ -121,9 +139,10 @@ class Sequences(Generic[Key]):
         self._read.add(key)
 
     def steps(self) -> list[tuple[Any, Step]]:
-        assert self._running.keys() <= self._read, "a prefill that was broken off can only leave"
+        begun = [key for key in self._running if self._joining is None or key != self._joining]
+        assert self._read.issuperset(begun), "a prefill that was broken off can only leave"
         self._engine.num_passes += 1
-        return [(key, next(steps)) for key, (_, steps, _) in self._running.items()]
+        return [(key, next(self._running[key][1])) for key in begun]
 
     def leave(self, key: Any, *, on_end: Callable[[Stats], None]) -> Stats:
         text, _, request = self._running.pop(key)

@@ -37,6 +37,11 @@ class Answers(Generic[Key]):
     def has_room(self) -> bool:
         return self._sequences.has_room
 
+    @property
+    def may_go_on_in_prefills(self) -> bool:
+        """Whether `on_progress` of `begin` may call `go_on`."""
+        return self._sequences.may_go_on_in_prefills
+
     def __len__(self) -> int:
         """The number of answers under way."""
         return len(self._under_way)
@@ -65,13 +70,13 @@ class Answers(Generic[Key]):
                 yield key, self.answer(key), self.finish(key)
 
     def begin(self, key: Key, answer: Answer, *, on_progress: Callable[[Progress], None], reuse: bool = False) -> None:
-        """Prefill a prompt while the others wait. on_progress: called during the prefill, which ends where it raises
-        TimedOut; the deadline has passed then. reuse: see GenerationRequest."""
+        """Prefill a prompt while the others wait; its answer is under way from then on. on_progress: called during the
+        prefill, which ends where it raises TimedOut; the deadline has passed then. reuse: see GenerationRequest."""
         room = self._capacity - len(answer.prompt.tokens)
         request = answer.prompt.request(answer.wanted, max_tokens=room, reuse=reuse)
-        self._under_way[key] = answer
         with suppress(TimedOut):
             self._sequences.join(key, request, on_progress=on_progress)
+        self._under_way[key] = answer
 
     def go_on(self) -> list[tuple[Key, Part]]:
         """The parts of the next steps; none while `ended` has an answer."""

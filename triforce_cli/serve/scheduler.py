@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from offload.text.tokenizer import Tokenizer
 
 STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
+SHARE = 8  # answers under way have one in so many seconds of a prefill
 _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
 _TO_RETRY = {"retry-after": "1"}
 
@@ -97,7 +98,7 @@ class Scheduler:
                 self._go_on(answers)
         except BaseException as error:
             self._stop_in(0.0)
-            self._fail_all(answers, _failed(error) if isinstance(error, Exception) else _stopping())
+            self._fail_all(answers, _ended_by(error))
             raise
         finally:
             self.refuse_waiting()
@@ -117,7 +118,7 @@ class Scheduler:
         return self._stops_at is not None and time.monotonic() >= self._stops_at
 
     def _begin_next(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
-        """Begin a waiting job if there is room: one, since the answers under way wait for its prefill. Waits for a job
+        """Begin a waiting job if there is room: one, since its prefill holds up the answers under way. Waits for a job
         if nothing is under way."""
         if not answers.has_room or self.is_stopping or (job := self._next(waits=not len(answers))) is None:
             return
@@ -126,6 +127,9 @@ class Scheduler:
         except (TriforceError, MemoryError) as error:
             answers.drop(job)
             job.report(_failed(error))
+        except BaseException as error:
+            job.report(_ended_by(error))
+            raise
 
     def _next(self, *, waits: bool) -> Job | None:
         """The next job whose client is there."""
@@ -142,10 +146,14 @@ class Scheduler:
         return None
 
     def _begin(self, answers: Answers[Job], job: Job, answer: Answer) -> None:
+        others = _Share(lambda: self._go_on(answers)) if answers.may_go_on_in_prefills else None
+
         def hear(progress: Progress) -> None:
             job.report(progress)
             if answer.deadline.has_passed and not self._reads_on(answers, job, progress):
                 raise TimedOut("the time is over, or the client has gone")
+            if others is not None and len(answers):
+                others.offer()
 
         answers.begin(job, answer, on_progress=hear, reuse=job.reuse)
 
@@ -154,7 +162,7 @@ class Scheduler:
         client that has gone may ask again, to its end if nobody else waits."""
         if self._has_to_end() or (job.is_gone and self.is_stopping):
             return False
-        return not progress.stays or (job.is_gone and not self._waiting and len(answers) == 1)
+        return not progress.stays or (job.is_gone and not self._waiting and not len(answers))
 
     def _go_on(self, answers: Answers[Job]) -> None:
         if not len(answers) or self._has_to_end():
@@ -193,9 +201,29 @@ class Scheduler:
             job.report(error)
 
 
+class _Share:
+    """A share of the time of a prefill, for the answers under way. go_on: runs a step of them."""
+
+    def __init__(self, go_on: Callable[[], None]) -> None:
+        self._go_on, self._due = go_on, 0.0
+
+    def offer(self) -> None:
+        """Run a step if it is due: after SHARE - 1 times the seconds of the last one."""
+        if (start := time.monotonic()) < self._due:
+            return
+        self._go_on()
+        end = time.monotonic()
+        self._due = end + (SHARE - 1) * (end - start)
+
+
 def _failed(error: Exception) -> ApiError:
     status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, DoesNotFit | MemoryError) else 500
     return ApiError(status, describe(error, debug=False).message)
+
+
+def _ended_by(error: BaseException) -> ApiError:
+    """The refusal of answers that end because of `error`, which ends the server."""
+    return _failed(error) if isinstance(error, Exception) else _stopping()
 
 
 def _stopping() -> ApiError:

@@ -35,6 +35,7 @@ class Machine:
     memlock_bytes: int | None  # limit of locked memory of the process; None: no limit
     numa_nodes: tuple[int, ...]
     usable_numa_nodes: tuple[int, ...]  # nodes with a core that this process may use
+    in_wsl: bool = False  # see the function
 
 
 def look(root: Path = ROOT) -> Machine:
@@ -50,7 +51,20 @@ def look(root: Path = ROOT) -> Machine:
         memlock_bytes=_memlock_bytes(),
         numa_nodes=tuple(sorted(nodes)),
         usable_numa_nodes=tuple(sorted(number for number, cores in nodes.items() if cores & ours)),
+        in_wsl=in_wsl(root),
     )
+
+
+def in_wsl(root: Path = ROOT) -> bool:
+    """Whether this Linux runs in WSL 2, Windows' virtual machine: its kernel's release names Microsoft. CUDA can pin
+    little host memory there: .5 to 1 GB were measured, whatever ulimit allows (microsoft/WSL#14078,
+    FlashML-org/FreeToken#233; NVIDIA's guide to CUDA on WSL names the limit without a number)."""
+    return "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower()
+
+
+def on_windows_drive(path: Path | None) -> bool:
+    """Whether a path of WSL is on a drive of Windows: below /mnt and a letter."""
+    return path is not None and re.match(r"/mnt/[a-z](/|$)", str(path.resolve())) is not None
 
 
 def has_native_kernels(root: Path = ROOT) -> bool:

@@ -318,6 +318,13 @@ class TestMachine:
         assert (found.numa_nodes, found.usable_numa_nodes) == ((0, 1), (0,))
         assert machine_name(tmp_path) == f"Quick CPU, {os.cpu_count()} cores"
 
+    def test_knows_linux_in_windows_by_its_kernels_release(self, tmp_path):
+        release = "proc__sys__kernel__osrelease"
+        assert not machine.look(written(tmp_path, **{release: "6.8.0-51-generic\n"})).in_wsl
+        assert machine.look(written(tmp_path, **{release: "5.15.167.4-microsoft-standard-WSL2\n"})).in_wsl
+        paths = ("/mnt/c", "/mnt/d/models/m.gguf", "/mnt/data/m", "/home/c", "/mnt/wsl/x")
+        assert [machine.on_windows_drive(Path(path)) for path in paths] == [True, True, False, False, False]
+
     def test_elsewhere_does_without(self, tmp_path):
         found = machine.look(tmp_path)
         assert (found.features, found.numa_nodes) == ((), ())
@@ -798,6 +805,17 @@ class TestAdvice:
     def test_is_silent_about_a_good_box(self):
         assert advice(BOX) == []
         assert "nothing to improve was found" in render_doctor.report(BOX, [], [], width=80)
+
+    def test_knows_the_limits_of_wsl(self):
+        """A limit of memlock is not the one that counts there."""
+        box = replace(BOX, machine=replace(BOX.machine, in_wsl=True, memlock_bytes=8 << 20))
+        lines = advice(box)
+        assert any("CUDA often pins no more than 1 GB" in line for line in lines)
+        assert not [line for line in lines if "memlock" in line]
+        for diagnosis in (box, replace(LAPTOP, machine=replace(LAPTOP.machine, in_wsl=True))):
+            assert any(".wslconfig" in line for line in advice(diagnosis))
+            assert "in Windows (WSL 2)" in render_doctor.report(diagnosis, CHECKS, [], width=100)
+        assert not any("WSL" in line for line in (*advice(BOX), *advice(LAPTOP)))
 
     def test_says_nothing_of_pinning_to_who_pins_nothing(self):
         assert not [line for line in advice(LAPTOP) if "memlock" in line]

@@ -107,6 +107,14 @@ def test_tiles_that_were_allocated_before_an_error_are_used_when_there_is_memory
     assert memory.allocated()["device"] == {}
 
 
+def test_a_refusal_to_pin_names_the_limit_of_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(CPU)
+    assert "ulimit -l" in memory._refused(16, "pinned", "CUDA error 2")
+    monkeypatch.setattr("offload.transfer.memory.in_wsl", lambda: True)
+    assert "in WSL 2 CUDA often pins no more than 1 GB" in memory._refused(16, "pinned", "CUDA error 2")
+    assert "WSL" not in memory._refused(16, "allocated", "ENOMEM")
+
+
 def test_the_ledger_is_read_while_another_thread_writes_to_it() -> None:
     """A block that could not be pinned ahead gave "dictionary changed size during iteration" in place of its error."""
     memory, threads = Memory(CPU), list[threading.Thread]()

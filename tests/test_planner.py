@@ -805,6 +805,16 @@ def test_weights_in_4_bits_that_cannot_be_are_refused(hardware: Hardware, shapes
         plan(Options(weight_bits=4), target=DEMO.changed(**shapes), hardware=hardware)
 
 
+def test_a_plan_says_where_more_is_pinned_than_wsl_may_allow() -> None:
+    there, here = (
+        plan(target=LLAMA_7B, draft=None, hardware=replace(GPU, in_wsl=in_wsl), prompt=60_000)
+        for in_wsl in (True, False)
+    )
+    assert any("are pinned, and in WSL 2 CUDA often refuses" in note for note in there.notes)
+    assert not any("WSL" in note for note in here.notes)
+    assert not any("WSL" in note for note in plan(hardware=replace(GPU, in_wsl=True), prompt=500).notes)
+
+
 def test_a_retrieval_level_comes_along_where_it_is_not_far_from_the_best() -> None:
     """At 4000 tokens the draft alone is predicted to be faster: on many a text it is not, and a level may rest."""
     made = plan(prompt=4000)

@@ -28,6 +28,7 @@ from offload.speed.cpu_pass import runs_experts
 __all__ = ["Options", "Plan", "PlannedRequest", "capacity_of", "check_link", "has_room", "largest_context", "make_plan"]
 
 VERSION = 1  # of a plan's JSON: changes when the same plan and seed would give another text
+_PINNED_IN_WSL = 10**9  # bytes of host memory that CUDA can often pin in WSL 2
 # Fields of removed mechanisms in older plans: 0, false or null if unused.
 _GONE = {
     "request": ("turns",),
@@ -242,6 +243,13 @@ def _advice(cost: Cost) -> Iterator[str]:
         yield (
             f"{target.num_layers - resident} of {target.num_layers} layers do not fit the device: "
             f"{cost.streamed_weights / 1e9:.1f} GB cross the link in every {passes}"
+        )
+    pinned = cost.placement.total_host_bytes
+    if cost.sizing.hardware.in_wsl and pinned > _PINNED_IN_WSL:
+        yield (
+            f"{pinned / 1e9:.1f} GB of host memory are pinned, and in WSL 2 CUDA often refuses more than "
+            f"{_PINNED_IN_WSL / 1e9:.0f} GB: if it does, plan for the GPU alone (a smaller model, --context or "
+            "--kv-bits 4), or use Linux itself"
         )
 
 

@@ -11,6 +11,7 @@ from offload.machine import (
     free_gpu_bytes,
     free_host_bytes,
     has_native_kernels,
+    in_wsl,
     installed_version,
     machine_name,
     pcie,
@@ -28,7 +29,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 class Hardware:
     """The devices and memory that a plan may use. device: "cpu" or "cuda:N". Bytes are the currently free ones. On a
     CPU the device's memory is the host's. has_kernels: whether a GPU's kernels can be compiled here; the CPU's are not
-    meant. packs: whether the CPU's kernels were built."""
+    meant. packs: whether the CPU's kernels were built. in_wsl: see
+    machine.py; a GPU's plan can pin little there."""
 
     device: str
     device_name: str
@@ -40,6 +42,7 @@ class Hardware:
     num_hosts: int = 1  # machines, with the same number of devices and the same memory each
     has_kernels: bool = True
     packs: bool = True
+    in_wsl: bool = False
 
     @property
     def is_cpu(self) -> bool:
@@ -146,6 +149,7 @@ def _gpus(first: int, number: int) -> Hardware:
         Rates.slowest([_gpu_rates(name, number) for name in names]),
         packs=has_native_kernels(),
         has_kernels=_has_kernels(all(gpu.major >= 8 for gpu in properties)),
+        in_wsl=in_wsl(),
     )
 
 

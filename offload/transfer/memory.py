@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import DoesNotFit
-from offload.machine import number_in
+from offload.machine import in_wsl, number_in
 from offload.transfer.device import use_device
 from offload.transfer.prepinned import Prepinned
 from offload.units import size
@@ -190,10 +190,15 @@ class Memory:
 
     def _refused(self, num_bytes: int, what: str, reason: str) -> str:
         held = self._held("host") + (0 if self._ahead is None else self._ahead.held)
-        return (
-            f"{size(num_bytes)} of host memory could not be {what} ({reason}) after {size(held)}; "
-            "the system limits what one process may pin (ulimit -l, a container's or WSL's memory limit): "
-            "raise that limit, or lower --context"
+        refused = f"{size(num_bytes)} of host memory could not be {what} ({reason}) after {size(held)}; "
+        if what == "pinned" and in_wsl():
+            return refused + (
+                "in WSL 2 CUDA often pins no more than 1 GB, whatever the limits: plan for the GPU alone (a smaller "
+                "model, --context or --kv-bits 4), or use Linux itself"
+            )
+        return refused + (
+            "the system limits what one process may pin (ulimit -l, a container's memory limit): raise that limit, or "
+            "lower --context"
         )
 
 

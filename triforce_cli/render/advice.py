@@ -24,7 +24,8 @@ def advice(diagnosis: Diagnosis) -> list[str]:
     lines = [*_no_gpu(diagnosis)]
     for gpu in diagnosis.gpus:
         lines += [f"{gpu.device}: {line}" for line in _gpu(gpu)]
-    return [*lines, *_several(diagnosis), *_pinning(diagnosis), *_nodes(diagnosis), *_processor(diagnosis)]
+    lines += [*_several(diagnosis), *_wsl(diagnosis), *_pinning(diagnosis)]
+    return [*lines, *_nodes(diagnosis), *_processor(diagnosis)]
 
 
 def _no_gpu(diagnosis: Diagnosis) -> Iterator[str]:
@@ -97,10 +98,29 @@ def _several(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"the GPUs share a way to the host: {found}; put them in slots with lanes of their own to the CPU"
 
 
+def _wsl(diagnosis: Diagnosis) -> Iterator[str]:
+    machine = diagnosis.machine
+    if not machine.in_wsl:
+        return
+    yield (
+        f"WSL 2 gives Linux {gigabytes(machine.host_bytes)} of Windows' memory, half of it by default: for more, write "
+        "memory=48GB, say, below [wsl2] into .wslconfig in your Windows user folder, and run wsl --shutdown"
+    )
+    yield (
+        "files on drives of Windows (/mnt/c, ...) are read slowly: keep models in folders of Linux, as triforce pull "
+        "does"
+    )
+    if diagnosis.gpus:
+        yield (
+            "in WSL 2 CUDA often pins no more than 1 GB of host memory, whatever ulimit says: weights and caches that "
+            "do not fit the GPU may be refused there; Linux itself has no such limit"
+        )
+
+
 def _pinning(diagnosis: Diagnosis) -> Iterator[str]:
     machine = diagnosis.machine
     limit = machine.memlock_bytes
-    if diagnosis.gpus and limit is not None and limit < machine.host_bytes:
+    if diagnosis.gpus and not machine.in_wsl and limit is not None and limit < machine.host_bytes:
         yield (
             f"memlock limit {size(limit)}: where pinning host memory for the GPU fails, raise it "
             "(ulimit -l unlimited, or memlock in /etc/security/limits.conf)"

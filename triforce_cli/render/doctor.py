@@ -88,7 +88,7 @@ def _machine(diagnosis: Diagnosis) -> list[Row]:
     bf16 = "fast" if diagnosis.processor.fast_bf16 else "not fast, fp32 is used"
     gpus = [f"{gpu.device} {gpu.name}" for gpu in diagnosis.gpus]
     return [
-        ("system", host.system),
+        ("system", f"{host.system}, in Windows (WSL 2)" if host.in_wsl else host.system),
         ("CPU", f"{host.processor}, {host.num_cores} cores, {diagnosis.processor.num_threads} threads used"),
         ("bf16", f"{bf16}; {', '.join(host.features) or 'features unknown'}"),
         ("memory", f"{gigabytes(host.host_bytes)}, {gigabytes(host.host_free_bytes)} free"),

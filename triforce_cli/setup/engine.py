@@ -94,7 +94,7 @@ def prepare(
     from offload.config.gguf_header import is_gguf, read_header
     from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
     from offload.engine.request import check_sampling
-    from offload.machine import untested_versions
+    from offload.machine import in_wsl, on_windows_drive, untested_versions
     from offload.plan.options import DTYPE_BYTES
     from offload.plan.request import Request
 
@@ -110,6 +110,8 @@ def prepare(
     for model in filter(is_gguf, filter(None, (models.target, models.draft))):
         for note in notes(read_header(model), DTYPE_BYTES[request.dtype]):
             output.note(note)
+    if in_wsl() and (slow := [str(model) for model in (models.target, models.draft) if on_windows_drive(model)]):
+        output.note(f"{slow[0]} is on a Windows drive, which WSL 2 reads slowly: copy it to a folder of Linux")
     problems = [kernels_problem(device, config) for config in (request.target, request.draft) if config]
     for problem in dict.fromkeys(filter(None, problems)):
         output.note(f"slower than need be, on torch's operators: {problem}")

@@ -68,6 +68,16 @@ def library_grammar(constraint: Constraint) -> str:
     return json.dumps({"grammars": [either, {**json.loads(answer)["grammars"][0], "name": "answer"}]})
 
 
+def embedded(constraint: Constraint) -> str:
+    """A JSON schema as a rule of a grammar in Lark's syntax. Raises UsageError where it cannot be followed."""
+    from llguidance import LLMatcher
+
+    grammar = _of_schema(schema_of(constraint))
+    if error := LLMatcher.validate_grammar(grammar):
+        raise refusal(constraint, error)
+    return f"%json {json.dumps(json.loads(grammar)['grammars'][0]['json_schema'])}"
+
+
 def _answer_grammar(constraint: Constraint) -> str:
     """The constraint without calls in llguidance's format."""
     from llguidance import LLMatcher
@@ -152,10 +162,10 @@ def _of_choices(constraint: Constraint) -> str:
         "".join(choices).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the choices have half of a surrogate pair, which is no character; take it out") from error
-    return "|".join("".join(map(_escaped, choice)) for choice in dict.fromkeys(choices))
+    return "|".join("".join(map(escaped, choice)) for choice in dict.fromkeys(choices))
 
 
-def _escaped(letter: str) -> str:
+def escaped(letter: str) -> str:
     return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
 
 

@@ -10,10 +10,11 @@ has no space. End tokens are never given to the library, which would lose its co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from offload.errors import ModelError, UsageError
 from offload.grammar.constraint import Constraint as Constraint
-from offload.grammar.constraint import library_grammar, refusal
+from offload.grammar.constraint import embedded, library_grammar, refusal
 from offload.grammar.grammar_tokenizer import served
 from offload.grammar.json_style import NUMBER, STRUCTURE, bare, gap
 from offload.text.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ from offload.transfer.background import on_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 MAX_FORCED = 32  # tokens that `forced` looks ahead
 MAX_GUESSED = 96  # letters that `guessed` looks ahead
@@ -67,13 +70,8 @@ class Grammar:
         Raises UsageError where the constraint is not supported, with the place and the remedy; also where it is over
         MOST_LETTERS, or so large that the library gives up within the first TRIED tokens.
         """
-        if len(constraint.text) > MOST_LETTERS:
-            raise UsageError(
-                f"the {constraint.name} has {len(constraint.text)} characters, over the limit of {MOST_LETTERS}; "
-                "make it smaller"
-            )
-        stack = _STACK + len(constraint.text) * _STACK_OF_LETTER
-        return on_stack(stack, lambda: cls._compiled(constraint, tokenizer, vocab_size, frozenset(end_tokens)))
+        ends = frozenset(end_tokens)
+        return _on_stack_of(constraint, lambda: cls._compiled(constraint, tokenizer, vocab_size, ends))
 
     @classmethod
     def _compiled(cls, constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> Grammar:
@@ -270,6 +268,21 @@ class GrammarState:
         tokens = self._tokens[: -1 if self._ended else None]
         if self._matcher.try_consume_tokens(tokens) < len(tokens):
             raise ModelError(f"the library does not follow a text of {len(tokens)} tokens twice; begin another one")
+
+
+def rule_of(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a rule of a grammar in Lark's syntax. Raises UsageError where it cannot be followed."""
+    constraint = Constraint("json-schema", json.dumps(schema))
+    return _on_stack_of(constraint, lambda: embedded(constraint))
+
+
+def _on_stack_of(constraint: Constraint, compiled: Callable[[], T]) -> T:
+    """The result of a function that compiles a constraint. Raises UsageError for one over MOST_LETTERS."""
+    if (count := len(constraint.text) + len(constraint.calls)) > MOST_LETTERS:
+        raise UsageError(
+            f"the {constraint.name} has {count} characters, over the limit of {MOST_LETTERS}; make it smaller"
+        )
+    return on_stack(_STACK + count * _STACK_OF_LETTER, compiled)
 
 
 def _tried(matcher: LLMatcher, ends: Collection[int]) -> str:

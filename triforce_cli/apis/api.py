@@ -124,10 +124,6 @@ class Api(Protocol):
         are not supported."""
         ...
 
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        """Whether the reply to a request may have one tool call at most."""
-        ...
-
     def reply(self, body: Mapping[str, Any], model: str) -> Reply:
         """A reply to a request that `fields` accepts. model: the name of the model that answers."""
         ...

@@ -39,7 +39,7 @@ class ChatCompletions(OpenAiApi):
         includes_usage(body)
         if body.get("messages") is None:
             raise UsageError(f"{PLACE} has no messages")
-        return chat_fields(without(body, "stream", "parallel_tool_calls"), PLACE, note)
+        return chat_fields(without(body, "stream"), PLACE, note)
 
     def reply(self, body: Mapping[str, Any], model: str) -> ChatReply:
         head = Head(identifier("chatcmpl-"), model)

@@ -63,10 +63,8 @@ class Messages:
     def prompt_fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         """The fields of the prompt alone. note: see `fields`."""
         tools = tools_of(body, note)
-        return {"messages": messages_of(body, note), **({"tools": tools} if tools else {}), **_thinking(body)}
-
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        return flag(choice_of(body), "disable_parallel_tool_use")
+        choice = choice_of(body)
+        return {"messages": messages_of(body, note), **({"tools": tools} if tools else {}), **choice, **_thinking(body)}
 
     def reply(self, body: Mapping[str, Any], model: str) -> MessageReply:
         return MessageReply(Head(identifier("msg_"), model))

@@ -28,10 +28,10 @@ from triforce_cli.apis.response_input import messages_of, tools_of
 from triforce_cli.prompts.messages import Note
 
 _SAME = {
-    "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",
+    "store": False, "background": False, "truncation": "disabled",
     "previous_response_id": None, "conversation": None, "prompt": None, "messages": None,
 }  # fmt: skip
-_OF_WRITING = ("stream", "parallel_tool_calls", "include", "client_metadata", "max_tool_calls")
+_OF_WRITING = ("stream", "include", "client_metadata", "max_tool_calls")
 _READ = ("instructions", "input", "tools", "text", "reasoning", "max_output_tokens", "top_logprobs")
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -50,8 +50,7 @@ class Responses(OpenAiApi):
             flag(body, name)
         offers = body.get("tool_choice") != "none"
         for name, value in _SAME.items():
-            if name != "tool_choice" or offers:
-                check_same(body, name, value, PLACE)
+            check_same(body, name, value, PLACE)
         tools = tools_of(body, note) if offers else []
         limit, logprobs = body.get("max_output_tokens"), _logprobs(body)
         return joined(

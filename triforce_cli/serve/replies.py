@@ -17,11 +17,11 @@ _PROGRESS_SECONDS = 1.0  # between two comments on the prefill
 
 
 class Telling:
-    """A reply being told: the job's pieces, with tool calls taken apart. most_calls: that the reply may have, or None.
-    shows_thoughts: False keeps them from the client."""
+    """A reply being told: the job's pieces, with tool calls taken apart. shows_thoughts: False keeps them from
+    the client."""
 
-    def __init__(self, job: Job, *, most_calls: int | None = None, shows_thoughts: bool = True) -> None:
-        self._job, self._most_calls, self._shows_thoughts = job, most_calls, shows_thoughts
+    def __init__(self, job: Job, *, shows_thoughts: bool = True) -> None:
+        self._job, self._shows_thoughts = job, shows_thoughts
         self._spoken = Spoken(job.prompt.calls)
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -57,7 +57,7 @@ class Telling:
         ended = Ended(
             text="".join(self._texts),
             thoughts="".join(self._thoughts),
-            calls=tuple(ToolCall.of(call) for call in calls[: self._most_calls]),
+            calls=tuple(ToolCall.of(call) for call in calls),
             scores=self._scores,
             finish=of_apis(finish.finish),
             stop=finish.stop,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kit.api_clients import CLIENTS, parse, without_names
 from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from triforce_cli.answering.request import Wanted
-from triforce_cli.apis.api import PLACE, Api, ApiError, Ended, Event, Reply, Said, ToolCall, Usage
+from triforce_cli.apis.api import PLACE, Api, ApiError, CallPiece, Ended, Event, Reply, Said, ToolCall, Usage
 from triforce_cli.apis.chat_completions import ChatCompletions
 from triforce_cli.apis.completions import Completions
 from triforce_cli.apis.messages import Messages
@@ -653,9 +654,11 @@ def test_what_a_reply_may_repeat_can_be_written(given: Json) -> None:
 
 
 def told(reply: Reply, pieces: Sequence[Said], ended: Ended) -> list[Event]:
-    """The events of a reply."""
+    """The events of a reply. Calls that `pieces` lack come whole at its end."""
     events = [*reply.begin(Usage(ended.usage.prompt))]
-    for said in pieces:
+    begun = {piece.number for said in pieces for piece in said.calls}
+    calls = [CallPiece(i, each.id, each.name, each.arguments, True) for i, each in enumerate(ended.calls)]
+    for said in (*pieces, Said("", calls=[each for each in calls if each.number not in begun])):
         events += reply.add(said)
     return [*events, *reply.end(ended)]
 
@@ -683,6 +686,11 @@ def replies(draw: st.DrawFn) -> tuple[list[Said], Ended]:
         ToolCall(f"call_{number}", draw(st.sampled_from(("f", "g"))), draw(st.sampled_from(("{}", '{"a": "é\\n"}'))))
         for number in range(draw(st.integers(0, 3)))
     ]
+    for number, call in enumerate(calls[: draw(st.integers(0, 3))]):
+        ends = [0, *sorted(draw(st.lists(st.integers(0, len(call.arguments)), max_size=3))), len(call.arguments)]
+        parts = [call.arguments[start:end] for start, end in pairwise(ends)]
+        grown = [CallPiece(number, call.id, call.name, part, i == 0) for i, part in enumerate(parts)]
+        pieces += [Said("", calls=[piece]) for piece in grown] if draw(st.booleans()) else [Said("", calls=grown)]
     prompt, answer = draw(st.integers(1, 9)), draw(st.integers(0, 9))
     return pieces, Ended(
         text="".join(said.text for said in pieces),
@@ -710,7 +718,7 @@ def test_a_stream_is_the_whole_reply(api: Api, reply: tuple[list[Said], Ended], 
     body = LEAST[api] | ({} if api in (RESPONSES, MESSAGES) else {"stream_options": {"include_usage": True}})
     if api is TEXT:
         ended = Ended(**{**vars(ended), "thoughts": "", "calls": ()})
-        pieces = [Said(said.text, "", said.scores) for said in pieces]
+        pieces = [Said(said.text, "", said.scores) for said in pieces if not said.calls]
         body["echo"] = logprobs
     whole = api.reply(body, "m").document(ended)
     events = parse("".join(map(str, told(api.reply(body, "m"), pieces, ended))))
@@ -741,7 +749,8 @@ def test_a_message_that_waits_has_more_than_pings() -> None:
     at a time."""
     reply = MESSAGES.reply({}, "m")
     events = [*reply.begin(Usage(10))]
-    for said in (Said("", "hm"), Said("It "), Said("rains.")):
+    call = [CallPiece(0, "call_1", "f", '{"a"', True), CallPiece(0, "call_1", "f", ": 1}", False)]
+    for said in (Said("", "hm"), Said("It "), Said("rains."), *(Said("", calls=[piece]) for piece in call)):
         for _ in range(25):
             events += reply.keep_alive()
         events += reply.add(said)
@@ -751,7 +760,7 @@ def test_a_message_that_waits_has_more_than_pings() -> None:
     names = [event.name for event in events]
     assert names[1:20] == ["ping"] * 19
     assert names[20:22] == ["content_block_start", "content_block_delta"]
-    assert names.count("ping") == 4 * 24
+    assert names.count("ping") == 6 * 24
     summed = CLIENTS[MESSAGES.path](parse("".join(map(str, events))))
     blocks = MESSAGES.reply({}, "m").document(ENDED)["content"]
     assert without_names(summed["content"]) == without_names([{"type": "text", "text": ""}, *blocks])

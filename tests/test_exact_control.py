@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from kit.enumeration import Case, MixedLengths, TurnLengths, emission_error, generation_error, only, proposal_error
+from kit.enumeration import (
+    Case,
+    Distribution,
+    MixedLengths,
+    TurnLengths,
+    emission_error,
+    generation_error,
+    only,
+    proposal_error,
+)
 from kit.models import byte_tokenizer
 from kit.sampling_reference import GrammarRule, Rule
 from offload.decode.distribution import grammar_of
@@ -175,7 +184,7 @@ def test_whole_texts_follow_it(check: Callable[..., float]) -> None:
 THOUGHT, CLOSE, OPEN, CLOSED = "x", "</think>", "<tool_call>", "</tool_call>"
 BEGIN, END = '{"name": "f", "arguments": {"n": ', "}}"
 FUNCTION = {"name": "f", "parameters": {"properties": {"n": {"enum": [1, 12]}}, "required": ["n"]}}
-CALLED = [f"{THOUGHT * k}{CLOSE}{OPEN}{BEGIN}{n}{END}{CLOSED}" for k in range(6) for n in (1, 12)]
+CALLED = [f"{THOUGHT * k}{CLOSE}{OPEN}{BEGIN}{n}{END}{CLOSED}" for k in range(9) for n in (1, 12)]
 
 
 def due_call() -> tuple[GrammarRule, list[int]]:
@@ -204,8 +213,11 @@ def due_call() -> tuple[GrammarRule, list[int]]:
 def test_a_call_that_is_due_follows_the_targets_distribution_under_its_grammar(levels: Case, lookup: bool) -> None:
     """Thoughts before it, and its arguments by their schema."""
     rule, tokens = due_call()
-    laws = {name: only(rule.size, name, tokens) for name in ("target", "retrieval", "draft") if getattr(levels, name)}
-    case = replace(
-        levels, vocabulary=rule.size, rule=rule, lookup=lookup, prompt=tuple(tokens[:2]), num_tokens=6, **laws
-    )
+
+    def law(name: str) -> Distribution:
+        thoughts, call = only(rule.size, name, tokens[:2]), only(rule.size, name, tokens)
+        return lambda sequence: call(sequence) if tokens[1] in sequence else thoughts(sequence)
+
+    laws: dict[str, Any] = {name: law(name) for name in ("target", "retrieval", "draft") if getattr(levels, name)}
+    case = replace(levels, vocabulary=rule.size, rule=rule, lookup=lookup, prompt=(tokens[0],), num_tokens=6, **laws)
     assert emission_error(controlled(case)) < ROUNDED

@@ -11,6 +11,7 @@ has no space. End tokens are never given to the library, which would lose its co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -41,6 +42,7 @@ MOST_LETTERS = 1 << 20  # of a constraint: the library takes the square of some 
 # Bytes of stack to compile on. The library follows rules and references that name each other one inside the other, and
 # one that exceeds its stack ends the process: 1,000 of them take 8 MB, and no stack bounds how many a text has.
 _STACK, _STACK_OF_LETTER = 1 << 24, 1 << 10
+_MARK = re.compile(r"<\[(\d+)\]>")  # a token by its id, in Lark's syntax
 
 
 class Grammar:
@@ -55,10 +57,13 @@ class Grammar:
         end: int,
         *,
         is_json: bool,
+        marks: frozenset[int] = frozenset(),
     ) -> None:
-        """See `compiled`. end: the end token that `forced` names where several could follow."""
+        """See `compiled`. end: the end token that `forced` names where several could follow. marks: tokens that the
+        grammar names by their ids."""
         self._matcher, self._tokenizer, self.vocab_size = matcher, tokenizer, vocab_size
         self.end_tokens, self.end, self.cut = end_tokens, end, lru_cache(maxsize=1024)(self._cut)
+        self.marks = marks
         self.letters = {letter: self.cut(letter) for letter in STRUCTURE} if is_json else {}
 
     @classmethod
@@ -79,13 +84,15 @@ class Grammar:
 
         library_tokenizer = served(tokenizer, vocab_size, ends)
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(library_tokenizer, library_grammar(constraint), log_level=0, limits=limits)
+        grammar = library_grammar(constraint)
+        matcher = LLMatcher(library_tokenizer, grammar, log_level=0, limits=limits)
         if error := _tried(matcher.deep_copy(), ends):
             raise refusal(constraint, error)
         own = tokenizer.eos_token_id
         usable = frozenset(library_tokenizer.eos_tokens)
         end, is_json = own if own is not None and own in usable else min(usable), constraint.kind == "json-schema"
-        return cls(matcher, library_tokenizer, vocab_size, usable, end, is_json=is_json)
+        marks = frozenset(map(int, _MARK.findall(grammar)))
+        return cls(matcher, library_tokenizer, vocab_size, usable, end, is_json=is_json, marks=marks)
 
     def state(self) -> GrammarState:
         """The state at the beginning of a sequence."""
@@ -144,8 +151,9 @@ class GrammarState:
         num_inside = self.place - self._ended
         if place < self.place:
             self._ended = False
+        has_marks = not self._grammar.marks.isdisjoint(self._tokens[place:])  # the library forgets a bound before them
         del self._tokens[place:]
-        if place < num_inside and not self._matcher.rollback(num_inside - place):
+        if place < num_inside and (has_marks or not self._matcher.rollback(num_inside - place)):
             self._begin_again()
 
     def allowed(self) -> Tensor:

@@ -540,7 +540,9 @@ def autoregressive_distribution(case: Case) -> dict[Tokens, float]:
         for prefix in [prefix for prefix in distribution if len(prefix) == count]:
             row = case.target_distribution(case.prompt + prefix).tolist()
             distribution |= {
-                (*prefix, token): distribution[prefix] * probability for token, probability in enumerate(row)
+                (*prefix, token): distribution[prefix] * probability
+                for token, probability in enumerate(row)
+                if probability
             }
     return {prefix: probability for prefix, probability in distribution.items() if prefix}
 

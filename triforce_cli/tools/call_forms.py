@@ -15,9 +15,12 @@ from offload import strict_json
 from triforce_cli.tools.arguments import Tools, listed, parameters_of, typed
 
 Call = dict[str, Any]  # {"name", "arguments"}
-Read = Callable[[str, Tools], Iterator[Call]]  # parses the calls in a reply; {} for a call that cannot be parsed
+Parse = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for a call that cannot be parsed
 
 _BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_BEFORE_NAME = r'\{\s*(?:"(?:tool_call_id|id)"\s*:\s*"\w*"\s*,\s*)?"(?:name|tool_name)"\s*:\s*"'
+_CALL = rf'{_BEFORE_NAME}([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+_BEHIND_ARGUMENTS = re.compile(rf'\s*(?:,\s*"id"\s*:\s*"\w*"\s*)?\}}[\s;,`]*{_CALL}')
 _KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
 _TITLE = re.compile(r"\s*([\w.-]+)[ \t]*\n(?=\s*\{)")
 _FIRST = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -52,6 +55,16 @@ class Written:
     def of_list(cls, mark: str, closing: str = "") -> Written:
         """A list of calls in JSON behind a mark."""
         return cls("json", f'"{mark}" space "[" space', 'space "," space', f'space "]" space {closing}')
+
+
+@dataclass(frozen=True)
+class Read:
+    """The reading of a form. grows: a call from its mark up to its arguments, which are JSON, with its name as the
+    group. goes_on: from the end of arguments up to those of another call without a mark. None: see growing.py."""
+
+    parse: Parse
+    grows: re.Pattern[str] | None = None
+    goes_on: re.Pattern[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,8 @@ def _behind(mark: str) -> Read:
                 yield from _calls(found)
             at = reply.find(mark, end)
 
-    return read
+    grows = rf"{re.escape(mark)}{_BEFORE_JSON.pattern}\[?\s*{_CALL}"
+    return Read(read, re.compile(grows), _BEHIND_ARGUMENTS)
 
 
 def _named(pattern: str) -> Read:
@@ -127,7 +141,7 @@ def _named(pattern: str) -> Read:
             arguments, end = _json(reply, match.end())
             yield {"name": match[1], "arguments": arguments}
 
-    return read
+    return Read(read, re.compile(rf"{pattern}{_BEFORE_JSON.pattern}(?=\{{)"))
 
 
 def _plain(reply: str, tools: Tools) -> Iterator[Call]:
@@ -181,7 +195,7 @@ def _pythonic(begin: str, end: str) -> Read:
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             yield from [_expression(call) for call in _expressions(text)]
 
-    return read
+    return Read(read)
 
 
 def _expressions(text: str) -> Iterator[ast.expr]:
@@ -220,7 +234,7 @@ def _braced(begin: str, quote: str) -> Read:
             arguments = _json(quoted + (_KEY.sub(r'"\1":', rest) if len(parts) % 2 == 0 else json.dumps(rest)))[0]
             yield {"name": match[1], "arguments": arguments}
 
-    return read
+    return Read(read)
 
 
 def _tags(call: str, ends: Sequence[str], argument: str, close: str, *, wraps: bool = True) -> Read:
@@ -242,7 +256,7 @@ def _tags(call: str, ends: Sequence[str], argument: str, close: str, *, wraps: b
                 arguments = {key: typed(value, key, parameters_of(tools, name)) for key, value in values.items()}
             yield {"name": name, "arguments": arguments}
 
-    return read
+    return Read(read)
 
 
 def _is_closed(text: str, ends: Sequence[str]) -> bool:
@@ -362,7 +376,7 @@ FORMS = (
     ),
     Form(("<|START_ACTION|>", "<|END_ACTION|>"), _behind("<|START_ACTION|>")),  # Command R7B, Command A
     Form(  # Llama 3; also xLAM's list
-        ("<|python_tag|>", "<|python_start|>"), _plain, bare="{",
+        ("<|python_tag|>", "<|python_start|>"), Read(_plain), bare="{",
         written=(Written("llama_json", between='space ";"? space'),),
     ),
     Form(
@@ -372,10 +386,10 @@ FORMS = (
     Form(  # OLMo 3
         ("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>"), bare="("
     ),
-    Form((), _titled, bare="\n"),  # GLM-4-0414, whose template has no mark
+    Form((), Read(_titled), bare="\n"),  # GLM-4-0414, whose template has no mark
 )  # fmt: skip
 # gpt-oss: messages to tools, in the text that `Channels` makes of them for templates with these marks, and no others.
 OF_CHANNELS = Form(("to=functions.", "<|channel|>commentary"), _named(r"(?m)^to=functions\.([\w.-]+)"))
 # Small models forget the marks (Qwen2.5-Coder 1.5B): a reply that is nothing but JSON with an offered tool's name is a
 # call.
-WITHOUT_MARKS = Form((), _plain, bare="{")
+WITHOUT_MARKS = Form((), Read(_plain), bare="{")

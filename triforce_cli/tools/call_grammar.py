@@ -56,8 +56,8 @@ class _CallGrammar:
 
     def __init__(self, calls: Calls, ids: Mapping[str, str]) -> None:
         self._calls, self._ids, self._rules = calls, ids, dict(_SHARED)
-        groups = self._groups()
-        self._ways = [self._way(number, written, groups) for number, written in enumerate(calls.written)]
+        self._grouped = self._groups()
+        self._ways = [self._way(number, written) for number, written in enumerate(calls.written)]
         self._rules["calls"] = " | ".join(f"{mark} {rest}" for mark, rest in self._ways)
 
     def rules(self) -> str:
@@ -68,10 +68,24 @@ class _CallGrammar:
         if self._calls.choice.is_due:
             return "space calls"
         openings = sorted(self._calls.openings)
-        are_marked = all(mark for mark, _ in self._ways)
-        self._rules["TEXT"] = _text(openings) if are_marked else f"{_text(openings)} & ~/{_LIKE_JSON}/"
-        ways = (f"{self._up_to(mark, openings)} {rest}" if mark else f"space {rest}" for mark, rest in self._ways)
-        return f"(TEXT? | {' | '.join(ways)})"
+        self._rules["TEXT"] = f"{_text(openings)}{_UNLIKE_CALLS}"
+        marked = [f"{self._up_to(mark, openings, _UNLIKE_CALLS)} {rest}" for mark, rest in self._ways if mark]
+        keys = ["arguments"] if len(marked) == len(self._ways) else ["arguments", "parameters"]
+        return f"(TEXT? | {' | '.join([*marked, *map(self._bare, keys)])})"
+
+    def _bare(self, key: str) -> str:
+        """Calls without a mark, as the whole reply. Text goes on beside the first one up to the key of its arguments,
+        so that far is one token of the grammar."""
+        first, more = list[str](), list[str]()
+        for number, group in enumerate(self._grouped):
+            names = "|".join("".join(map(escaped, json.dumps(name, ensure_ascii=False))) for name in group.names)
+            begin = f"BARE_{key.upper()}_{number}"
+            space = f"{WHITESPACE}?"
+            self._rules[begin] = rf'/\s{{0,4}}\{{{space}"name":{space}({names}){space},{space}"{key}"/'
+            first.append(f'{begin} ":" ws {group.rule} ws "}}"')
+            more.append(_json_call(group, key))
+        self._rules[f"more_{key}"] = " | ".join(more)
+        return f"({' | '.join(first)})" + ("" if self._calls.choice.is_one else f' (space ";"? space more_{key})*')
 
     def thoughts(self, opening: str, closing: str) -> str:
         """Thoughts, which may be opened if they are not."""
@@ -92,9 +106,9 @@ class _CallGrammar:
             groups.append(_Group([function["name"]], f"object_{number}", schema))
         return [*groups, *([_Group(free, "object")] if free else [])]
 
-    def _way(self, number: int, written: Written, groups: Sequence[_Group]) -> tuple[str, str]:
+    def _way(self, number: int, written: Written) -> tuple[str, str]:
         """(mark at the beginning, "" for none; all behind it) of calls as they are `written`."""
-        ways = [self._filled(written.call, **self._parts(number, written, group)) for group in groups]
+        ways = [self._filled(written.call, **self._parts(number, written, group)) for group in self._grouped]
         self._rules[f"call_{number}"] = " | ".join(ways)
         more = "" if self._calls.choice.is_one else f"({self._filled(written.between)} call_{number})*"
         opening, closing = self._filled(written.opening), self._filled(written.closing)
@@ -104,16 +118,12 @@ class _CallGrammar:
 
     def _parts(self, number: int, written: Written, group: _Group) -> dict[str, str]:
         """The parts of one call of the functions of a group."""
-        names = " | ".join(_literal(json.dumps(name, ensure_ascii=False)) for name in group.names)
-        json_of = (
-            f'"{{" ws "\\"name\\":" ws ({names}) ws "," ws "\\"{arguments}\\":" ws {group.rule} ws "}}"'
-            for arguments in ("arguments", "parameters")
-        )
         return {
             "name": f"({' | '.join(map(_literal, group.names))})",
             "object": group.rule,
             "arguments": self._arguments(f"any_text_{number}", written, group) if written.argument else "",
-            **dict(zip(("json", "llama_json"), json_of, strict=True)),
+            "json": _json_call(group, "arguments"),
+            "llama_json": _json_call(group, "parameters"),
         }
 
     def _arguments(self, any_text: str, written: Written, group: _Group) -> str:
@@ -145,15 +155,15 @@ class _CallGrammar:
     def _mark(self, mark: str) -> str:
         return self._ids.get(_literal(mark), _literal(mark))
 
-    def _up_to(self, mark: str, excluded: Sequence[str]) -> str:
-        """Text without the `excluded` marks, up to one of them and with it. mark: its token, or its literal."""
+    def _up_to(self, mark: str, excluded: Sequence[str], further: str = "") -> str:
+        """Text without the `excluded` marks, up to one of them and with it. mark: its token, or its literal. further:
+        what else limits the text."""
         number = len(self._rules)
         if mark in self._ids.values():
-            self._rules[f"TEXT_{number}"] = _text(excluded)
+            self._rules[f"TEXT_{number}"] = f"{_text(excluded)}{further}"
             return f"TEXT_{number}? {mark}"
-        self._rules[f"text_up_to_{number}[suffix={mark}]"] = _text(
-            [each for each in excluded if _literal(each) != mark]
-        )
+        others = [each for each in excluded if _literal(each) != mark]
+        self._rules[f"text_up_to_{number}[suffix={mark}]"] = f"{_text(others)}{further}"
         return f"text_up_to_{number}"
 
     def _filled(self, form: str, **parts: str) -> str:
@@ -162,7 +172,14 @@ class _CallGrammar:
 
 
 _ANY = "/(?s:.*)/"
-_LIKE_JSON = r"\s*[\[{\x{60}](?s:.*)"  # a reply that begins so may be nothing but calls in JSON
+# A reply of another kind may be read as calls without marks.
+_UNLIKE_CALLS = r' & ~/\s*(\x{60}{3}(json)?\s*)?\[?\s*\{(?s:.*)"(arguments|parameters|function)"(?s:.*)/'
+
+
+def _json_call(group: _Group, key: str) -> str:
+    """A call as an object in JSON. key: of its arguments."""
+    names = " | ".join(_literal(json.dumps(name, ensure_ascii=False)) for name in group.names)
+    return f'"{{" ws "\\"name\\":" ws ({names}) ws "," ws "\\"{key}\\":" ws {group.rule} ws "}}"'
 
 
 def _text(excluded: Iterable[str]) -> str:

@@ -71,21 +71,21 @@ class Calls:
     @property
     def marks(self) -> frozenset[str]:
         """The marks that may surround calls in a reply."""
-        return frozenset(mark for form in self._forms for mark in (*form.marks, *form.around))
+        return frozenset(mark for form in self.forms for mark in (*form.marks, *form.around))
 
     @property
     def openings(self) -> frozenset[str]:
         """The marks with which calls begin."""
-        return frozenset(mark for form in self._forms for mark in (*form.marks[:1], *form.around))
+        return frozenset(mark for form in self.forms for mark in (*form.marks[:1], *form.around))
 
     @property
     def bare(self) -> frozenset[str]:
         """The forms of calls that a whole reply may be without a mark, see `Form`; empty if there is none."""
-        return frozenset(form.bare for form in self._forms if form.bare)
+        return frozenset(form.bare for form in self.forms if form.bare)
 
     def read(self, reply: str) -> tuple[list[Call], str]:
         """(the calls of a reply in order, empty for a plain answer; a note for the person, "" for none)."""
-        for form in self._forms:
+        for form in self.forms:
             calls, num_broken = self._found(form, reply)
             if calls:
                 calls = calls[:1] if self.choice.is_one else calls
@@ -96,7 +96,7 @@ class Calls:
     def _found(self, form: Form, reply: str) -> tuple[list[Call], int]:
         """(calls, number of broken calls)."""
         calls, num_broken = list[Call](), 0
-        for call in form.read(reply, self.tools):
+        for call in form.read.parse(reply, self.tools):
             if self._is_call(call):
                 calls.append(call)
             else:
@@ -120,10 +120,10 @@ class Calls:
         return tuple(form for form in (*FORMS, OF_CHANNELS) if form.is_asked_for(self.template))
 
     @property
-    def _forms(self) -> tuple[Form, ...]:
-        if self.follow:  # other texts are answers
-            return tuple(form for form in self.asked if form.written)
-        return (*(self.asked or FORMS), WITHOUT_MARKS)
+    def forms(self) -> tuple[Form, ...]:
+        """The forms in which calls are read."""
+        followed = tuple(form for form in self.asked if form.written)  # where a grammar makes calls, no others are
+        return (*(followed if self.follow else self.asked or FORMS), WITHOUT_MARKS)
 
 
 def is_strict(function: Tool) -> bool:

@@ -10,38 +10,31 @@ has no space. End tokens are never given to the library, which would lose its co
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.errors import ModelError, UsageError
+from offload.errors import ModelError
+from offload.grammar.constraint import MOST_LETTERS as MOST_LETTERS
 from offload.grammar.constraint import Constraint as Constraint
-from offload.grammar.constraint import embedded, library_grammar, refusal
+from offload.grammar.constraint import library_grammar, on_stack_of, refusal
 from offload.grammar.grammar_tokenizer import served
 from offload.grammar.json_style import NUMBER, STRUCTURE, bare, gap
 from offload.text.tokenizer import Tokenizer
-from offload.transfer.background import on_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-T = TypeVar("T")
-
 MAX_FORCED = 32  # tokens that `forced` looks ahead
 MAX_GUESSED = 96  # letters that `guessed` looks ahead
 TRIED = 128  # tokens of the trial text before a grammar is used
-MOST_LETTERS = 1 << 20  # of a constraint: the library takes the square of some lengths
-# Bytes of stack to compile on. The library follows rules and references that name each other one inside the other, and
-# one that exceeds its stack ends the process: 1,000 of them take 8 MB, and no stack bounds how many a text has.
-_STACK, _STACK_OF_LETTER = 1 << 24, 1 << 10
 _MARK = re.compile(r"<\[(\d+)\]>")  # a token by its id, in Lark's syntax
 
 
@@ -76,7 +69,7 @@ class Grammar:
         MOST_LETTERS, or so large that the library gives up within the first TRIED tokens.
         """
         ends = frozenset(end_tokens)
-        return _on_stack_of(constraint, lambda: cls._compiled(constraint, tokenizer, vocab_size, ends))
+        return on_stack_of(constraint, lambda: cls._compiled(constraint, tokenizer, vocab_size, ends))
 
     @classmethod
     def _compiled(cls, constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> Grammar:
@@ -276,21 +269,6 @@ class GrammarState:
         tokens = self._tokens[: -1 if self._ended else None]
         if self._matcher.try_consume_tokens(tokens) < len(tokens):
             raise ModelError(f"the library does not follow a text of {len(tokens)} tokens twice; begin another one")
-
-
-def rule_of(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a rule of a grammar in Lark's syntax. Raises UsageError where it cannot be followed."""
-    constraint = Constraint("json-schema", json.dumps(schema))
-    return _on_stack_of(constraint, lambda: embedded(constraint))
-
-
-def _on_stack_of(constraint: Constraint, compiled: Callable[[], T]) -> T:
-    """The result of a function that compiles a constraint. Raises UsageError for one over MOST_LETTERS."""
-    if (count := len(constraint.text) + len(constraint.calls)) > MOST_LETTERS:
-        raise UsageError(
-            f"the {constraint.name} has {count} characters, over the limit of {MOST_LETTERS}; make it smaller"
-        )
-    return on_stack(_STACK + count * _STACK_OF_LETTER, compiled)
 
 
 def _tried(matcher: LLMatcher, ends: Collection[int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import UsageError
-from offload.grammar.grammar import rule_of
+from offload.grammar.constraint import rule_of
 from triforce_cli.tools.arguments import referred, types_of
 
 _SAYS_NOTHING = {

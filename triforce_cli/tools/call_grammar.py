@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import UsageError
 from offload.fields import shown
-from offload.grammar.constraint import WHITESPACE, Constraint, escaped
-from offload.grammar.grammar import rule_of
+from offload.grammar.constraint import WHITESPACE, Constraint, escaped, rule_of
 from triforce_cli.tools.argument_grammar import Value, values_of
 from triforce_cli.tools.arguments import Tool
 from triforce_cli.tools.call_forms import Written
@@ -74,18 +73,19 @@ class _CallGrammar:
         return f"(TEXT? | {' | '.join([*marked, *map(self._bare, keys)])})"
 
     def _bare(self, key: str) -> str:
-        """Calls without a mark, as the whole reply. Text goes on beside the first one up to the key of its arguments,
-        so that far is one token of the grammar."""
+        """Calls without a mark, as the whole reply, fenced or not. Text goes on beside the first one up to the key of
+        its arguments, so that far is one token of the grammar."""
         first, more = list[str](), list[str]()
         for number, group in enumerate(self._grouped):
             names = "|".join("".join(map(escaped, json.dumps(name, ensure_ascii=False))) for name in group.names)
             begin = f"BARE_{key.upper()}_{number}"
             space = f"{WHITESPACE}?"
-            self._rules[begin] = rf'/\s{{0,4}}\{{{space}"name":{space}({names}){space},{space}"{key}"/'
+            self._rules[begin] = rf'/\s{{0,4}}{_FENCE}\{{{space}"name":{space}({names}){space},{space}"{key}"/'
             first.append(f'{begin} ":" ws {group.rule} ws "}}"')
             more.append(_json_call(group, key))
         self._rules[f"more_{key}"] = " | ".join(more)
-        return f"({' | '.join(first)})" + ("" if self._calls.choice.is_one else f' (space ";"? space more_{key})*')
+        further = "" if self._calls.choice.is_one else f'(space ";"? space more_{key})*'
+        return f'({" | ".join(first)}) {further} (space "```" space)?'
 
     def thoughts(self, opening: str, closing: str) -> str:
         """Thoughts, which may be opened if they are not."""
@@ -172,6 +172,7 @@ class _CallGrammar:
 
 
 _ANY = "/(?s:.*)/"
+_FENCE = r"(\x{60}{3}(json)?\s{0,4})?"
 # A reply of another kind may be read as calls without marks.
 _UNLIKE_CALLS = r' & ~/\s*(\x{60}{3}(json)?\s*)?\[?\s*\{(?s:.*)"(arguments|parameters|function)"(?s:.*)/'
 

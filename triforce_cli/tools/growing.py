@@ -68,7 +68,7 @@ class GrowingCalls:
         return False
 
     def _beginnings(self) -> Iterator[tuple[Form, re.Match[str] | None]]:
-        """What may be the beginnings of the next call."""
+        """Matches at the places where the next call may begin."""
         for form in self._forms:
             grows, goes_on = form.read.grows, form.read.goes_on
             if grows is None:

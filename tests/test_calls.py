@@ -357,14 +357,20 @@ class Followed:
     """A constraint on replies with calls, for a tokenizer in which marks are tokens, special or not."""
 
     def __init__(
-        self, calls: Calls, answer: Constraint | None = None, *, special: bool = False, thoughts: Thoughts = None
+        self,
+        calls: Calls,
+        answer: Constraint | None = None,
+        *,
+        special: bool = False,
+        named: bool = False,
+        thoughts: Thoughts = None,
     ) -> None:
         inner = byte_tokenizer()
         marks = sorted(calls.marks | {*(thoughts or ()), *(each.mark for each in calls.written)} - {""})
         inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
         self.tokenizer = Tokenizer(inner)
         ids = self.tokenizer.added_tokens(special=False)
-        named = {ids[mark]: mark for mark in marks} if special else {}
+        named = {ids[mark]: mark for mark in marks} if special or named else {}
         end = self.tokenizer.eos_token_id or 0
         constraint = with_calls(answer, calls, named, thoughts)
         self.grammar = grammar_of(constraint, self.tokenizer, len(self.tokenizer), frozenset({end}))
@@ -636,7 +642,7 @@ def test_python_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
 def test_a_step_back_over_a_mark_forgets_no_bound_before_it() -> None:
     """A model that wrote spaces before its call wrote them without end: the library forgot how many there were."""
     calls = Calls(TOOLS, "<tool_call>", ToolChoice(is_due=True))
-    follows = Followed(calls, special=True)
+    follows = Followed(calls, named=True)
     (space,), (mark,) = follows.tokenizer.encode_piece(" "), follows.tokenizer.encode_piece("<tool_call>")
     state = follows.grammar.state()
     assert state.advance([space] * 5) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from offload import strict_json
 from offload.decode.distribution import grammar_of
 from offload.errors import UsageError
 from offload.grammar.constraint import Constraint
+from offload.grammar.grammar import GrammarState
 from offload.text.tokenizer import Tokenizer
 from triforce_cli.tools import call_forms
 from triforce_cli.tools.bare_calls import BareCalls
@@ -357,20 +359,14 @@ class Followed:
     """A constraint on replies with calls, for a tokenizer in which marks are tokens, special or not."""
 
     def __init__(
-        self,
-        calls: Calls,
-        answer: Constraint | None = None,
-        *,
-        special: bool = False,
-        named: bool = False,
-        thoughts: Thoughts = None,
+        self, calls: Calls, answer: Constraint | None = None, *, special: bool = False, thoughts: Thoughts = None
     ) -> None:
         inner = byte_tokenizer()
         marks = sorted(calls.marks | {*(thoughts or ()), *(each.mark for each in calls.written)} - {""})
         inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
         self.tokenizer = Tokenizer(inner)
         ids = self.tokenizer.added_tokens(special=False)
-        named = {ids[mark]: mark for mark in marks} if special or named else {}
+        named = {ids[mark]: mark for mark in marks} if special else {}
         end = self.tokenizer.eos_token_id or 0
         constraint = with_calls(answer, calls, named, thoughts)
         self.grammar = grammar_of(constraint, self.tokenizer, len(self.tokenizer), frozenset({end}))
@@ -639,13 +635,32 @@ def test_python_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     assert not [each for each in recwarn if issubclass(each.category, of_source)]
 
 
+class Unbounded:
+    """A library's matcher that allows five tokens, and forgets after a step back over token 9 that there were any."""
+
+    def __init__(self) -> None:
+        self._num_left, self._tokens = 5, list[int]()
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        taken = tokens[: self._num_left]
+        self._num_left -= len(taken)
+        self._tokens += taken
+        return len(taken)
+
+    def rollback(self, count: int) -> bool:
+        gone = self._tokens[-count:]
+        del self._tokens[-count:]
+        self._num_left += 5 if 9 in gone else count
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
 def test_a_step_back_over_a_mark_forgets_no_bound_before_it() -> None:
     """A model that wrote spaces before its call wrote them without end: the library forgot how many there were."""
-    calls = Calls(TOOLS, "<tool_call>", ToolChoice(is_due=True))
-    follows = Followed(calls, named=True)
-    (space,), (mark,) = follows.tokenizer.encode_piece(" "), follows.tokenizer.encode_piece("<tool_call>")
-    state = follows.grammar.state()
-    assert state.advance([space] * 5) == 4
-    assert state.forced()[:1] == [mark]
-    assert state.advance([space]) == 0
-    assert state.advance([mark]) == 1
+    grammar: Any = SimpleNamespace(vocab_size=10, end_tokens=frozenset(), marks=frozenset({9}), matcher=Unbounded)
+    state = GrammarState(grammar)
+    assert state.advance([1, 1, 1, 1, 9]) == 5
+    state.rewind(4)
+    assert state.advance([1, 1]) == 1

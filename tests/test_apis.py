@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,13 +15,14 @@ from kit.api_clients import CLIENTS, parse, without_names
 from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 from triforce_cli.answering.request import Wanted
-from triforce_cli.apis.api import PLACE, Api, ApiError, Ended, Event, Reply, Said, ToolCall, Usage
+from triforce_cli.apis.api import PLACE, Api, ApiError, CallPiece, Ended, Event, Reply, Said, ToolCall, Usage
 from triforce_cli.apis.chat_completions import ChatCompletions
 from triforce_cli.apis.completions import Completions
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.responses import Responses
 from triforce_cli.batch.records import check_known, read_record, read_records
 from triforce_cli.serve.reader import FIELDS, parsed
+from triforce_cli.tools.choice import ANY, ToolChoice
 
 Json = dict[str, Any]
 CHAT, TEXT, RESPONSES, MESSAGES = ChatCompletions(), Completions(), Responses(), Messages()
@@ -55,7 +56,6 @@ def fields_of(api: Api, body: Mapping[str, Any]) -> Json:
 @EVERY
 def test_the_least_request_can_be_answered(api: Api) -> None:
     assert fields_of(api, LEAST[api]) == READ[api]
-    assert api.has_one_call(LEAST[api]) is False
     record = read_record(READ[api], 1, PLACE, DEFAULTS)
     assert (record.prompt, record.messages is None) == (("x", True) if api is TEXT else ("", False))
 
@@ -86,8 +86,9 @@ def test_the_least_request_can_be_answered(api: Api) -> None:
         ),
         (CHAT, {"tools": [TOOL]}, {"tools": [TOOL]}),
         (CHAT, {"tools": [TOOL], "tool_choice": "none"}, {}),
-        (CHAT, {"tools": [TOOL], "tool_choice": "auto"}, {"tools": [TOOL]}),
-        (CHAT, {"parallel_tool_calls": False}, {}),
+        (CHAT, {"tools": [TOOL], "tool_choice": "auto"}, {"tools": [TOOL], "tool_choice": "auto"}),
+        (CHAT, {"parallel_tool_calls": False}, {"parallel_tool_calls": False}),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, {"tools": [TOOL], "tool_choice": "required"}),
         (CHAT, {"temperature": 0.5, "stop": ["a"], "seed": 3}, {"temperature": 0.5, "stop": ["a"], "seed": 3}),
         (CHAT, {"top_k": 4, "thinking": "off"}, {"top_k": 4, "thinking": "off"}),
         (TEXT, {"prompt": ["y"]}, {"prompt": "y"}),
@@ -100,7 +101,7 @@ def test_the_least_request_can_be_answered(api: Api) -> None:
         (RESPONSES, {"tools": [FLAT]}, {"tools": [TOOL]}),
         (RESPONSES, {"tools": [{**FLAT, "strict": True}]},
          {"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]}),  # type: ignore[dict-item]
-        (RESPONSES, {"tools": [FLAT], "tool_choice": "none"}, {}),
+        (RESPONSES, {"tools": [FLAT], "tool_choice": "none"}, {"tool_choice": "none"}),
         (RESPONSES, {"tools": []}, {}),
         (RESPONSES, {"include": ["message.output_text.logprobs"]}, {"logprobs": 0}),
         (RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 3}, {"logprobs": 3}),
@@ -120,8 +121,12 @@ def test_the_least_request_can_be_answered(api: Api) -> None:
         (MESSAGES, {"tools": [CUSTOM]}, {"tools": [TOOL]}),
         (MESSAGES, {"tools": [{**CUSTOM, "type": "custom", "cache_control": {"type": "ephemeral"}}]},
          {"tools": [TOOL]}),
-        (MESSAGES, {"tools": [CUSTOM], "tool_choice": {"type": "none"}}, {}),
-        (MESSAGES, {"tools": [CUSTOM], "tool_choice": {"type": "auto"}}, {"tools": [TOOL]}),
+        (MESSAGES, {"tools": [CUSTOM], "tool_choice": {"type": "none"}},
+         {"tool_choice": "none", "parallel_tool_calls": True}),
+        (MESSAGES, {"tools": [CUSTOM], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+         {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}),
+        (MESSAGES, {"tools": [{**CUSTOM, "strict": True}]},
+         {"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]}),  # type: ignore[dict-item]
         (MESSAGES, {"stop_sequences": ["a"]}, {"stop": ["a"]}),
         (MESSAGES, {"stop_sequences": []}, {}),
         (MESSAGES, {"thinking": {"type": "disabled"}}, {"thinking": "off"}),
@@ -175,8 +180,16 @@ def test_null_is_as_absent(api: Api) -> None:
         (CHAT, {"stream_options": []}, "stream_options"),
         (CHAT, {"stream_options": {"include_usage": "x"}}, "include_usage"),
         (CHAT, {"modalities": ["audio"]}, "modalities"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice demands a call, and no functions are offered"),
+        (CHAT, {"tool_choice": "any"}, 'tool_choice is "any", it can be "none", "auto"'),
+        (CHAT, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice is {"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+         'tool_choice names "g", which is none of the functions'),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice names null"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": 3}}, "tool_choice is {"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [3]}}, "tool_choice is {"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"name": []}]}},
+         "tool_choice names []"),
         (CHAT, {"logprobs": 1}, "logprobs is 1"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs needs logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": "x"}, "logprobs is"),
@@ -210,7 +223,7 @@ def test_null_is_as_absent(api: Api) -> None:
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"conversation": "c"}, "conversation"),
         (RESPONSES, {"prompt": {"id": "p"}}, "prompt"),
-        (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tool 1 is of the type \"web_search\""),
         (RESPONSES, {"tools": ["x"]}, "tool 1"),
         (RESPONSES, {"tools": "x"}, "tools are no list"),
@@ -255,8 +268,8 @@ def test_null_is_as_absent(api: Api) -> None:
         (MESSAGES, {"system": 3}, "system has a content that is no text"),
         (MESSAGES, {"n": 1}, "no field 'n'"),
         (MESSAGES, {"seed": 1}, "no field 'seed'"),
-        (MESSAGES, {"tool_choice": {"type": "any"}}, 'tool_choice is of the type "any"'),
-        (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, 'tool_choice is of the type "tool"'),
+        (MESSAGES, {"tool_choice": {"type": "required"}}, 'tool_choice is of the type "required", it can be auto'),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, 'tool_choice names "f"'),
         (MESSAGES, {"tool_choice": "auto"}, "tool_choice"),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tool 1"),
         (MESSAGES, {"tools": 3}, "tools are no list"),
@@ -305,25 +318,39 @@ def read(api: Api, body: Mapping[str, Any]) -> object:
     return read_record(fields, 0, PLACE, DEFAULTS)
 
 
+F = {"type": "function", "name": "f"}
+OF_F = {"type": "function", "function": {"name": "f"}}
+TWO = [{"name": "f"}, {"name": "g"}]
+ALLOWED = [F, {"type": "function", "name": "g"}]
+
+
 @pytest.mark.parametrize(
     ("api", "body", "expected"),
     [
-        (CHAT, {}, False),
-        (CHAT, {"parallel_tool_calls": None}, False),
-        (CHAT, {"parallel_tool_calls": True}, False),
-        (CHAT, {"parallel_tool_calls": False}, True),
-        (TEXT, {}, False),
-        (RESPONSES, {}, False),
-        (RESPONSES, {"parallel_tool_calls": True}, False),
-        (RESPONSES, {"parallel_tool_calls": False}, True),
-        (MESSAGES, {}, False),
-        (MESSAGES, {"tool_choice": {"type": "auto"}}, False),
-        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, False),
-        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, True),
+        (CHAT, {}, ANY),
+        (CHAT, {"tool_choice": "auto", "parallel_tool_calls": None}, ANY),
+        (CHAT, {"parallel_tool_calls": True}, ANY),
+        (CHAT, {"parallel_tool_calls": False}, ToolChoice(is_one=True)),
+        (CHAT, {"tool_choice": "required"}, ToolChoice(is_due=True)),
+        (CHAT, {"tool_choice": OF_F}, ToolChoice(is_due=True, names=frozenset("f"))),
+        (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [OF_F]}}},
+         ToolChoice(is_due=True, names=frozenset("f"))),
+        (RESPONSES, {"parallel_tool_calls": False}, ToolChoice(is_one=True)),
+        (RESPONSES, {"tool_choice": "required", "parallel_tool_calls": True}, ToolChoice(is_due=True)),
+        (RESPONSES, {"tool_choice": F}, ToolChoice(is_due=True, names=frozenset("f"))),
+        (RESPONSES, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ALLOWED}},
+         ToolChoice(names=frozenset("fg"))),
+        (MESSAGES, {"tool_choice": {"type": "auto"}}, ANY),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, ANY),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, ToolChoice(is_one=True)),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, ToolChoice(is_due=True)),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, ToolChoice(is_due=True, names=frozenset("f"))),
     ],
-)
-def test_a_client_may_want_one_call_at_most(api: Api, body: Json, expected: bool) -> None:
-    assert api.has_one_call(body) is expected
+)  # fmt: skip
+def test_a_client_chooses_which_calls_there_may_be(api: Api, body: Json, expected: ToolChoice) -> None:
+    kinds = {CHAT: {"type": "function"}, RESPONSES: {"type": "function"}, MESSAGES: {"input_schema": {}}}
+    tools = [{**kinds[api], "function": each} if api is CHAT else {**kinds[api], **each} for each in TWO]
+    assert read_record(fields_of(api, LEAST[api] | {"tools": tools} | body), 1, PLACE, DEFAULTS).choice == expected
 
 
 def called(name: str, arguments: str, identifier: str) -> Json:
@@ -607,8 +634,6 @@ bodies = st.dictionaries(names, values | lists, max_size=6)
 def test_any_request_is_read_or_refused(api: Api, body: Json, more: bool) -> None:
     """And the reply to one that is read can be written, whatever it repeats of the request."""
     body = (LEAST[api] | body) if more else body
-    with suppress(UsageError, ApiError):
-        api.has_one_call(body)
     try:
         read(api, body)
     except (UsageError, ApiError) as error:
@@ -629,9 +654,11 @@ def test_what_a_reply_may_repeat_can_be_written(given: Json) -> None:
 
 
 def told(reply: Reply, pieces: Sequence[Said], ended: Ended) -> list[Event]:
-    """The events of a reply."""
+    """The events of a reply. Calls that `pieces` lack come whole at its end."""
     events = [*reply.begin(Usage(ended.usage.prompt))]
-    for said in pieces:
+    begun = {piece.number for said in pieces for piece in said.calls}
+    calls = [CallPiece(i, each.id, each.name, each.arguments, True) for i, each in enumerate(ended.calls)]
+    for said in (*pieces, Said("", calls=[each for each in calls if each.number not in begun])):
         events += reply.add(said)
     return [*events, *reply.end(ended)]
 
@@ -659,6 +686,11 @@ def replies(draw: st.DrawFn) -> tuple[list[Said], Ended]:
         ToolCall(f"call_{number}", draw(st.sampled_from(("f", "g"))), draw(st.sampled_from(("{}", '{"a": "é\\n"}'))))
         for number in range(draw(st.integers(0, 3)))
     ]
+    for number, call in enumerate(calls[: draw(st.integers(0, 3))]):
+        ends = [0, *sorted(draw(st.lists(st.integers(0, len(call.arguments)), max_size=3))), len(call.arguments)]
+        parts = [call.arguments[start:end] for start, end in pairwise(ends)]
+        grown = [CallPiece(number, call.id, call.name, part, i == 0) for i, part in enumerate(parts)]
+        pieces += [Said("", calls=[piece]) for piece in grown] if draw(st.booleans()) else [Said("", calls=grown)]
     prompt, answer = draw(st.integers(1, 9)), draw(st.integers(0, 9))
     return pieces, Ended(
         text="".join(said.text for said in pieces),
@@ -686,7 +718,7 @@ def test_a_stream_is_the_whole_reply(api: Api, reply: tuple[list[Said], Ended], 
     body = LEAST[api] | ({} if api in (RESPONSES, MESSAGES) else {"stream_options": {"include_usage": True}})
     if api is TEXT:
         ended = Ended(**{**vars(ended), "thoughts": "", "calls": ()})
-        pieces = [Said(said.text, "", said.scores) for said in pieces]
+        pieces = [Said(said.text, "", said.scores) for said in pieces if not said.calls]
         body["echo"] = logprobs
     whole = api.reply(body, "m").document(ended)
     events = parse("".join(map(str, told(api.reply(body, "m"), pieces, ended))))
@@ -717,7 +749,8 @@ def test_a_message_that_waits_has_more_than_pings() -> None:
     at a time."""
     reply = MESSAGES.reply({}, "m")
     events = [*reply.begin(Usage(10))]
-    for said in (Said("", "hm"), Said("It "), Said("rains.")):
+    call = [CallPiece(0, "call_1", "f", '{"a"', True), CallPiece(0, "call_1", "f", ": 1}", False)]
+    for said in (Said("", "hm"), Said("It "), Said("rains."), *(Said("", calls=[piece]) for piece in call)):
         for _ in range(25):
             events += reply.keep_alive()
         events += reply.add(said)
@@ -727,7 +760,7 @@ def test_a_message_that_waits_has_more_than_pings() -> None:
     names = [event.name for event in events]
     assert names[1:20] == ["ping"] * 19
     assert names[20:22] == ["content_block_start", "content_block_delta"]
-    assert names.count("ping") == 4 * 24
+    assert names.count("ping") == 6 * 24
     summed = CLIENTS[MESSAGES.path](parse("".join(map(str, events))))
     blocks = MESSAGES.reply({}, "m").document(ENDED)["content"]
     assert without_names(summed["content"]) == without_names([{"type": "text", "text": ""}, *blocks])

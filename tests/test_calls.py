@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +16,16 @@ from offload import strict_json
 from offload.decode.distribution import grammar_of
 from offload.errors import UsageError
 from offload.grammar.constraint import Constraint
+from offload.grammar.grammar import GrammarState
 from offload.text.tokenizer import Tokenizer
 from triforce_cli.tools import call_forms
 from triforce_cli.tools.bare_calls import BareCalls
 from triforce_cli.tools.call_forms import FORMS
 from triforce_cli.tools.call_grammar import with_calls
 from triforce_cli.tools.calls import MAX_DEPTH, MOST_BROKEN, Calls
+from triforce_cli.tools.choice import ToolChoice
+
+Thoughts = tuple[str, str] | None
 
 PARAMETERS = {
     "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "at": {"type": "object"},
@@ -315,6 +322,7 @@ def bare(*pieces: str, template: str = "") -> list[bool]:
 
 
 ANSWER = Constraint("json-schema", '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}')
+MINIMAX = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>'
 WRITTEN = [  # (template, calls that its form allows, calls that it does not)
     ("<tool_call>",
      [f"<tool_call>\n{JSON}\n</tool_call>", f"<tool_call>{JSON}</tool_call>\n<tool_call>{TIME_JSON}</tool_call>"],
@@ -338,41 +346,197 @@ WRITTEN = [  # (template, calls that its form allows, calls that it does not)
      [f"<|tool_call|>{JSON[:9]}x"]),
     ("<TOOLCALL>", [f"<TOOLCALL>[{JSON}]</TOOLCALL>"], []),
     ("<tool_calls>", [f"<tool_calls>\n[{JSON}]\n</tool_calls>"], []),
+    ("<invoke name=", ["<minimax:tool_call>\n" + MINIMAX + "\n</minimax:tool_call>", f"<minimax:tool_call>\n{MINIMAX}"
+      f"{MINIMAX}</minimax:tool_call>"], ['<minimax:tool_call><invoke name="put">', "<minimax:tool_call>x"]),
     ("<|python_tag|>", [LLAMA, f"{LLAMA}; {LLAMA}"], [LLAMA.replace("get_weather", "x")]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "allowed", "refused"), WRITTEN, ids=[row[0] for row in WRITTEN])
+EACH_FORM = pytest.mark.parametrize(("template", "allowed", "refused"), WRITTEN, ids=[row[0] for row in WRITTEN])
+
+
+class Followed:
+    """A constraint on replies with calls, for a tokenizer in which marks are tokens, special or not."""
+
+    def __init__(
+        self, calls: Calls, answer: Constraint | None = None, *, special: bool = False, thoughts: Thoughts = None
+    ) -> None:
+        inner = byte_tokenizer()
+        marks = sorted(calls.marks | {*(thoughts or ()), *(each.mark for each in calls.written)} - {""})
+        inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+        self.tokenizer = Tokenizer(inner)
+        ids = self.tokenizer.added_tokens(special=False)
+        named = {ids[mark]: mark for mark in marks} if special else {}
+        end = self.tokenizer.eos_token_id or 0
+        constraint = with_calls(answer, calls, named, thoughts)
+        self.grammar = grammar_of(constraint, self.tokenizer, len(self.tokenizer), frozenset({end}))
+
+    def __call__(self, text: str, *, whole: bool = True) -> bool:
+        """Whether the text is one that may be written, whole or as a beginning."""
+        state, tokens = self.grammar.state(), self.tokenizer.encode_piece(text)
+        return state.advance(tokens) == len(tokens) and (not whole or state.is_complete)
+
+
+@EACH_FORM
 @pytest.mark.parametrize("special", [False, True])
 def test_a_reply_beside_a_schema_is_a_call_or_follows_it(
     template: str, allowed: list[str], refused: list[str], special: bool
 ) -> None:
     """The schema held everywhere, and no call could be made. Where marks are special tokens, too."""
-    calls, inner = Calls(TOOLS, template), byte_tokenizer()
-    marks = sorted(calls.marks)
-    inner.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
-    tokenizer = Tokenizer(inner)
-    ids = tokenizer.added_tokens(special=False)
-    named = {ids[mark]: mark for mark in marks} if special else {}
-    end = tokenizer.eos_token_id or 0
-    grammar = grammar_of(with_calls(ANSWER, calls, named), tokenizer, len(tokenizer), frozenset({end}))
-
-    def follows(text: str, whole: bool) -> bool:
-        state, tokens = grammar.state(), tokenizer.encode_piece(text)
-        return state.advance(tokens) == len(tokens) and (not whole or state.is_complete)
-
+    follows = Followed(Calls(TOOLS, template), ANSWER, special=special)
     for text in allowed:
         assert read(text, template)
-        assert follows(text, whole=True), text
-    assert follows('{"a": true}', whole=True)
+        assert follows(text), text
+    assert follows('{"a": true}')
     for text in (*refused, '{"a": 1', "It is", '{"name": "set'):
         assert not follows(text, whole=False), text
 
 
-@pytest.mark.parametrize("template", ["", "<|tool_call>", "<|channel|>commentary", "<function_calls>", "<invoke name="])
+@EACH_FORM
+@pytest.mark.parametrize("special", [False, True])
+def test_calls_that_are_due_are_all_that_can_be_written(
+    template: str, allowed: list[str], refused: list[str], special: bool
+) -> None:
+    """Of the functions that are allowed, and one where more are not wanted."""
+    due, time = Calls(TOOLS, template, ToolChoice(is_due=True)), frozenset({"get_time"})
+    follows = Followed(due, special=special)
+    one = Followed(replace(due, choice=ToolChoice(is_due=True, is_one=True)), special=special)
+    named = Followed(replace(due, choice=ToolChoice(is_due=True, names=time)), ANSWER, special=special)
+    for text in allowed:
+        assert follows(text), text
+        assert one(text) is (len(read(text, template)) == 1), text
+        assert named(text) is all(call["name"] == "get_time" for call in read(text, template)), text
+    for text in (*refused, '{"a": true}', "It is", "", "x" + allowed[0]):
+        assert not any(follows(text) for follows in (follows, one, named)), text
+
+
+@EACH_FORM
+@pytest.mark.parametrize("special", [False, True])
+def test_text_may_stand_before_calls_that_are_made_and_are_not_due(
+    template: str, allowed: list[str], refused: list[str], special: bool
+) -> None:
+    """And instead of them; all else that a reader could take for a call cannot be written."""
+    calls = Calls(TOOLS, template, ToolChoice(is_one=True))
+    assert calls.follow
+    follows, is_bare = Followed(calls, special=special), not calls.written[0].mark
+    for text in ("", "It is a < b [1].\n", "\n\nSee: {}"):
+        assert follows(text), text
+    for text in allowed:
+        is_one = len(read(text, template)) == 1
+        assert follows(text) is is_one
+        assert follows(f"I ask.\n{text}") is (is_one or is_bare), text
+        assert calls.read(f"I ask.\n{text}")[0] == ([] if is_bare else read(text, template)[:1])
+    for text in refused:
+        assert text == JSON or not follows(text) or not calls.read(text)[0], text
+    for text in (JSON, f"```json\n{JSON}\n```"):  # as a model writes it that forgets the marks
+        assert follows(text)
+    assert calls.read(JSON)[0] == [PARIS]
+    assert follows('{"a": 1}')
+
+
+STRICT = {
+    "type": "object", "$defs": {"Unit": {"enum": ["C", "F"], "type": "string"}}, "additionalProperties": False,
+    "properties": {"city": {"type": "string"}, "unit": {"$ref": "#/$defs/Unit"},
+                   "days": {"type": "integer", "minimum": 1},
+                   "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}},
+    "required": ["city", "unit"],
+}  # fmt: skip
+WEATHER = {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": STRICT}}
+GOOD: list[dict[str, Any]] = [
+    {"city": "Paris", "unit": "C"}, {"city": "a</x>\nb", "unit": "F", "days": 12, "note": None},
+    {"city": "", "unit": "C", "note": "n"},
+]  # fmt: skip
+BAD: list[dict[str, Any]] = [
+    {}, {"city": "Paris"}, {"city": "Paris", "unit": "K"}, {"city": "Paris", "unit": "C", "days": 0},
+    {"city": "Paris", "unit": "C", "days": "x"}, {"city": "Paris", "unit": "C", "more": 1}, {"unit": "C"},
+]  # fmt: skip
+
+
+def in_tags(call: str, argument: str) -> Callable[[dict[str, Any]], str]:
+    def written(arguments: dict[str, Any]) -> str:
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        return call.format("".join(argument.format(key, value) for key, value in values.items()))
+
+    return written
+
+
+def in_json(call: str, key: str = "arguments") -> Callable[[dict[str, Any]], str]:
+    return lambda arguments: call.format(json.dumps({"name": "get_weather", key: arguments}))
+
+
+FORMS_OF_ARGUMENTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "<tool_call>": in_json("<tool_call>\n{}\n</tool_call>"),
+    "[TOOL_CALLS]": in_json("[TOOL_CALLS][{}]"),
+    "[TOOL_CALLS] [ARGS]": lambda arguments: f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(arguments)}",
+    "<|python_tag|>": in_json("{}", "parameters"),
+    "<function=": in_tags("<function=get_weather>\n{}</function>", "<parameter={}>\n{}\n</parameter>\n"),
+    "<arg_key>": in_tags(
+        "<tool_call>get_weather\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+    ),
+    "<invoke name=": in_tags(
+        '<minimax:tool_call>\n<invoke name="get_weather">\n{}</invoke>\n</minimax:tool_call>',
+        '<parameter name="{}">{}</parameter>\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", FORMS_OF_ARGUMENTS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_arguments_follow_their_schema(template: str, strict: bool, special: bool) -> None:
+    """Of strict functions always, of others where calls are due."""
+    weather = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
+    calls = Calls([weather, TOOLS[1]], template, ToolChoice() if strict else ToolChoice(is_due=True))
+    follows, written = Followed(calls, special=special), FORMS_OF_ARGUMENTS[template]
+    for arguments in GOOD:
+        text = written(arguments)
+        assert follows(text), text
+        assert calls.read(text)[0] == [{"name": "get_weather", "arguments": arguments}]
+    for arguments in BAD:
+        assert not follows(written(arguments)), arguments
+        assert not follows(in_json("{}")(arguments))
+    assert follows(in_json("{}")(GOOD[0])) is strict
+
+
+@pytest.mark.parametrize(
+    ("template", "parameters", "message"),
+    [
+        ("<tool_call>", {"properties": {"a": {"type": "strnig"}}}, "at /properties/a: Invalid type"),
+        ("<tool_call>", {"type": "string"}, 'the type is "string"'),
+        ("<function=", {"properties": {"a": {"type": "string", "pattern": "b"}}}, "the argument 'a' cannot be"),
+        ("<function=", {"properties": {"a": {"type": ["string", "integer"], "minimum": 3}}}, "'a' cannot be followed"),
+        ("<function=", {"properties": {"a>": {"type": "string"}}}, "the argument 'a>' cannot be named"),
+        ("<function=", {"properties": {"a": {}}, "patternProperties": {"^x": {}}}, "patternProperties cannot be"),
+        ("<function=", {"properties": {"a": {}}, "required": ["b"]}, "b is required"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_calls_cannot_follow_is_refused(template: str, parameters: Any, message: str) -> None:
+    weather = {"name": "get_weather", "strict": True, "parameters": parameters}
+    calls = Calls([{"type": "function", "function": weather}], template)
+    with pytest.raises(UsageError, match=f"the arguments of the function 'get_weather'.*{message}"):
+        with_calls(None, calls, {})
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("opened", [False, True])
+def test_thoughts_come_before_calls_that_are_due(opened: bool, special: bool) -> None:
+    calls = Calls(TOOLS, "<tool_call>", ToolChoice(is_due=True))
+    follows = Followed(calls, special=special, thoughts=("" if opened else "<think>", "</think>"))
+    call, thoughts = f"<tool_call>\n{JSON}\n</tool_call>", "I may call <tool> {\n\n"
+    begin = "" if opened else "<think>"
+    assert follows(f"{begin}{thoughts}</think>\n\n{call}")
+    assert follows(call) is not opened
+    assert not follows(f"{begin}{thoughts}</think>\n\nIt is", whole=False)
+    assert not follows(f"{begin}{thoughts}")
+
+
+@pytest.mark.parametrize("template", ["", "<|tool_call>", "<|channel|>commentary", "<function_calls>"])
 def test_tools_beside_a_schema_are_refused_where_the_form_of_calls_cannot_be_followed(template: str) -> None:
     with pytest.raises(UsageError, match="tools beside a JSON schema"):
         with_calls(ANSWER, Calls(TOOLS, template), {})
+    with pytest.raises(UsageError, match="tool_choice and strict functions need a grammar of calls"):
+        with_calls(None, Calls(TOOLS, template, ToolChoice(is_due=True)), {})
+    assert not Calls(TOOLS, template, ToolChoice(is_one=True)).follow
 
 
 @pytest.mark.parametrize(("template", "is_refused"), [("<function=", True), ("<tool_call>", False)])
@@ -469,3 +633,34 @@ def test_python_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     assert read('[get_weather(city="\\d")]') == [{"name": "get_weather", "arguments": {"city": "\\d"}}]
     of_source = (SyntaxWarning, DeprecationWarning)  # garbage of other tests may have warnings of its own
     assert not [each for each in recwarn if issubclass(each.category, of_source)]
+
+
+class Unbounded:
+    """A library's matcher that allows five tokens, and forgets after a step back over token 9 that there were any."""
+
+    def __init__(self) -> None:
+        self._num_left, self._tokens = 5, list[int]()
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        taken = tokens[: self._num_left]
+        self._num_left -= len(taken)
+        self._tokens += taken
+        return len(taken)
+
+    def rollback(self, count: int) -> bool:
+        gone = self._tokens[-count:]
+        del self._tokens[-count:]
+        self._num_left += 5 if 9 in gone else count
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
+def test_a_step_back_over_a_mark_forgets_no_bound_before_it() -> None:
+    """A model that wrote spaces before its call wrote them without end: the library forgot how many there were."""
+    grammar: Any = SimpleNamespace(vocab_size=10, end_tokens=frozenset(), marks=frozenset({9}), matcher=Unbounded)
+    state = GrammarState(grammar)
+    assert state.advance([1, 1, 1, 1, 9]) == 5
+    state.rewind(4)
+    assert state.advance([1, 1]) == 1

@@ -10,11 +10,27 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
-from kit.enumeration import Case, MixedLengths, TurnLengths, emission_error, generation_error, proposal_error
-from kit.sampling_reference import Rule
+from kit.enumeration import (
+    Case,
+    Distribution,
+    MixedLengths,
+    TurnLengths,
+    emission_error,
+    generation_error,
+    only,
+    proposal_error,
+)
+from kit.models import byte_tokenizer
+from kit.sampling_reference import GrammarRule, Rule
+from offload.decode.distribution import grammar_of
 from offload.decode.sampling import SETTINGS, SamplingParams
+from offload.text.tokenizer import Tokenizer
 from test_exactness import one_level, two_levels
+from triforce_cli.tools.call_grammar import with_calls
+from triforce_cli.tools.calls import Calls
+from triforce_cli.tools.choice import ToolChoice
 
 ROUNDED = 1e-5  # the real distribution is in fp32, its definition in fp64
 PROMPT = (0, 1, 2, 0, 1)
@@ -163,3 +179,45 @@ def test_proposed_tokens_follow_the_rows_handed_up_with_them(name: str) -> None:
 @pytest.mark.parametrize("check", MIXES.values(), ids=MIXES)
 def test_whole_texts_follow_it(check: Callable[..., float]) -> None:
     assert check() < ROUNDED
+
+
+THOUGHT, CLOSE, OPEN, CLOSED = "x", "</think>", "<tool_call>", "</tool_call>"
+BEGIN, END = '{"name": "f", "arguments": {"n": ', "}}"
+FUNCTION = {"name": "f", "parameters": {"properties": {"n": {"enum": [1, 12]}}, "required": ["n"]}}
+CALLED = [f"{THOUGHT * k}{CLOSE}{OPEN}{BEGIN}{n}{END}{CLOSED}" for k in range(9) for n in (1, 12)]
+
+
+def due_call() -> tuple[GrammarRule, list[int]]:
+    """(the grammar of thoughts and a call, with the rule that CALLED are all such replies; tokens of which they are
+    made)."""
+    inner = byte_tokenizer()
+    inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in (CLOSE, OPEN, BEGIN, END, CLOSED)])
+    tokenizer = Tokenizer(inner)
+    ids = {text: tokenizer.encode_piece(text)[0] for text in (THOUGHT, CLOSE, OPEN, BEGIN, "1", "2", END, CLOSED)}
+    names = {token: text for text, token in ids.items()}
+    calls = Calls([{"type": "function", "function": FUNCTION}], OPEN, ToolChoice(is_due=True, is_one=True))
+    constraint = with_calls(None, calls, {ids[mark]: mark for mark in (CLOSE, OPEN)}, ("", CLOSE))
+    end = tokenizer.eos_token_id or 0
+
+    def allowed(tokens: tuple[int, ...]) -> set[int]:
+        text = "".join(names[token] for token in tokens)
+        return {token for token, more in names.items() if any(each.startswith(text + more) for each in CALLED)}
+
+    size = len(tokenizer)
+    grammar = grammar_of(constraint, tokenizer, size, frozenset({end}))
+    return GrammarRule(size, allowed, grammar=grammar), [*names]
+
+
+@pytest.mark.parametrize("levels", [one_level(3, 2), pytest.param(two_levels(3, 2, 1), marks=pytest.mark.deep)])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_call_that_is_due_follows_the_targets_distribution_under_its_grammar(levels: Case, lookup: bool) -> None:
+    """Thoughts before it, and its arguments by their schema."""
+    rule, tokens = due_call()
+
+    def law(name: str) -> Distribution:
+        thoughts, call = only(rule.size, name, tokens[:2]), only(rule.size, name, tokens)
+        return lambda sequence: call(sequence) if tokens[1] in sequence else thoughts(sequence)
+
+    laws: dict[str, Any] = {name: law(name) for name in ("target", "retrieval", "draft") if getattr(levels, name)}
+    case = replace(levels, vocabulary=rule.size, rule=rule, lookup=lookup, prompt=(tokens[0],), num_tokens=6, **laws)
+    assert emission_error(controlled(case)) < ROUNDED

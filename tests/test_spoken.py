@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from test_calls import JSON, PARIS, TIME, TIME_JSON, TOOLS, tagged
 from triforce_cli.serve.spoken import Spoken
 from triforce_cli.tools.calls import FORMS, Calls
+from triforce_cli.tools.choice import ToolChoice
+from triforce_cli.tools.growing import MOST_BEFORE, Growth
 
 GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
 MINIMAX = '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>'
@@ -75,10 +78,30 @@ def split(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def told(template: str, pieces: Sequence[str]) -> tuple[list[str], str, list[dict[str, object]]]:
-    """(what each piece lets out, what the end does, the calls)."""
-    spoken = Spoken(Calls(TOOLS, template))
-    shown = [spoken.push(piece) for piece in pieces]
-    return shown, *spoken.end()
+    """(text that each piece lets out, that the end does, the calls)."""
+    shown, rest, calls = grown(template, pieces)
+    return shown, rest, [{"name": name, "arguments": json.loads(arguments)} for name, arguments in calls]
+
+
+def grown(template: str, pieces: Sequence[str]) -> tuple[list[str], str, list[tuple[str, str]]]:
+    """The same, with the arguments' texts."""
+    spoken, calls = Spoken(Calls(TOOLS, template)), list[tuple[str, str]]()
+
+    def add(growth: Sequence[Growth]) -> None:
+        for each in growth:
+            assert each.number in (len(calls) - 1, len(calls))
+            begun = calls.pop() if each.number < len(calls) else (each.name, "")
+            assert each.name == begun[0]
+            calls.append((each.name, begun[1] + each.arguments))
+
+    shown = []
+    for piece in pieces:
+        text, growth = spoken.push(piece)
+        shown.append(text)
+        add(growth)
+    rest, growth = spoken.end()
+    add(growth)
+    return shown, rest, calls
 
 
 @pytest.mark.parametrize("without_marks", [False, True])
@@ -142,7 +165,7 @@ def test_a_reply_without_calls_is_told_whole(template: str, reply: str, cuts: li
 def test_without_tools_every_piece_is_told_as_it_comes(reply: str, cuts: list[int]) -> None:
     spoken = Spoken(None)
     pieces = split(reply, cuts)
-    assert [spoken.push(piece) for piece in pieces] == pieces
+    assert [spoken.push(piece) for piece in pieces] == [(piece, []) for piece in pieces]
     assert spoken.end() == ("", [])
 
 
@@ -155,7 +178,7 @@ def test_no_more_is_held_back_than_may_become_a_mark(template: str, reply: str, 
     spoken, come, shown = Spoken(Calls(TOOLS, template)), "", ""
     for piece in split(reply, cuts):
         come += piece
-        shown += spoken.push(piece)
+        shown += spoken.push(piece)[0]
         ends = (
             at
             for at in range(len(come) + 1)
@@ -183,3 +206,83 @@ def test_the_first_word_waits_for_the_next_where_it_may_be_the_name_of_a_call(te
 
 def test_calls_in_the_order_in_which_they_come() -> None:
     assert told("<tool_call>", list(MARKED[4][1])) == ([""] * len(MARKED[4][1]), "", [PARIS, TIME])
+
+
+OTHERS = ("python_", "<function", "<invoke", "<arg_", "<tool_call|>", "<start_f")  # forms in which no call grows
+IN_JSON = [row for row in MARKED if not any(mark in row[0] for mark in OTHERS)]
+ARGUMENTS = '{"city": "P\\"}]\\\\", "at": {"a": [1, {"b": "</tool_call>"}]}, "days": 1e3}'
+GROWING = [
+    *IN_JSON,
+    ("<tool_call>", f"<tool_call>{TIME_JSON}{JSON}"),
+    ("<tool_call>",
+     '<tool_call>```json\n{"name": "get_weather", "arguments": ' + ARGUMENTS + "}\n```</tool_call> <tool_call>" + JSON),
+    ("[TOOL_CALLS]", f"[TOOL_CALLS] [{TIME_JSON}, {JSON.replace('Paris', 'P' * MOST_BEFORE)}, {JSON}]"),
+    ("[TOOL_CALLS]", f'[TOOL_CALLS] [{JSON[:-1]}, "id": "a1"}}, {TIME_JSON}, {JSON}]'),
+    ("[TOOL_CALLS] [ARGS]", f"[TOOL_CALLS]get_weather[CALL_ID]x1[ARGS]{ARGUMENTS}[TOOL_CALLS]get_time[ARGS]{{}}"),
+    ("<｜tool▁call▁begin｜> <｜tool▁sep｜>",
+     f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ARGUMENTS}\n```"
+     "<｜tool▁call▁end｜>"),
+    ("<|START_ACTION|>",
+     f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGUMENTS}}}\n]'),
+    ("<tool_call>", f'<tool_call>{JSON}</tool_call><tool_call>{{"arguments": {{}}, "name": "get_time"}}</tool_call>'),
+    ("<tool_call>", f'<tool_call>{JSON}</tool_call><tool_call>{{"name": "put", "arguments": {{}}}}{HERMES}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "calls"), GROWING)
+@pytest.mark.parametrize("without_marks", [False, True])
+def test_arguments_in_json_grow_as_they_are_written(template: str, calls: str, without_marks: bool) -> None:
+    """A letter at a time, in the model's own words."""
+    reader, written = Calls(TOOLS, "" if without_marks else template), "I ask.\n" + calls
+    if not reader.read(written)[0]:
+        return  # a form that is read only where the template asks for it
+    spoken = Spoken(reader)
+    told = [spoken.push(letter)[1] for letter in written]
+    first = min(at for text in ('{"city', "{}") if (at := written.find(text)) >= 0)
+    end = written.index("}", first)
+    assert not any(told[:first])
+    assert [each.arguments for growth in told[first:end] for each in growth] == [*written[first:end]]
+
+
+@pytest.mark.parametrize(("template", "calls"), GROWING)
+@pytest.mark.parametrize("without_marks", [False, True])
+@given(before=st.sampled_from(("", "I ask.\n", "a < b")), cuts=CUTS, end=st.integers(0, 400))
+def test_growing_calls_are_those_of_the_whole_reply(
+    template: str, calls: str, without_marks: bool, before: str, cuts: list[int], end: int
+) -> None:
+    """Whatever the pieces; also of a reply that was cut, whose last call may be half."""
+    template = "" if without_marks else template
+    reply = (before + calls)[:end]
+    shown, rest, found = grown(template, split(reply, cuts))
+    shown_at_once, rest_at_once, found_at_once = grown(template, [reply])
+    assert ("".join(shown) + rest, found) == ("".join(shown_at_once) + rest_at_once, found_at_once)
+    read = Calls(TOOLS, template).read(reply)[0]
+    assert [{"name": name, "arguments": json.loads(arguments)} for name, arguments in found[: len(read)]] == read
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in found[:-1])
+    assert all(arguments in reply for _, arguments in found[len(read) :])
+    if reply == before + calls:
+        assert len(found) == len(read)
+
+
+@given(st.lists(st.sampled_from((*FRAGMENTS, JSON, TIME_JSON, "[ARGS]{", "}", '"arguments": {')), max_size=12), CUTS)
+@pytest.mark.parametrize("template", ["", "<tool_call>", "[TOOL_CALLS] [ARGS]"])
+def test_any_reply_is_told_the_same_in_any_pieces(template: str, parts: list[str], cuts: list[int]) -> None:
+    reply = "<tool_call>" * (template == "<tool_call>") + "".join(parts)
+    shown, rest, found = grown(template, split(reply, cuts))
+    shown_at_once, rest_at_once, found_at_once = grown(template, [reply])
+    assert ("".join(shown) + rest, found) == ("".join(shown_at_once) + rest_at_once, found_at_once)
+
+
+def test_a_call_with_much_before_its_arguments_comes_whole() -> None:
+    gap = " " * MOST_BEFORE
+    for pieces in ([f"<tool_call>{gap}{JSON}"], list(f"<tool_call>{gap}{JSON}")):
+        spoken = Spoken(Calls(TOOLS, "<tool_call>"))
+        assert [spoken.push(piece) for piece in pieces] == [("", [])] * len(pieces)
+        assert spoken.end() == ("", [Growth(0, "get_weather", '{"city": "Paris"}')])
+
+
+def test_one_call_alone_grows_where_no_more_are_wanted() -> None:
+    spoken = Spoken(Calls(TOOLS, "<tool_call>", ToolChoice(is_one=True)))
+    told = [growth for letter in f"{HERMES}{HERMES}" for growth in spoken.push(letter)[1]]
+    assert "".join(growth.arguments for growth in told) == '{"city": "Paris"}'
+    assert spoken.end() == ("", [])

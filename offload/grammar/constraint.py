@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from offload import strict_json
 from offload.errors import UsageError
 from offload.grammar.json_refs import token
 
+T = TypeVar("T")
 Kind = Literal["json-schema", "regex", "choice", "grammar"]
 # White space between the tokens of JSON: none, one space, or a new line and its indentation. Models indent and put
 # spaces after colons, and forcing a text that they would not write costs quality. But where any number of spaces is
@@ -20,6 +21,10 @@ Kind = Literal["json-schema", "regex", "choice", "grammar"]
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
 # Keywords whose value is not a schema, though it may look like one.
 _NO_SCHEMAS = ("const", "enum", "default", "examples", "x-guidance")
+MOST_LETTERS = 1 << 20  # of a constraint: the library takes the square of some lengths
+# Bytes of stack to compile on. The library follows rules and references that name each other one inside the other, and
+# one that exceeds its stack ends the process: 1,000 of them take 8 MB, and no stack bounds how many a text has.
+_STACK, _STACK_OF_LETTER = 1 << 24, 1 << 10
 _MAX_LOOKS = 500  # subschemas that are compiled by themselves to locate a refusal
 _CAUGHT = r"regex parse error:\n    [^\n]*\n(?P<before>    *)\^+\nerror: (?P<words>[^\n]*)"
 _PLACE = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<words>.*?)(?:\n +\d+ \| .*)?", re.DOTALL)
@@ -66,6 +71,32 @@ def library_grammar(constraint: Constraint) -> str:
         return answer
     either = {"name": "either", "lark_grammar": f"start: @answer | calls\n{constraint.calls}"}
     return json.dumps({"grammars": [either, {**json.loads(answer)["grammars"][0], "name": "answer"}]})
+
+
+def rule_of(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a rule of a grammar in Lark's syntax. Raises UsageError where it cannot be followed."""
+    constraint = Constraint("json-schema", json.dumps(schema))
+    return on_stack_of(constraint, lambda: _embedded(constraint))
+
+
+def on_stack_of(constraint: Constraint, compiled: Callable[[], T]) -> T:
+    """The result of a function that compiles a constraint. Raises UsageError for one over MOST_LETTERS."""
+    from offload.transfer.background import on_stack
+
+    if (count := len(constraint.text) + len(constraint.calls)) > MOST_LETTERS:
+        raise UsageError(
+            f"the {constraint.name} has {count} characters, over the limit of {MOST_LETTERS}; make it smaller"
+        )
+    return on_stack(_STACK + count * _STACK_OF_LETTER, compiled)
+
+
+def _embedded(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    grammar = _of_schema(schema_of(constraint))
+    if error := LLMatcher.validate_grammar(grammar):
+        raise refusal(constraint, error)
+    return f"%json {json.dumps(json.loads(grammar)['grammars'][0]['json_schema'])}"
 
 
 def _answer_grammar(constraint: Constraint) -> str:
@@ -152,10 +183,10 @@ def _of_choices(constraint: Constraint) -> str:
         "".join(choices).encode()
     except UnicodeEncodeError as error:
         raise UsageError("the choices have half of a surrogate pair, which is no character; take it out") from error
-    return "|".join("".join(map(_escaped, choice)) for choice in dict.fromkeys(choices))
+    return "|".join("".join(map(escaped, choice)) for choice in dict.fromkeys(choices))
 
 
-def _escaped(letter: str) -> str:
+def escaped(letter: str) -> str:
     return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
 
 

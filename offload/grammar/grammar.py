@@ -10,6 +10,7 @@ has no space. End tokens are never given to the library, which would lose its co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -20,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.errors import ModelError, UsageError
+from offload.errors import ModelError
+from offload.grammar.constraint import MOST_LETTERS as MOST_LETTERS
 from offload.grammar.constraint import Constraint as Constraint
-from offload.grammar.constraint import library_grammar, refusal
+from offload.grammar.constraint import library_grammar, on_stack_of, refusal
 from offload.grammar.grammar_tokenizer import served
 from offload.grammar.json_style import NUMBER, STRUCTURE, bare, gap
 from offload.text.tokenizer import Tokenizer
-from offload.transfer.background import on_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
 MAX_FORCED = 32  # tokens that `forced` looks ahead
 MAX_GUESSED = 96  # letters that `guessed` looks ahead
 TRIED = 128  # tokens of the trial text before a grammar is used
-MOST_LETTERS = 1 << 20  # of a constraint: the library takes the square of some lengths
-# Bytes of stack to compile on. The library follows rules and references that name each other one inside the other, and
-# one that exceeds its stack ends the process: 1,000 of them take 8 MB, and no stack bounds how many a text has.
-_STACK, _STACK_OF_LETTER = 1 << 24, 1 << 10
+_MARK = re.compile(r"<\[(\d+)\]>")  # a token by its id, in Lark's syntax
 
 
 class Grammar:
@@ -52,10 +50,13 @@ class Grammar:
         end: int,
         *,
         is_json: bool,
+        marks: frozenset[int] = frozenset(),
     ) -> None:
-        """See `compiled`. end: the end token that `forced` names where several could follow."""
+        """See `compiled`. end: the end token that `forced` names where several could follow. marks: tokens that the
+        grammar names by their ids."""
         self._matcher, self._tokenizer, self.vocab_size = matcher, tokenizer, vocab_size
         self.end_tokens, self.end, self.cut = end_tokens, end, lru_cache(maxsize=1024)(self._cut)
+        self.marks = marks
         self.letters = {letter: self.cut(letter) for letter in STRUCTURE} if is_json else {}
 
     @classmethod
@@ -67,13 +68,8 @@ class Grammar:
         Raises UsageError where the constraint is not supported, with the place and the remedy; also where it is over
         MOST_LETTERS, or so large that the library gives up within the first TRIED tokens.
         """
-        if len(constraint.text) > MOST_LETTERS:
-            raise UsageError(
-                f"the {constraint.name} has {len(constraint.text)} characters, over the limit of {MOST_LETTERS}; "
-                "make it smaller"
-            )
-        stack = _STACK + len(constraint.text) * _STACK_OF_LETTER
-        return on_stack(stack, lambda: cls._compiled(constraint, tokenizer, vocab_size, frozenset(end_tokens)))
+        ends = frozenset(end_tokens)
+        return on_stack_of(constraint, lambda: cls._compiled(constraint, tokenizer, vocab_size, ends))
 
     @classmethod
     def _compiled(cls, constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> Grammar:
@@ -81,13 +77,15 @@ class Grammar:
 
         library_tokenizer = served(tokenizer, vocab_size, ends)
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(library_tokenizer, library_grammar(constraint), log_level=0, limits=limits)
+        grammar = library_grammar(constraint)
+        matcher = LLMatcher(library_tokenizer, grammar, log_level=0, limits=limits)
         if error := _tried(matcher.deep_copy(), ends):
             raise refusal(constraint, error)
         own = tokenizer.eos_token_id
         usable = frozenset(library_tokenizer.eos_tokens)
         end, is_json = own if own is not None and own in usable else min(usable), constraint.kind == "json-schema"
-        return cls(matcher, library_tokenizer, vocab_size, usable, end, is_json=is_json)
+        marks = frozenset(map(int, _MARK.findall(grammar)))
+        return cls(matcher, library_tokenizer, vocab_size, usable, end, is_json=is_json, marks=marks)
 
     def state(self) -> GrammarState:
         """The state at the beginning of a sequence."""
@@ -146,8 +144,9 @@ class GrammarState:
         num_inside = self.place - self._ended
         if place < self.place:
             self._ended = False
+        has_marks = not self._grammar.marks.isdisjoint(self._tokens[place:])  # the library forgets a bound before them
         del self._tokens[place:]
-        if place < num_inside and not self._matcher.rollback(num_inside - place):
+        if place < num_inside and (has_marks or not self._matcher.rollback(num_inside - place)):
             self._begin_again()
 
     def allowed(self) -> Tensor:

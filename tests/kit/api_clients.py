@@ -42,8 +42,12 @@ def of_chat_completions(events: Events) -> Document:
                 if name in delta:
                     message[name] = message.get(name, "") + delta[name]
             for call in delta.get("tool_calls", ()):
-                assert call["index"] == len(calls)
-                calls[call["index"]] = {name: call[name] for name in ("id", "type", "function")}
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    calls[call["index"]] = {name: call[name] for name in ("id", "type", "function")}
+                else:
+                    assert (set(call), call["index"]) == ({"index", "function"}, len(calls) - 1)
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             logprobs += (choice["logprobs"] or {"content": []})["content"]
             finishes += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
     if calls:

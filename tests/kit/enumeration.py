@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kit.sampling_reference import Letters, Rule, RuleState, probabilities
+from kit.sampling_reference import Letters, Rule, probabilities
 from offload.decode import (
     distribution,
     generation,
@@ -397,7 +397,7 @@ class Case:
         penalties = decode.penalties.penalties_of(self.params, letters, ends)
         text = None
         if self.rule is not None:
-            text = decode.grammar_text.GrammarText(RuleState(self.rule), len(self.prompt), self.vocabulary)
+            text = decode.grammar_text.GrammarText(self.rule.state(), len(self.prompt), self.vocabulary)
         rows = decode.warp.BiasRows(biases, self.vocabulary, torch.device("cpu")) if biases else None
         if text is None and not penalties:
             return made.Distribution(None, decode.warp.Warping(self.params, biases, rows))
@@ -540,7 +540,9 @@ def autoregressive_distribution(case: Case) -> dict[Tokens, float]:
         for prefix in [prefix for prefix in distribution if len(prefix) == count]:
             row = case.target_distribution(case.prompt + prefix).tolist()
             distribution |= {
-                (*prefix, token): distribution[prefix] * probability for token, probability in enumerate(row)
+                (*prefix, token): distribution[prefix] * probability
+                for token, probability in enumerate(row)
+                if probability
             }
     return {prefix: probability for prefix, probability in distribution.items() if prefix}
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.decode.sampling import SamplingParams
+from offload.grammar.grammar import Grammar
 from offload.text.characters import Characters
 
 Row = list[float]
@@ -58,6 +60,20 @@ class Rule:
     size: int
     allowed: Callable[[tuple[int, ...]], Collection[int]]
     guesses: Callable[[tuple[int, ...]], list[int]] = lambda tokens: []
+
+    def state(self) -> Any:
+        return RuleState(self)
+
+
+@dataclass(frozen=True)
+class GrammarRule(Rule):
+    """A rule that says what a real grammar means."""
+
+    grammar: Grammar | None = None
+
+    def state(self) -> Any:
+        assert self.grammar is not None
+        return self.grammar.state()
 
 
 class RuleState:

@@ -176,7 +176,9 @@ class Prompts:
             array("i", list(text.encode())),
             is_chat=record.messages is not None,
             marks=(marks_of(text) or Marks("<think>", "</think>")) if record.messages is not None else None,
-            calls=Calls(tools, "<|channel|>commentary" if marks_of(text) else "<tool_call>") if tools else None,
+            calls=Calls(tools, "<|channel|>commentary" if marks_of(text) else "<tool_call>", record.choice)
+            if tools
+            else None,
         )
 
 

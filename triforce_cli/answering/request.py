@@ -87,22 +87,29 @@ class Prompt:
 
     def budget(self, tokens: int | None) -> ThoughtBudget | None:
         """The limit of `tokens` on thoughts; None without a limit, or if thoughts are already closed."""
-        splitter = self.splitter()
-        splitter.push("")
-        if tokens is None or self.marks is None or splitter.state == "said":
+        ahead = self._marks_ahead()
+        if tokens is None or self.marks is None or ahead is None:
             return None
-        is_open = self.begun or splitter.state == "thought"
-        return ThoughtBudget(
-            tokens, self.marks.closes(may_call=self.calls is not None), "" if is_open else self.marks.open
-        )
+        return ThoughtBudget(tokens, self.marks.closes(may_call=self.calls is not None), ahead[0])
 
     def sampling(self, wanted: Wanted) -> SamplingParams:
         """The sampling parameters of the answer. A constraint is on an answer alone: where tools are offered, the reply
-        may be calls instead. Raises UsageError if their form cannot be followed."""
-        sampling = wanted.sampling
-        if self.calls is None or sampling.constraint is None:
-            return sampling
-        return replace(sampling, constraint=with_calls(sampling.constraint, self.calls, self.named))
+        may be calls instead. What is demanded of calls is a constraint on what follows thoughts. Raises UsageError if
+        their form cannot be followed."""
+        answer = wanted.sampling.constraint
+        if self.calls is None or (answer is None and not self.calls.follow):
+            return wanted.sampling
+        thoughts = self._marks_ahead() if answer is None else None
+        return replace(wanted.sampling, constraint=with_calls(answer, self.calls, self.named, thoughts))
+
+    def _marks_ahead(self) -> tuple[str, str] | None:
+        """The marks of thoughts that may still open, "" if they are open, and close; None after thoughts."""
+        splitter = self.splitter()
+        splitter.push("")
+        if self.marks is None or splitter.state == "said":
+            return None
+        is_open = self.begun or splitter.state == "thought"
+        return "" if is_open else self.marks.open, self.marks.close
 
     def request(self, wanted: Wanted, *, max_tokens: int, reuse: bool = False) -> GenerationRequest:
         """The request to an engine. max_tokens: the tokens that the context has room for. reuse: see

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from offload.errors import UsageError
 from triforce_cli.prompts.messages import Note
-from triforce_cli.tools.call_forms import Call
 
 PLACE = "the request"  # its name in messages
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # that some clients split events at
@@ -51,25 +50,34 @@ class Usage:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of a reply. arguments: JSON text."""
+    """A tool call of a reply. arguments: JSON text, as the model wrote it; of a call that was cut, its beginning."""
 
     id: str
     name: str
     arguments: str
 
-    @classmethod
-    def of(cls, call: Call) -> ToolCall:
-        return cls(identifier("call_"), call["name"], as_json(call["arguments"]))
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A piece of a tool call. number: of the call in its reply, from 0. begins: it is the first one. arguments: more of
+    their JSON text."""
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+    begins: bool
 
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of a reply: thoughts, then text outside tool calls. scores: of the text's tokens, if they were asked
-    for."""
+    """A piece of a reply: thoughts, then text outside tool calls, then calls. scores: of the text's tokens, if they
+    were asked for."""
 
     text: str
     thoughts: str = ""
     scores: Sequence[Score] = ()
+    calls: Sequence[CallPiece] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +109,7 @@ class Reply(Protocol):
     def add(self, said: Said) -> Iterable[Event]: ...
 
     def end(self, ended: Ended) -> Iterable[Event]:
-        """The end of the stream. The pieces of `ended` were added, but for its tool calls."""
+        """The end of the stream. The pieces of `ended` were added."""
         ...
 
     def fail(self, error: ApiError) -> Iterable[Event]:
@@ -122,10 +130,6 @@ class Api(Protocol):
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         """The request as a record's fields. note: hears of parts that are left out. Raises UsageError for requests that
         are not supported."""
-        ...
-
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        """Whether the reply to a request may have one tool call at most."""
         ...
 
     def reply(self, body: Mapping[str, Any], model: str) -> Reply:

@@ -9,6 +9,7 @@ from offload.errors import UsageError
 from triforce_cli.apis.api import (
     PLACE,
     ApiError,
+    CallPiece,
     Ended,
     Event,
     Fields,
@@ -39,7 +40,7 @@ class ChatCompletions(OpenAiApi):
         includes_usage(body)
         if body.get("messages") is None:
             raise UsageError(f"{PLACE} has no messages")
-        return chat_fields(without(body, "stream", "parallel_tool_calls"), PLACE, note)
+        return chat_fields(without(body, "stream"), PLACE, note)
 
     def reply(self, body: Mapping[str, Any], model: str) -> ChatReply:
         head = Head(identifier("chatcmpl-"), model)
@@ -62,10 +63,10 @@ class ChatReply:
         delta = {"reasoning_content": said.thoughts, "content": said.text}
         if said.text or said.thoughts or said.scores:
             yield self._chunk({name: text for name, text in delta.items() if text}, logprobs=_logprobs(said.scores))
+        if said.calls:
+            yield self._chunk({"tool_calls": [*map(_piece, said.calls)]})
 
     def end(self, ended: Ended) -> Iterator[Event]:
-        if ended.calls:
-            yield self._chunk({"tool_calls": [{"index": i} | _call(call) for i, call in enumerate(ended.calls)]})
         yield self._chunk({}, finish=_finish(ended))
         yield from self._chunks.end(ended.usage)
 
@@ -87,6 +88,11 @@ class ChatReply:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _piece(piece: CallPiece) -> dict[str, Any]:
+    call = _call(ToolCall(piece.id, piece.name, piece.arguments)) if piece.begins else {}
+    return {"index": piece.number, "function": {"arguments": piece.arguments}, **call}
 
 
 def _finish(ended: Ended) -> str:

@@ -12,10 +12,7 @@ from triforce_cli.apis.api import joined
 from triforce_cli.prompts.messages import Note
 
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "chat_template_kwargs": "template_args"}
-# Fields with a single allowed value. A template cannot force a tool call, so tool_choice is "auto".
-SAME = {
-    "n": 1, "stream": False, "store": False, "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"],
-}  # fmt: skip
+SAME = {"n": 1, "stream": False, "store": False, "modalities": ["text"]}  # fields with a single allowed value
 # The command chooses the model; the other fields do not affect the text, or are hints that no template has a place for.
 IGNORED = (
     *("model", "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),

@@ -94,21 +94,22 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def choice_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The choice of tools. Raises UsageError for one that a chat template cannot force."""
+def choice_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The choice of tools as our fields. Raises UsageError."""
     choice = object_of(body, "tool_choice", "type", "disable_parallel_tool_use", "name")
-    flag(choice, "disable_parallel_tool_use")
-    if choice.get("type", "auto") not in ("auto", "none"):
-        raise UsageError(
-            f"{PLACE}: tool_choice is of the type {json.dumps(choice['type'])[:80]}, it can only be auto or none"
-        )
-    return choice
+    kind = choice.get("type", "auto")
+    named = {"type": "function", "name": choice.get("name")}
+    kinds = {"auto": "auto", "none": "none", "any": "required", "tool": named}
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UsageError(f"{PLACE}: tool_choice is of the type {json.dumps(kind)[:80]}, it can be {', '.join(kinds)}")
+    is_one = flag(choice, "disable_parallel_tool_use")
+    return {} if not choice else {"tool_choice": kinds[kind], "parallel_tool_calls": not is_one}
 
 
 def tools_of(body: Mapping[str, Any], note: Note) -> list[dict[str, Any]]:
     """The offered tools in the form of chat completions. note: hears of others. Raises UsageError if there are only
     such as have no schema, or as the server would run."""
-    if choice_of(body).get("type") == "none":
+    if choice_of(body).get("tool_choice") == "none":
         return []
     tools = functions(body.get("tools") or [], PLACE, note, kind="custom")
     return [_tool(tool, number) for number, tool in enumerate(tools, start=1)]
@@ -117,5 +118,8 @@ def tools_of(body: Mapping[str, Any], note: Note) -> list[dict[str, Any]]:
 def _tool(tool: Any, number: int) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise UsageError(f"{PLACE}: tool {number} is no object with a name and an input_schema")
-    about = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    about = {
+        "name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
+    }  # fmt: skip
     return {"type": "function", "function": {name: value for name, value in about.items() if value is not None}}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
+from offload import strict_json
 from offload.errors import UsageError
 from triforce_cli.apis.api import (
     PLACE,
@@ -63,10 +65,8 @@ class Messages:
     def prompt_fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         """The fields of the prompt alone. note: see `fields`."""
         tools = tools_of(body, note)
-        return {"messages": messages_of(body, note), **({"tools": tools} if tools else {}), **_thinking(body)}
-
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        return flag(choice_of(body), "disable_parallel_tool_use")
+        choice = choice_of(body)
+        return {"messages": messages_of(body, note), **({"tools": tools} if tools else {}), **choice, **_thinking(body)}
 
     def reply(self, body: Mapping[str, Any], model: str) -> MessageReply:
         return MessageReply(Head(identifier("msg_"), model))
@@ -130,6 +130,9 @@ class MessageReply:
         self._num_waits += 1
         if self._num_waits < _WAITS:
             yield _event("ping")
+        elif self._open == "tool_use":
+            self._num_waits = 0
+            yield self._delta({"type": "input_json_delta", "partial_json": ""})
         else:
             kind = self._open or "text"
             yield from self._more(kind, f"{kind}_delta", "")
@@ -139,13 +142,15 @@ class MessageReply:
             yield from self._more("thinking", "thinking_delta", said.thoughts)
         if said.text:
             yield from self._more("text", "text_delta", said.text)
+        for piece in said.calls:
+            self._num_waits = 0
+            if piece.begins:
+                yield from self._close()
+                yield from self._begin_block(_call(ToolCall(piece.id, piece.name, "{}")))
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
 
     def end(self, ended: Ended) -> Iterator[Event]:
         yield from self._close()
-        for call in ended.calls:
-            yield from self._begin_block({**_call(call), "input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-            yield from self._close()
         yield _event("message_delta", delta=_stopped(ended), usage=_usage(ended.usage))
         yield _event("message_stop")
 
@@ -201,7 +206,10 @@ def _event(name: str, /, **data: Any) -> Event:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+    given: Any = {"INVALID_JSON": call.arguments}
+    with suppress(ValueError, RecursionError):
+        given = strict_json.parse(call.arguments)
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
 def _stopped(ended: Ended) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parts that OpenAI's APIs share: errors, tool calls one at a time, completions in chunks, usage, log-probabilities."""
+"""Parts that OpenAI's APIs share: errors, completions in chunks, usage, log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ _TYPES = {
 
 class OpenAiApi:
     """The part of an API that OpenAI's have in common; see `Api`."""
-
-    def has_one_call(self, body: Mapping[str, Any]) -> bool:
-        return not flag(body, "parallel_tool_calls", default=True)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return error_body(error)

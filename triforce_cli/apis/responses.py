@@ -9,6 +9,7 @@ from offload.errors import UsageError
 from triforce_cli.apis.api import (
     PLACE,
     ApiError,
+    CallPiece,
     Ended,
     Event,
     Fields,
@@ -28,10 +29,10 @@ from triforce_cli.apis.response_input import messages_of, tools_of
 from triforce_cli.prompts.messages import Note
 
 _SAME = {
-    "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",
+    "store": False, "background": False, "truncation": "disabled",
     "previous_response_id": None, "conversation": None, "prompt": None, "messages": None,
 }  # fmt: skip
-_OF_WRITING = ("stream", "parallel_tool_calls", "include", "client_metadata", "max_tool_calls")
+_OF_WRITING = ("stream", "include", "client_metadata", "max_tool_calls")
 _READ = ("instructions", "input", "tools", "text", "reasoning", "max_output_tokens", "top_logprobs")
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -50,8 +51,7 @@ class Responses(OpenAiApi):
             flag(body, name)
         offers = body.get("tool_choice") != "none"
         for name, value in _SAME.items():
-            if name != "tool_choice" or offers:
-                check_same(body, name, value, PLACE)
+            check_same(body, name, value, PLACE)
         tools = tools_of(body, note) if offers else []
         limit, logprobs = body.get("max_output_tokens"), _logprobs(body)
         return joined(
@@ -97,6 +97,7 @@ class ResponseReply:
         self._number = 0  # of the next event
         self._output: list[dict[str, Any]] = []  # items that have ended
         self._open: _Item | None = None
+        self._call: dict[str, Any] | None = None  # that is open, with its arguments so far
 
     def begin(self, usage: Usage) -> Iterator[Event]:
         for name in ("response.created", "response.in_progress"):
@@ -110,14 +111,14 @@ class ResponseReply:
             yield from self._more("reasoning", said.thoughts, ())
         if said.text or said.scores:
             yield from self._more("message", said.text, said.scores)
+        for piece in said.calls:
+            yield from self._called(piece)
 
     def end(self, ended: Ended) -> Iterator[Event]:
         yield from self._close()
-        if not self._output and not ended.calls:
+        if not self._output:
             yield from self._more("message", "", ())
             yield from self._close()
-        for call in ended.calls:
-            yield from self._called(_call(call))
         status, more = _status(ended)
         whole = self._object(status, output=self._output, usage=_usage(ended.usage), **more)
         yield self._event(f"response.{status}", response=whole)
@@ -150,6 +151,12 @@ class ResponseReply:
 
     def _close(self) -> Iterator[Event]:
         """The end of the open item."""
+        if (call := self._call) is not None:
+            about, arguments = {"item_id": call["id"], **self._place}, call["arguments"]
+            yield self._event("response.function_call_arguments.done", arguments=arguments, name=call["name"], **about)
+            yield self._event("response.output_item.done", item=call, **self._place)
+            self._output.append(call)
+            self._call = None
         if (item := self._open) is None:
             return
         place, scored = self._part_place(item), {"logprobs": item.logprobs} if item.kind == "message" else {}
@@ -159,15 +166,17 @@ class ResponseReply:
         self._output.append(item.as_dict())
         self._open = None
 
-    def _called(self, call: dict[str, Any]) -> Iterator[Event]:
-        """A tool call, whole."""
-        place, arguments = {"item_id": call["id"], **self._place}, call["arguments"]
-        begun = call | {"arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", item=begun, **self._place)
-        yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
-        yield self._event("response.function_call_arguments.done", arguments=arguments, name=call["name"], **place)
-        yield self._event("response.output_item.done", item=call, **self._place)
-        self._output.append(call)
+    def _called(self, piece: CallPiece) -> Iterator[Event]:
+        """More of a tool call; the open item is closed if it begins."""
+        if piece.begins:
+            yield from self._close()
+            self._call = _call(ToolCall(piece.id, piece.name, ""))
+            yield self._event("response.output_item.added", item=self._call | {"status": "in_progress"}, **self._place)
+        call = self._call
+        assert call is not None
+        call["arguments"] += piece.arguments
+        place = {"item_id": call["id"], **self._place}
+        yield self._event("response.function_call_arguments.delta", delta=piece.arguments, **place)
 
     @property
     def _place(self) -> dict[str, Any]:

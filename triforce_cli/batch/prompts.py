@@ -56,6 +56,8 @@ class Prompts:
         if messages.have_calls and not has_place(found.template, "tool_calls"):
             messages = with_calls_as_texts(messages)
         prompt = found.prompt_of_messages(messages, {**(defaults or {}), **record.variables})
+        if prompt.calls is not None:
+            prompt = replace(prompt, calls=replace(prompt.calls, choice=record.choice))
         if (sampling := prompt.sampling(record.wanted)) != record.wanted.sampling:
             self._check_sampling(sampling)
         return replace(prompt, tokens=array("i", prompt.tokens))

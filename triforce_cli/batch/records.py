@@ -35,9 +35,18 @@ from triforce_cli.batch.openai import is_openai, own
 from triforce_cli.batch.sampling import SAMPLING, changes
 from triforce_cli.prompts.messages import Messages
 from triforce_cli.prompts.messages import read as read_messages
+from triforce_cli.tools.arguments import Tool
+from triforce_cli.tools.choice import ANY, ToolChoice, read_choice
 from triforce_cli.tools.tools import checked_tools, checked_variables
 
-OF_MESSAGES = ("tools", "template_args", "thinking", "thinking_tokens")  # inputs of a template besides messages
+OF_MESSAGES = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "template_args",
+    "thinking",
+    "thinking_tokens",
+)  # inputs of a template besides messages
 OF_ANSWERS = ("max_tokens", "stop", "timeout", "logprobs", "cite")
 FIELDS = ("id", "prompt", "messages", *OF_MESSAGES, *OF_ANSWERS, "meta", *SAMPLING)
 MOST_TOKENS = 2**24
@@ -66,14 +75,15 @@ Id = str | int
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One prompt, or messages. number: its line, from 1. id: from the line, else the line number. variables: additional
-    ones of the chat template, including tools. meta: copied to the result. notes: lines for the log on fields that were
-    left out."""
+    ones of the chat template, including tools. choice: of the tools. meta: copied to the result. notes: lines for the
+    log on fields that were left out."""
 
     number: int
     id: Id
     prompt: str
     wanted: Wanted
     messages: Messages | None = None
+    choice: ToolChoice = ANY
     variables: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -127,12 +137,14 @@ def read_record(data: Mapping[str, Any], number: int, place: str, defaults: Want
     messages = _messages(fields)
     if messages is None and (unused := [name for name in OF_MESSAGES if name in data]):
         raise UsageError(f"{place}: {unused[0]} is for a chat template, which a prompt has none of; give messages")
+    tools = {} if data.get("tool_choice") == "none" else _tools(fields)
     return Record(
         number=number,
         id=fields.get("id", _ID, number),
         prompt="" if messages else fields.get("prompt", _PROMPT),
         messages=messages,
-        variables=_template_args(fields) | _tools(fields),
+        variables=_template_args(fields) | tools,
+        choice=_choice(fields, tools.get("tools", [])),
         wanted=_wanted(fields, defaults, number),
         meta=fields.get("meta", _META, {}),
     )
@@ -179,6 +191,14 @@ def _tools(fields: Fields) -> dict[str, Any]:
     tools = fields.get("tools", _objects("a list of definitions of tools"))
     with named(fields.where):
         return {"tools": checked_tools(tools)}
+
+
+def _choice(fields: Fields, tools: Sequence[Tool]) -> ToolChoice:
+    is_one = fields.get("parallel_tool_calls", TRUTH, True) is False
+    given = fields.data.get("tool_choice", "auto")
+    with named(fields.where):
+        names = [tool["function"]["name"] for tool in tools]
+        return read_choice("auto" if given == "none" else given, names, is_one=is_one)
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:

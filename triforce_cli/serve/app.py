@@ -124,8 +124,7 @@ class Service:
         for note in readable.notes:
             self._note(f"{job.name}: {note}")
         reply = api.reply(body, body.get("model") or self._served.names[0])
-        most_calls = 1 if api.has_one_call(body) else None
-        telling = Telling(job, most_calls=most_calls, shows_thoughts=self._served.shows_thoughts)
+        telling = Telling(job, shows_thoughts=self._served.shows_thoughts)
         self._scheduler.submit(job)
         if body.get("stream"):
             return _Stream(events(job, telling, reply), on_end=lambda: self._scheduler.forget(job))

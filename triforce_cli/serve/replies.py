@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from offload.progress import Progress
 from triforce_cli.answering.answer import Part
 from triforce_cli.answering.ending import of_apis
-from triforce_cli.apis.api import ApiError, Ended, Reply, Said, Score, ToolCall, Usage
+from triforce_cli.apis.api import ApiError, CallPiece, Ended, Reply, Said, Score, ToolCall, Usage, identifier
 from triforce_cli.serve.job import Finish, Job
 from triforce_cli.serve.spoken import Spoken
+from triforce_cli.tools.growing import Growth
 
 QUIET_SECONDS = 10.0  # without an event, after which the API's own for it is sent: some clients give up after 15
 _PROGRESS_SECONDS = 1.0  # between two comments on the prefill
 
 
 class Telling:
-    """A reply being told: the job's pieces, with tool calls taken apart. most_calls: that the reply may have, or None.
-    shows_thoughts: False keeps them from the client."""
+    """A reply being told: the job's pieces, with tool calls taken apart. shows_thoughts: False keeps them from
+    the client."""
 
-    def __init__(self, job: Job, *, most_calls: int | None = None, shows_thoughts: bool = True) -> None:
-        self._job, self._most_calls, self._shows_thoughts = job, most_calls, shows_thoughts
+    def __init__(self, job: Job, *, shows_thoughts: bool = True) -> None:
+        self._job, self._shows_thoughts = job, shows_thoughts
         self._spoken = Spoken(job.prompt.calls)
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._scores: list[Score] = []
         self._held: list[Score] = []  # of tokens that may belong to thoughts, or to a call
+        self._calls: list[ToolCall] = []
         self._num_tokens = self._num_thoughts = 0
 
     @property
@@ -35,14 +38,14 @@ class Telling:
         return Usage(len(self._job.prompt.tokens))
 
     def add(self, part: Part) -> Said:
-        """The text and thoughts that are certain after a part."""
+        """The text, thoughts and pieces of calls that are certain after a part."""
         thoughts = part.thoughts if self._shows_thoughts else ""
-        text = self._spoken.push(part.text)
+        text, growth = self._spoken.push(part.text)
         is_thought = part.thoughts and not (part.text and self._shows_thoughts)
         if is_thought:
             self._held = []
         self._held += () if is_thought else part.scores
-        said = Said(text, thoughts, self._scored() if text else ())
+        said = Said(text, thoughts, self._scored() if text else (), [*map(self._grown, growth)])
         self._num_tokens += len(part.tokens)
         self._num_thoughts += len(part.tokens) if part.thoughts and not part.text else 0
         self._thoughts.append(thoughts)
@@ -51,19 +54,29 @@ class Telling:
 
     def end(self, finish: Finish) -> tuple[Said, Ended]:
         """The last text, and the whole reply."""
-        rest, calls = self._spoken.end()
-        said = Said(rest, "", self._scored() if rest or not calls else ())
+        rest, growth = self._spoken.end()
+        pieces = [*map(self._grown, growth)]
+        said = Said(rest, "", self._scored() if rest or not self._calls else (), pieces)
         self._texts.append(rest)
         ended = Ended(
             text="".join(self._texts),
             thoughts="".join(self._thoughts),
-            calls=tuple(ToolCall.of(call) for call in calls[: self._most_calls]),
+            calls=tuple(self._calls),
             scores=self._scores,
             finish=of_apis(finish.finish),
             stop=finish.stop,
             usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
         )
         return said, ended
+
+    def _grown(self, growth: Growth) -> CallPiece:
+        """The piece of a call, which is added to it."""
+        begins = growth.number == len(self._calls)
+        if begins:
+            self._calls.append(ToolCall(identifier("call_"), growth.name, ""))
+        call = self._calls[growth.number]
+        self._calls[growth.number] = replace(call, arguments=call.arguments + growth.arguments)
+        return CallPiece(growth.number, call.id, growth.name, growth.arguments, begins)
 
     def _scored(self) -> list[Score]:
         """The scores of tokens whose text is told now: those of thoughts and of calls never are."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from offload import strict_json
 
-Tools = Sequence[Mapping[str, Any]]  # definitions, from `chat.tools.read_tools`
+Tool = Mapping[str, Any]
+Tools = Sequence[Tool]  # definitions, from `chat.tools.read_tools`
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
@@ -27,7 +28,7 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
     has a type other than string, or none is written out, and stays text if it does not fit."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, dict) else None
-    names = set(_types(schema, parameters, set()))
+    names = set(types_of(schema, parameters, set()))
     is_open = not names and isinstance(schema, dict) and "type" not in schema
     wanted = tuple(kind for name in (_TYPES if is_open else names) for kind in _TYPES.get(name, ()))
     python = {"True": True, "False": False, "None": None}
@@ -40,7 +41,7 @@ def typed(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
     return text
 
 
-def _types(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
+def types_of(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
     """The JSON types that a schema, its alternatives and the schemas that these refer to have, as far as they are
     written out. root: the schema that references begin at. seen: schemas that were walked, which may have themselves in
     them."""
@@ -51,12 +52,12 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str
     values = [*schema["enum"]] if isinstance(schema.get("enum"), list) else []
     yield from (_json_type(value) for value in (*values, *([schema["const"]] if "const" in schema else ())))
     for inner in (one for name in ("allOf", "anyOf", "oneOf") for one in listed(schema.get(name))):
-        yield from _types(inner, root, seen)
+        yield from types_of(inner, root, seen)
     if isinstance(reference := schema.get("$ref"), str):
-        yield from _types(_referred(reference, root), root, seen)
+        yield from types_of(referred(reference, root), root, seen)
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
     """The schema at a reference such as #/$defs/Box; None if it is not there."""
     found: Any = root if reference.startswith("#") else None
     for name in reference.removeprefix("#").split("/")[1:]:

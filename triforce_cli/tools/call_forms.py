@@ -15,28 +15,70 @@ from offload import strict_json
 from triforce_cli.tools.arguments import Tools, listed, parameters_of, typed
 
 Call = dict[str, Any]  # {"name", "arguments"}
-Read = Callable[[str, Tools], Iterator[Call]]  # parses the calls in a reply; {} for a call that cannot be parsed
+Parse = Callable[[str, Tools], Iterator[Call]]  # the calls in a reply; {} for a call that cannot be parsed
 
 _BEFORE_JSON = re.compile(r"\s*(?:```(?:json)?\s*)?")
+_BEFORE_NAME = r'\{\s*(?:"(?:tool_call_id|id)"\s*:\s*"\w*"\s*,\s*)?"(?:name|tool_name)"\s*:\s*"'
+_CALL = rf'{_BEFORE_NAME}([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+_BEHIND_ARGUMENTS = re.compile(rf'\s*(?:,\s*"id"\s*:\s*"\w*"\s*)?\}}[\s;,`]*{_CALL}')
 _KEY = re.compile(r"(?<=[{,])\s*([A-Za-z_][\w.-]*)\s*:")
 _TITLE = re.compile(r"\s*([\w.-]+)[ \t]*\n(?=\s*\{)")
+_FIRST = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SEPARATORS = re.compile(r"[\s;,`]*")
 _LONGEST_EXPRESSION = 1 << 16  # characters of calls in Python's syntax
 _JSON_LITERALS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
+class Written:
+    """The calls of a reply that is nothing else, in Lark's syntax, with the parts of call_grammar.py: `opening`, calls
+    with `between` between two of them, `closing`. It begins with a mark, or with a call in JSON.
+
+    argument: one of `arguments`, whose `value` ends with the mark `close`. wraps: as in `_tags`.
+    """
+
+    call: str
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+    argument: str = ""
+    close: str = ""
+    wraps: bool = False
+
+    @property
+    def mark(self) -> str:
+        """The mark that it begins with; "" for none."""
+        found = _FIRST.match(self.opening or self.call)
+        return json.loads(found[0]) if found else ""
+
+    @classmethod
+    def of_list(cls, mark: str, closing: str = "") -> Written:
+        """A list of calls in JSON behind a mark."""
+        return cls("json", f'"{mark}" space "[" space', 'space "," space', f'space "]" space {closing}')
+
+
+@dataclass(frozen=True)
+class Read:
+    """The reading of a form. grows: a call from its mark up to its arguments, which are JSON, with its name as the
+    group. goes_on: from the end of arguments up to those of another call without a mark. None: see growing.py."""
+
+    parse: Parse
+    grows: re.Pattern[str] | None = None
+    goes_on: re.Pattern[str] | None = None
+
+
+@dataclass(frozen=True)
 class Form:
     """A form of calls. marks: a template with one of them uses this form; calls begin with the first mark. bare: a
     whole reply may be calls without the first mark, and each has "{" of JSON, "(" of Python or a line end behind its
-    name; "" for none. around: marks that may stand before all calls. written: the calls of a reply that is nothing
-    else, in Lark's syntax, with the parts of call_grammar.py; "" if a grammar cannot describe them."""
+    name; "" for none. around: marks that may stand before all calls. written: how a grammar describes calls, in any
+    of these ways; () if none can."""
 
     marks: tuple[str, ...]
     read: Read
     bare: str = ""
     around: tuple[str, ...] = ()
-    written: str = ""
+    written: tuple[Written, ...] = ()
 
     def is_asked_for(self, template: str) -> bool:
         return any(mark in template for mark in self.marks)
@@ -84,7 +126,8 @@ def _behind(mark: str) -> Read:
                 yield from _calls(found)
             at = reply.find(mark, end)
 
-    return read
+    grows = rf"{re.escape(mark)}{_BEFORE_JSON.pattern}\[?\s*{_CALL}"
+    return Read(read, re.compile(grows), _BEHIND_ARGUMENTS)
 
 
 def _named(pattern: str) -> Read:
@@ -98,7 +141,7 @@ def _named(pattern: str) -> Read:
             arguments, end = _json(reply, match.end())
             yield {"name": match[1], "arguments": arguments}
 
-    return read
+    return Read(read, re.compile(rf"{pattern}{_BEFORE_JSON.pattern}(?=\{{)"))
 
 
 def _plain(reply: str, tools: Tools) -> Iterator[Call]:
@@ -152,7 +195,7 @@ def _pythonic(begin: str, end: str) -> Read:
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             yield from [_expression(call) for call in _expressions(text)]
 
-    return read
+    return Read(read)
 
 
 def _expressions(text: str) -> Iterator[ast.expr]:
@@ -191,7 +234,7 @@ def _braced(begin: str, quote: str) -> Read:
             arguments = _json(quoted + (_KEY.sub(r'"\1":', rest) if len(parts) % 2 == 0 else json.dumps(rest)))[0]
             yield {"name": match[1], "arguments": arguments}
 
-    return read
+    return Read(read)
 
 
 def _tags(call: str, ends: Sequence[str], argument: str, close: str, *, wraps: bool = True) -> Read:
@@ -213,7 +256,7 @@ def _tags(call: str, ends: Sequence[str], argument: str, close: str, *, wraps: b
                 arguments = {key: typed(value, key, parameters_of(tools, name)) for key, value in values.items()}
             yield {"name": name, "arguments": arguments}
 
-    return read
+    return Read(read)
 
 
 def _is_closed(text: str, ends: Sequence[str]) -> bool:
@@ -239,14 +282,26 @@ def _unwrapped(text: str) -> str:
     return text[1:].removesuffix("\n") if text.startswith("\n") else text
 
 
+def _function(before: str = "", after: str = "") -> Written:
+    """A call of Qwen3-Coder's. before, after: marks around it."""
+    return Written(
+        f'{before} "<function=" name ">" space (object space | arguments) "</function>" space {after}'.lstrip(),
+        argument='"<parameter=" key ">" value space', close="</parameter>", wraps=True,
+    )  # fmt: skip
+
+
 FORMS = (
     Form(
         ("<function=", "<parameter="),  # Qwen3-Coder, Seed-OSS; with JSON in place of parameters Llama 3.1, Functionary
         _tags(r"<function=([\w.-]+)>", ("</function>", "</tool_call>"), r"<parameter=([^>\n]+)>", "</parameter>"),
         around=("<seed:tool_call>",),
-        written='((("<tool_call>" | "<seed:tool_call>") space)? "<function=" name ">" space'
-        ' (object space | ("<parameter=" key ">" parameter space)*) "</function>" space'
-        ' (("</tool_call>" | "</seed:tool_call>") space)?)+',
+        written=(
+            *(
+                _function(f'"<{tag}>" space', f'("</{tag}>" space)?')
+                for tag in ("tool_call", "seed:tool_call")
+            ),
+            _function(),
+        ),
     ),
     Form(
         ("<arg_key>", "<arg_value>"),  # GLM-4.5
@@ -254,47 +309,66 @@ FORMS = (
             r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)", ("</tool_call>",),
             r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", wraps=False,
         ),
-        written='("<tool_call>" name space ("<arg_key>" key "</arg_key>" space "<arg_value>" arg_value space)*'
-        ' "</tool_call>" space)+',
+        written=(
+            Written(
+                '"<tool_call>" name space arguments "</tool_call>" space',
+                argument='"<arg_key>" key "</arg_key>" space "<arg_value>" value space', close="</arg_value>",
+            ),
+        ),
     ),
     Form(
         ("<invoke name=",),  # MiniMax
         _tags(r'<invoke name="([\w.-]+)">', ("</invoke>",), r'<parameter name="([^">\n]+)">', "</parameter>"),
         around=("<minimax:tool_call>",),
+        written=(
+            Written(
+                '"<invoke name=" "\\"" name "\\">" space arguments "</invoke>" space', '"<minimax:tool_call>" space',
+                closing='"</minimax:tool_call>" space', argument='"<parameter name=\\"" key "\\">" value space',
+                close="</parameter>", wraps=True,
+            ),
+        ),
     ),
     Form(  # Hermes, Qwen
         ("<tool_call>", "</tool_call>"), _behind("<tool_call>"),
-        written='("<tool_call>" space call space "</tool_call>" space)+',
+        written=(Written('"<tool_call>" space json space "</tool_call>" space'),),
     ),
-    Form(("[TOOL_CALLS]",), _behind("[TOOL_CALLS]"), written='"[TOOL_CALLS]" space list space'),  # Mistral, a list
+    Form(("[TOOL_CALLS]",), _behind("[TOOL_CALLS]"), written=(Written.of_list("[TOOL_CALLS]"),)),  # Mistral, a list
     Form(  # Mistral, from 2025 on
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         _named(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|(?=\s*\{))"),
-        written='("[TOOL_CALLS]" name "[ARGS]"? space object space)+',
+        written=(Written('"[TOOL_CALLS]" name "[ARGS]"? space object space'),),
     ),
     Form(
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek V3
         _named(r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([\w.-]+)"), around=("<｜tool▁calls▁begin｜>",),
-        written='"<｜tool▁calls▁begin｜>" ("<｜tool▁call▁begin｜>" "function" "<｜tool▁sep｜>" name space'
-        ' "```json"? space object space "```"? "<｜tool▁call▁end｜>" space)+',
+        written=(
+            Written(
+                '"<｜tool▁call▁begin｜>" "function" "<｜tool▁sep｜>" name space "```json"? space object space "```"?'
+                ' "<｜tool▁call▁end｜>" space', '"<｜tool▁calls▁begin｜>"',
+            ),
+        ),
     ),
     Form(
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek V3.1
         _named(r"<｜tool▁call▁begin｜>([\w.-]+)<｜tool▁sep｜>"), around=("<｜tool▁calls▁begin｜>",),
-        written='"<｜tool▁calls▁begin｜>" ("<｜tool▁call▁begin｜>" name "<｜tool▁sep｜>" object'
-        ' "<｜tool▁call▁end｜>" space)+',
+        written=(
+            Written(
+                '"<｜tool▁call▁begin｜>" name "<｜tool▁sep｜>" object "<｜tool▁call▁end｜>" space',
+                '"<｜tool▁calls▁begin｜>"',
+            ),
+        ),
     ),
     Form(  # Granite, Phi-4-mini
         ("<|tool_call|>", "<|/tool_call|>"), _behind("<|tool_call|>"),
-        written='"<|tool_call|>" space list space "<|/tool_call|>"? space',
+        written=(Written.of_list("<|tool_call|>", '"<|/tool_call|>"? space'),),
     ),
     Form(  # Nemotron
         ("<TOOLCALL>", "</TOOLCALL>"), _behind("<TOOLCALL>"),
-        written='"<TOOLCALL>" space list space "</TOOLCALL>" space',
+        written=(Written.of_list("<TOOLCALL>", '"</TOOLCALL>" space'),),
     ),
     Form(  # Hunyuan
         ("<tool_calls>", "</tool_calls>"), _behind("<tool_calls>"),
-        written='"<tool_calls>" space list space "</tool_calls>" space',
+        written=(Written.of_list("<tool_calls>", '"</tool_calls>" space'),),
     ),
     Form(("<|tool_call>", "<tool_call|>", '<|"|>'), _braced("<|tool_call>", '<|"|>')),  # Gemma 4
     Form(  # FunctionGemma
@@ -302,8 +376,8 @@ FORMS = (
     ),
     Form(("<|START_ACTION|>", "<|END_ACTION|>"), _behind("<|START_ACTION|>")),  # Command R7B, Command A
     Form(  # Llama 3; also xLAM's list
-        ("<|python_tag|>", "<|python_start|>"), _plain, bare="{",
-        written='llama_call (space ";"? space llama_call)*',
+        ("<|python_tag|>", "<|python_start|>"), Read(_plain), bare="{",
+        written=(Written("llama_json", between='space ";"? space'),),
     ),
     Form(
         ("<|python_start|>", "<|python_end|>", "<|python_tag|>"), _pythonic("<|python_start|>", "<|python_end|>"),
@@ -312,10 +386,10 @@ FORMS = (
     Form(  # OLMo 3
         ("<function_calls>", "</function_calls>"), _pythonic("<function_calls>", "</function_calls>"), bare="("
     ),
-    Form((), _titled, bare="\n"),  # GLM-4-0414, whose template has no mark
+    Form((), Read(_titled), bare="\n"),  # GLM-4-0414, whose template has no mark
 )  # fmt: skip
 # gpt-oss: messages to tools, in the text that `Channels` makes of them for templates with these marks, and no others.
 OF_CHANNELS = Form(("to=functions.", "<|channel|>commentary"), _named(r"(?m)^to=functions\.([\w.-]+)"))
 # Small models forget the marks (Qwen2.5-Coder 1.5B): a reply that is nothing but JSON with an offered tool's name is a
 # call.
-WITHOUT_MARKS = Form((), _plain, bare="{")
+WITHOUT_MARKS = Form((), Read(_plain), bare="{")

@@ -153,6 +153,18 @@ def test_scores_are_those_of_the_tokens(server: Program) -> None:
     assert len(text["choices"][0]["logprobs"]["tokens"]) == 16 == text["usage"]["completion_tokens"]
 
 
+def test_the_status_is_of_this_model_and_its_plan(server: Program) -> None:
+    client = server.client
+    client.chat("x", **GREEDY)
+    found, counts = client.ask("/status").body, client.ask("/metrics").text
+    assert (found["model"], found["context"], found["at_a_time"], found["store"]) == ("target", 1024, 2, None)
+    assert "CPU" in found["plan"]
+    assert all(found["memory"]["devices"][0]["by_purpose"][name] for name in ("target layers", "kv cache"))
+    assert (found["running"], found["waiting"]) == ([], [])
+    assert f'triforce_requests_total{{api="{CHAT}",finish="length"}}' in counts
+    assert "triforce_store_bytes" not in counts
+
+
 def test_settings_that_the_model_has_not_are_refused(server: Program) -> None:
     colour = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
     for fields in (

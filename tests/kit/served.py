@@ -27,7 +27,7 @@ from kit.api_clients import parse
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import TriforceError
-from offload.metrics import Stats
+from offload.metrics import LevelStats, Stats
 from offload.progress import OnProgress, Progress
 from test_cli_fake import Step
 from triforce_cli.answering.request import Prompt, Wanted
@@ -128,7 +128,14 @@ class Sequences(Generic[Key]):
     def leave(self, key: Any, *, on_end: Callable[[Stats], None]) -> Stats:
         text, _, request = self._running.pop(key)
         self._read.discard(key)
-        stats = Stats(prompt_tokens=len(request.prompt), reused_tokens=self._engine.said.count(text) - 1)
+        stats = Stats(
+            prompt_tokens=len(request.prompt),
+            reused_tokens=self._engine.said.count(text) - 1,
+            output_tokens=3,
+            first_token_seconds=0.5,
+            decode_seconds=0.25,
+            levels=[LevelStats("target", drafted=4, accepted=3)],
+        )
         self._engine.left.append(text)
         on_end(stats)
         assert self._engine.keeping.wait(PATIENCE_SECONDS)

@@ -128,6 +128,8 @@ def serve(
     from triforce_cli.serve.notes import answered, refused, serving
     from triforce_cli.serve.reader import Reader
     from triforce_cli.serve.scheduler import Scheduler
+    from triforce_cli.serve.status import planned
+    from triforce_cli.serve.store_use import StoreWatch
 
     with Output(quiet=quiet) as output:
 
@@ -145,8 +147,11 @@ def serve(
             scheduler = Scheduler(most_waiting=max_waiting, on_end=lambda ending: output.note(_timed(answered(ending))))
             prompts = Prompts(prepared.limited(context), layout)
             output.note(prompts.notice(wishes))
-            served = Served(names, int(time.time()), context, wanted.chat.how() == "show")
-            service = Service(served, Reader(prompts, wishes, names=names, context=context), scheduler, note)
+            shows_thoughts, about = wanted.chat.how() == "show", planned(plan, prepared.request.hardware.device_name)
+            served = Served(names, int(time.time()), context, shows_thoughts, about)
+            reader = Reader(prompts, wishes, names=names, context=context)
+            watch = None if prepared.store is None else StoreWatch(prepared.store.limit)
+            service = Service(served, reader, scheduler, note, watch)
             application = web_application(service, access, lambda refusal: note(refused(refusal)))
             with (
                 Answers[Job](opened) as answers,
@@ -171,7 +176,7 @@ def _plan(prepared: Prepared, num_sequences: int) -> Plan:
 
 def _check_installed() -> None:
     """Raises UsageError if a package of the server is missing."""
-    for name in ("starlette", "uvicorn"):
+    for name in ("starlette", "uvicorn", "prometheus_client"):
         if find_spec(name) is None:
             raise UsageError(f"the server needs {name}, which is not installed: pip install 'triforce[serve]'")
 

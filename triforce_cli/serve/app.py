@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,13 +24,17 @@ from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import APIS
+from triforce_cli.serve import status
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals
 from triforce_cli.serve.job import Job
 from triforce_cli.serve.load import Share
+from triforce_cli.serve.metrics import CONTENT_TYPE, Metrics
 from triforce_cli.serve.reader import Reader, no_model
 from triforce_cli.serve.replies import Telling, events, whole
+from triforce_cli.serve.requests import Requests
 from triforce_cli.serve.scheduler import Scheduler
+from triforce_cli.serve.store_use import StoreUse, StoreWatch
 
 T = TypeVar("T")
 
@@ -40,12 +45,13 @@ _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by p
 @dataclass(frozen=True)
 class Served:
     """The served model. names: of the model. created: when the server began, in seconds since 1970. context: tokens.
-    shows_thoughts: to clients."""
+    shows_thoughts: to clients. planned: the part of the status that follows from its plan."""
 
     names: tuple[str, ...]
     created: int
     context: int
     shows_thoughts: bool
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
     def models(self) -> list[dict[str, Any]]:
         """The model under each of its names, as OpenAI's and Anthropic's clients know one."""
@@ -73,16 +79,28 @@ class _Stream(StreamingResponse):
 
 
 class Service:
-    """The handlers of requests. note: takes lines for the log."""
+    """The handlers of requests. store: looks at the prefix store, if there is one. note: takes lines for the log."""
 
-    def __init__(self, served: Served, reader: Reader, scheduler: Scheduler, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        served: Served,
+        reader: Reader,
+        scheduler: Scheduler,
+        note: Callable[[str], None],
+        store: StoreWatch | None = None,
+    ) -> None:
         self._served, self._reader, self._scheduler, self._note = served, reader, scheduler, note
+        self._metrics, self._store = Metrics(), store
+        self._requests = Requests(self._metrics.over)
+        self._metrics.watch(self._requests, store)
         self._reading = ThreadPoolExecutor(1, "reader")  # encoding a long prompt takes seconds
 
     def routes(self) -> list[Route]:
         return [
             Route("/", self._about),
             Route("/health", self._health),
+            Route("/status", self._status),
+            Route("/metrics", self._measured),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route(f"{Messages.path}/count_tokens", self._count, methods=["POST"]),
@@ -95,6 +113,19 @@ class Service:
     async def _health(self, request: Request) -> Response:
         is_stopping = self._scheduler.is_stopping
         return JSONResponse({"status": "stopping" if is_stopping else "ok"}, 503 if is_stopping else 200)
+
+    async def _status(self, request: Request) -> Response:
+        served, store = self._served, await self._store_use()
+        fixed = {"model": served.names[0], "names": served.names, "context": served.context, **served.planned}
+        uptime, is_stopping = time.time() - served.created, self._scheduler.is_stopping
+        return JSONResponse(status.document(fixed, self._requests, store, uptime=uptime, is_stopping=is_stopping))
+
+    async def _measured(self, request: Request) -> Response:
+        await self._store_use()  # so that it is known without a look at the disk
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _store_use(self) -> StoreUse | None:
+        return None if self._store is None else await asyncio.to_thread(self._store.use)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._served.models(), "has_more": False})
@@ -127,12 +158,18 @@ class Service:
         most_calls = 1 if api.has_one_call(body) else None
         telling = Telling(job, most_calls=most_calls, shows_thoughts=self._served.shows_thoughts)
         self._scheduler.submit(job)
+        self._requests.follow(job, api.path)
         if body.get("stream"):
-            return _Stream(events(job, telling, reply), on_end=lambda: self._scheduler.forget(job))
+            return _Stream(events(job, telling, reply), on_end=lambda: self._leave(job))
         try:
             return JSONResponse(reply.document(await _unless_gone(request, whole(job, telling))))
         finally:
-            self._scheduler.forget(job)
+            self._leave(job)
+
+    def _leave(self, job: Job) -> None:
+        """The connection of a job has ended."""
+        self._scheduler.forget(job)
+        self._requests.left(job)
 
     async def _read(self, request: Request, read: Callable[..., T], *given: Any) -> T:
         """Run a function of the reader, while other requests are served. It ends early if the client goes away, or the

@@ -165,6 +165,23 @@ def test_the_status_is_of_this_model_and_its_plan(server: Program) -> None:
     assert "triforce_store_bytes" not in counts
 
 
+def test_progress_and_timings_are_those_of_the_engine(server: Program) -> None:
+    """The tokens of a prompt that have rows before are read, and cached."""
+    question = "Whose house? " * 30
+    for is_new in (True, False):
+        fields = {**GREEDY, "stream": True, "return_progress": True, "stream_options": {"include_usage": True}}
+        events = [data for _, data in server.client.chat(question, **fields).events if data != "[DONE]"]
+        usage, timings = events[-1]["usage"], events[-1]["timings"]
+        assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+        assert timings["predicted_n"] == usage["completion_tokens"] == 24
+        progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        for each in progress:
+            assert (each["total"], each["cache"]) == (usage["prompt_tokens"], timings["cache_n"])
+            assert each["cache"] <= each["processed"] <= each["total"]
+        assert progress or not is_new
+
+
 def test_settings_that_the_model_has_not_are_refused(server: Program) -> None:
     colour = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
     for fields in (

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from kit.models import Sizes, save_pair, tiny_plan
-from kit.served import CHAT, SPAN, WANTED, Client, Server, busy, until
+from kit.served import CHAT, SPAN, WANTED, Client, Server, busy, raw, received_until, request, until
 from offload.metrics import ExpertStats, LevelStats, LinkStats, Stats
 from offload.progress import Progress
 from triforce_cli.answering.answer import Part
 from triforce_cli.answering.request import Prompt
-from triforce_cli.apis.api import ApiError
+from triforce_cli.apis.api import ApiError, Reading
+from triforce_cli.apis.table import api_of
+from triforce_cli.apis.timings import timings
 from triforce_cli.serve.job import Finish, Job
 from triforce_cli.serve.metrics import Metrics
 from triforce_cli.serve.requests import RATE_SECONDS, Over, Requests
@@ -95,6 +97,60 @@ def test_each_end_is_counted_by_api_and_finish_reason() -> None:
         assert status(client)["drafts"] == {
             "target": {"drafted": 4 * num_answers, "accepted": 3 * num_answers, "acceptance": 0.75}
         }
+
+
+TIMINGS = {
+    "cache_n": 0, "prompt_n": 3, "prompt_ms": 500, "prompt_per_token_ms": 166.667, "prompt_per_second": 6,
+    "predicted_n": 3, "predicted_ms": 250, "predicted_per_token_ms": 125, "predicted_per_second": 8,
+    "draft_n": 4, "draft_n_accepted": 3,
+}  # fmt: skip
+
+
+def test_replies_have_timings_under_llama_cpps_names() -> None:
+    """They are in the last chunk of a stream that has data: that of the usage, if it is asked for."""
+    for path, body in ((CHAT, request("a b")), (TEXT, {"prompt": "a b"})):
+        with Server() as server:
+            assert server.client.ask(path, body).body["timings"] == TIMINGS
+            for more, has_choice in (({}, True), ({"stream_options": {"include_usage": True}}, False)):
+                events = server.client.ask(path, {**body, "stream": True, **more}).events
+                found = [data for _, data in events if "timings" in data]
+                assert found == [events[-2][1]]
+                assert bool(found[0]["choices"]) is has_choice
+                cached = found[0]["timings"]["cache_n"]
+                assert found[0]["timings"]["prompt_n"] == 3 - cached
+
+
+def test_timings_of_an_answer_without_tokens_have_no_rates() -> None:
+    found = timings(Stats(prompt_tokens=5))
+    assert {name for name, value in found.items() if value is None} == {
+        "prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second",
+    }  # fmt: skip
+    assert "draft_n" not in found
+
+
+def test_who_asks_for_it_is_told_how_far_the_prompt_is_read() -> None:
+    """At the end of each span, and every second in between; to others it is a comment."""
+    for path, body in ((CHAT, request("prefill now")), (TEXT, {"prompt": "prefill now"})):
+        with Server() as server:
+            with closing(server.client.connect()) as connection:
+                connection.sendall(raw(path, {**body, "stream": True, "return_progress": True}))
+                received_until(connection, b'"processed": 10')
+            with closing(server.client.connect()) as connection:
+                connection.sendall(raw(path, {**body, "stream": True}))
+                assert b"prompt_progress" not in received_until(connection, b": prefill ")
+            assert server.client.ask(path, {**body, "return_progress": 1}).status == 400
+
+
+def test_a_chunk_of_progress_counts_cached_tokens_as_read() -> None:
+    for path, choice in ((CHAT, {"delta": {}}), (TEXT, {"text": ""})):
+        api = api_of(path)
+        reply = api.reply({"prompt": "x", "return_progress": True}, "m")
+        [event] = reply.reading(Reading(total=1000, read=490, cached=290, seconds=1.5))
+        assert isinstance(event.data, dict)
+        assert event.data["prompt_progress"] == {"total": 1000, "cache": 290, "processed": 490, "time_ms": 1500}
+        [got] = event.data["choices"]
+        assert got == {"index": 0, **choice, "logprobs": None, "finish_reason": None}
+        assert not [*api.reply({"prompt": "x"}, "m").reading(Reading(1000, 490, 290, 1.5))]
 
 
 def test_a_refused_request_is_not_under_way() -> None:

@@ -41,12 +41,25 @@ class Event:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of tokens. cached: part of `prompt` that was not computed anew. thoughts: part of `answer`."""
+    """Counts of tokens. cached: part of `prompt` that was not computed anew. thoughts: part of `answer`. timings: see
+    triforce_cli.apis.timings; empty before the end."""
 
     prompt: int
     cached: int = 0
     answer: int = 0
     thoughts: int = 0
+    timings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt being read: tokens in all, those that have rows, and those among them that had rows before. seconds:
+    since it began."""
+
+    total: int
+    read: int
+    cached: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,10 @@ class Reply(Protocol):
 
     def keep_alive(self) -> Iterable[Event]:
         """The events that say only that the stream goes on: many clients count events, and no comments."""
+        ...
+
+    def reading(self, reading: Reading) -> Iterable[Event]:
+        """The events on a prompt that is read; none where the API has none, or the client did not ask for them."""
         ...
 
     def add(self, said: Said) -> Iterable[Event]: ...

@@ -13,6 +13,7 @@ from triforce_cli.apis.api import (
     Event,
     Fields,
     Head,
+    Reading,
     Said,
     ToolCall,
     Usage,
@@ -104,6 +105,9 @@ class ResponseReply:
 
     def keep_alive(self) -> Iterator[Event]:
         yield self._event("response.in_progress", response=self._object("in_progress", output=self._output))
+
+    def reading(self, reading: Reading) -> Iterator[Event]:
+        yield from ()
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:

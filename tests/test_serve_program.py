@@ -182,6 +182,25 @@ def test_progress_and_timings_are_those_of_the_engine(server: Program) -> None:
         assert progress or not is_new
 
 
+def test_citations_are_of_the_messages(target: Path, server: Program) -> None:
+    """Whole and in a stream; where they cannot be found, they are refused."""
+    text = "\n".join(f"Room {number} is {word}." for number, word in enumerate(("red", "blue", "green") * 8))
+    with Program([*options(target), "--no-store", "--no-speculation", "--cite"]) as citing:
+        for stream in (False, True):
+            answer = citing.client.chat(f"{text}\n\nWhich?", cite=True, stream=stream, **GREEDY)
+            assert answer.status == 200, answer.text
+            last = answer.events[-2][1] if stream else answer.body
+            assert 1 <= len(last["citations"]) <= 3
+            for cite in last["citations"]:
+                assert (cite["document"], cite["text"] in f"{text}\n\nWhich?") == ("message 1", True)
+        assert "citations" not in citing.client.chat(text, **GREEDY).body
+        assert citing.client.ask("/status").body["cites"] is True
+        refused = citing.client.ask("/v1/responses", {"input": text, "cite": True})
+        assert (refused.status, "cite is true, it can only be false" in refused.text) == (400, True)
+    refused = server.client.chat(text, cite=True)
+    assert (refused.status, "start it with --cite" in refused.text) == (400, True)
+
+
 def test_settings_that_the_model_has_not_are_refused(server: Program) -> None:
     colour = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
     for fields in (

@@ -47,6 +47,15 @@ SPAN, MANY = 5, 1_000_000  # blocks after which a prefill stays; all of them
 PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes does not wait so long
 Key = TypeVar("Key")
 CHAT = "/v1/chat/completions"
+PLANNED = {  # the part of the status that follows from a plan
+    "plan": "On a GPU: target; nothing streamed in a full pass; predicted 20 ms a token.",
+    "at_a_time": 1,
+    "cites": True,
+    "memory": {
+        "devices": [{"name": "a GPU", "bytes": 3 << 30, "by_purpose": {"kv cache": 1 << 30, "target layers": 2 << 30}}],
+        "host": {"bytes": 0, "by_purpose": {}},
+    },
+}
 WANTED = Wanted(max_tokens=1000, sampling=SamplingParams())
 
 
@@ -282,9 +291,9 @@ class Server:
         self.error: BaseException | None = None
         self.refused = list[Refusal]()
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
-        reader = Reader(Prompts(), wanted, names=names, context=context)  # type: ignore[arg-type]
+        reader = Reader(Prompts(), wanted, names=names, context=context, cites=True)  # type: ignore[arg-type]
         self.notes: list[str] = []  # of the log
-        served = Served(names, 1_700_000_000, context, shows_thoughts)
+        served = Served(names, 1_700_000_000, context, shows_thoughts, PLANNED)
         self.service = Service(served, reader, self.scheduler, self.notes.append)
         self._bound = listening_socket("127.0.0.1", 0)
         self.client = Client(self._bound.getsockname()[1])

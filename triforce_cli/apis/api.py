@@ -41,14 +41,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of tokens. cached: part of `prompt` that was not computed anew. thoughts: part of `answer`. timings: see
-    triforce_cli.apis.timings; empty before the end."""
+    """Counts of tokens. cached: part of `prompt` that was not computed anew. thoughts: part of `answer`."""
 
     prompt: int
     cached: int = 0
     answer: int = 0
     thoughts: int = 0
-    timings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,8 @@ class Said:
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it. stop: the stop string that
-    ended it, or ""."""
+    ended it, or "". more: fields beside the choices of a completion, `timings` (see triforce_cli.apis.timings) and,
+    where they were asked for, `citations`."""
 
     text: str
     thoughts: str
@@ -97,6 +96,7 @@ class Ended:
     finish: Literal["stop", "length"]
     usage: Usage
     stop: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Reply(Protocol):

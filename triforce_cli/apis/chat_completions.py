@@ -72,8 +72,8 @@ class ChatReply:
     def end(self, ended: Ended) -> Iterator[Event]:
         if ended.calls:
             yield self._chunk({"tool_calls": [{"index": i} | _call(call) for i, call in enumerate(ended.calls)]})
-        yield self._chunk({}, finish=_finish(ended), **self._chunks.timed(ended.usage))
-        yield from self._chunks.end(ended.usage)
+        yield self._chunk({}, finish=_finish(ended), **self._chunks.more(ended))
+        yield from self._chunks.end(ended)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(error_body(error))
@@ -85,7 +85,7 @@ class ChatReply:
         if ended.calls:
             message["tool_calls"] = [_call(call) for call in ended.calls]
         choice = {"message": message, "logprobs": _logprobs(ended.scores), "finish_reason": _finish(ended)}
-        return self._chunks.whole(choice, ended.usage)
+        return self._chunks.whole(choice, ended)
 
     def _chunk(
         self, delta: Mapping[str, Any], *, logprobs: Any = None, finish: str | None = None, **more: Any

@@ -90,8 +90,8 @@ class CompletionReply:
             self._num_characters += sum(len(score["text"]) for score in said.scores)
 
     def end(self, ended: Ended) -> Iterator[Event]:
-        yield self._chunk("", finish=ended.finish, **self._chunks.timed(ended.usage))
-        yield from self._chunks.end(ended.usage)
+        yield self._chunk("", finish=ended.finish, **self._chunks.more(ended))
+        yield from self._chunks.end(ended)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(error_body(error))
@@ -102,7 +102,7 @@ class CompletionReply:
             "logprobs": _logprobs(ended.scores, len(self._echo)),
             "finish_reason": ended.finish,
         }
-        return self._chunks.whole(choice, ended.usage)
+        return self._chunks.whole(choice, ended)
 
     def _chunk(self, text: str, *, logprobs: Any = None, finish: str | None = None, **more: Any) -> Event:
         return self._chunks.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish}, **more)

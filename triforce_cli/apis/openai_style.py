@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis.api import PLACE, ApiError, Event, Head, Reading, Score, Usage, flag
+from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Head, Reading, Score, Usage, flag
 
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
@@ -45,18 +45,18 @@ class Chunks:
             counts = {"total": reading.total, "cache": reading.cached, "processed": reading.read}
             yield self.chunk(choice, prompt_progress={**counts, "time_ms": round(1000 * reading.seconds)})
 
-    def timed(self, used: Usage) -> dict[str, Any]:
-        """The timings, for the chunk with the finish reason: they are in the last chunk that has data."""
-        return {} if self.includes_usage else _timings(used)
+    def more(self, ended: Ended) -> Mapping[str, Any]:
+        """Further fields of the chunk with the finish reason: they are in the last chunk that has data."""
+        return {} if self.includes_usage else ended.more
 
-    def end(self, used: Usage) -> Iterator[Event]:
+    def end(self, ended: Ended) -> Iterator[Event]:
         """The events after the last choice."""
         if self.includes_usage:
-            yield Event(self._object(self.chunk_kind, [], usage=usage(used), **_timings(used)))
+            yield Event(self._object(self.chunk_kind, [], usage=usage(ended.usage), **ended.more))
         yield Event("[DONE]")
 
-    def whole(self, choice: Mapping[str, Any], used: Usage) -> dict[str, Any]:
-        return self._object(self.kind, [{"index": 0, **choice}], usage=usage(used), **_timings(used))
+    def whole(self, choice: Mapping[str, Any], ended: Ended) -> dict[str, Any]:
+        return self._object(self.kind, [{"index": 0, **choice}], usage=usage(ended.usage), **ended.more)
 
     def _object(self, kind: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         head = self.head
@@ -75,10 +75,6 @@ def error_body(failed: ApiError) -> dict[str, Any]:
     """The body of an error's response."""
     kind = _TYPES.get(failed.status, "invalid_request_error" if failed.status < 500 else "server_error")
     return {"error": {"message": str(failed), "type": kind, "param": None, "code": failed.code or None}}
-
-
-def _timings(used: Usage) -> dict[str, Any]:
-    return {"timings": used.timings} if used.timings else {}
 
 
 def usage(used: Usage) -> dict[str, Any]:

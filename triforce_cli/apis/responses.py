@@ -29,7 +29,7 @@ from triforce_cli.apis.response_input import messages_of, tools_of
 from triforce_cli.prompts.messages import Note
 
 _SAME = {
-    "store": False, "background": False, "truncation": "disabled", "tool_choice": "auto",
+    "store": False, "background": False, "cite": False, "truncation": "disabled", "tool_choice": "auto",
     "previous_response_id": None, "conversation": None, "prompt": None, "messages": None,
 }  # fmt: skip
 _OF_WRITING = ("stream", "parallel_tool_calls", "include", "client_metadata", "max_tool_calls")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,16 +18,18 @@ from triforce_cli.ground.deadline import Deadline
 if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.text.tokenizer import Tokenizer
+    from triforce_cli.answering.citations import Citation
 
 
 @dataclass(frozen=True)
 class Finish:
     """The end of a reply. finish: the finish reason, see triforce_cli.answering.ending. stop: the stop string that
-    ended it, or ""."""
+    ended it, or "". citations: None if none were asked for."""
 
     finish: str
     stats: Stats
     stop: str = ""
+    citations: Sequence[Citation] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 from offload.progress import Progress
 from triforce_cli.answering.answer import Part
@@ -67,13 +68,8 @@ class Telling:
             scores=self._scores,
             finish=of_apis(finish.finish),
             stop=finish.stop,
-            usage=Usage(
-                len(self._job.prompt.tokens),
-                finish.stats.reused_tokens,
-                self._num_tokens,
-                self._num_thoughts,
-                timings(finish.stats),
-            ),
+            usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
+            more={"timings": timings(finish.stats), **_citations(finish)},
         )
         return said, ended
 
@@ -120,6 +116,10 @@ async def events(
             for text in _last(telling, reply, report):
                 yield text
             return
+
+
+def _citations(finish: Finish) -> dict[str, Any]:
+    return {} if finish.citations is None else {"citations": [each.as_dict() for each in finish.citations]}
 
 
 def _told(telling: Telling, reply: Reply, report: Report | None, *, is_due: bool) -> Iterable[Event]:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from offload.errors import UsageError
 from offload.interrupts import Abandoned, abandoned_if
 from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
@@ -26,10 +27,12 @@ from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import APIS
 from triforce_cli.serve import status
 from triforce_cli.serve.access import Access
-from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals
+from triforce_cli.serve.documents import sent_document
+from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals, is_page
 from triforce_cli.serve.job import Job
 from triforce_cli.serve.load import Share
 from triforce_cli.serve.metrics import CONTENT_TYPE, Metrics
+from triforce_cli.serve.page import page
 from triforce_cli.serve.reader import Reader, no_model
 from triforce_cli.serve.replies import Telling, events, whole
 from triforce_cli.serve.requests import Requests
@@ -94,11 +97,13 @@ class Service:
         self._requests = Requests(self._metrics.over)
         self._metrics.watch(self._requests, store)
         self._reading = ThreadPoolExecutor(1, "reader")  # encoding a long prompt takes seconds
+        self._documents = ThreadPoolExecutor(1, "documents")  # reading a large one takes minutes
 
     def routes(self) -> list[Route]:
         return [
             Route("/", self._about),
             Route("/health", self._health),
+            Route("/documents", self._document, methods=["POST"]),
             Route("/status", self._status),
             Route("/metrics", self._measured),
             Route("/v1/models", self._models),
@@ -108,11 +113,21 @@ class Service:
         ]
 
     async def _about(self, request: Request) -> Response:
+        if is_page(request.scope):
+            return page()
         return Response(f"triforce {__version__} serves {self._served.names[0]}\n", media_type="text/plain")
 
     async def _health(self, request: Request) -> Response:
         is_stopping = self._scheduler.is_stopping
         return JSONResponse({"status": "stopping" if is_stopping else "ok"}, 503 if is_stopping else 200)
+
+    async def _document(self, request: Request) -> Response:
+        """A document as text, for the page's questions."""
+        name, body = request.query_params.get("name", ""), await _body(request)
+        try:
+            return JSONResponse(await self._read(request, self._documents, sent_document, name, body))
+        except UsageError as error:
+            raise ApiError(400, str(error)) from error
 
     async def _status(self, request: Request) -> Response:
         served, store = self._served, await self._store_use()
@@ -140,7 +155,9 @@ class Service:
     async def _count(self, request: Request) -> Response:
         """The number of tokens of a prompt."""
         body = await _body(request)
-        return JSONResponse({"input_tokens": await self._read(request, self._reader.num_tokens, Messages(), body)})
+        return JSONResponse(
+            {"input_tokens": await self._read(request, self._reading, self._reader.num_tokens, Messages(), body)}
+        )
 
     def _answerer(self, api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
@@ -149,7 +166,7 @@ class Service:
         return answer
 
     async def _answer(self, api: Api, request: Request) -> Response:
-        readable = await self._read(request, self._reader.read, api, await _body(request))
+        readable = await self._read(request, self._reading, self._reader.read, api, await _body(request))
         body = readable.body
         job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
         for note in readable.notes:
@@ -171,9 +188,9 @@ class Service:
         self._scheduler.forget(job)
         self._requests.left(job)
 
-    async def _read(self, request: Request, read: Callable[..., T], *given: Any) -> T:
-        """Run a function of the reader, while other requests are served. It ends early if the client goes away, or the
-        server stops. Raises ClientDisconnect, ApiError."""
+    async def _read(self, request: Request, pool: ThreadPoolExecutor, read: Callable[..., T], *given: Any) -> T:
+        """Run a function in a thread of `pool`, while other requests are served. It ends early if the client goes away,
+        or the server stops. Raises ClientDisconnect, ApiError."""
         is_gone = threading.Event()
 
         def reading() -> T:
@@ -181,7 +198,7 @@ class Service:
                 return read(*given)
 
         try:
-            return await _unless_gone(request, asyncio.get_running_loop().run_in_executor(self._reading, reading))
+            return await _unless_gone(request, asyncio.get_running_loop().run_in_executor(pool, reading))
         except Abandoned as error:
             self._scheduler.check_open()
             raise ClientDisconnect from error

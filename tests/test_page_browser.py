@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kit.browser import CHROMIUM, DRIVER, ENTER, ESCAPE, Browser
+from kit.browser import CHROMIUM, DRIVER, ENTER, ESCAPE, NEW_LINE, Browser
 from kit.served import Server, until
 from triforce_cli.serve.access import Access
 
@@ -121,8 +121,8 @@ def test_the_last_question_is_edited(chat: Chat) -> None:
     chat.asked("It rains")
     chat.browser.press("Edit")
     assert (chat.replies, chat.browser.run("return document.activeElement.value")) == ([], "It rains")
-    assert chat.asked(" now") == "It rains now"
-    assert chat.browser.texts(".user .text") == ["It rains now"]
+    assert chat.asked(f" now{NEW_LINE}here") == "It rains now\nhere"
+    assert chat.browser.texts(".user .text") == ["It rains now\nhere"]
 
 
 def test_a_conversation_outlives_a_reload_and_one_under_way_is_told_as_cut(chat: Chat) -> None:
@@ -199,7 +199,10 @@ def test_the_policy_refuses_what_slips_through(browser: Browser) -> None:
 
 def test_files_become_documents_before_the_question(chat: Chat) -> None:
     browser = chat.browser
-    browser.run("add([new File(['The rent is 300.\\n'], 'lease.txt'), new File(['\\0'], 'a.bin')])")
+    browser.run("""const data = new DataTransfer();
+        data.items.add(new File(['The rent is 300.\\n'], 'lease.txt'));
+        data.items.add(new File(['\\0'], 'a.bin'));
+        document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true}));""")
     until(lambda: browser.texts("#trouble"))
     assert browser.texts("#sent .file") == ["lease.txt (text)×"]
     assert browser.texts("#trouble") == [
@@ -237,6 +240,7 @@ def test_the_key_is_asked_for_and_kept_for_this_window(browser: Browser) -> None
     with Server(access=Access("127.0.0.1", "secret-key")) as server:
         (chat := Chat(server, browser)).open()
         until(lambda: browser.texts("#door"))
+        assert [refusal.status for refusal in server.refused] == [401]
         browser.type("#key", "wrong" + ENTER)
         until(lambda: browser.texts("#door") and not browser.run("return document.getElementById('key').value"))
         browser.type("#key", "secret-key" + ENTER)

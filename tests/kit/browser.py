@@ -16,7 +16,7 @@ from typing import Any
 from kit.served import PATIENCE_SECONDS
 
 CHROMIUM, DRIVER = (shutil.which(name) or "" for name in ("chromium", "chromedriver"))
-ENTER, ESCAPE = "\ue007", "\ue00c"  # keys, as the protocol has them
+ENTER, ESCAPE, NEW_LINE = "\ue007", "\ue00c", "\ue008\ue007\ue000"  # keys, as the protocol has them
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name of a reference to one
 _ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--lang=en")
 

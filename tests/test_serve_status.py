@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from triforce_cli.apis.table import api_of
 from triforce_cli.apis.timings import timings
 from triforce_cli.serve.job import Finish, Job
 from triforce_cli.serve.metrics import Metrics
+from triforce_cli.serve.replies import Telling, events
 from triforce_cli.serve.requests import RATE_SECONDS, Over, Requests
 from triforce_cli.serve.status import document, planned
 from triforce_cli.serve.store_use import StoreUse, StoreWatch
@@ -139,6 +141,21 @@ def test_who_asks_for_it_is_told_how_far_the_prompt_is_read() -> None:
                 connection.sendall(raw(path, {**body, "stream": True}))
                 assert b"prompt_progress" not in received_until(connection, b": prefill ")
             assert server.client.ask(path, {**body, "return_progress": 1}).status == 400
+
+
+def test_a_short_prompts_progress_is_told_at_its_end() -> None:
+    """No second passes."""
+
+    async def told() -> list[str]:
+        job = Job("/v1/x abc", Prompt(range(1000)), WANTED)
+        for report in (read(200), read(700), replace(read(700), stays=True), Finish("stop", Stats())):
+            job.report(report)
+        reply = api_of(CHAT).reply({"return_progress": True}, "m")
+        return [each async for each in events(job, Telling(job), reply, clock=lambda: 0.0)]
+
+    found = [each for each in asyncio.run(told()) if "prompt_progress" in each]
+    assert len(found) == 1
+    assert '"total": 1000, "cache": 290, "processed": 990' in found[0]
 
 
 def test_a_chunk_of_progress_counts_cached_tokens_as_read() -> None:

@@ -222,18 +222,21 @@ def test_files_become_documents_before_the_question(chat: Chat) -> None:
 
 def test_citations_name_the_file_and_the_line(chat: Chat) -> None:
     browser = chat.browser
-    cite = {
-        "document": "message 1",
-        "place": "lines 6 to 6",
-        "first_line": 6,
-        "last_line": 6,
-        "text": "The rent is 300.\n[end of file]",
-    }
-    files = [{"name": name, "text": f"[file: {name}]\n{text}[end of file]\n\n"} for name, text in
-             (("a.txt", "x\n"), ("b.txt", "The rent is 300.\n"))]  # fmt: skip
-    browser.run("talk = [{role: 'user', text: '', files: arguments[0]}, {role: 'assistant', text: '', thoughts: ''}];"
-                "take(talk[1], {choices: [], citations: [arguments[1]]}); drawAll()", files, cite)  # fmt: skip
-    assert browser.texts(".cites li") == ["The rent is 300. b.txt, line 1"]
+    texts = {"a.txt": "Of the lease.\n", "b.txt": "The rent is 300.\n"}
+    files = [{"name": name, "text": f"[file: {name}]\n{text}[end of file]\n\n"} for name, text in texts.items()]
+    whole = "".join(file["text"] for file in files).split("\n")
+    cites = [
+        {"document": "message 1", "place": "", "first_line": first, "text": "\n".join(whole[first - 1 : last])}
+        for first, last in ((1, 2), (6, 6), (6, 7))
+    ]
+    browser.run(
+        """talk = [{role: 'user', text: '', files: arguments[0]}, {role: 'assistant', text: '', thoughts: ''}];
+        take(talk[1], {choices: [], citations: arguments[1]}); drawAll()""",
+        files,
+        cites,
+    )
+    found = ["Of the lease. a.txt, line 1", "The rent is 300. b.txt, line 1", "The rent is 300. b.txt, line 1"]
+    assert browser.texts(".cites li") == found
 
 
 def test_the_key_is_asked_for_and_kept_for_this_window(browser: Browser) -> None:

@@ -13,13 +13,15 @@ Stage = Literal["load", "pin", "restore", "prefill", "save", "replay"]
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total` bytes or tokens of a stage. stays: nothing of it is lost if the stage is broken off now."""
+    """`done` of `total` bytes or tokens of a stage. stays: nothing of it is lost if the stage is broken off now. held:
+    tokens that were there before, besides them."""
 
     stage: Stage
     done: int
     total: int
     unit: Literal["bytes", "tokens"]
     stays: bool = False
+    held: int = 0
 
 
 OnProgress = Callable[[Progress], None]

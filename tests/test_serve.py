@@ -974,7 +974,8 @@ def test_a_stream_waits_no_longer_than_until_its_next_event_is_due() -> None:
         waited.append(seconds)
         return _soon(next(reports))
 
-    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None), next_report=next_report)
+    prompt = SimpleNamespace(tokens=[1], calls=None)
+    job: Any = SimpleNamespace(prompt=prompt, began=None, next_report=next_report)
 
     async def told() -> list[str]:
         reply = api_of(MESSAGES).reply({}, "tiny")

@@ -144,7 +144,7 @@ def test_each_path_asks_for_the_key() -> None:
     with Server(access=KEYED_PAGED) as server:
         client, keyed = server.client, Client(server.client.port, {"Authorization": "Bearer secret-key"})
         assert (client.ask("/health").status, client.ask("/health").body) == (200, {"status": "ok"})
-        for path in ("/", "/v1/models", "/v1/models/tiny"):
+        for path in ("/", "/status", "/metrics", "/v1/models", "/v1/models/tiny"):
             assert [who.ask(path).status for who in (client, keyed)] == [401, 200]
         for path in PATHS:
             refused = client.ask(path, BODY)

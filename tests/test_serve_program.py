@@ -153,6 +153,54 @@ def test_scores_are_those_of_the_tokens(server: Program) -> None:
     assert len(text["choices"][0]["logprobs"]["tokens"]) == 16 == text["usage"]["completion_tokens"]
 
 
+def test_the_status_is_of_this_model_and_its_plan(server: Program) -> None:
+    client = server.client
+    client.chat("x", **GREEDY)
+    found, counts = client.ask("/status").body, client.ask("/metrics").text
+    assert (found["model"], found["context"], found["at_a_time"], found["store"]) == ("target", 1024, 2, None)
+    assert "CPU" in found["plan"]
+    assert all(found["memory"]["devices"][0]["by_purpose"][name] for name in ("target layers", "kv cache"))
+    assert (found["running"], found["waiting"]) == ([], [])
+    assert f'triforce_requests_total{{api="{CHAT}",finish="length"}}' in counts
+    assert "triforce_store_bytes" not in counts
+
+
+def test_progress_and_timings_are_those_of_the_engine(server: Program) -> None:
+    """The tokens of a prompt that have rows before are read, and cached."""
+    for count in (30, 50):
+        fields = {**GREEDY, "stream": True, "return_progress": True, "stream_options": {"include_usage": True}}
+        events = [data for _, data in server.client.chat("Whose house? " * count, **fields).events if data != "[DONE]"]
+        usage, timings = events[-1]["usage"], events[-1]["timings"]
+        assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+        assert timings["predicted_n"] == usage["completion_tokens"] == 24
+        progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        for each in progress:
+            assert (each["total"], each["cache"]) == (usage["prompt_tokens"], timings["cache_n"])
+            assert each["cache"] <= each["processed"] <= each["total"]
+        assert progress
+        assert (timings["cache_n"] > 300) is (count == 50)
+
+
+def test_citations_are_of_the_messages(target: Path, server: Program) -> None:
+    """Whole and in a stream; where they cannot be found, they are refused."""
+    text = "\n".join(f"Room {number} is {word}." for number, word in enumerate(("red", "blue", "green") * 8))
+    with Program([*options(target), "--no-store", "--no-speculation", "--cite"]) as citing:
+        for stream in (False, True):
+            answer = citing.client.chat(f"{text}\n\nWhich?", cite=True, stream=stream, **GREEDY)
+            assert answer.status == 200, answer.text
+            last = answer.events[-2][1] if stream else answer.body
+            assert 1 <= len(last["citations"]) <= 3
+            for cite in last["citations"]:
+                assert (cite["document"], cite["text"] in f"{text}\n\nWhich?") == ("message 1", True)
+        assert "citations" not in citing.client.chat(text, **GREEDY).body
+        assert citing.client.ask("/status").body["cites"] is True
+        refused = citing.client.ask("/v1/responses", {"input": text, "cite": True})
+        assert (refused.status, "cite is true, it can only be false" in refused.text) == (400, True)
+    refused = server.client.chat(text, cite=True)
+    assert (refused.status, "start it with --cite" in refused.text) == (400, True)
+
+
 def test_settings_that_the_model_has_not_are_refused(server: Program) -> None:
     colour = {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}
     for fields in (

@@ -81,10 +81,10 @@ class PrefixCache:
 
             def report(num_tokens: int, first: int = first, stop: int = stop) -> None:
                 if first + num_tokens < stop:
-                    on_progress(Progress("prefill", first + num_tokens, total, "tokens"))
+                    on_progress(Progress("prefill", first + num_tokens, total, "tokens", held=start))
 
             self._prefill_span(tokens[: start + stop], report, on_hidden)
-            on_progress(Progress("prefill", stop, total, "tokens", stays=True))
+            on_progress(Progress("prefill", stop, total, "tokens", stays=True, held=start))
 
     def _prefill_span(
         self, tokens: Sequence[int], on_tokens: Callable[[int], None], on_hidden: OnHidden | None

@@ -245,10 +245,15 @@ class PrefixStore:
             raise
 
     def _most_bytes(self) -> int:
-        if self._limit is not None:
-            return self._limit
-        with Folder(self.root) as folder:
-            return min(MOST_BYTES, (folder.free_bytes() + nbytes(self.root)) // FREE_SHARE)
+        return most_bytes(self.root, self._limit)
+
+
+def most_bytes(root: Path, limit: int | None) -> int:
+    """The bytes that the store at `root` may take. limit: that was set. OSError if there is no store."""
+    if limit is not None:
+        return limit
+    with Folder(root) as folder:
+        return min(MOST_BYTES, (folder.free_bytes() + nbytes(root)) // FREE_SHARE)
 
 
 def _needed(parts: Sequence[AnyPart], length: int) -> list[tuple[AnyPart, Unit]]:

@@ -91,8 +91,9 @@ def _chunks(events: Events, kind: str) -> list[Document]:
 
 def _completion(chunks: Sequence[Document], kind: str, choice: Document) -> Document:
     last = chunks[-1]
-    usage = {"usage": last["usage"]} if last.get("usage") else {}
-    return {name: last[name] for name in ("id", "created", "model")} | {"object": kind, "choices": [choice]} | usage
+    more = {name: last[name] for name in ("usage", "timings") if last.get(name)}
+    assert not any("timings" in chunk for chunk in chunks[:-1])
+    return {name: last[name] for name in ("id", "created", "model")} | {"object": kind, "choices": [choice]} | more
 
 
 def of_responses(events: Events) -> Document:
@@ -212,6 +213,6 @@ CLIENTS: dict[str, Callable[[Events], Document]] = {
 def without_names(value: Any) -> Any:
     """Without what differs between two replies to one request: identifiers and times."""
     if isinstance(value, dict):
-        names = ("id", "created", "created_at", "item_id", "call_id")
+        names = ("id", "created", "created_at", "item_id", "call_id", "timings")
         return {name: without_names(each) for name, each in value.items() if name not in names}
     return [without_names(each) for each in value] if isinstance(value, list) else value

@@ -27,7 +27,7 @@ from kit.api_clients import parse
 from offload.decode.sampling import SamplingParams
 from offload.engine.request import GenerationRequest
 from offload.errors import TriforceError
-from offload.metrics import Stats
+from offload.metrics import LevelStats, Stats
 from offload.progress import OnProgress, Progress
 from test_cli_fake import Step
 from triforce_cli.answering.request import Prompt, Wanted
@@ -47,6 +47,15 @@ SPAN, MANY = 5, 1_000_000  # blocks after which a prefill stays; all of them
 PATIENCE_SECONDS = 60.0  # a loaded machine is slow; a test that passes does not wait so long
 Key = TypeVar("Key")
 CHAT = "/v1/chat/completions"
+PLANNED = {  # the part of the status that follows from a plan
+    "plan": "On a GPU: target; nothing streamed in a full pass; predicted 20 ms a token.",
+    "at_a_time": 1,
+    "cites": True,
+    "memory": {
+        "devices": [{"name": "a GPU", "bytes": 3 << 30, "by_purpose": {"kv cache": 1 << 30, "target layers": 2 << 30}}],
+        "host": {"bytes": 0, "by_purpose": {}},
+    },
+}
 WANTED = Wanted(max_tokens=1000, sampling=SamplingParams())
 
 
@@ -147,7 +156,14 @@ class Sequences(Generic[Key]):
     def leave(self, key: Any, *, on_end: Callable[[Stats], None]) -> Stats:
         text, _, request = self._running.pop(key)
         self._read.discard(key)
-        stats = Stats(prompt_tokens=len(request.prompt), reused_tokens=self._engine.said.count(text) - 1)
+        stats = Stats(
+            prompt_tokens=len(request.prompt),
+            reused_tokens=self._engine.said.count(text) - 1,
+            output_tokens=3,
+            first_token_seconds=0.5,
+            decode_seconds=0.25,
+            levels=[LevelStats("target", drafted=4, accepted=3)],
+        )
         self._engine.left.append(text)
         on_end(stats)
         assert self._engine.keeping.wait(PATIENCE_SECONDS)
@@ -296,9 +312,9 @@ class Server:
         self.error: BaseException | None = None
         self.refused = list[Refusal]()
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
-        reader = Reader(Prompts(), wanted, names=names, context=context)  # type: ignore[arg-type]
+        reader = Reader(Prompts(), wanted, names=names, context=context, cites=True)  # type: ignore[arg-type]
         self.notes: list[str] = []  # of the log
-        served = Served(names, 1_700_000_000, context, shows_thoughts)
+        served = Served(names, 1_700_000_000, context, shows_thoughts, PLANNED)
         self.service = Service(served, reader, self.scheduler, self.notes.append)
         self._bound = listening_socket("127.0.0.1", 0)
         self.client = Client(self._bound.getsockname()[1])

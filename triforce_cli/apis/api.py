@@ -49,6 +49,17 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """A prompt being read: tokens in all, those that have rows, and those among them that had rows before. seconds:
+    since it began."""
+
+    total: int
+    read: int
+    cached: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ToolCall:
     """A tool call of a reply. arguments: JSON text, as the model wrote it; of a call that was cut, its beginning."""
 
@@ -83,7 +94,8 @@ class Said:
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it. stop: the stop string that
-    ended it, or ""."""
+    ended it, or "". more: fields beside the choices of a completion, `timings` (see triforce_cli.apis.timings) and,
+    where they were asked for, `citations`."""
 
     text: str
     thoughts: str
@@ -92,6 +104,7 @@ class Ended:
     finish: Literal["stop", "length"]
     usage: Usage
     stop: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Reply(Protocol):
@@ -104,6 +117,10 @@ class Reply(Protocol):
 
     def keep_alive(self) -> Iterable[Event]:
         """The events that say only that the stream goes on: many clients count events, and no comments."""
+        ...
+
+    def reading(self, reading: Reading) -> Iterable[Event]:
+        """The events on a prompt that is read; none where the API has none, or the client did not ask for them."""
         ...
 
     def add(self, said: Said) -> Iterable[Event]: ...

@@ -14,6 +14,7 @@ from triforce_cli.apis.api import (
     Event,
     Fields,
     Head,
+    Reading,
     Said,
     ToolCall,
     Usage,
@@ -37,14 +38,16 @@ class ChatCompletions(OpenAiApi):
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         flag(body, "stream")
         flag(body, "parallel_tool_calls")
+        flag(body, "return_progress")
         includes_usage(body)
         if body.get("messages") is None:
             raise UsageError(f"{PLACE} has no messages")
-        return chat_fields(without(body, "stream"), PLACE, note)
+        return chat_fields(without(body, "stream", "return_progress"), PLACE, note)
 
     def reply(self, body: Mapping[str, Any], model: str) -> ChatReply:
         head = Head(identifier("chatcmpl-"), model)
-        return ChatReply(Chunks(head, "chat.completion", "chat.completion.chunk", includes_usage(body)))
+        kinds = "chat.completion", "chat.completion.chunk"
+        return ChatReply(Chunks(head, *kinds, includes_usage(body), flag(body, "return_progress")))
 
 
 class ChatReply:
@@ -59,6 +62,9 @@ class ChatReply:
     def keep_alive(self) -> Iterator[Event]:
         yield self._chunk({})
 
+    def reading(self, reading: Reading) -> Iterator[Event]:
+        return self._chunks.reading({"delta": {}, "logprobs": None, "finish_reason": None}, reading)
+
     def add(self, said: Said) -> Iterator[Event]:
         delta = {"reasoning_content": said.thoughts, "content": said.text}
         if said.text or said.thoughts or said.scores:
@@ -67,8 +73,8 @@ class ChatReply:
             yield self._chunk({"tool_calls": [*map(_piece, said.calls)]})
 
     def end(self, ended: Ended) -> Iterator[Event]:
-        yield self._chunk({}, finish=_finish(ended))
-        yield from self._chunks.end(ended.usage)
+        yield self._chunk({}, finish=_finish(ended), **self._chunks.more(ended))
+        yield from self._chunks.end(ended)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(error_body(error))
@@ -80,10 +86,12 @@ class ChatReply:
         if ended.calls:
             message["tool_calls"] = [_call(call) for call in ended.calls]
         choice = {"message": message, "logprobs": _logprobs(ended.scores), "finish_reason": _finish(ended)}
-        return self._chunks.whole(choice, ended.usage)
+        return self._chunks.whole(choice, ended)
 
-    def _chunk(self, delta: Mapping[str, Any], *, logprobs: Any = None, finish: str | None = None) -> Event:
-        return self._chunks.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": finish})
+    def _chunk(
+        self, delta: Mapping[str, Any], *, logprobs: Any = None, finish: str | None = None, **more: Any
+    ) -> Event:
+        return self._chunks.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": finish}, **more)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

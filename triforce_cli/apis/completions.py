@@ -15,6 +15,7 @@ from triforce_cli.apis.api import (
     Event,
     Fields,
     Head,
+    Reading,
     Said,
     Score,
     Usage,
@@ -28,7 +29,7 @@ from triforce_cli.prompts.messages import Note
 
 MAX_TOKENS = 16  # the API's default
 _SAME = {"n": 1, "best_of": 1, "suffix": ""}
-_OF_WRITING = ("stream", "echo", "prompt")
+_OF_WRITING = ("stream", "echo", "prompt", "return_progress")
 
 
 class Completions(OpenAiApi):
@@ -40,7 +41,7 @@ class Completions(OpenAiApi):
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name, value in _SAME.items():
             check_same(body, name, value, PLACE)
-        for name in ("stream", "echo"):
+        for name in ("stream", "echo", "return_progress"):
             flag(body, name)
         includes_usage(body)
         if flag(body, "echo") and body.get("logprobs") is not None:
@@ -53,7 +54,8 @@ class Completions(OpenAiApi):
     def reply(self, body: Mapping[str, Any], model: str) -> CompletionReply:
         echo = _prompt(body) if flag(body, "echo") else ""
         kind = "text_completion"
-        return CompletionReply(Chunks(Head(identifier("cmpl-"), model), kind, kind, includes_usage(body)), echo)
+        head, returns_progress = Head(identifier("cmpl-"), model), flag(body, "return_progress")
+        return CompletionReply(Chunks(head, kind, kind, includes_usage(body), returns_progress), echo)
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
@@ -79,14 +81,17 @@ class CompletionReply:
     def keep_alive(self) -> Iterator[Event]:
         yield self._chunk("")
 
+    def reading(self, reading: Reading) -> Iterator[Event]:
+        return self._chunks.reading({"text": "", "logprobs": None, "finish_reason": None}, reading)
+
     def add(self, said: Said) -> Iterator[Event]:
         if said.text or said.scores:
             yield self._chunk(said.text, logprobs=_logprobs(said.scores, self._num_characters))
             self._num_characters += sum(len(score["text"]) for score in said.scores)
 
     def end(self, ended: Ended) -> Iterator[Event]:
-        yield self._chunk("", finish=ended.finish)
-        yield from self._chunks.end(ended.usage)
+        yield self._chunk("", finish=ended.finish, **self._chunks.more(ended))
+        yield from self._chunks.end(ended)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(error_body(error))
@@ -97,10 +102,10 @@ class CompletionReply:
             "logprobs": _logprobs(ended.scores, len(self._echo)),
             "finish_reason": ended.finish,
         }
-        return self._chunks.whole(choice, ended.usage)
+        return self._chunks.whole(choice, ended)
 
-    def _chunk(self, text: str, *, logprobs: Any = None, finish: str | None = None) -> Event:
-        return self._chunks.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish})
+    def _chunk(self, text: str, *, logprobs: Any = None, finish: str | None = None, **more: Any) -> Event:
+        return self._chunks.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish}, **more)
 
 
 def _logprobs(scores: Sequence[Score], start: int) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from triforce_cli.apis.api import (
     Event,
     Fields,
     Head,
+    Reading,
     Said,
     ToolCall,
     Usage,
@@ -136,6 +137,9 @@ class MessageReply:
         else:
             kind = self._open or "text"
             yield from self._more(kind, f"{kind}_delta", "")
+
+    def reading(self, reading: Reading) -> Iterator[Event]:
+        yield from ()
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import UsageError
-from triforce_cli.apis.api import PLACE, ApiError, Event, Head, Score, Usage, flag
+from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Head, Reading, Score, Usage, flag
 
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
@@ -24,25 +24,36 @@ class OpenAiApi:
 @dataclass(frozen=True)
 class Chunks:
     """The objects of a completion, whole or in chunks. kind, chunk_kind: their names. includes_usage: the last chunk is
-    to have the usage."""
+    to have the usage. returns_progress: chunks are to tell how far the prompt is read, as llama.cpp's do."""
 
     head: Head
     kind: str
     chunk_kind: str
     includes_usage: bool
+    returns_progress: bool = False
 
-    def chunk(self, choice: Mapping[str, Any]) -> Event:
+    def chunk(self, choice: Mapping[str, Any], **more: Any) -> Event:
         usage = {"usage": None} if self.includes_usage else {}
-        return Event(self._object(self.chunk_kind, [{"index": 0, **choice}], **usage))
+        return Event(self._object(self.chunk_kind, [{"index": 0, **choice}], **usage, **more))
 
-    def end(self, used: Usage) -> Iterator[Event]:
+    def reading(self, choice: Mapping[str, Any], reading: Reading) -> Iterator[Event]:
+        """The event on a prompt that is read, if it is wanted. choice: an empty one."""
+        if self.returns_progress:
+            counts = {"total": reading.total, "cache": reading.cached, "processed": reading.read}
+            yield self.chunk(choice, prompt_progress={**counts, "time_ms": round(1000 * reading.seconds)})
+
+    def more(self, ended: Ended) -> Mapping[str, Any]:
+        """Further fields of the chunk with the finish reason: they are in the last chunk that has data."""
+        return {} if self.includes_usage else ended.more
+
+    def end(self, ended: Ended) -> Iterator[Event]:
         """The events after the last choice."""
         if self.includes_usage:
-            yield Event(self._object(self.chunk_kind, [], usage=usage(used)))
+            yield Event(self._object(self.chunk_kind, [], usage=usage(ended.usage), **ended.more))
         yield Event("[DONE]")
 
-    def whole(self, choice: Mapping[str, Any], used: Usage) -> dict[str, Any]:
-        return self._object(self.kind, [{"index": 0, **choice}], usage=usage(used))
+    def whole(self, choice: Mapping[str, Any], ended: Ended) -> dict[str, Any]:
+        return self._object(self.kind, [{"index": 0, **choice}], usage=usage(ended.usage), **ended.more)
 
     def _object(self, kind: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         head = self.head

@@ -14,6 +14,7 @@ from triforce_cli.apis.api import (
     Event,
     Fields,
     Head,
+    Reading,
     Said,
     ToolCall,
     Usage,
@@ -29,7 +30,7 @@ from triforce_cli.apis.response_input import messages_of, tools_of
 from triforce_cli.prompts.messages import Note
 
 _SAME = {
-    "store": False, "background": False, "truncation": "disabled",
+    "store": False, "background": False, "cite": False, "truncation": "disabled",
     "previous_response_id": None, "conversation": None, "prompt": None, "messages": None,
 }  # fmt: skip
 _OF_WRITING = ("stream", "include", "client_metadata", "max_tool_calls")
@@ -105,6 +106,9 @@ class ResponseReply:
 
     def keep_alive(self) -> Iterator[Event]:
         yield self._event("response.in_progress", response=self._object("in_progress", output=self._output))
+
+    def reading(self, reading: Reading) -> Iterator[Event]:
+        yield from ()
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.thoughts:

@@ -18,7 +18,7 @@ from triforce_cli.options import options
 from triforce_cli.options.answering import WantedFlags
 from triforce_cli.options.call import spread
 from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags
-from triforce_cli.options.options import option, whole
+from triforce_cli.options.options import option, switch, whole
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
 from triforce_cli.setup.engine import Prepared, open_engine
@@ -62,6 +62,9 @@ Names = Annotated[
         metavar="NAME",
     ),
 ]
+Cites = Annotated[
+    bool, switch("--cite", 'Find the places that answers come from, where requests have "cite": true.', SERVER)
+]
 AtATime = Annotated[int, option("--batch", "Requests that are answered at a time.", SERVER, metavar="N", parser=whole)]
 Waiting = Annotated[
     int,
@@ -97,6 +100,7 @@ def serve(
     api_key: Key = None,
     allow_origin: Origins = None,
     serve_as: Names = None,
+    cite: Cites = False,
     batch: AtATime = 1,
     max_waiting: Waiting = 64,
     wanted: ServedFlags,
@@ -114,7 +118,7 @@ def serve(
     for name, value, least, most in limits:
         if not least <= value <= most:
             raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
-    setup = engine.setup(models, store)
+    setup = engine.setup(models, store, cites=cite)
     access = _access(host, api_key, allow_origin or ())
     names = _names(serve_as or (), setup.models, models.model)
     wishes = wanted.checked()
@@ -128,6 +132,8 @@ def serve(
     from triforce_cli.serve.notes import answered, refused, serving
     from triforce_cli.serve.reader import Reader
     from triforce_cli.serve.scheduler import Scheduler
+    from triforce_cli.serve.status import planned
+    from triforce_cli.serve.store_use import StoreWatch
 
     with Output(quiet=quiet) as output:
 
@@ -145,8 +151,11 @@ def serve(
             scheduler = Scheduler(most_waiting=max_waiting, on_end=lambda ending: output.note(_timed(answered(ending))))
             prompts = Prompts(prepared.limited(context), layout)
             output.note(prompts.notice(wishes))
-            served = Served(names, int(time.time()), context, wanted.chat.how() == "show")
-            service = Service(served, Reader(prompts, wishes, names=names, context=context), scheduler, note)
+            about = {**planned(plan, prepared.request.hardware.device_name), "cites": cite}
+            served = Served(names, int(time.time()), context, wanted.chat.how() == "show", about)
+            reader = Reader(prompts, wishes, names=names, context=context, cites=cite)
+            watch = None if prepared.store is None else StoreWatch(prepared.store.limit)
+            service = Service(served, reader, scheduler, note, watch)
             application = web_application(service, access, lambda refusal: note(refused(refusal)))
             with (
                 Answers[Job](opened) as answers,
@@ -171,7 +180,7 @@ def _plan(prepared: Prepared, num_sequences: int) -> Plan:
 
 def _check_installed() -> None:
     """Raises UsageError if a package of the server is missing."""
-    for name in ("starlette", "uvicorn"):
+    for name in ("starlette", "uvicorn", "prometheus_client"):
         if find_spec(name) is None:
             raise UsageError(f"the server needs {name}, which is not installed: pip install 'triforce[serve]'")
 

@@ -94,6 +94,16 @@ def report(planned: Planned, *, width: int) -> RenderableType:
     return Group(*[piece for part in parts for piece in (part, Text())][:-1])
 
 
+def sentence(plan: Plan, device: str) -> str:
+    """The plan in a sentence. device: its name."""
+    composition, each = plan.composition, latency(plan.predicted.seconds_per_token)
+    drafts = f", {lengths_of(composition)}" if composition.gamma else ""
+    return (
+        f"On {device}: {levels_of(composition)}{drafts}; {_streamed(plan) or 'nothing'} streamed in a full pass; "
+        f"predicted {each} a token."
+    )
+
+
 def document(planned: Planned) -> dict[str, Any]:
     """The report as JSON, in bytes and bytes per second."""
     hardware, fit = planned.request.hardware, None
@@ -257,18 +267,22 @@ def _predictions(plan: Plan, in_16_bits: Prediction | None) -> Iterator[tuple[st
 
 
 def _streams(plan: Plan) -> str:
+    parts = _streamed(plan)
+    if not parts:
+        return "nothing in a full pass" if plan.placement.cpu_experts else "nothing: nothing is offloaded"
+    each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
+    return f"{parts} a full pass{each}"
+
+
+def _streamed(plan: Plan) -> str:
+    """The bytes that cross the link in a full pass, by kind; "" for none."""
     placement = plan.placement
     on_host = {name: placement.host_bytes.get(name, 0) for name in ("target layers", "kv cache")}
     number, predicted = plan.request.num_devices, plan.predicted
     layers, experts = on_host["target layers"], predicted.missed_bytes * number
     cache = predicted.full_link_bytes * number - layers - experts if on_host["kv cache"] else 0
     streamed = {"target layers": layers, "experts": experts, "kv cache": cache}
-    moved = [(name, num_bytes) for name, num_bytes in streamed.items() if num_bytes]
-    if not moved:
-        return "nothing in a full pass" if placement.cpu_experts else "nothing: nothing is offloaded"
-    parts = " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in moved)
-    each = f", {size(plan.predicted.full_link_bytes)} over each link" if plan.request.num_devices > 1 else ""
-    return f"{parts} a full pass{each}"
+    return " and ".join(f"{size(num_bytes)} of {name}" for name, num_bytes in streamed.items() if num_bytes)
 
 
 def _hits(plan: Plan) -> Iterator[str]:

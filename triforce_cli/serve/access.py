@@ -30,7 +30,9 @@ class Access:
     None. origins: of web pages that may use the server.
 
     Without a key the Host header has to name this machine: otherwise a web page whose name is made to lead here could
-    use the server (DNS rebinding). A page's own name is in Origin, which programs other than browsers do not send.
+    use the server (DNS rebinding). A page's own name is in Origin, which programs other than browsers do not send. The
+    server's own page has the origin that the request's Host names; a page whose name is made to lead here has that,
+    too, but not the host of this machine, or the key.
     """
 
     host: str
@@ -41,7 +43,7 @@ class Access:
         """Raises ApiError for a request that is not allowed. headers: by names in lower case. is_open: the request
         needs no key."""
         origin = headers.get("origin")
-        if origin is not None and origin not in self.origins:
+        if origin is not None and origin not in self.origins and not _is_own(origin, headers.get("host", "")):
             raise ApiError(403, f"web pages from {origin[:200]} may not use this server; --allow-origin allows them")
         if self.key is None:
             self._check_host(headers.get("host", ""))
@@ -61,6 +63,11 @@ class Access:
 def _is_preflight(method: str, origin: str | None) -> bool:
     """True for a browser's question whether a page may send a request; such a question carries no key."""
     return method == "OPTIONS" and origin is not None
+
+
+def _is_own(origin: str, host: str) -> bool:
+    """Whether a page came from the host that its request names."""
+    return bool(host) and origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
 def _host_in(header: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -18,18 +19,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from offload.errors import UsageError
 from offload.interrupts import Abandoned, abandoned_if
 from triforce_cli import __version__
 from triforce_cli.apis.api import Api, ApiError, identifier
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import APIS
+from triforce_cli.serve import status
 from triforce_cli.serve.access import Access
-from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals
+from triforce_cli.serve.documents import sent_document
+from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals, is_page
 from triforce_cli.serve.job import Job
 from triforce_cli.serve.load import Share
+from triforce_cli.serve.metrics import CONTENT_TYPE, Metrics
+from triforce_cli.serve.page import page
 from triforce_cli.serve.reader import Reader, no_model
 from triforce_cli.serve.replies import Telling, events, whole
+from triforce_cli.serve.requests import Requests
 from triforce_cli.serve.scheduler import Scheduler
+from triforce_cli.serve.store_use import StoreUse, StoreWatch
 
 T = TypeVar("T")
 
@@ -40,12 +48,13 @@ _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by p
 @dataclass(frozen=True)
 class Served:
     """The served model. names: of the model. created: when the server began, in seconds since 1970. context: tokens.
-    shows_thoughts: to clients."""
+    shows_thoughts: to clients. planned: the part of the status that follows from its plan."""
 
     names: tuple[str, ...]
     created: int
     context: int
     shows_thoughts: bool
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
     def models(self) -> list[dict[str, Any]]:
         """The model under each of its names, as OpenAI's and Anthropic's clients know one."""
@@ -73,16 +82,30 @@ class _Stream(StreamingResponse):
 
 
 class Service:
-    """The handlers of requests. note: takes lines for the log."""
+    """The handlers of requests. store: looks at the prefix store, if there is one. note: takes lines for the log."""
 
-    def __init__(self, served: Served, reader: Reader, scheduler: Scheduler, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        served: Served,
+        reader: Reader,
+        scheduler: Scheduler,
+        note: Callable[[str], None],
+        store: StoreWatch | None = None,
+    ) -> None:
         self._served, self._reader, self._scheduler, self._note = served, reader, scheduler, note
+        self._metrics, self._store = Metrics(), store
+        self._requests = Requests(self._metrics.over)
+        self._metrics.watch(self._requests, store)
         self._reading = ThreadPoolExecutor(1, "reader")  # encoding a long prompt takes seconds
+        self._documents = ThreadPoolExecutor(1, "documents")  # reading a large one takes minutes
 
     def routes(self) -> list[Route]:
         return [
             Route("/", self._about),
             Route("/health", self._health),
+            Route("/documents", self._document, methods=["POST"]),
+            Route("/status", self._status),
+            Route("/metrics", self._measured),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route(f"{Messages.path}/count_tokens", self._count, methods=["POST"]),
@@ -90,11 +113,34 @@ class Service:
         ]
 
     async def _about(self, request: Request) -> Response:
+        if is_page(request.scope):
+            return page()
         return Response(f"triforce {__version__} serves {self._served.names[0]}\n", media_type="text/plain")
 
     async def _health(self, request: Request) -> Response:
         is_stopping = self._scheduler.is_stopping
         return JSONResponse({"status": "stopping" if is_stopping else "ok"}, 503 if is_stopping else 200)
+
+    async def _document(self, request: Request) -> Response:
+        """A document as text, for the page's questions."""
+        name, body = request.query_params.get("name", ""), await _body(request)
+        try:
+            return JSONResponse(await self._read(request, self._documents, sent_document, name, body))
+        except UsageError as error:
+            raise ApiError(400, str(error)) from error
+
+    async def _status(self, request: Request) -> Response:
+        served, store = self._served, await self._store_use()
+        fixed = {"model": served.names[0], "names": served.names, "context": served.context, **served.planned}
+        uptime, is_stopping = time.time() - served.created, self._scheduler.is_stopping
+        return JSONResponse(status.document(fixed, self._requests, store, uptime=uptime, is_stopping=is_stopping))
+
+    async def _measured(self, request: Request) -> Response:
+        await self._store_use()  # so that it is known without a look at the disk
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _store_use(self) -> StoreUse | None:
+        return None if self._store is None else await asyncio.to_thread(self._store.use)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._served.models(), "has_more": False})
@@ -109,7 +155,9 @@ class Service:
     async def _count(self, request: Request) -> Response:
         """The number of tokens of a prompt."""
         body = await _body(request)
-        return JSONResponse({"input_tokens": await self._read(request, self._reader.num_tokens, Messages(), body)})
+        return JSONResponse(
+            {"input_tokens": await self._read(request, self._reading, self._reader.num_tokens, Messages(), body)}
+        )
 
     def _answerer(self, api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
@@ -118,7 +166,7 @@ class Service:
         return answer
 
     async def _answer(self, api: Api, request: Request) -> Response:
-        readable = await self._read(request, self._reader.read, api, await _body(request))
+        readable = await self._read(request, self._reading, self._reader.read, api, await _body(request))
         body = readable.body
         job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
         for note in readable.notes:
@@ -126,16 +174,22 @@ class Service:
         reply = api.reply(body, body.get("model") or self._served.names[0])
         telling = Telling(job, shows_thoughts=self._served.shows_thoughts)
         self._scheduler.submit(job)
+        self._requests.follow(job, api.path)
         if body.get("stream"):
-            return _Stream(events(job, telling, reply), on_end=lambda: self._scheduler.forget(job))
+            return _Stream(events(job, telling, reply), on_end=lambda: self._leave(job))
         try:
             return JSONResponse(reply.document(await _unless_gone(request, whole(job, telling))))
         finally:
-            self._scheduler.forget(job)
+            self._leave(job)
 
-    async def _read(self, request: Request, read: Callable[..., T], *given: Any) -> T:
-        """Run a function of the reader, while other requests are served. It ends early if the client goes away, or the
-        server stops. Raises ClientDisconnect, ApiError."""
+    def _leave(self, job: Job) -> None:
+        """The connection of a job has ended."""
+        self._scheduler.forget(job)
+        self._requests.left(job)
+
+    async def _read(self, request: Request, pool: ThreadPoolExecutor, read: Callable[..., T], *given: Any) -> T:
+        """Run a function in a thread of `pool`, while other requests are served. It ends early if the client goes away,
+        or the server stops. Raises ClientDisconnect, ApiError."""
         is_gone = threading.Event()
 
         def reading() -> T:
@@ -143,7 +197,7 @@ class Service:
                 return read(*given)
 
         try:
-            return await _unless_gone(request, asyncio.get_running_loop().run_in_executor(self._reading, reading))
+            return await _unless_gone(request, asyncio.get_running_loop().run_in_executor(pool, reading))
         except Abandoned as error:
             self._scheduler.check_open()
             raise ClientDisconnect from error

@@ -20,6 +20,7 @@ from triforce_cli.serve.load import Load
 
 SHARE = "triforce.share"  # of a request in the load, in its scope
 _OPEN = ("/health",)  # paths that need no key, and are no load
+_PAGE = "/"  # so is the page, which has no data; to a browser, which asks for it so
 _GONE = 499  # the status of a response that nobody reads
 
 
@@ -73,7 +74,7 @@ class Guard:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
-        is_open = scope["path"] in _OPEN
+        is_open = scope["path"] in _OPEN or is_page(scope)
         try:
             self._access.check(Headers(scope=scope), method=scope["method"], is_open=is_open)
             share = None if is_open else self._load.begin(address_of(scope))
@@ -88,6 +89,11 @@ class Guard:
         finally:
             if share is not None:
                 share.end()
+
+
+def is_page(scope: Scope) -> bool:
+    """Whether a browser asks for the page."""
+    return scope["path"] == _PAGE and "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def address_of(scope: Scope) -> str:

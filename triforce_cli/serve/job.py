@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,16 +18,18 @@ from triforce_cli.ground.deadline import Deadline
 if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.text.tokenizer import Tokenizer
+    from triforce_cli.answering.citations import Citation
 
 
 @dataclass(frozen=True)
 class Finish:
     """The end of a reply. finish: the finish reason, see triforce_cli.answering.ending. stop: the stop string that
-    ended it, or ""."""
+    ended it, or "". citations: None if none were asked for."""
 
     finish: str
     stats: Stats
     stop: str = ""
+    citations: Sequence[Citation] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,22 @@ Report = Progress | Part | Finish | ApiError
 
 class Job:
     """A prompt and what is wanted of its answer. The thread of passes reports on it, the connection's task reads the
-    reports. name: for the log. read: how much of its prompt is read and stays. It is made in the event loop's
-    thread."""
+    reports. name: for the log. read: how much of its prompt is read and stays. began: when its answer began, by
+    time.monotonic; None before. on_report: hears each report in the event loop's thread, in which the job is made."""
 
     def __init__(self, name: str, prompt: Prompt, wanted: Wanted) -> None:
         self.name, self.prompt, self.wanted = name, prompt, wanted
         self.is_gone = False
         self.read: Progress | None = None
+        self.began: float | None = None
+        self.on_report: Callable[[Report], None] = _ignore
         self._reports = asyncio.Queue[Report]()
         self._loop = asyncio.get_running_loop()
 
     def answer(self, tokenizer: Tokenizer, has_to_end: Callable[[], bool]) -> Answer:
         """The answer before its first part. Its time begins now, and is over once the client has gone, or the server
         has to end."""
+        self.began = time.monotonic()
         return Answer(self.prompt, self.wanted, tokenizer, deadline=_Patience(self, has_to_end))
 
     @property
@@ -72,7 +78,11 @@ class Job:
         if isinstance(report, Progress) and report.stays:
             self.read = report
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._reports.put_nowait, report)
+            self._loop.call_soon_threadsafe(self._take, report)
+
+    def _take(self, report: Report) -> None:
+        self.on_report(report)
+        self._reports.put_nowait(report)
 
     def num_read(self, num_reused: int) -> int | None:
         """The number of the prompt's first tokens that have rows, `num_reused` among them, if it was not read to its
@@ -89,6 +99,10 @@ class Job:
         """The client has gone, or has all it asked for: an answer under way ends at the next pass, or once its prompt
         is read."""
         self.is_gone = True
+
+
+def _ignore(report: Report) -> None:
+    """An `on_report` that does nothing."""
 
 
 class _Patience(Deadline):

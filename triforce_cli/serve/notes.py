@@ -17,7 +17,7 @@ _MOST_OF_METHOD = 16
 
 def serving(url: str, model: str, context: int) -> str:
     """The line once requests are taken. url: up to the paths of the APIs."""
-    return f"serving {model} at {url}/v1, {context:,} tokens of context; Ctrl-C stops"
+    return f"serving {model} at {url}/v1, {context:,} tokens of context; {url} is a page to chat; Ctrl-C stops"
 
 
 def answered(ending: Ending) -> str:

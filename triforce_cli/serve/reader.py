@@ -22,7 +22,7 @@ from triforce_cli.prompts.steps import TooMuchWork
 
 MOST_SCORES = 1 << 17  # of an answer, some 500 bytes each: a token's own, and those of the likeliest in its place
 _OF_FIELD = re.compile(rf"({re.escape(PLACE)}: |)(\S*)(.*)", re.DOTALL)
-FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", *SAMPLING)
+FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "logprobs", "cite", *SAMPLING)
 _MOST_NOTES = 4  # that the log has of a request
 
 
@@ -38,10 +38,13 @@ class Readable:
 
 class Reader:
     """Reads requests, one at a time. names: of the model; a request for another one is refused. context: tokens of a
-    prompt and its answer together. defaults: for fields that a request leaves out."""
+    prompt and its answer together. cites: citations can be asked for. defaults: for fields that a request leaves
+    out."""
 
-    def __init__(self, prompts: Prompts, defaults: Wanted, *, names: tuple[str, ...], context: int) -> None:
-        self._prompts, self._defaults = prompts, defaults
+    def __init__(
+        self, prompts: Prompts, defaults: Wanted, *, names: tuple[str, ...], context: int, cites: bool = False
+    ) -> None:
+        self._prompts, self._defaults, self._cites = prompts, defaults, cites
         self._names, self._context = names, context
 
     def read(self, api: Api, body: bytes) -> Readable:
@@ -86,6 +89,8 @@ class Reader:
         if fields.get("thinking") == "hide":
             raise UsageError(f"{PLACE}: thinking is 'hide', which is for the server to say; it can be 'show' or 'off'")
         record = read_record(fields, 1, PLACE, self._defaults)
+        if record.wanted.cites and not self._cites:
+            raise UsageError(f"{PLACE}: cite is true, and this server finds no citations; start it with --cite")
         self._prompts.check(record)
         prompt = self._prompts.of(record, {"date_string": time.strftime("%d %b %Y")})
         if not prompt.tokens:

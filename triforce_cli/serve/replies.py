@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from offload.progress import Progress
 from triforce_cli.answering.answer import Part
 from triforce_cli.answering.ending import of_apis
-from triforce_cli.apis.api import ApiError, CallPiece, Ended, Reply, Said, Score, ToolCall, Usage, identifier
-from triforce_cli.serve.job import Finish, Job
+from triforce_cli.apis.api import (
+    ApiError,
+    CallPiece,
+    Ended,
+    Event,
+    Reading,
+    Reply,
+    Said,
+    Score,
+    ToolCall,
+    Usage,
+    identifier,
+)
+from triforce_cli.apis.timings import timings
+from triforce_cli.serve.job import Finish, Job, Report
 from triforce_cli.serve.spoken import Spoken
 from triforce_cli.tools.growing import Growth
 
@@ -36,6 +50,11 @@ class Telling:
     def usage(self) -> Usage:
         """The usage before anything was computed."""
         return Usage(len(self._job.prompt.tokens))
+
+    def reading(self, progress: Progress) -> Reading:
+        """The progress of the prefill."""
+        seconds = time.monotonic() - (self._job.began or time.monotonic())
+        return Reading(len(self._job.prompt.tokens), progress.held + progress.done, progress.held, seconds)
 
     def add(self, part: Part) -> Said:
         """The text, thoughts and pieces of calls that are certain after a part."""
@@ -66,6 +85,7 @@ class Telling:
             finish=of_apis(finish.finish),
             stop=finish.stop,
             usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
+            more={"timings": timings(finish.stats), **_citations(finish)},
         )
         return said, ended
 
@@ -106,13 +126,14 @@ async def events(
     sent = told = clock()  # when anything was sent, and when an event was
     while True:
         report = await job.next_report(QUIET_SECONDS - (clock() - told))
-        found = reply.add(telling.add(report)) if isinstance(report, Part) else ()
-        news = [str(event) for event in found]
-        if not news and (now := clock()) - told >= QUIET_SECONDS:  # text may be held back for long
+        now = clock()
+        is_due = now - sent >= _PROGRESS_SECONDS
+        news = [str(event) for event in _told(telling, reply, report, is_due=is_due)]
+        if not news and now - told >= QUIET_SECONDS:  # text may be held back for long
             news = [str(event) for event in reply.keep_alive()]
         if news:
             sent = told = clock()
-        elif isinstance(report, Progress) and now - sent >= _PROGRESS_SECONDS:
+        elif isinstance(report, Progress) and is_due:
             news, sent = [_comment(report)], now
         for text in news:
             yield text
@@ -120,6 +141,19 @@ async def events(
             for text in _last(telling, reply, report):
                 yield text
             return
+
+
+def _citations(finish: Finish) -> dict[str, Any]:
+    return {} if finish.citations is None else {"citations": [each.as_dict() for each in finish.citations]}
+
+
+def _told(telling: Telling, reply: Reply, report: Report | None, *, is_due: bool) -> Iterable[Event]:
+    """The events of a report before the last. is_due: on the prefill; the end of a span always is."""
+    if isinstance(report, Part):
+        return reply.add(telling.add(report))
+    if isinstance(report, Progress) and report.stage == "prefill" and (is_due or report.stays):
+        return reply.reading(telling.reading(report))
+    return ()
 
 
 def _last(telling: Telling, reply: Reply, report: Finish | ApiError) -> list[str]:

@@ -189,7 +189,7 @@ class Scheduler:
             for part in answer.parts[num_parts:]:  # text that was held back
                 job.report(part)
             is_gone = job.is_gone  # once it has the end, the connection's task leaves, too
-            job.report(Finish(answer.finish, stats, answer.stop))
+            job.report(Finish(answer.finish, stats, answer.stop, answer.citations))
             self._on_end(Ending(job.name, answer.finish, stats, is_gone, job.num_read(stats.reused_tokens)))
 
         answers.finish(job, on_end=tell)

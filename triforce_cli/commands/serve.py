@@ -69,6 +69,14 @@ Waiting = Annotated[
         "--max-waiting", "Requests that may wait; a further one is refused (429).", SERVER, metavar="N", parser=whole
     ),
 ]
+KeepBilling = Annotated[
+    bool,
+    options.switch(
+        "--keep-billing",
+        "Leave Claude Code's billing block, which changes with each request, in prompts.",
+        SERVER,
+    ),
+]
 MaxTokens = Annotated[
     int,
     option(
@@ -99,6 +107,7 @@ def serve(
     serve_as: Names = None,
     batch: AtATime = 1,
     max_waiting: Waiting = 64,
+    keep_billing: KeepBilling = False,
     wanted: ServedFlags,
     engine: EngineFlags,
     store: StoreFlags,
@@ -146,7 +155,8 @@ def serve(
             prompts = Prompts(prepared.limited(context), layout)
             output.note(prompts.notice(wishes))
             served = Served(names, int(time.time()), context, wanted.chat.how() == "show")
-            service = Service(served, Reader(prompts, wishes, names=names, context=context), scheduler, note)
+            reader = Reader(prompts, wishes, names=names, context=context, keeps_billing=keep_billing)
+            service = Service(served, reader, scheduler, note)
             application = web_application(service, access, lambda refusal: note(refused(refusal)))
             with (
                 Answers[Job](opened) as answers,

@@ -253,7 +253,7 @@ def passed_on(pid: int) -> Iterator[None]:
 
 
 def exit_status(pid: int) -> int:
-    """The exit status of a child process, once it has ended; negative for a signal. While it is stopped this process is,
+    """The exit status of a child process once it has ended, negative for a signal. While it is stopped this process is,
     too, so that the shell notices."""
     while True:
         _, status = os.waitpid(pid, os.WUNTRACED)

@@ -106,7 +106,7 @@ def launch(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a server runs, or is started. arguments: of `triforce serve`, without the key."""
+    """The place of a server that runs or is started. arguments: of `triforce serve`, without the key."""
 
     given: str | None
     server: ServerFlags
@@ -186,7 +186,7 @@ def _run(agent: Agent, path: Path, words: Sequence[str], endpoint: Endpoint, fol
 
 
 def _shown(agent: Agent, words: Sequence[str], place: _Place) -> str:
-    """What would be run, as text. Raises UsageError."""
+    """The text of a dry run. Raises UsageError."""
     from triforce_cli.agents.agent import Endpoint, is_of_a_cloud
     from triforce_cli.render.agents import dry_run
 

@@ -38,7 +38,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers(); self.wfile.write(json.dumps({"data": [model]}).encode())
     def log_message(self, *said): pass
 print("loading", file=sys.stderr, flush=True)
-with open(sys.argv[1], "w") as file: print(os.getpid(), os.environ.get("TRIFORCE_API_KEY"), sys.argv[3:], file=file)
+leads = os.getsid(0) == os.getpid()  # else the terminal's signals reach it
+with open(sys.argv[1], "w") as file:
+    print(os.getpid(), leads, os.environ.get("TRIFORCE_API_KEY"), sys.argv[3:], file=file)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 """  # what `serve` does, for the options of these tests
 
@@ -49,6 +51,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path / "bin"), "/usr/bin", "/bin")))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing is
     (tmp_path / "bin").mkdir()
     (tmp_path / "tmp").mkdir()
 
@@ -61,7 +64,8 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """A quick program in place of `triforce serve`. Says its process, its key and its arguments."""
+    """A quick program in place of `triforce serve`. Says its process, whether its session is its own, its key and its
+    arguments."""
     told = tmp_path / "told"
 
     def line(arguments: Any) -> list[str]:
@@ -69,7 +73,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], li
         return [sys.executable, "-c", SERVES, str(told), port, *arguments]
 
     monkeypatch.setattr(server_module, "serve_line", line)
-    return lambda: told.read_text().split(maxsplit=2)
+    return lambda: told.read_text().split(maxsplit=3)
 
 
 def has_ended(pid: int) -> bool:
@@ -99,7 +103,10 @@ def test_an_agent_gets_its_settings_and_no_key_of_a_cloud(
     (folder,) = (tmp_path / "copy").iterdir()
     settings = agent_of(name).settings(Endpoint(url, "tiny", 4096), tmp_path / "tmp" / folder.name)
     assert (code, out.splitlines()) == (7, [*settings.arguments, "-p", "a b", "--help"])
-    assert err.splitlines() == [f"{agent_of(name).title}: tiny at {url}, 4,096 tokens of context"]
+    assert err.splitlines() == [
+        f"{agent_of(name).title}: tiny at {url}, 4,096 tokens of context",
+        "agents want 32,768 tokens of context or more (--context): with less they shorten all the time",
+    ]
     assert {file.name: file.read_text() for file in folder.iterdir()} == settings.files
     given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
     assert given.items() >= settings.variables.items()
@@ -147,7 +154,7 @@ raise SystemExit(3)
     listens = port()
     code, out, err = triforce("launch", "claude", *args, listens, "--api-key", "secret", "--serve-as", "mine")
     assert (code, out) == (3, "mine secret 512\n"), err
-    assert err.splitlines()[-1] == f"Claude Code: mine at http://127.0.0.1:{listens[7:]}, 512 tokens of context"
+    assert err.splitlines()[-2] == f"Claude Code: mine at http://127.0.0.1:{listens[7:]}, 512 tokens of context"
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(listens[7:]))):
         pass
     assert not [*(tmp_path / "tmp").iterdir()]
@@ -160,8 +167,8 @@ def test_the_server_ends_however_the_agent_ends(
     put("pi", script)
     listens = port()
     code, _, err = triforce("launch", "pi", listens, "--api-key=secret", "--batch", "2", "--no-store", "-q")
-    pid, key, arguments = stand_in()
-    assert (code, err, key) == (expected, "", "secret")
+    pid, leads, key, arguments = stand_in()
+    assert (code, err, leads, key) == (expected, "", "True", "secret")
     assert {*ast.literal_eval(arguments)} - {"--config=/dev/null"} == {"--batch=2", "--no-store", listens, "--quiet"}
     until(lambda: has_ended(int(pid)))
 

@@ -78,7 +78,7 @@ def launch(
     from triforce_cli.agents.installed import installed, path_of
     from triforce_cli.agents.server import arguments_of, free_port
     from triforce_cli.agents.table import agent_of
-    from triforce_cli.render.agents import table
+    from triforce_cli.render.agents import running, table
 
     if not 0 <= server.port <= 65_535:
         raise UsageError(f"port is {server.port}, it must be a whole number from 0 to 65535")
@@ -100,7 +100,8 @@ def launch(
             TemporaryDirectory(prefix="triforce-") as folder,
             _endpoint(place, output, Path(folder), _ignored(changed)) as endpoint,
         ):
-            output.note(f"{chosen.title}: {endpoint.model} at {endpoint.url}, {endpoint.context:,} tokens of context")
+            for line in running(chosen, endpoint):
+                output.note(line)
             _run(chosen, path, words, endpoint, Path(folder))
 
 

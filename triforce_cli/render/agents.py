@@ -9,8 +9,10 @@ from offload.errors import shell_line
 from triforce_cli.ground.text import path_text
 
 if TYPE_CHECKING:
-    from triforce_cli.agents.agent import Settings
+    from triforce_cli.agents.agent import Agent, Endpoint, Settings
     from triforce_cli.agents.installed import Installed
+
+_WANTED_CONTEXT = 32_768
 
 
 def table(found: Sequence[Installed]) -> str:
@@ -22,6 +24,16 @@ def _about(each: Installed) -> str:
     if each.path is None:
         return f"not installed: {each.agent.install}"
     return f"{' '.join(filter(None, (each.agent.title, each.version)))}, {path_text(each.path)}"
+
+
+def running(agent: Agent, endpoint: Endpoint) -> list[str]:
+    """The lines before an agent runs."""
+    context = f"{endpoint.context:,} tokens of context"
+    is_short = endpoint.context < _WANTED_CONTEXT
+    advice = (
+        f"agents want {_WANTED_CONTEXT:,} tokens of context or more (--context): with less they shorten all the time"
+    )
+    return [f"{agent.title}: {endpoint.model} at {endpoint.url}, {context}", *[advice] * is_short]
 
 
 def dry_run(

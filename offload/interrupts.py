@@ -239,6 +239,30 @@ def ctrl_c_ignored() -> AbstractContextManager[None]:
     return handled({signal.SIGINT: signal.SIG_IGN})
 
 
+@contextmanager
+def passed_on(pid: int) -> Iterator[None]:
+    """A context in which the terminal and its signals are a child process's, which is asked to end where this one
+    is."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        os.kill(pid, number)
+
+    ours: dict[signal.Signals, Handler] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTSTP: signal.SIG_IGN}
+    with handled({**ours, **dict.fromkeys(ENDING, pass_on)}):
+        yield
+
+
+def exit_status(pid: int) -> int:
+    """The exit status of a child process once it has ended, negative for a signal. While it is stopped this process is,
+    too, so that the shell notices."""
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            return os.waitstatus_to_exitcode(status)
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the shell goes on with both
+        os.kill(pid, signal.SIGCONT)
+
+
 def _request(listener: _Listener | None) -> None:
     global _requested
     _requested = listener

@@ -42,6 +42,7 @@ CLI_STOREYS = (
         "documents",
         "settings",
         "tools",
+        "agents",
         "render",
         "answering",
         "prompts",

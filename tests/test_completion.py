@@ -71,6 +71,8 @@ def completed(tmp_path, monkeypatch, capfd) -> Callable[[str], list[str]]:
         ("pull ", [alias.name for alias in ALIASES]),
         ("pull smollm2-1.", ["smollm2-1.7b-instruct"]),
         ("ask -t ", ["sum"]),
+        ("launch ", ["claude", "codex", "opencode", "pi", "aider", "qwen-code"]),
+        ("launch o", ["opencode"]),
         ("ask --model ./", []),  # the shell's own files
     ],
 )

@@ -128,6 +128,18 @@ def test_the_next_turn_of_a_conversation_reads_what_is_new_alone(server: Program
         assert alone["choices"][0]["message"]["content"] == reply
 
 
+def test_requests_that_differ_in_their_billing_blocks_alone_reuse_all_rows(server: Program) -> None:
+    """Nothing behind the block was reused: Claude Code changes it with every request."""
+    usages = []
+    for cch in ("36ee5", "36ee5", "0aaa9"):
+        block = f"x-anthropic-billing-header: cc_version=2.1.177.{cch[:3]}; cc_entrypoint=cli; cch={cch};"
+        system = [{"type": "text", "text": text} for text in (block, "You answer questions about keys.")]
+        answer = server.client.ask("/v1/messages", request("Whose is it?", system=system, **GREEDY)).body
+        usages.append(answer["usage"])
+    assert usages[2] == usages[1]
+    assert usages[1]["cache_read_input_tokens"] > 4 * usages[1]["input_tokens"]
+
+
 def test_apis_say_the_same(server: Program) -> None:
     client, question = server.client, QUESTIONS[2]
     said = client.chat(question, **GREEDY).said

@@ -11,7 +11,7 @@ import pytest
 
 from test_cli_fake import ROOT, environment
 
-HELPS = [[name, "--help"] for name in ("generate", "chat", "plan", "doctor", "sessions", "pull", "bench")]
+HELPS = [[name, "--help"] for name in ("generate", "chat", "plan", "doctor", "sessions", "pull", "bench", "launch")]
 
 
 def run_after(code: str, *args: str, epilogue: str) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ from triforce_cli.commands.config import config
 from triforce_cli.commands.convert import convert
 from triforce_cli.commands.doctor import doctor
 from triforce_cli.commands.generate import generate
+from triforce_cli.commands.launch import launch
 from triforce_cli.commands.log import log as answers
 from triforce_cli.commands.models import models
 from triforce_cli.commands.plan import plan
@@ -54,6 +55,7 @@ app.command()(generate)
 app.command()(ask)
 app.command()(chat)
 app.command()(serve)
+app.command()(launch)
 app.command()(plan)
 app.command()(verify)
 app.command()(score)

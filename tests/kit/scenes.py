@@ -203,6 +203,15 @@ def an_editor() -> None:
     os.environ["EDITOR"] = "sed -i s/temperature/temprature/"
 
 
+def no_agents() -> None:
+    """Nor variables of clouds, but two."""
+    from triforce_cli.agents.agent import is_of_a_cloud
+
+    for name in filter(is_of_a_cloud, tuple(os.environ)):
+        del os.environ[name]
+    os.environ |= {"PATH": "", "OPENAI_API_KEY": "sk", "ANTHROPIC_BASE_URL": "https://cloud"}
+
+
 ASKED = "--prompt 'It was a bright cold day'"
 PAIR = "--model 13b --draft 68m"
 SCRIPTED = "Hello\n/tokens\nAnd then?\n"
@@ -268,6 +277,16 @@ SCENES: dict[str, Scene] = {
     "sessions-rm-asked": Scene("sessions rm notes book-club", some_sessions, typed=[("?", "y")], modes="terminal"),
     "sessions-prune": Scene("sessions prune --older-than 2 --dry-run", some_sessions, modes=OUTPUT_MODES),
     "serve-elsewhere": Scene("serve --host 192.0.2.1"),
+    "launch": Scene("launch", no_agents, modes="piped"),
+    **{
+        f"launch-{name}": Scene(
+            f"launch {name} --dry-run --port 1 --api-key secret --model m --context 65536 --batch 2 -- -p 'Which?'",
+            no_agents,
+            modes="piped",
+        )
+        for name in ("claude", "codex", "opencode", "pi", "aider", "qwen")
+    },
+    "launch-missing": Scene("launch pi --port 1", no_agents, modes=OUTPUT_MODES),
     "store-show": Scene("store show", a_store),
     "store-clear": Scene("store clear --yes", a_store, modes=OUTPUT_MODES),
     "store-clear-asked": Scene("store clear llama-2-7b", a_store, typed=[("?", "y")], modes="terminal"),

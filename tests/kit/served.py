@@ -306,13 +306,15 @@ class Server:
         access: Access | None = None,
         wanted: Wanted = WANTED,
         shows_thoughts: bool = True,
+        keeps_billing: bool = False,
     ) -> None:
         self.model, self.ended = Model(batch, context), list[tuple[str, bool]]()
         self.num_read: list[int | None] = []
         self.error: BaseException | None = None
         self.refused = list[Refusal]()
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
-        reader = Reader(Prompts(), wanted, names=names, context=context, cites=True)  # type: ignore[arg-type]
+        prompts: Any = Prompts()
+        reader = Reader(prompts, wanted, names=names, context=context, cites=True, keeps_billing=keeps_billing)
         self.notes: list[str] = []  # of the log
         served = Served(names, 1_700_000_000, context, shows_thoughts, PLANNED)
         self.service = Service(served, reader, self.scheduler, self.notes.append)

@@ -6,19 +6,16 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from offload.errors import UsageError
 from offload.interrupts import ending_of, heard
 from triforce_cli.options import options
-from triforce_cli.options.answering import WantedFlags
 from triforce_cli.options.call import spread
-from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags
-from triforce_cli.options.options import option, switch, whole
+from triforce_cli.options.serving import ServerFlags
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
 from triforce_cli.setup.engine import Prepared, open_engine
@@ -29,100 +26,29 @@ if TYPE_CHECKING:
     from offload.plan.planner import Plan
     from triforce_cli.serve.access import Access
 
-SERVER = "Server"
 CONTEXT = 32_768  # tokens of a prompt and its answer, unless the model's or the memory's limit is below
-
-Host = Annotated[str, option("--host", "The address to listen on; others need --api-key.", SERVER, metavar="HOST")]
-Port = Annotated[int, option("--port", "The port; 0 takes a free one.", SERVER, metavar="N", parser=whole)]
-Key = Annotated[
-    str | None,
-    option(
-        "--api-key",
-        "The key that every request has to carry; TRIFORCE_API_KEY keeps it off the list of processes.",
-        SERVER,
-        metavar="KEY",
-        show_default=False,
-    ),
-]
-Origins = Annotated[
-    list[str] | None,
-    option(
-        "--allow-origin",
-        "An origin of web pages that may use the server, such as http://localhost:3000. Can be repeated.",
-        SERVER,
-        metavar="URL",
-    ),
-]
-Names = Annotated[
-    list[str] | None,
-    option(
-        "--serve-as",
-        "A name of the model in requests, besides its own. Can be repeated.",
-        SERVER,
-        metavar="NAME",
-    ),
-]
-Cites = Annotated[
-    bool, switch("--cite", 'Find the places that answers come from, where requests have "cite": true.', SERVER)
-]
-AtATime = Annotated[int, option("--batch", "Requests that are answered at a time.", SERVER, metavar="N", parser=whole)]
-Waiting = Annotated[
-    int,
-    option(
-        "--max-waiting", "Requests that may wait; a further one is refused (429).", SERVER, metavar="N", parser=whole
-    ),
-]
-MaxTokens = Annotated[
-    int,
-    option(
-        "--max-tokens",
-        "New tokens at most, where a request sets no limit.",
-        options.SAMPLING,
-        metavar="N",
-        parser=whole,
-    ),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedFlags(WantedFlags):
-    """Wishes for answers, where requests have none."""
-
-    max_tokens: MaxTokens = 4096
 
 
 @spread
-def serve(
-    *,
-    models: ModelFlags,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    api_key: Key = None,
-    allow_origin: Origins = None,
-    serve_as: Names = None,
-    cite: Cites = False,
-    batch: AtATime = 1,
-    max_waiting: Waiting = 64,
-    wanted: ServedFlags,
-    engine: EngineFlags,
-    store: StoreFlags,
-    quiet: options.Quiet = False,
-) -> None:
+def serve(*, server: ServerFlags, quiet: options.Quiet = False) -> None:
     """Answer requests over HTTP: OpenAI's chat completions, completions and responses, and Anthropic's messages.
 
     Sampling options are defaults for requests that leave them out.
 
     Example: triforce serve --model path/to/model, then OPENAI_BASE_URL=http://127.0.0.1:8080/v1 for a client.
     """
-    limits = (("port", port, 0, 65_535), ("batch", batch, 1, 64), ("max-waiting", max_waiting, 1, options.MOST))
+    limits = (
+        *(("port", server.port, 0, 65_535), ("batch", server.batch, 1, 64)),
+        ("max-waiting", server.max_waiting, 1, options.MOST),
+    )
     for name, value, least, most in limits:
         if not least <= value <= most:
             raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
-    setup = engine.setup(models, store, cites=cite)
-    access = _access(host, api_key, allow_origin or ())
-    names = _names(serve_as or (), setup.models, models.model)
-    wishes = wanted.checked()
-    layout = wanted.chat.layout()
+    setup = server.engine.setup(server.models, server.store, cites=server.cite)
+    access = _access(server.host, server.api_key, server.allow_origin or ())
+    names = _names(server.serve_as or (), setup.models, server.models.model)
+    wishes = server.wanted.checked()
+    layout = server.wanted.chat.layout()
     _check_installed()
     from triforce_cli.answering.several import Answers
     from triforce_cli.batch.prompts import Prompts
@@ -141,19 +67,23 @@ def serve(
             with suppress(OSError):  # standard error has gone, and with it the log
                 output.note(_timed(line))
 
-        bound = listening_socket(access.host, port)
+        bound = listening_socket(access.host, server.port)
         prepared = setup.prepare(output, sampling=wishes.sampling)
         output.note(prepared.models.answers_note)
-        plan = _plan(prepared, batch)
+        plan = _plan(prepared, server.batch)
         output.planned(plan)
         context = plan.request.capacity
         with open_engine(prepared, plan, on_progress=output.progress) as opened:
-            scheduler = Scheduler(most_waiting=max_waiting, on_end=lambda ending: output.note(_timed(answered(ending))))
+            scheduler = Scheduler(
+                most_waiting=server.max_waiting, on_end=lambda ending: output.note(_timed(answered(ending)))
+            )
             prompts = Prompts(prepared.limited(context), layout)
             output.note(prompts.notice(wishes))
-            about = {**planned(plan, prepared.request.hardware.device_name), "cites": cite}
-            served = Served(names, int(time.time()), context, wanted.chat.how() == "show", about)
-            reader = Reader(prompts, wishes, names=names, context=context, cites=cite)
+            about = {**planned(plan, prepared.request.hardware.device_name), "cites": server.cite}
+            served = Served(names, int(time.time()), context, server.wanted.chat.how() == "show", about)
+            reader = Reader(
+                prompts, wishes, names=names, context=context, cites=server.cite, keeps_billing=server.keep_billing
+            )
             watch = None if prepared.store is None else StoreWatch(prepared.store.limit)
             service = Service(served, reader, scheduler, note, watch)
             application = web_application(service, access, lambda refusal: note(refused(refusal)))

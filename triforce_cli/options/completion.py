@@ -1,5 +1,5 @@
-"""A shell's completions besides commands and options: names of sessions, models, aliases and templates. Nothing heavy
-is imported, and a fault completes nothing.
+"""A shell's completions besides commands and options: names of sessions, models, aliases, templates, agents. Nothing
+heavy is imported, and a fault completes nothing.
 
 Where nothing fits, the shell offers files.
 """
@@ -79,9 +79,16 @@ def _templates(context: typer.Context) -> Iterable[str]:
     return _configuration(context).templates().templates
 
 
+def _agents(context: typer.Context) -> Iterator[str]:
+    from triforce_cli.agents.table import AGENTS
+
+    yield from (agent.name for agent in AGENTS)
+
+
 sessions = _completing(_sessions)
 stored = _completing(_stored)
 models = _completing(_models)
 drafts = _completing(_drafts)
 pullable = _completing(_pullable)
 templates = _completing(_templates)
+agents = _completing(_agents)

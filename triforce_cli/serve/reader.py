@@ -14,10 +14,12 @@ from typing import Any
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.apis.api import PLACE, Api, ApiError, Fields
+from triforce_cli.apis.billing import without_billing
 from triforce_cli.apis.messages import Messages
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.batch.records import OF_MESSAGES, check_known, read_object, read_record
 from triforce_cli.batch.sampling import SAMPLING
+from triforce_cli.prompts.messages import Note
 from triforce_cli.prompts.steps import TooMuchWork
 
 MOST_SCORES = 1 << 17  # of an answer, some 500 bytes each: a token's own, and those of the likeliest in its place
@@ -28,7 +30,8 @@ _MOST_NOTES = 4  # that the log has of a request
 
 @dataclass(frozen=True)
 class Readable:
-    """A request that can be answered. body: as it came. notes: lines for the log on what was left out or changed."""
+    """A request that can be answered. body: as it came, but for a billing block. notes: lines for the log on what was
+    left out or changed."""
 
     body: Mapping[str, Any]
     prompt: Prompt
@@ -38,19 +41,27 @@ class Readable:
 
 class Reader:
     """Reads requests, one at a time. names: of the model; a request for another one is refused. context: tokens of a
-    prompt and its answer together. cites: citations can be asked for. defaults: for fields that a request leaves
-    out."""
+    prompt and its answer together. cites: citations can be asked for. defaults: for fields that a request leaves out.
+    keeps_billing: see apis/billing."""
 
     def __init__(
-        self, prompts: Prompts, defaults: Wanted, *, names: tuple[str, ...], context: int, cites: bool = False
+        self,
+        prompts: Prompts,
+        defaults: Wanted,
+        *,
+        names: tuple[str, ...],
+        context: int,
+        cites: bool = False,
+        keeps_billing: bool = False,
     ) -> None:
         self._prompts, self._defaults, self._cites = prompts, defaults, cites
-        self._names, self._context = names, context
+        self._names, self._context, self._keeps_billing = names, context, keeps_billing
 
     def read(self, api: Api, body: bytes) -> Readable:
         """The request. Raises ApiError."""
         with self._refusing():
-            given, notes = self._body(body), list[str]()
+            notes = list[str]()
+            given = self._body(body, notes.append)
             with _named_as_in(given, api):
                 prompt, wanted = self._prompt(api.fields(given, notes.append))
                 if len(prompt.tokens) >= self._context:
@@ -61,7 +72,7 @@ class Reader:
     def num_tokens(self, api: Messages, body: bytes) -> int:
         """The number of tokens of a request's prompt. Raises ApiError."""
         with self._refusing():
-            given = self._body(body)
+            given = self._body(body, lambda note: None)
             with _named_as_in(given, api):
                 return len(self._prompt(api.prompt_fields(given, lambda note: None))[0].tokens)
 
@@ -77,12 +88,12 @@ class Reader:
         except TriforceError as error:
             raise ApiError(500, str(error)) from error
 
-    def _body(self, body: bytes) -> Mapping[str, Any]:
+    def _body(self, body: bytes, note: Note) -> Mapping[str, Any]:
         given = parsed(body)
         model = given.get("model")
         if model is not None and model not in self._names:
             raise no_model(model, self._names)
-        return given
+        return given if self._keeps_billing else without_billing(given, note)
 
     def _prompt(self, fields: Fields) -> tuple[Prompt, Wanted]:
         check_known(fields, FIELDS, PLACE, f"there are {', '.join(FIELDS)}")

@@ -15,7 +15,7 @@ OTHERS = frozenset(
     (
         *("TRIFORCE_CACHE_DIR", "TRIFORCE_LOG_DIR", "TRIFORCE_MODELS_DIR", "TRIFORCE_SESSIONS_DIR"),
         *("TRIFORCE_KERNELS", "TRIFORCE_GRAPHS"),
-        *("TRIFORCE_TEST_MODELS", "TRIFORCE_TEST_LLAMA_CPP"),  # for the project's tests
+        *("TRIFORCE_TEST_MODELS", "TRIFORCE_TEST_LLAMA_CPP", "TRIFORCE_TEST_AGENTS"),  # for the project's tests
     )
 )
 

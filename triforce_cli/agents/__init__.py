@@ -1,0 +1,1 @@
+"""Coding agents of others, run with this program's server for one time."""

@@ -44,6 +44,7 @@ from offload.transfer.prepinned import Prepinned
 from offload.worker import models as worker_models
 from offload.worker import timed_runs
 from test_architecture import parsed, sources
+from triforce_cli.agents import server
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
 from triforce_cli.chat import background, reader
@@ -143,6 +144,7 @@ def passes(place: Place, turn: Turn) -> None:
 
     with Sequences[int](place.engine) as sequences:
         sequences._running[0] = _Running(place.engine, work())  # type: ignore[arg-type]
+        sequences._running[0].begin()
         sequences.steps()
 
 
@@ -401,6 +403,14 @@ def write_text(place: Place) -> None:
         Output().text("it")
 
 
+def begin_server(place: Place) -> None:
+    """The server is not well, and does not end."""
+    (log := place.folder / "log").touch()
+    place.patch.setattr(server, "_is_well", lambda url: False)
+    place.patch.setattr(server.time, "sleep", waits)
+    server._wait(Mock(poll=lambda: None), "http://it", log, Mock())
+
+
 WAITS: dict[str, Callable[[Place], object]] = {
     "offload.files.locked": locked,
     "offload.session.folder.Lock.take": take_lock,
@@ -416,6 +426,7 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "triforce_cli.ground.outfile.OutputFile.__enter__": open_pipe,
     "triforce_cli.ground.outfile.write_all": write_file,
     "triforce_cli.screen.output._write": write_text,
+    "triforce_cli.agents.server._wait": begin_server,
 }
 
 

@@ -36,12 +36,12 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asking]:
     """Of tokens a second and problems by number of sequences: (asked for, most) -> the number that is planned."""
 
     def made(rates: Mapping[int, float], problems: Mapping[int, str] | None = None) -> Asking:
-        def found(plan: object, sizing: object, times: object, number: int) -> _Found:
+        def found(plan: object, sizing: object, number: int) -> _Found:
             planned = Planned(Asked(number))
             return _Found(planned, rates[number], (problems or {}).get(number, ""))  # type: ignore[arg-type]
 
         monkeypatch.setattr(batching, "_found", found)
-        return lambda asked, most: plan_together(None, None, None, asked, most=most).request.num_sequences  # type: ignore[arg-type]
+        return lambda asked, most: plan_together(None, None, asked, most=most).request.num_sequences  # type: ignore[arg-type]
 
     return made
 

@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from offload.interrupts import poll
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
+from offload.weights.linear import product
 
 MIN_RUNS = 3
 READ_SECONDS = COPY_SECONDS = 0.5  # long enough for an undisturbed moment
@@ -50,8 +50,8 @@ def read_rates(device: torch.device, dtype: torch.dtype, num_bytes: int) -> tupl
     width = min(MATRIX_WIDTH, weights.numel())
     weights = weights[: weights.numel() // width * width].view(-1, width)
     row = torch.ones(1, width, dtype=dtype, device=device)
-    product = partial(functional.linear, row, weights)
-    return plain, weights.nbytes / _best_seconds(product, device, seconds=READ_SECONDS)
+    run = partial(product, row, weights, None)
+    return plain, weights.nbytes / _best_seconds(run, device, seconds=READ_SECONDS)
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -59,7 +59,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     best, size = 0.0, 256
     while size <= MAX_PRODUCT_SIZE:
         matrix = torch.randn(size, size, device=device).to(dtype)
-        seconds = _best_seconds(partial(torch.matmul, matrix, matrix), device, seconds=PRODUCT_SECONDS)
+        seconds = _best_seconds(partial(product, matrix, matrix, None), device, seconds=PRODUCT_SECONDS)
         best, size = max(best, 2 * size**3 / seconds), 2 * size
         if seconds > ENOUGH_SECONDS:
             break

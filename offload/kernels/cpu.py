@@ -28,6 +28,7 @@ from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.formats.stored import StoredMatrix, decode
 from offload.kernels import delta_cpu, experts_cpu
 from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.products import Step, Steps, room_to_widen
 from offload.kernels.runs import RunAttention
 from offload.kernels.spans import SPAN, SpanAttention
 from offload.machine import KERNELS, cpu_features
@@ -35,7 +36,7 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-VERSION = 29  # of the kernels: sessions and measured times are of one
+VERSION = 30  # of the kernels: sessions and measured times are of one
 ABI = 1000 * VERSION + len(KINDS)  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
@@ -46,6 +47,7 @@ _AGAIN = "run pip install again"
 
 
 FEW_ROWS = 64  # up to so many the kernels are used where torch's operators would do, too
+_WITHOUT_16_BITS = "avx2"  # the instruction set for which torch has no fast products of 16 bits
 _WIDEST_HEAD = 1024
 _spare: dict[torch.dtype, Tensor] = {}  # by `_multiply_stored`, which takes it out while it uses it
 
@@ -80,6 +82,21 @@ def _attention(own: Library, *, dtype: torch.dtype, page: int | None = None, chu
     return SpanAttention(own, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product x [T, inputs] @ weight [outputs, inputs]^T + bias [outputs]: torch's, or in 16 bits on AVX2, where
+    torch takes seven times as long, the kernels' (docs/log.md)."""
+    own, num_inputs = kernels(), weight.shape[1]
+    if x.dtype.itemsize != 2 or num_inputs % 2 or not isinstance(own, CpuKernels):
+        return linear(x, weight, bias)
+    if own.instruction_set != _WITHOUT_16_BITS:
+        return linear(x, weight, bias)
+    x, weight, out = x.contiguous(), weight.contiguous(), x.new_empty(len(x), len(weight))
+    widened = room_to_widen(min(len(x), FEW_ROWS), num_inputs)
+    for rows, made in zip(x.split(FEW_ROWS), out.split(FEW_ROWS), strict=True):
+        Steps(own, [Step(rows, weight, bias, made)], widened).run(len(rows))
+    return out
+
+
 def _multiply_stored(own: Library, x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
     """The memory that numbers are decoded to is kept for the next matrix: new memory would take longer to get than they
     take to decode."""
@@ -88,7 +105,7 @@ def _multiply_stored(own: Library, x: Tensor, stored: StoredMatrix, bias: Tensor
         buffer = torch.empty(outputs * inputs, dtype=x.dtype)
     decoded = buffer[: outputs * inputs].view(outputs, inputs)
     decode(stored, decoded, own)
-    found = linear(x, decoded, bias)
+    found = product(x, decoded, bias)
     _spare[x.dtype] = buffer
     return found
 

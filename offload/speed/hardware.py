@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from offload.errors import UsageError
 from offload.machine import (
     KERNELS,
+    cpu_features,
     free_gpu_bytes,
     free_host_bytes,
     has_native_kernels,
@@ -128,6 +129,7 @@ def _cpu() -> Hardware:
 
     mkldnn = torch.backends.mkldnn.is_available()  # not in every build
     fast_bf16 = mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    fast_bf16 |= "avx2" in cpu_features() and has_native_kernels()  # which multiply 16 bits where torch is slow
     free, rates = free_host_bytes(), load_rates(machine_name(), rates_key("cpu"))
     return Hardware("cpu", _cpu_name(), free, free, fast_bf16, rates or TWO_CORES, packs=has_native_kernels())
 

@@ -44,12 +44,13 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """The product x [T, inputs] @ weight [outputs, inputs]^T + bias [outputs], in the dtype of x.
 
     Codes on a GPU, and a stored matrix with a few rows, are multiplied by the GPU's kernel, which decodes them on the
-    fly; otherwise by torch's operators, over the decoded numbers of one part at a time.
+    fly; otherwise by torch's operators, or on a CPU without fast ones by the CPU's kernels, over the decoded numbers of
+    one part at a time.
     """
     if isinstance(weight, Codes):
         return choice.gpu_kernels(x.device).multiply(x, weight, bias)
     if isinstance(weight, Tensor):
-        return linear(x, weight, bias)
+        return cpu.product(x, weight, bias) if x.device.type == "cpu" else linear(x, weight, bias)
     if isinstance(weight, StoredMatrix):
         return _kernels(x.device).multiply_stored(x, weight, bias)
     out, first = x.new_empty(len(x), weight.shape[0]), 0

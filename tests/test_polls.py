@@ -407,7 +407,7 @@ def begin_server(place: Place) -> None:
     """The server is not well, and does not end."""
     (log := place.folder / "log").touch()
     place.patch.setattr(server, "_is_well", lambda url: False)
-    place.patch.setattr(server.time, "sleep", waits)
+    place.patch.setattr(server, "time", Mock(sleep=waits))
     server._wait(Mock(poll=lambda: None), "http://it", log, Mock())
 
 

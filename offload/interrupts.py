@@ -240,16 +240,23 @@ def ctrl_c_ignored() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def passed_on(pid: int) -> Iterator[None]:
-    """A context in which the terminal and its signals are a child process's, which is asked to end where this one
-    is."""
+def in_foreground(start: Callable[[], int]) -> Iterator[int]:
+    """A context in which the terminal and its signals are a child process's, which is asked to end where this one is.
+    start: starts the child and returns its id, which the context has. Signals are the child's from before its start;
+    they are not ignored here, since a child would inherit that."""
+    pid, early = 0, list[int]()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        os.kill(pid, number)
+        os.kill(pid, number) if pid else early.append(number)
 
-    ours: dict[signal.Signals, Handler] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTSTP: signal.SIG_IGN}
-    with handled({**ours, **dict.fromkeys(ENDING, pass_on)}):
-        yield
+    def leave(number: int, frame: FrameType | None) -> None:
+        """The child has it, too."""
+
+    with handled({signal.SIGINT: leave, signal.SIGTSTP: leave, **dict.fromkeys(ENDING, pass_on)}):
+        pid = start()
+        for number in early:
+            os.kill(pid, number)
+        yield pid
 
 
 def exit_status(pid: int) -> int:

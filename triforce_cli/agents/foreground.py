@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from offload.errors import TriforceError, UsageError
-from offload.interrupts import exit_status, passed_on
+from offload.interrupts import exit_status, in_foreground
 
 
 class AgentEnded(TriforceError):
@@ -19,11 +19,16 @@ class AgentEnded(TriforceError):
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run a command to its end. Raises AgentEnded with its exit code as a shell reports it, UsageError."""
-    try:
-        process = subprocess.Popen(command, env=environment)
-    except OSError as error:
-        raise UsageError(f"{command[0]} cannot be run: {error.strerror}") from error
-    with passed_on(process.pid):
-        process.returncode = exit_status(process.pid)
-    if process.returncode:
-        raise AgentEnded(process.returncode if process.returncode > 0 else 128 - process.returncode)
+    started = list[subprocess.Popen[bytes]]()
+
+    def start() -> int:
+        try:
+            started.append(subprocess.Popen(command, env=environment))
+        except OSError as error:
+            raise UsageError(f"{command[0]} cannot be run: {error.strerror}") from error
+        return started[0].pid
+
+    with in_foreground(start) as pid:
+        started[0].returncode = status = exit_status(pid)
+    if status:
+        raise AgentEnded(status if status > 0 else 128 - status)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offload.text.tokenizer import Tokenizer
 
 STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
-SHARE = 8  # answers under way have one in so many seconds of a prefill
+SHARE = 4  # answers under way have one in so many seconds of a prefill (docs/measured.md)
 _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
 _TO_RETRY = {"retry-after": "1"}
 

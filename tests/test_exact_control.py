@@ -200,12 +200,14 @@ def due_call() -> tuple[GrammarRule, list[int]]:
     end = tokenizer.eos_token_id or 0
 
     def allowed(tokens: tuple[int, ...]) -> set[int]:
-        text = "".join(names[token] for token in tokens)
+        text = "".join(names.get(token, "") for token in tokens)
+        if text in CALLED:
+            return {end}  # drafts go on past the end of a call
         return {token for token, more in names.items() if any(each.startswith(text + more) for each in CALLED)}
 
     size = len(tokenizer)
     grammar = grammar_of(constraint, tokenizer, size, frozenset({end}))
-    return GrammarRule(size, allowed, grammar=grammar), [*names]
+    return GrammarRule(size, allowed, grammar=grammar), [*names, end]
 
 
 @pytest.mark.parametrize("levels", [one_level(3, 2), pytest.param(two_levels(3, 2, 1), marks=pytest.mark.deep)])

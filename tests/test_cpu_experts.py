@@ -27,7 +27,7 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
-from offload.speed.cpu_pass import experts_seconds
+from offload.speed.cpu_pass import CpuPass
 from offload.speed.curves import ROWS, Curve, Curves
 from offload.speed.hardware import RTX_4090, Hardware
 from offload.speed.routing import distinct_experts
@@ -137,7 +137,7 @@ class TestThePlan:
 
     def test_estimates_more_seconds_for_more_rows(self) -> None:
         sizing = Sizing(MIXTURE, None, Options(), GPU, "bf16")
-        found = [experts_seconds(MIXTURE, 2, rows, sizing.curves) for rows in ROWS]
+        found = [CpuPass(MIXTURE.layer(0), 2, sizing.curves).experts(rows) for rows in ROWS]
         assert found == sorted(found)
         read = 8 * sizing.largest_expert_bytes / RTX_4090.host_read
         assert read < found[0] < 4 * read
@@ -244,10 +244,10 @@ class TestSeconds:
         steep = replace(flat, weights={"": flat.weights[""], "Q4_0": tuple(1e-9 * rows for rows in ROWS)})
         for rows in (1, 5, 64):
             distinct = distinct_experts(experts, rows)
-            own = experts_seconds(layer, 2, rows, flat)
+            own = CpuPass(layer, 2, flat).experts(rows)
             assert own == pytest.approx(distinct * layer.expert_bytes(2) * 1e-9)
-            assert experts_seconds(layer, 2, rows, steep) == pytest.approx(own * rows * experts.used / distinct)
-        assert experts_seconds(llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999), 2, 1, flat) == 0.0
+            assert CpuPass(layer, 2, steep).experts(rows) == pytest.approx(own * rows * experts.used / distinct)
+        assert CpuPass(llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999), 2, flat).experts(1) == 0.0
 
     def test_are_measured_for_a_gpu_that_may_leave_some_to_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         best()

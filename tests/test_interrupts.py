@@ -7,6 +7,7 @@ import random
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from kit.models import TOKENIZER_SIZE, random_model, save
 from kit.stage import rehearse
 from kit.terminals import Terminal
 from offload import interrupts
-from offload.interrupts import Terminated, handled, interruptible, poll, resume, waiting
+from offload.interrupts import Terminated, exit_status, handled, in_foreground, interruptible, poll, resume, waiting
 from triforce_cli.chat import reader
 from triforce_cli.ground import inputs
 from triforce_cli.options import consent
@@ -465,3 +466,19 @@ def test_a_stage_ends_wherever_it_is_interrupted(model: Path, stage: str, num_ca
         assert "Traceback" not in terminal.shown
         assert not terminal.is_cursor_hidden
         shutil.rmtree(model / "session", ignore_errors=True)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_request_to_end_is_the_childs_in_the_foreground_from_before_its_start(is_early: bool) -> None:
+    """Between both it ended this program."""
+
+    def start() -> int:
+        if is_early:
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)  # a terminal sends it to the child by itself
+        return subprocess.Popen(["sleep", "60"]).pid
+
+    with interruptible(), in_foreground(start) as pid:
+        if not is_early:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert exit_status(pid) == -signal.SIGTERM

@@ -54,10 +54,8 @@ class Sequences(Generic[Key]):
     def may_go_on_in_prefills(self) -> bool:
         """Whether `on_progress` of `join` may call `steps`: one device has all weights, so none cross a link, or are
         changed by a pass, within a prefill."""
-        plan = self._engines[0].plan
-        placement, num_layers = plan.placement, self._engines[0].worker.target.config.num_layers
-        is_whole = placement.resident_layers == num_layers and not placement.expert_slots
-        return is_whole and plan.request.num_devices == 1
+        engine = self._engines[0]
+        return engine.plan.request.num_devices == 1 and not engine.worker.target.streams
 
     def __len__(self) -> int:
         """The number of running requests."""

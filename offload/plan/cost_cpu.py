@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from offload.config.model import ModelConfig
 from offload.plan.bits import CPU_RESTORED
 from offload.plan.passes import DevicePasses, SumCosts
 from offload.plan.sizing import PREFILL_BLOCK
@@ -25,7 +24,7 @@ class CpuPasses(DevicePasses):
 
     def retrieval(self, rows: int) -> float:
         passes, composition = self.passes, self.passes.composition
-        model = self._quantised if passes.proposes_quantised else self._exact
+        model = passes.sizing.target_passes[composition.weight_bits]
         growing, windows = self._cached(composition.budget or passes.capacity)
         coded, sequences = composition.kv_bits < 16, passes.num_sequences
         seconds = model.seconds(rows, growing, windows, coded=coded, sequences=sequences)
@@ -36,7 +35,7 @@ class CpuPasses(DevicePasses):
         assert sizing.draft is not None
         held = passes.composition.sinks + passes.composition.window
         cached = held * sizing.draft.kv_bytes_per_token(sizing.itemsize)
-        seconds = self._of(sizing.draft).seconds(1, cached, sequences=passes.num_sequences)
+        seconds = sizing.draft_pass.seconds(1, cached, sequences=passes.num_sequences)
         return seconds * sizing.hardware.ranks_per_host  # by the threads of one rank
 
     def prefill(self, num_tokens: int) -> float:
@@ -86,17 +85,9 @@ class CpuPasses(DevicePasses):
             shares * sizing.seen_window_bytes(self.passes.capacity),
         )
 
-    def _of(self, config: ModelConfig, weight_bits: int = 16) -> CpuPass:
-        sizing = self.passes.sizing
-        return CpuPass(config, sizing.itemsize, sizing.curves, weight_bits)
-
-    @cached_property
+    @property
     def _exact(self) -> CpuPass:
-        return self._of(self.passes.sizing.target)
-
-    @cached_property
-    def _quantised(self) -> CpuPass:
-        return self._of(self.passes.sizing.target, self.passes.composition.weight_bits)
+        return self.passes.sizing.target_passes[16]
 
     @property
     def _hosts(self) -> int:

@@ -12,7 +12,6 @@ from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition
 from offload.plan.placement import Placement
 from offload.plan.sizing import Sizing
-from offload.speed.cpu_pass import experts_seconds
 from offload.speed.hardware import Hardware
 from offload.speed.routing import hit_rate, layers_wanted_bytes
 
@@ -181,9 +180,7 @@ class Passes:
 
     def _experts_by_cpu(self, rows: int) -> float:
         """The mean seconds of a layer's experts by all threads of a host."""
-        target, itemsize, curves = self.sizing.target, self.sizing.itemsize, self.sizing.curves
-        every = (number * experts_seconds(kind, itemsize, rows, curves) for kind, number in target.kinds)
-        return sum(every) / target.num_expert_layers
+        return self.sizing.target_passes[16].experts(rows) / self.sizing.target.num_expert_layers
 
     @property
     def draft_fetching(self) -> float:

@@ -8,11 +8,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.config.model import ModelConfig
-from offload.formats.layout import KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
+from offload.formats.layout import CODE_BITS, KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, num_checkpoints
+from offload.speed.cpu_pass import CpuPass
 from offload.speed.curves import Curves, typical
 from offload.speed.hardware import TWO_CORES, Hardware
 from offload.speed.routing import SHARED_SLOTS
@@ -88,6 +89,17 @@ class Sizing:
             return typical(_EXPERTS_READ * rates.host_read, TWO_CORES.flops, decodes_as_read=True)
         ranks = self.hardware.ranks_per_host  # which share the rates
         return typical(ranks * rates.device_read, ranks * rates.flops)
+
+    @cached_property
+    def target_passes(self) -> Mapping[int, CpuPass]:
+        """The target's passes on a CPU, by the bits of its weights."""
+        return {bits: CpuPass(self.target, self.itemsize, self.curves, bits) for bits in (16, *CODE_BITS)}
+
+    @cached_property
+    def draft_pass(self) -> CpuPass:
+        """The draft's passes on a CPU; only if there is one."""
+        assert self.draft is not None
+        return CpuPass(self.draft, self.itemsize, self.curves)
 
     def of_all(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by purpose for all sequences. sizes: for one."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.config.block import Experts
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.formats.layout import EXPERT_ALIGNMENT, code_bytes
@@ -21,17 +22,6 @@ _ATTENTION_SHARE = 0.5  # of a layer's calls
 def runs_experts(config: ModelConfig, hardware: Hardware) -> bool:
     """Whether the host's CPU can run a model's experts."""
     return hardware.packs and config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT == 0
-
-
-def experts_seconds(layer: ModelConfig, itemsize: int, rows: int, curves: Curves) -> float:
-    """Seconds of the experts of `layer.block`, 0 without any, in a pass of `rows` rows: of reading the distinct ones
-    that the rows choose, each for its share of them."""
-    if (experts := layer.block.experts) is None:
-        return 0.0
-    distinct = distinct_experts(experts, rows)
-    matrices = expert_matrices(layer.block, layer.hidden_size).values()
-    own_rows = rows * experts.used / distinct
-    return distinct * sum(each.nbytes(itemsize) * at(curves.weights_of(each.encoding), own_rows) for each in matrices)
 
 
 def matrix_bytes(config: ModelConfig, itemsize: int, weight_bits: int = 16) -> Mapping[str, int]:
@@ -94,11 +84,21 @@ class CpuPass:
     def prefill(self, num_tokens: int, block: int) -> float:
         """Seconds of a prefill of `num_tokens` rows, `block` at a time. Experts run as in other passes, by few rows
         each."""
-        config, kinds = self.config, self.config.kinds
+        config = self.config
         numbers = config.all_layers(ModelConfig.layer_matrix_elements)
         pairs = config.seen_pairs(num_tokens) * config.num_heads * config.head_dim
-        experts = sum(number * experts_seconds(kind, self.itemsize, block, self.curves) for kind, number in kinds)
-        return num_tokens * (numbers * self.curves.product + experts / block) + pairs * self.curves.pair
+        products = numbers * self.curves.product + self.experts(block) / block
+        return num_tokens * products + pairs * self.curves.pair
+
+    def experts(self, rows: int) -> float:
+        """Seconds of the experts of all layers in a pass of `rows` rows: of reading the distinct ones that the rows
+        choose, each for its share of them."""
+        return sum(number * self._of_experts(own, sizes, rows) for number, own, sizes in self._mixtures)
+
+    def _of_experts(self, experts: Experts, sizes: Mapping[str, int], rows: int) -> float:
+        distinct = distinct_experts(experts, rows)
+        own_rows = rows * experts.used / distinct
+        return distinct * self._read(sizes, own_rows)
 
     @cached_property
     def _queries(self) -> int:
@@ -113,11 +113,24 @@ class CpuPass:
 
     def _products(self, rows: int) -> float:
         """Seconds of the products of all layers and of the logits of all rows."""
-        read = sum(size * at(self.curves.weights_of(form), rows) for form, size in self._matrices.items())
-        kinds = self.config.kinds
-        experts = sum(number * experts_seconds(kind, self.itemsize, rows, self.curves) for kind, number in kinds)
-        return read + experts
+        return self._read(self._matrices, rows) + self.experts(rows)
+
+    def _read(self, sizes: Mapping[str, int], rows: float) -> float:
+        """Seconds of the products of `rows` rows with matrices. sizes: their bytes, by form."""
+        return sum(size * at(self.curves.weights_of(form), rows) for form, size in sizes.items())
 
     @cached_property
     def _matrices(self) -> Mapping[str, int]:
         return matrix_bytes(self.config, self.itemsize, self.weight_bits)
+
+    @cached_property
+    def _mixtures(self) -> Sequence[tuple[int, Experts, Mapping[str, int]]]:
+        """(number of layers, experts, bytes of one expert's matrices by form) of each kind of layer with experts."""
+        found = []
+        for kind, number in self.config.kinds:
+            if kind.block.experts is not None:
+                sizes = Counter[str]()
+                for matrix in expert_matrices(kind.block, kind.hidden_size).values():
+                    sizes[matrix.encoding] += matrix.nbytes(self.itemsize)
+                found.append((number, kind.block.experts, sizes))
+        return found

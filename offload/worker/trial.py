@@ -70,7 +70,7 @@ class Trial:
     def prefill(self, before: int) -> None:
         """A prefill of PREFILL_ROWS rows by the first layer after `before` tokens."""
         self._cache.restored(before)
-        self._decoder(1).prefill(self._cache, [0] * PREFILL_ROWS, self._prefill_rows)
+        self._first_layer.prefill(self._cache, [0] * PREFILL_ROWS, self._prefill_rows)
 
     def _level(self, cache: FullCache | QuantisedCache, num_layers: int) -> Level:
         block = 1 if self.kernels.usable else BLOCK_ROWS
@@ -136,6 +136,10 @@ class Trial:
         self._cache.restored(num_tokens)
         cache.refresh()
         return cache
+
+    @cached_property
+    def _first_layer(self) -> Decoder:
+        return self._decoder(1)
 
     @cached_property
     def _prefill_rows(self) -> ResidentRows:

@@ -70,15 +70,7 @@ def running(url: str, key: str, *, wanted: str = "", is_ours: bool = True) -> En
         raise UsageError(f"{url} cannot be reached ({error.reason}); {remedy}") from error
     except TimeoutError as error:
         raise UsageError(f"{url} gives no answer; if a server starts there, wait until it serves; {remedy}") from error
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        StopIteration,
-    ) as error:
+    except _NO_LIST as error:
         raise UsageError(f"what answers at {url} is no server of models; {remedy}") from error
     if is_another:
         raise UsageError(f"another program serves at {url}; {remedy}")

@@ -18,13 +18,12 @@ from triforce_cli.ground.text import path_text
 from triforce_cli.options import completion, options
 from triforce_cli.options.call import Changed, ProgramFlags, spread
 from triforce_cli.options.options import option, switch
-from triforce_cli.options.serving import SERVER, ServerFlags
+from triforce_cli.options.serving import CONTEXT, SERVER, ServerFlags
 from triforce_cli.screen.output import Output
 
 if TYPE_CHECKING:
     from triforce_cli.agents.agent import Agent, Endpoint
 
-_CONTEXT = 32_768  # of a server that is not started, where --context does not say it
 _HIDDEN, _FOLDER, _MODEL = "HIDDEN", "FOLDER", "MODEL"  # in place of a key, a run's folder, the server's own choice
 _OWN = ("url", "dry-run", "api-key")  # options that no server takes, or not on its command line
 
@@ -192,7 +191,7 @@ def _shown(agent: Agent, words: Sequence[str], place: _Place) -> str:
     from triforce_cli.render.agents import dry_run
 
     found = place.running()
-    endpoint = found or Endpoint(place.url, place.assumed, place.server.engine.decoding.context or _CONTEXT, place.key)
+    endpoint = found or Endpoint(place.url, place.assumed, place.server.engine.decoding.context or CONTEXT, place.key)
     settings = agent.settings(replace(endpoint, key=_HIDDEN if endpoint.key else ""), Path(_FOLDER))
     key = ("env", f"TRIFORCE_API_KEY={_HIDDEN}") if endpoint.key else ()
     serve = None if found is not None else (*key, "triforce", "serve", *place.arguments)

@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from offload.interrupts import ending_of, heard
 from triforce_cli.options import options
 from triforce_cli.options.call import spread
-from triforce_cli.options.serving import ServerFlags
+from triforce_cli.options.serving import CONTEXT, ServerFlags
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
 from triforce_cli.setup.engine import Prepared, open_engine
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from offload.plan.planner import Plan
     from triforce_cli.serve.access import Access
-
-CONTEXT = 32_768  # tokens of a prompt and its answer, unless the model's or the memory's limit is below
 
 
 @spread

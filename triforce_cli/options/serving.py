@@ -10,6 +10,7 @@ from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags
 from triforce_cli.options.options import SAMPLING, option, switch, whole
 
 SERVER = "Server"
+CONTEXT = 32_768  # tokens of a prompt and its answer, unless the model's or the memory's limit is below
 
 Host = Annotated[str, option("--host", "The address to listen on; others need --api-key.", SERVER, metavar="HOST")]
 Port = Annotated[int, option("--port", "The port; 0 takes a free one.", SERVER, metavar="N", parser=whole)]

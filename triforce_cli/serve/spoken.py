@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from triforce_cli.answering.thoughts import overlap
+from triforce_cli.apis.api import as_json
 from triforce_cli.tools.bare_calls import BareCalls
 from triforce_cli.tools.call_forms import Call
 from triforce_cli.tools.calls import Calls
@@ -80,5 +79,4 @@ class Spoken:
 
 def _whole(calls: list[Call], start: int) -> list[Growth]:
     """Calls that come whole. start: the number of the first."""
-    texts = (json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False) for call in calls)
-    return [Growth(start + i, call["name"], text) for i, (call, text) in enumerate(zip(calls, texts, strict=True))]
+    return [Growth(number, call["name"], as_json(call["arguments"])) for number, call in enumerate(calls, start)]

@@ -109,6 +109,13 @@ def test_so_it_is_whoever_comes_and_goes(folders, seed):
         check(engine, some(8, seed=100 * seed, most=60))
 
 
+@pytest.mark.parametrize(("offload", "may"), [((), True), (("kv",), True), (("weights",), False)])
+def test_they_go_on_within_prefills_where_no_weights_cross_a_link(folders, offload, may):
+    """A pass would take the buffers of the layer that the prefill is at."""
+    with made(folders, PLAIN, 2, *offload) as engine, Sequences[int](engine) as sequences:
+        assert sequences.may_go_on_in_prefills is may
+
+
 def test_passes_are_shared_and_counted_for_each(folders, monkeypatch):
     """Four greedy texts of one length take as many passes as one."""
     shared = []

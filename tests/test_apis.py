@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_null_is_as_absent(api: Api) -> None:
 @pytest.mark.parametrize(
     ("api", "given", "message"),
     [
-        (CHAT, {"n": 2}, "n is 2, it can only be 1"),
+        (CHAT, {"n": 0}, "n is 0; it must be a whole number from 1"),
         (CHAT, {"store": True}, "store is true"),
         (CHAT, {"stream": 1}, "stream is 1, it can only be true or false"),
         (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
@@ -205,13 +206,15 @@ def test_null_is_as_absent(api: Api) -> None:
         (CHAT, {"functions": [TOOL]}, "no field 'functions'"),
         (CHAT, {"max_token": 3}, "did you mean 'max_tokens'"),
         (CHAT, {"temperature": "hot"}, "temperature"),
-        (TEXT, {"prompt": [1, 2]}, "prompt is [1, 2], it must be one text"),
-        (TEXT, {"prompt": ["a", "b"]}, "prompt"),
+        (TEXT, {"prompt": [1, 2]}, "prompt is [1, 2], it must be a text or a list of texts"),
+        (TEXT, {"prompt": []}, "prompt is []"),
+        (TEXT, {"prompt": ["a", ["b"]]}, "prompt"),
         (TEXT, {"prompt": [[1]]}, "prompt"),
         (TEXT, {"prompt": None}, "prompt is null"),
         (TEXT, {"prompt": ""}, 'prompt is ""'),
-        (TEXT, {"n": 2}, "n is 2"),
-        (TEXT, {"best_of": 2}, "best_of is 2"),
+        (TEXT, {"n": 1.0}, "n is 1.0"),
+        (TEXT, {"best_of": 2}, "best_of is 2, it can only be 1"),
+        (TEXT, {"n": 3, "best_of": 2}, "best_of is 2, it can only be 3"),
         (TEXT, {"suffix": "x"}, 'suffix is "x"'),
         (TEXT, {"echo": "x"}, 'echo is "x"'),
         (TEXT, {"logprobs": True}, "logprobs is true"),
@@ -311,11 +314,17 @@ def test_a_field_of_ours_does_not_replace_the_input_of_a_response() -> None:
         read(RESPONSES, {"input": "hi", "messages": [{"role": "user", "content": "another"}]})
 
 
-def read(api: Api, body: Mapping[str, Any]) -> object:
-    """As the server does."""
-    fields = api.fields(body, str)
-    check_known(fields, FIELDS, PLACE, "")
-    return read_record(fields, 0, PLACE, DEFAULTS)
+def read(api: Api, body: Mapping[str, Any]) -> int:
+    """As the server does. Returns the number of choices."""
+    fields, num = api.fields(body, str), api.num_choices(body)
+    prompts = fields.get("prompt")
+    each = [{**fields, "prompt": prompt} for prompt in prompts] if isinstance(prompts, list) else [fields]
+    if num * len(each) > 64:
+        raise UsageError(f"{num} answers to {len(each)} prompts")
+    for one in each:
+        check_known(one, FIELDS, PLACE, "")
+        read_record(one, 0, PLACE, DEFAULTS)
+    return num * len(each)
 
 
 F = {"type": "function", "name": "f"}
@@ -635,13 +644,14 @@ def test_any_request_is_read_or_refused(api: Api, body: Json, more: bool) -> Non
     """And the reply to one that is read can be written, whatever it repeats of the request."""
     body = (LEAST[api] | body) if more else body
     try:
-        read(api, body)
+        num = read(api, body)
     except (UsageError, ApiError) as error:
         str(error).encode()
         return
     ended = Ended(text="t", thoughts="", calls=(), scores=(), finish="stop", usage=Usage(1))
     reply = api.reply(body, "m")
-    written = json.dumps(reply.document(ended), ensure_ascii=False, allow_nan=False)
+    whole = reply.document([replace(ended, choice=number) for number in range(num)])
+    written = json.dumps(whole, ensure_ascii=False, allow_nan=False)
     written += "".join(str(event) for event in told(reply, [Said("t")], ended))
     written.encode()
 
@@ -660,7 +670,7 @@ def told(reply: Reply, pieces: Sequence[Said], ended: Ended) -> list[Event]:
     calls = [CallPiece(i, each.id, each.name, each.arguments, True) for i, each in enumerate(ended.calls)]
     for said in (*pieces, Said("", calls=[each for each in calls if each.number not in begun])):
         events += reply.add(said)
-    return [*events, *reply.end(ended)]
+    return [*events, *reply.end(ended), *reply.close([ended])]
 
 
 def score(text: str, *likeliest: str) -> Json:
@@ -720,7 +730,7 @@ def test_a_stream_is_the_whole_reply(api: Api, reply: tuple[list[Said], Ended], 
         ended = Ended(**{**vars(ended), "thoughts": "", "calls": ()})
         pieces = [Said(said.text, "", said.scores) for said in pieces if not said.calls]
         body["echo"] = logprobs
-    whole = api.reply(body, "m").document(ended)
+    whole = api.reply(body, "m").document([ended])
     events = parse("".join(map(str, told(api.reply(body, "m"), pieces, ended))))
     assert without_names(CLIENTS[api.path](events)) == without_names(whole)
 
@@ -762,12 +772,12 @@ def test_a_message_that_waits_has_more_than_pings() -> None:
     assert names[20:22] == ["content_block_start", "content_block_delta"]
     assert names.count("ping") == 6 * 24
     summed = CLIENTS[MESSAGES.path](parse("".join(map(str, events))))
-    blocks = MESSAGES.reply({}, "m").document(ENDED)["content"]
+    blocks = MESSAGES.reply({}, "m").document([ENDED])["content"]
     assert without_names(summed["content"]) == without_names([{"type": "text", "text": ""}, *blocks])
 
 
 def test_a_chat_completion() -> None:
-    whole = CHAT.reply({}, "m").document(ENDED)
+    whole = CHAT.reply({}, "m").document([ENDED])
     assert whole["id"].startswith("chatcmpl-")
     assert (whole["object"], whole["model"], type(whole["created"])) == ("chat.completion", "m", int)
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -780,7 +790,7 @@ def test_a_chat_completion() -> None:
 
 
 def test_a_completion() -> None:
-    whole = TEXT.reply({"prompt": "Well: ", "echo": True}, "m").document(ENDED)
+    whole = TEXT.reply({"prompt": "Well: ", "echo": True}, "m").document([ENDED])
     assert whole["id"].startswith("cmpl-")
     assert (whole["object"], whole["usage"]["total_tokens"]) == ("text_completion", 17)
     assert whole["choices"] == [
@@ -790,7 +800,7 @@ def test_a_completion() -> None:
 
 def test_a_response() -> None:
     body = {"instructions": "Be.", "metadata": {"a": "b"}, "tools": [FLAT], "temperature": 0.5}
-    whole = RESPONSES.reply(body, "m").document(ENDED)
+    whole = RESPONSES.reply(body, "m").document([ENDED])
     assert whole["id"].startswith("resp_")
     assert {name: whole[name] for name in ("object", "model", "status", "error", "incomplete_details", "store")} == {
         "object": "response", "model": "m", "status": "completed", "error": None, "incomplete_details": None,
@@ -813,7 +823,7 @@ def test_a_response() -> None:
 
 
 def test_a_message() -> None:
-    whole = MESSAGES.reply({}, "m").document(ENDED)
+    whole = MESSAGES.reply({}, "m").document([ENDED])
     assert whole.pop("id").startswith("msg_")
     assert whole == {
         "type": "message", "role": "assistant", "model": "m", "stop_reason": "tool_use", "stop_sequence": None,
@@ -832,14 +842,14 @@ def test_a_message() -> None:
 def test_the_reason_of_the_end(calls: tuple[ToolCall, ...], finish: str) -> None:
     whole = ended(calls=calls, finish=finish)
     cut = finish == "length"
-    assert CHAT.reply({}, "m").document(whole)["choices"][0]["finish_reason"] == (
+    assert CHAT.reply({}, "m").document([whole])["choices"][0]["finish_reason"] == (
         "length" if cut else "tool_calls" if calls else "stop"
     )
-    assert TEXT.reply({"prompt": "x"}, "m").document(whole)["choices"][0]["finish_reason"] == finish
-    assert MESSAGES.reply({}, "m").document(whole)["stop_reason"] == (
+    assert TEXT.reply({"prompt": "x"}, "m").document([whole])["choices"][0]["finish_reason"] == finish
+    assert MESSAGES.reply({}, "m").document([whole])["stop_reason"] == (
         "max_tokens" if cut else "tool_use" if calls else "end_turn"
     )
-    response = RESPONSES.reply({}, "m").document(whole)
+    response = RESPONSES.reply({}, "m").document([whole])
     assert (response["status"], response["incomplete_details"]) == (
         ("incomplete", {"reason": "max_output_tokens"}) if cut else ("completed", None)
     )
@@ -854,7 +864,7 @@ def test_the_reason_of_the_end(calls: tuple[ToolCall, ...], finish: str) -> None
 )  # fmt: skip
 def test_the_stop_sequence_that_ended_a_message_is_named(changes: Json, reason: str, stop: str | None) -> None:
     """It was not told from the model's own end."""
-    whole = MESSAGES.reply({}, "m").document(ended(**changes))
+    whole = MESSAGES.reply({}, "m").document([ended(**changes)])
     events = parse("".join(map(str, told(MESSAGES.reply({}, "m"), [], ended(**changes)))))
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
     assert CLIENTS[MESSAGES.path](events)["stop_reason"] == reason
@@ -864,11 +874,13 @@ def test_the_stop_sequence_that_ended_a_message_is_named(changes: Json, reason: 
 @pytest.mark.parametrize("calls", [(), ENDED.calls])
 def test_a_reply_without_text(calls: tuple[ToolCall, ...]) -> None:
     whole = ended(text="", thoughts="", calls=calls)
-    message = CHAT.reply({}, "m").document(whole)["choices"][0]["message"]
+    message = CHAT.reply({}, "m").document([whole])["choices"][0]["message"]
     assert message["content"] == (None if calls else "")
-    output = RESPONSES.reply({}, "m").document(whole)["output"]
+    output = RESPONSES.reply({}, "m").document([whole])["output"]
     assert [item["type"] for item in output] == ["function_call" if calls else "message"]
-    assert [block["type"] for block in MESSAGES.reply({}, "m").document(whole)["content"]] == ["tool_use"] * len(calls)
+    assert [block["type"] for block in MESSAGES.reply({}, "m").document([whole])["content"]] == ["tool_use"] * len(
+        calls
+    )
 
 
 SMILE = "😀".encode()
@@ -888,11 +900,11 @@ OPENAI_SCORES = [
 
 def test_scores() -> None:
     whole = ended(scores=SCORES, thoughts="", calls=())
-    chat = CHAT.reply({}, "m").document(whole)["choices"][0]
+    chat = CHAT.reply({}, "m").document([whole])["choices"][0]
     assert chat["logprobs"] == {"content": OPENAI_SCORES, "refusal": None}
-    (item,) = RESPONSES.reply({}, "m").document(whole)["output"]
+    (item,) = RESPONSES.reply({}, "m").document([whole])["output"]
     assert item["content"][0]["logprobs"] == OPENAI_SCORES
-    text = TEXT.reply({"prompt": "Well", "echo": True}, "m").document(whole)["choices"][0]
+    text = TEXT.reply({"prompt": "Well", "echo": True}, "m").document([whole])["choices"][0]
     assert text["logprobs"] == {
         "tokens": ["é", "bytes:\\xf0\\x9f", "b", "\ufffd"], "token_logprobs": [-0.5] * 4,
         "text_offset": [4, 5, 6, 7], "top_logprobs": [
@@ -927,7 +939,7 @@ def test_events_of_a_response_in_their_order() -> None:
         ("output_item.added", 2), ("function_call_arguments.delta", 2), ("function_call_arguments.done", 2),
         ("output_item.done", 2), ("completed", None),
     ]  # fmt: skip
-    whole = RESPONSES.reply({}, "m").document(ENDED)
+    whole = RESPONSES.reply({}, "m").document([ENDED])
     assert without_names(CLIENTS[RESPONSES.path](parse("".join(map(str, events))))) == without_names(whole)
 
 

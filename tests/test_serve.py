@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -310,7 +310,7 @@ def test_an_answer_has_the_seed_of_the_command(seed: int | None) -> None:
     with Server(wanted=replace(WANTED, sampling=SamplingParams(seed=seed))) as server:
         for more in ({}, {"seed": 7}):
             found = server.service._reader.read(app.APIS[0], json.dumps(request("x", **more)).encode())
-            read.append(found.wanted.sampling.seed)
+            read.append(found.asked[0][1].sampling.seed)
     assert read == [seed, 7]
 
 
@@ -332,7 +332,7 @@ def test_hidden_thoughts_are_told_to_no_client_and_counted() -> None:
 
 def test_scores_of_hidden_thoughts_are_hidden() -> None:
     """Their tokens were told with the scores."""
-    job = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
+    job = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None), choice=0)
     score = {"token": 1, "text": "secret", "logprob": -1.0, "top": []}
     telling = replies.Telling(job, shows_thoughts=False)  # type: ignore[arg-type]
     assert not telling.add(Part("", "secret", tokens=[1], scores=[score])).scores
@@ -343,7 +343,7 @@ def test_scores_of_hidden_thoughts_are_hidden() -> None:
 
 
 def test_a_pass_that_ends_the_thoughts_counts_as_text() -> None:
-    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
+    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None), choice=0)
     telling = replies.Telling(job)
     for text, thoughts, count in (("", "hm", 3), ("Yes", " so", 4), (" it is", "", 5)):
         telling.add(Part(text, thoughts, tokens=range(count)))
@@ -457,7 +457,7 @@ def test_a_client_that_goes_away_before_its_stream_begins_leaves_no_answer_behin
 
         def slowly(*given: Any) -> Any:
             found = read(*given)
-            if found.prompt.tokens[0] == ord("e"):
+            if found.asked[0][0].tokens[0] == ord("e"):
                 reading.set()
                 assert go_on.wait(60)
             return found
@@ -699,9 +699,9 @@ def test_hostile_requests_leave_nothing_behind(server: Server, client: Client) -
     jobs: list[weakref.ref[Job]] = []
     submit = server.scheduler.submit
 
-    def noted(job: Job) -> None:
-        jobs.append(weakref.ref(job))
-        submit(job)
+    def noted(some: Sequence[Job]) -> None:
+        jobs.extend(map(weakref.ref, some))
+        submit(some)
 
     server.scheduler.submit = noted  # type: ignore[method-assign]
     before = client.chat("hi there").said
@@ -934,7 +934,7 @@ def test_a_scheduler_whose_loop_has_ended_refuses() -> None:
     with pytest.raises(TypeError):  # it has no length
         ended.run(answers, None)  # type: ignore[arg-type]
     with pytest.raises(ApiError, match="stopping"):
-        ended.submit(SimpleNamespace())  # type: ignore[arg-type]
+        ended.submit([SimpleNamespace()])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("path", WAITS)
@@ -942,20 +942,20 @@ def test_a_stream_that_holds_text_back_says_so(path: str) -> None:
     """Pieces came, and nothing was sent: hidden thoughts, or the text of a tool call. In each API the reply is as it
     would be without."""
     seconds = iter(range(10_000))
-    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None))
+    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None), choice=0)
     held, said = [Part("", "hm", tokens=[1])] * 50, [Part(text, "", tokens=[1]) for text in ("a ", "b")]
-    reports = iter([*held, said[0], *held, said[1], Finish("stop", Stats())])
-    job.next_report = lambda wait: _soon(next(reports))
+    came = iter([*held, said[0], *held, said[1], Finish("stop", Stats())])
+    reports: Any = SimpleNamespace(next=lambda wait: _soon((0, next(came))))
 
     async def told(quiet: float) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replies, "QUIET_SECONDS", quiet)
-            telling = replies.Telling(job, shows_thoughts=False)
+            told = [replies.Telling(job, shows_thoughts=False)]
             reply = api_of(path).reply({"prompt": "x"}, "tiny")
-            return "".join([text async for text in replies.events(job, telling, reply, lambda: float(next(seconds)))])
+            return "".join([text async for text in replies.events(reports, told, reply, lambda: float(next(seconds)))])
 
     text = asyncio.run(told(10.0))
-    reports = iter([*said, Finish("stop", Stats())])
+    came = iter([*said, Finish("stop", Stats())])
     plain = asyncio.run(told(1e9))
     assert len(parse(text)) >= len(parse(plain)) + 8
     assert ": " not in {line[:2] for line in text.split("\n")}
@@ -968,18 +968,19 @@ def test_a_stream_waits_no_longer_than_until_its_next_event_is_due() -> None:
     """It waited for ten seconds from each report on, so nineteen could pass."""
     waited: list[float] = []
     seconds = iter([0.0, 0.0, 9.0, 9.0, 11.0, 11.0, *range(12, 10_000)])
-    reports: Any = iter([Progress("prefill", 1, 2, "tokens"), None, Finish("stop", Stats())])
+    came: Any = iter([(0, Progress("prefill", 1, 2, "tokens")), None, (0, Finish("stop", Stats()))])
 
     def next_report(seconds: float) -> Any:
         waited.append(seconds)
-        return _soon(next(reports))
+        return _soon(next(came))
 
-    prompt = SimpleNamespace(tokens=[1], calls=None)
-    job: Any = SimpleNamespace(prompt=prompt, began=None, next_report=next_report)
+    job: Any = SimpleNamespace(prompt=SimpleNamespace(tokens=[1], calls=None), began=None, choice=0)
+    reports: Any = SimpleNamespace(next=next_report)
 
     async def told() -> list[str]:
         reply = api_of(MESSAGES).reply({}, "tiny")
-        return [each async for each in replies.events(job, replies.Telling(job), reply, lambda: float(next(seconds)))]
+        told = [replies.Telling(job)]
+        return [each async for each in replies.events(reports, told, reply, lambda: float(next(seconds)))]
 
     kinds = [text.partition("\n")[0] for text in asyncio.run(told())]
     assert kinds[:3] == ["event: message_start", ": prefill 1 of 2 tokens", "event: ping"]

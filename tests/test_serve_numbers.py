@@ -54,7 +54,9 @@ def read() -> Reader:
     request = SimpleNamespace(target=read_config(DEMO))
     prepared = SimpleNamespace(tokenizer=tokenizer, prompt_tokenizer=tokenizer, request=request)
     prompts = Prompts(prepared, Layout("chatml", {}))  # type: ignore[arg-type]
-    return Reader(prompts, Wanted(max_tokens=9, sampling=SamplingParams()), names=("tiny",), context=4096)
+    return Reader(
+        prompts, Wanted(max_tokens=9, sampling=SamplingParams()), names=("tiny",), most_choices=9, context=4096
+    )
 
 
 def refusal(read: Reader, path: str, name: str, value: str) -> str:

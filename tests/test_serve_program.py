@@ -112,6 +112,19 @@ def test_answers_are_those_of_ask_alone_and_together(server: Program, target: Pa
         assert list(together) == expected
 
 
+def test_several_answers_to_a_prompt_are_those_of_their_seeds_and_read_it_once(server: Program) -> None:
+    seeds = [{**SEEDED, "seed": seed} for seed in (7, 8, 9)]
+    expected = [server.client.chat(QUESTIONS[1], **fields).said for fields in seeds]
+    assert len({*expected}) == 3
+    answer = server.client.chat(QUESTIONS[1], **SEEDED, n=3)
+    assert [each["message"]["content"] for each in answer.body["choices"]] == expected
+    read = [each["timings"]["prompt_n"] for each in answer.body["choices"]]
+    assert sum(read) < 2 * answer.body["usage"]["prompt_tokens"], read
+    several = server.client.ask("/v1/completions", {"prompt": list(QUESTIONS), "n": 2, **GREEDY}).body["choices"]
+    alone = [server.client.ask("/v1/completions", {"prompt": each, **GREEDY}).body["choices"][0] for each in QUESTIONS]
+    assert [each["text"] for each in several] == [each["text"] for each in alone for _ in range(2)]
+
+
 def test_the_next_turn_of_a_conversation_reads_what_is_new_alone(server: Program) -> None:
     """With fewer than 512 tokens nothing was reused. Two conversations take turns; with a seed a text is as alone."""
     talks, lengths, told = [request(question)["messages"] for question in QUESTIONS[:2]], [0, 0], []

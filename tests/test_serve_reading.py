@@ -150,7 +150,9 @@ def reader(template: str, context: int, monkeypatch: pytest.MonkeyPatch) -> Read
     limited = tokenizer(template).limited(context)
     prepared = SimpleNamespace(tokenizer=limited, prompt_tokenizer=limited, request=SimpleNamespace(target=None))
     prompts = Prompts(prepared, Layout("auto", {}))  # type: ignore[arg-type]
-    return Reader(prompts, Wanted(max_tokens=9, sampling=SamplingParams()), names=("tiny",), context=context)
+    return Reader(
+        prompts, Wanted(max_tokens=9, sampling=SamplingParams()), names=("tiny",), most_choices=9, context=context
+    )
 
 
 def refused(found: Reader, messages: list[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -178,7 +180,7 @@ def test_messages_that_are_too_much_work_for_the_template_are_refused(monkeypatc
     """It was status 500, as if the server had failed."""
     monkeypatch.setattr(steps, "MAX_STEPS", 2000)
     found = reader(LINE, 4096, monkeypatch)
-    assert found.read(APIS[0], json.dumps({"messages": said(3)}).encode()).prompt.tokens
+    assert found.read(APIS[0], json.dumps({"messages": said(3)}).encode()).asked[0][0].tokens
     assert refused(found, said(1000)) == [(400, "")] * 4
 
 

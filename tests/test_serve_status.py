@@ -21,7 +21,7 @@ from triforce_cli.answering.request import Prompt
 from triforce_cli.apis.api import ApiError, Reading
 from triforce_cli.apis.table import api_of
 from triforce_cli.apis.timings import timings
-from triforce_cli.serve.job import Finish, Job
+from triforce_cli.serve.job import Finish, Job, Reports
 from triforce_cli.serve.metrics import Metrics
 from triforce_cli.serve.replies import Telling, events
 from triforce_cli.serve.requests import RATE_SECONDS, Over, Requests
@@ -147,11 +147,11 @@ def test_a_short_prompts_progress_is_told_at_its_end() -> None:
     """No second passes."""
 
     async def told() -> list[str]:
-        job = Job("/v1/x abc", Prompt(range(1000)), WANTED)
+        job = Job("/v1/x abc", Prompt(range(1000)), WANTED, reports := Reports())
         for report in (read(200), read(700), replace(read(700), stays=True), Finish("stop", Stats())):
             job.report(report)
         reply = api_of(CHAT).reply({"return_progress": True}, "m")
-        return [each async for each in events(job, Telling(job), reply, clock=lambda: 0.0)]
+        return [each async for each in events(reports, [Telling(job)], reply, clock=lambda: 0.0)]
 
     found = [each for each in asyncio.run(told()) if "prompt_progress" in each]
     assert len(found) == 1
@@ -185,7 +185,7 @@ class Rig:
         self.requests = Requests(self.over.append, lambda: self.now)
 
     def job(self, num_tokens: int = 1000) -> Job:
-        job = Job("/v1/x abc", Prompt(range(num_tokens)), WANTED)
+        job = Job("/v1/x abc", Prompt(range(num_tokens)), WANTED, Reports())
         self.requests.follow(job, "/v1/x")
         return job
 

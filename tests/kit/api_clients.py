@@ -28,48 +28,64 @@ def parse(text: str) -> list[tuple[str, Any]]:
 def of_chat_completions(events: Events) -> Document:
     """As OpenAI's clients add up `chat.completion.chunk`s."""
     chunks = _chunks(events, "chat.completion.chunk")
+    return _completion(chunks, "chat.completion", [*map(_message, _choices(chunks))])
+
+
+def _message(parts: Sequence[Document]) -> Document:
+    """A choice of a chat completion, of its chunks."""
     message: dict[str, Any] = {"role": "", "content": ""}
     calls: dict[int, Any] = {}
     logprobs: list[Any] = []
-    finishes = []
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            assert (choice["index"], finishes) == (0, [])
-            delta = choice["delta"]
-            assert set(delta) <= {"role", "content", "reasoning_content", "tool_calls"}
-            for name in ("role", "content", "reasoning_content"):
-                if name in delta:
-                    message[name] = message.get(name, "") + delta[name]
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    assert call["index"] == len(calls)
-                    calls[call["index"]] = {name: call[name] for name in ("id", "type", "function")}
-                else:
-                    assert (set(call), call["index"]) == ({"index", "function"}, len(calls) - 1)
-                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-            logprobs += (choice["logprobs"] or {"content": []})["content"]
-            finishes += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+    assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+    for choice in parts:
+        delta = choice["delta"]
+        assert set(delta) <= {"role", "content", "reasoning_content", "tool_calls"}
+        for name in ("role", "content", "reasoning_content"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls[call["index"]] = {name: call[name] for name in ("id", "type", "function")}
+            else:
+                assert (set(call), call["index"]) == ({"index", "function"}, len(calls) - 1)
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        logprobs += (choice["logprobs"] or {"content": []})["content"]
     if calls:
         message["tool_calls"] = list(calls.values())
         message["content"] = message["content"] or None
     scored = {"content": logprobs, "refusal": None} if logprobs else None
-    choice = {"index": 0, "message": message, "logprobs": scored, "finish_reason": finishes[0]}
-    return _completion(chunks, "chat.completion", choice)
+    return {"message": message, "logprobs": scored, **_ended(parts)}
 
 
 def of_completions(events: Events) -> Document:
     chunks = _chunks(events, "text_completion")
-    text, scored, finishes = "", dict[str, list[Any]](), []
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            assert (choice["index"], finishes) == (0, [])
-            text += choice["text"]
-            for name, values in (choice["logprobs"] or {}).items():
-                scored.setdefault(name, []).extend(values)
-            finishes += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
-    choice = {"index": 0, "text": text, "logprobs": scored or None, "finish_reason": finishes[0]}
-    return _completion(chunks, "text_completion", choice)
+    return _completion(chunks, "text_completion", [*map(_text, _choices(chunks))])
+
+
+def _text(parts: Sequence[Document]) -> Document:
+    """A choice of a completion, of its chunks."""
+    scored = dict[str, list[Any]]()
+    for choice in parts:
+        for name, values in (choice["logprobs"] or {}).items():
+            scored.setdefault(name, []).extend(values)
+    return {"text": "".join(choice["text"] for choice in parts), "logprobs": scored or None, **_ended(parts)}
+
+
+def _choices(chunks: Sequence[Document]) -> list[list[Document]]:
+    """The chunks of each choice, in the order of their numbers."""
+    every = [choice for chunk in chunks for choice in chunk["choices"]]
+    numbers = sorted({choice["index"] for choice in every})
+    assert numbers == list(range(len(numbers)))
+    return [[choice for choice in every if choice["index"] == number] for number in numbers]
+
+
+def _ended(parts: Sequence[Document]) -> Document:
+    """The number and the end of a choice, which only its last chunk has."""
+    *before, last = parts
+    assert all(choice["finish_reason"] is None and "timings" not in choice for choice in before)
+    assert last["finish_reason"] is not None
+    return {name: last[name] for name in ("index", "finish_reason", "timings") if name in last}
 
 
 def _chunks(events: Events, kind: str) -> list[Document]:
@@ -89,11 +105,11 @@ def _chunks(events: Events, kind: str) -> list[Document]:
     return chunks
 
 
-def _completion(chunks: Sequence[Document], kind: str, choice: Document) -> Document:
+def _completion(chunks: Sequence[Document], kind: str, choices: Sequence[Document]) -> Document:
     last = chunks[-1]
     more = {name: last[name] for name in ("usage", "timings") if last.get(name)}
     assert not any("timings" in chunk for chunk in chunks[:-1])
-    return {name: last[name] for name in ("id", "created", "model")} | {"object": kind, "choices": [choice]} | more
+    return {name: last[name] for name in ("id", "created", "model")} | {"object": kind, "choices": choices} | more
 
 
 def of_responses(events: Events) -> Document:

@@ -314,7 +314,8 @@ class Server:
         self.refused = list[Refusal]()
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
         prompts: Any = Prompts()
-        reader = Reader(prompts, wanted, names=names, context=context, cites=True, keeps_billing=keeps_billing)
+        most = {"context": context, "most_choices": most_waiting}
+        reader = Reader(prompts, wanted, names=names, **most, cites=True, keeps_billing=keeps_billing)
         self.notes: list[str] = []  # of the log
         served = Served(names, 1_700_000_000, context, shows_thoughts, PLANNED)
         self.service = Service(served, reader, self.scheduler, self.notes.append)

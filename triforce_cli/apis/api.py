@@ -51,12 +51,13 @@ class Usage:
 @dataclass(frozen=True)
 class Reading:
     """A prompt being read: tokens in all, those that have rows, and those among them that had rows before. seconds:
-    since it began."""
+    since it began. choice: see `Said`."""
 
     total: int
     read: int
     cached: int
     seconds: float
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,21 @@ class CallPiece:
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of a reply: thoughts, then text outside tool calls, then calls. scores: of the text's tokens, if they
-    were asked for."""
+    """A piece of a choice: thoughts, then text outside tool calls, then calls. scores: of the text's tokens, if they
+    were asked for. choice: its number in the reply, from 0."""
 
     text: str
     thoughts: str = ""
     scores: Sequence[Score] = ()
     calls: Sequence[CallPiece] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A reply at its end, whole. finish: "length" where a limit of tokens or of time cut it. stop: the stop string that
-    ended it, or "". more: fields beside the choices of a completion, `timings` (see triforce_cli.apis.timings) and,
-    where they were asked for, `citations`."""
+    """A choice of a reply at its end, whole. finish: "length" where a limit of tokens or of time cut it. stop: the stop
+    string that ended it, or "". more: fields beside the only choice of a completion, or in one of several: `timings`
+    (see triforce_cli.apis.timings) and, where they were asked for, `citations`. choice: see `Said`."""
 
     text: str
     thoughts: str
@@ -105,11 +107,12 @@ class Ended:
     usage: Usage
     stop: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
+    choice: int = 0
 
 
 class Reply(Protocol):
-    """A reply to one request. A stream is `begin`, `add` for each piece, `keep_alive` where there is none for
-    long, then `end` or `fail`."""
+    """A reply to one request: one choice, or several, side by side, where the API has them. A stream is `begin`, `add`
+    for each piece, `keep_alive` where there is none for long, `end` for each choice, then `close`; or `fail`."""
 
     def begin(self, usage: Usage) -> Iterable[Event]:
         """usage: before anything was computed."""
@@ -126,15 +129,19 @@ class Reply(Protocol):
     def add(self, said: Said) -> Iterable[Event]: ...
 
     def end(self, ended: Ended) -> Iterable[Event]:
-        """The end of the stream. The pieces of `ended` were added."""
+        """The end of a choice. The pieces of `ended` were added."""
+        ...
+
+    def close(self, ended: Sequence[Ended]) -> Iterable[Event]:
+        """The end of the stream, after those of all choices."""
         ...
 
     def fail(self, error: ApiError) -> Iterable[Event]:
         """The end of a stream that failed."""
         ...
 
-    def document(self, ended: Ended) -> dict[str, Any]:
-        """The whole reply as one response."""
+    def document(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        """The whole reply as one response. ended: all choices, in the order of their numbers."""
         ...
 
 
@@ -145,8 +152,12 @@ class Api(Protocol):
     names: ClassVar[Mapping[str, str]]
 
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
-        """The request as a record's fields. note: hears of parts that are left out. Raises UsageError for requests that
-        are not supported."""
+        """The request as a record's fields; `prompt` may be a list of texts. note: hears of parts that are left out.
+        Raises UsageError for requests that are not supported."""
+        ...
+
+    def num_choices(self, body: Mapping[str, Any]) -> int:
+        """The number of answers to each prompt of a request that `fields` accepts. Raises UsageError."""
         ...
 
     def reply(self, body: Mapping[str, Any], model: str) -> Reply:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from offload.errors import UsageError
@@ -42,12 +42,12 @@ class ChatCompletions(OpenAiApi):
         includes_usage(body)
         if body.get("messages") is None:
             raise UsageError(f"{PLACE} has no messages")
-        return chat_fields(without(body, "stream", "return_progress"), PLACE, note)
+        return chat_fields(without(body, "stream", "n", "return_progress"), PLACE, note)
 
     def reply(self, body: Mapping[str, Any], model: str) -> ChatReply:
         head = Head(identifier("chatcmpl-"), model)
-        kinds = "chat.completion", "chat.completion.chunk"
-        return ChatReply(Chunks(head, *kinds, includes_usage(body), flag(body, "return_progress")))
+        kinds, num = ("chat.completion", "chat.completion.chunk"), self.num_choices(body)
+        return ChatReply(Chunks(head, *kinds, includes_usage(body), flag(body, "return_progress"), num, num))
 
 
 class ChatReply:
@@ -57,41 +57,47 @@ class ChatReply:
         self._chunks = chunks
 
     def begin(self, usage: Usage) -> Iterator[Event]:
-        yield self._chunk({"role": "assistant", "content": ""})
+        for number in range(self._chunks.num_choices):
+            yield self._chunks.chunk(number, _choice({"role": "assistant", "content": ""}))
 
     def keep_alive(self) -> Iterator[Event]:
-        yield self._chunk({})
+        yield self._chunks.chunk(0, _choice({}))
 
     def reading(self, reading: Reading) -> Iterator[Event]:
-        return self._chunks.reading({"delta": {}, "logprobs": None, "finish_reason": None}, reading)
+        return self._chunks.reading(_choice({}), reading)
 
     def add(self, said: Said) -> Iterator[Event]:
         delta = {"reasoning_content": said.thoughts, "content": said.text}
         if said.text or said.thoughts or said.scores:
-            yield self._chunk({name: text for name, text in delta.items() if text}, logprobs=_logprobs(said.scores))
+            some = {name: text for name, text in delta.items() if text}
+            yield self._chunks.chunk(said.choice, _choice(some, _logprobs(said.scores)))
         if said.calls:
-            yield self._chunk({"tool_calls": [*map(_piece, said.calls)]})
+            yield self._chunks.chunk(said.choice, _choice({"tool_calls": [*map(_piece, said.calls)]}))
 
     def end(self, ended: Ended) -> Iterator[Event]:
-        yield self._chunk({}, finish=_finish(ended), **self._chunks.more(ended))
-        yield from self._chunks.end(ended)
+        yield self._chunks.end_choice(_choice({}, finish=_finish(ended)), ended)
+
+    def close(self, ended: Sequence[Ended]) -> Iterator[Event]:
+        return self._chunks.close(ended)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(error_body(error))
 
-    def document(self, ended: Ended) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": ended.text or (None if ended.calls else "")}
-        if ended.thoughts:
-            message["reasoning_content"] = ended.thoughts
-        if ended.calls:
-            message["tool_calls"] = [_call(call) for call in ended.calls]
-        choice = {"message": message, "logprobs": _logprobs(ended.scores), "finish_reason": _finish(ended)}
-        return self._chunks.whole(choice, ended)
+    def document(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        return self._chunks.whole(map(_whole, ended), ended)
 
-    def _chunk(
-        self, delta: Mapping[str, Any], *, logprobs: Any = None, finish: str | None = None, **more: Any
-    ) -> Event:
-        return self._chunks.chunk({"delta": delta, "logprobs": logprobs, "finish_reason": finish}, **more)
+
+def _choice(delta: Mapping[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _whole(ended: Ended) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ended.text or (None if ended.calls else "")}
+    if ended.thoughts:
+        message["reasoning_content"] = ended.thoughts
+    if ended.calls:
+        message["tool_calls"] = [_call(call) for call in ended.calls]
+    return {"message": message, "logprobs": _logprobs(ended.scores), "finish_reason": _finish(ended)}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

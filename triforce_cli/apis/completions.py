@@ -28,8 +28,8 @@ from triforce_cli.apis.openai_style import Chunks, OpenAiApi, bytes_of, error_bo
 from triforce_cli.prompts.messages import Note
 
 MAX_TOKENS = 16  # the API's default
-_SAME = {"n": 1, "best_of": 1, "suffix": ""}
-_OF_WRITING = ("stream", "echo", "prompt", "return_progress")
+_SAME = {"suffix": ""}
+_OF_WRITING = ("stream", "echo", "prompt", "n", "best_of", "return_progress")
 
 
 class Completions(OpenAiApi):
@@ -41,6 +41,7 @@ class Completions(OpenAiApi):
     def fields(self, body: Mapping[str, Any], note: Note) -> Fields:
         for name, value in _SAME.items():
             check_same(body, name, value, PLACE)
+        check_same(body, "best_of", self.num_choices(body), PLACE)
         for name in ("stream", "echo", "return_progress"):
             flag(body, name)
         includes_usage(body)
@@ -49,63 +50,70 @@ class Completions(OpenAiApi):
                 f"{PLACE}: echo and logprobs are not answered together: only tokens of the answer have scores; leave "
                 "echo out, or score the text by triforce score"
             )
-        return {"max_tokens": MAX_TOKENS, "prompt": _prompt(body), **without(body, *_OF_WRITING, *_SAME, *IGNORED)}
+        prompts = _prompts(body)
+        prompt = prompts if len(prompts) > 1 else prompts[0]
+        return {"max_tokens": MAX_TOKENS, "prompt": prompt, **without(body, *_OF_WRITING, *_SAME, *IGNORED)}
 
     def reply(self, body: Mapping[str, Any], model: str) -> CompletionReply:
-        echo = _prompt(body) if flag(body, "echo") else ""
-        kind = "text_completion"
-        head, returns_progress = Head(identifier("cmpl-"), model), flag(body, "return_progress")
-        return CompletionReply(Chunks(head, kind, kind, includes_usage(body), returns_progress), echo)
+        prompts, num = _prompts(body), self.num_choices(body)
+        echoes = [prompt if flag(body, "echo") else "" for prompt in prompts for _ in range(num)]
+        kind, head = "text_completion", Head(identifier("cmpl-"), model)
+        chunks = Chunks(head, kind, kind, includes_usage(body), flag(body, "return_progress"), len(echoes), num)
+        return CompletionReply(chunks, echoes)
 
 
-def _prompt(body: Mapping[str, Any]) -> str:
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str):
-        raise UsageError(f"{PLACE}: prompt is {json.dumps(prompt)[:80]}, it must be one text; tokens cannot be read")
-    return prompt
+def _prompts(body: Mapping[str, Any]) -> list[str]:
+    prompt: Any = body.get("prompt")
+    prompts: list[Any] = prompt if isinstance(prompt, list) and prompt else [prompt]
+    if not all(isinstance(each, str) for each in prompts):
+        said = json.dumps(prompt)[:80]
+        raise UsageError(f"{PLACE}: prompt is {said}, it must be a text or a list of texts; tokens cannot be read")
+    return prompts
 
 
 class CompletionReply:
-    """A completion; see `Reply`. echo: the text that it begins with."""
+    """A completion; see `Reply`. echoes: the text that each choice begins with."""
 
-    def __init__(self, chunks: Chunks, echo: str) -> None:
-        self._chunks, self._echo = chunks, echo
-        self._num_characters = len(echo)
+    def __init__(self, chunks: Chunks, echoes: Sequence[str]) -> None:
+        self._chunks, self._echoes = chunks, echoes
+        self._num_characters = [*map(len, echoes)]
 
     def begin(self, usage: Usage) -> Iterator[Event]:
-        if self._echo:
-            yield self._chunk(self._echo)
+        for number, echo in enumerate(self._echoes):
+            if echo:
+                yield self._chunks.chunk(number, _choice(echo))
 
     def keep_alive(self) -> Iterator[Event]:
-        yield self._chunk("")
+        yield self._chunks.chunk(0, _choice(""))
 
     def reading(self, reading: Reading) -> Iterator[Event]:
-        return self._chunks.reading({"text": "", "logprobs": None, "finish_reason": None}, reading)
+        return self._chunks.reading(_choice(""), reading)
 
     def add(self, said: Said) -> Iterator[Event]:
         if said.text or said.scores:
-            yield self._chunk(said.text, logprobs=_logprobs(said.scores, self._num_characters))
-            self._num_characters += sum(len(score["text"]) for score in said.scores)
+            start = self._num_characters[said.choice]
+            yield self._chunks.chunk(said.choice, _choice(said.text, _logprobs(said.scores, start)))
+            self._num_characters[said.choice] += sum(len(score["text"]) for score in said.scores)
 
     def end(self, ended: Ended) -> Iterator[Event]:
-        yield self._chunk("", finish=ended.finish, **self._chunks.more(ended))
-        yield from self._chunks.end(ended)
+        yield self._chunks.end_choice(_choice("", finish=ended.finish), ended)
+
+    def close(self, ended: Sequence[Ended]) -> Iterator[Event]:
+        return self._chunks.close(ended)
 
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(error_body(error))
 
-    def document(self, ended: Ended) -> dict[str, Any]:
-        choice = {
-            "text": self._echo + ended.text,
-            "logprobs": _logprobs(ended.scores, len(self._echo)),
-            "finish_reason": ended.finish,
-        }
-        return self._chunks.whole(choice, ended)
+    def document(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        choices = [
+            _choice(echo + each.text, _logprobs(each.scores, len(echo)), each.finish)
+            for echo, each in zip(self._echoes, ended, strict=True)
+        ]
+        return self._chunks.whole(choices, ended)
 
-    def _chunk(self, text: str, *, logprobs: Any = None, finish: str | None = None, **more: Any) -> Event:
-        return self._chunks.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish}, **more)
+
+def _choice(text: str, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _logprobs(scores: Sequence[Score], start: int) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -68,6 +68,9 @@ class Messages:
         tools = tools_of(body, note)
         choice = choice_of(body)
         return {"messages": messages_of(body, note), **({"tools": tools} if tools else {}), **choice, **_thinking(body)}
+
+    def num_choices(self, body: Mapping[str, Any]) -> int:
+        return 1
 
     def reply(self, body: Mapping[str, Any], model: str) -> MessageReply:
         return MessageReply(Head(identifier("msg_"), model))
@@ -158,17 +161,20 @@ class MessageReply:
         yield _event("message_delta", delta=_stopped(ended), usage=_usage(ended.usage))
         yield _event("message_stop")
 
+    def close(self, ended: Sequence[Ended]) -> Iterator[Event]:
+        yield from ()
+
     def fail(self, error: ApiError) -> Iterator[Event]:
         yield Event(Messages().error(error), "error")
 
-    def document(self, ended: Ended) -> dict[str, Any]:
-        blocks: list[dict[str, Any]] = []
-        if ended.thoughts:
-            blocks.append({"type": "thinking", "thinking": ended.thoughts, "signature": ""})
-        if ended.text:
-            blocks.append({"type": "text", "text": ended.text})
-        blocks += [_call(call) for call in ended.calls]
-        return self._object(blocks, _usage(ended.usage)) | _stopped(ended)
+    def document(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        (only,), blocks = ended, list[dict[str, Any]]()
+        if only.thoughts:
+            blocks.append({"type": "thinking", "thinking": only.thoughts, "signature": ""})
+        if only.text:
+            blocks.append({"type": "text", "text": only.text})
+        blocks += [_call(call) for call in only.calls]
+        return self._object(blocks, _usage(only.usage)) | _stopped(only)
 
     def _more(self, kind: str, delta: str, text: str) -> Iterator[Event]:
         """More of a block; the open one is closed if it is of another type."""

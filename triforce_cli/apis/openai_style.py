@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import UsageError
+from offload.fields import checked, whole
 from triforce_cli.apis.api import PLACE, ApiError, Ended, Event, Head, Reading, Score, Usage, flag
 
 _TYPES = {
@@ -20,40 +21,70 @@ class OpenAiApi:
     def error(self, error: ApiError) -> dict[str, Any]:
         return error_body(error)
 
+    def num_choices(self, body: Mapping[str, Any]) -> int:
+        return 1 if body.get("n") is None else checked(body["n"], f"{PLACE}: n", whole(1), UsageError)
+
 
 @dataclass(frozen=True)
 class Chunks:
     """The objects of a completion, whole or in chunks. kind, chunk_kind: their names. includes_usage: the last chunk is
-    to have the usage. returns_progress: chunks are to tell how far the prompt is read, as llama.cpp's do."""
+    to have the usage. returns_progress: chunks are to tell how far the prompt is read, as llama.cpp's do. num_choices:
+    in all; num_of_prompt: those of each prompt."""
 
     head: Head
     kind: str
     chunk_kind: str
     includes_usage: bool
     returns_progress: bool = False
+    num_choices: int = 1
+    num_of_prompt: int = 1
 
-    def chunk(self, choice: Mapping[str, Any], **more: Any) -> Event:
+    def chunk(self, number: int, choice: Mapping[str, Any], **more: Any) -> Event:
+        """A chunk of a choice."""
         usage = {"usage": None} if self.includes_usage else {}
-        return Event(self._object(self.chunk_kind, [{"index": 0, **choice}], **usage, **more))
+        return Event(self._object(self.chunk_kind, [{"index": number, **choice}], **usage, **more))
 
     def reading(self, choice: Mapping[str, Any], reading: Reading) -> Iterator[Event]:
         """The event on a prompt that is read, if it is wanted. choice: an empty one."""
         if self.returns_progress:
             counts = {"total": reading.total, "cache": reading.cached, "processed": reading.read}
-            yield self.chunk(choice, prompt_progress={**counts, "time_ms": round(1000 * reading.seconds)})
+            progress = {**counts, "time_ms": round(1000 * reading.seconds)}
+            yield self.chunk(reading.choice, choice, prompt_progress=progress)
 
-    def more(self, ended: Ended) -> Mapping[str, Any]:
-        """Further fields of the chunk with the finish reason: they are in the last chunk that has data."""
-        return {} if self.includes_usage else ended.more
+    def end_choice(self, choice: Mapping[str, Any], ended: Ended) -> Event:
+        """The last chunk of a choice. Further fields of an only choice are beside it, in the last chunk with data."""
+        beside = {} if self.includes_usage else self._beside([ended])
+        return self.chunk(ended.choice, {**choice, **self._inside(ended)}, **beside)
 
-    def end(self, ended: Ended) -> Iterator[Event]:
+    def close(self, ended: Sequence[Ended]) -> Iterator[Event]:
         """The events after the last choice."""
         if self.includes_usage:
-            yield Event(self._object(self.chunk_kind, [], usage=usage(ended.usage), **ended.more))
+            yield Event(self._object(self.chunk_kind, [], usage=self._usage(ended), **self._beside(ended)))
         yield Event("[DONE]")
 
-    def whole(self, choice: Mapping[str, Any], ended: Ended) -> dict[str, Any]:
-        return self._object(self.kind, [{"index": 0, **choice}], usage=usage(ended.usage), **ended.more)
+    def whole(self, choices: Iterable[Mapping[str, Any]], ended: Sequence[Ended]) -> dict[str, Any]:
+        numbered = [
+            {"index": each.choice, **choice, **self._inside(each)} for choice, each in zip(choices, ended, strict=True)
+        ]
+        return self._object(self.kind, numbered, usage=self._usage(ended), **self._beside(ended))
+
+    def _inside(self, ended: Ended) -> Mapping[str, Any]:
+        return ended.more if self.num_choices > 1 else {}
+
+    def _beside(self, ended: Sequence[Ended]) -> Mapping[str, Any]:
+        return {} if self.num_choices > 1 else ended[0].more
+
+    def _usage(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        """The usage of all choices. A prompt counts once."""
+        prompts, answers = ([each.usage for each in some] for some in (ended[:: self.num_of_prompt], ended))
+        return usage(
+            Usage(
+                sum(each.prompt for each in prompts),
+                sum(each.cached for each in prompts),
+                sum(each.answer for each in answers),
+                sum(each.thoughts for each in answers),
+            )
+        )
 
     def _object(self, kind: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         head = self.head

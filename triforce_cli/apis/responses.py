@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from offload.errors import UsageError
@@ -127,17 +127,21 @@ class ResponseReply:
         whole = self._object(status, output=self._output, usage=_usage(ended.usage), **more)
         yield self._event(f"response.{status}", response=whole)
 
+    def close(self, ended: Sequence[Ended]) -> Iterator[Event]:
+        yield from ()
+
     def fail(self, error: ApiError) -> Iterator[Event]:
         said = {"code": error.code or "server_error", "message": str(error)}
         yield self._event("response.failed", response=self._object("failed", output=self._output, error=said))
 
-    def document(self, ended: Ended) -> dict[str, Any]:
-        items = [_Item("reasoning", ended.thoughts).as_dict()] if ended.thoughts else []
-        if ended.text or ended.scores or not (ended.calls or ended.thoughts):
-            items.append(_Item("message", ended.text, [*map(logprob, ended.scores)]).as_dict())
-        status, more = _status(ended)
-        items += [_call(call) for call in ended.calls]
-        return self._object(status, output=items, usage=_usage(ended.usage), **more)
+    def document(self, ended: Sequence[Ended]) -> dict[str, Any]:
+        (only,) = ended
+        items = [_Item("reasoning", only.thoughts).as_dict()] if only.thoughts else []
+        if only.text or only.scores or not (only.calls or only.thoughts):
+            items.append(_Item("message", only.text, [*map(logprob, only.scores)]).as_dict())
+        status, more = _status(only)
+        items += [_call(call) for call in only.calls]
+        return self._object(status, output=items, usage=_usage(only.usage), **more)
 
     def _more(self, kind: str, text: str, scores: Any) -> Iterator[Event]:
         """More of an item; the open one is closed if it is of another kind."""

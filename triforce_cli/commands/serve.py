@@ -80,7 +80,13 @@ def serve(*, server: ServerFlags, quiet: options.Quiet = False) -> None:
             about = {**planned(plan, prepared.request.hardware.device_name), "cites": server.cite}
             served = Served(names, int(time.time()), context, server.wanted.chat.how() == "show", about)
             reader = Reader(
-                prompts, wishes, names=names, context=context, cites=server.cite, keeps_billing=server.keep_billing
+                prompts,
+                wishes,
+                names=names,
+                context=context,
+                most_choices=server.max_waiting,
+                cites=server.cite,
+                keeps_billing=server.keep_billing,
             )
             watch = None if prepared.store is None else StoreWatch(prepared.store.limit)
             service = Service(served, reader, scheduler, note, watch)

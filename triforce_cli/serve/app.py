@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from triforce_cli.serve import status
 from triforce_cli.serve.access import Access
 from triforce_cli.serve.documents import sent_document
 from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals, is_page
-from triforce_cli.serve.job import Job
+from triforce_cli.serve.job import Job, Reports
 from triforce_cli.serve.load import Share
 from triforce_cli.serve.metrics import CONTENT_TYPE, Metrics
 from triforce_cli.serve.page import page
@@ -167,25 +167,27 @@ class Service:
 
     async def _answer(self, api: Api, request: Request) -> Response:
         readable = await self._read(request, self._reading, self._reader.read, api, await _body(request))
-        body = readable.body
-        job = Job(f"{api.path} {identifier('')[:6]}", readable.prompt, readable.wanted)
+        body, name, reports = readable.body, f"{api.path} {identifier('')[:6]}", Reports()
+        jobs = [Job(name, *asked, reports, number) for number, asked in enumerate(readable.asked)]
         for note in readable.notes:
-            self._note(f"{job.name}: {note}")
+            self._note(f"{name}: {note}")
         reply = api.reply(body, body.get("model") or self._served.names[0])
-        telling = Telling(job, shows_thoughts=self._served.shows_thoughts)
-        self._scheduler.submit(job)
-        self._requests.follow(job, api.path)
+        choices = [Telling(job, shows_thoughts=self._served.shows_thoughts) for job in jobs]
+        self._scheduler.submit(jobs)
+        for job in jobs:
+            self._requests.follow(job, api.path)
         if body.get("stream"):
-            return _Stream(events(job, telling, reply), on_end=lambda: self._leave(job))
+            return _Stream(events(reports, choices, reply), on_end=lambda: self._leave(jobs))
         try:
-            return JSONResponse(reply.document(await _unless_gone(request, whole(job, telling))))
+            return JSONResponse(reply.document(await _unless_gone(request, whole(reports, choices))))
         finally:
-            self._leave(job)
+            self._leave(jobs)
 
-    def _leave(self, job: Job) -> None:
-        """The connection of a job has ended."""
-        self._scheduler.forget(job)
-        self._requests.left(job)
+    def _leave(self, jobs: Sequence[Job]) -> None:
+        """The connection of a request has ended."""
+        self._scheduler.forget(jobs)
+        for job in jobs:
+            self._requests.left(job)
 
     async def _read(self, request: Request, pool: ThreadPoolExecutor, read: Callable[..., T], *given: Any) -> T:
         """Run a function in a thread of `pool`, while other requests are served. It ends early if the client goes away,

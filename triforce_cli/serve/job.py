@@ -47,19 +47,42 @@ class Ending:
 Report = Progress | Part | Finish | ApiError
 
 
-class Job:
-    """A prompt and what is wanted of its answer. The thread of passes reports on it, the connection's task reads the
-    reports. name: for the log. read: how much of its prompt is read and stays. began: when its answer began, by
-    time.monotonic; None before. on_report: hears each report in the event loop's thread, in which the job is made."""
+class Reports:
+    """The reports on the jobs of a request, in the order in which they came, for the connection's task. Made in the
+    event loop's thread."""
 
-    def __init__(self, name: str, prompt: Prompt, wanted: Wanted) -> None:
-        self.name, self.prompt, self.wanted = name, prompt, wanted
+    def __init__(self) -> None:
+        self._queue = asyncio.Queue[tuple[int, Report]]()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, job: Job, report: Report) -> None:
+        """Add a report, from any thread."""
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._take, job, report)
+
+    def _take(self, job: Job, report: Report) -> None:
+        job.on_report(report)
+        self._queue.put_nowait((job.choice, report))
+
+    async def next(self, seconds: float | None = None) -> tuple[int, Report] | None:
+        """The next report with its job's choice; None if there is none within `seconds`."""
+        with suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(self._queue.get(), seconds)
+        return None
+
+
+class Job:
+    """A prompt and what is wanted of its answer, which is a choice of a request's reply. The thread of passes reports
+    on it. name: for the log. choice: its number in the reply. read: how much of its prompt is read and stays. began:
+    when its answer began, by time.monotonic; None before. on_report: hears each report in the event loop's thread."""
+
+    def __init__(self, name: str, prompt: Prompt, wanted: Wanted, reports: Reports, choice: int = 0) -> None:
+        self.name, self.prompt, self.wanted, self.choice = name, prompt, wanted, choice
         self.is_gone = False
         self.read: Progress | None = None
         self.began: float | None = None
         self.on_report: Callable[[Report], None] = _ignore
-        self._reports = asyncio.Queue[Report]()
-        self._loop = asyncio.get_running_loop()
+        self._reports = reports
 
     def answer(self, tokenizer: Tokenizer, has_to_end: Callable[[], bool]) -> Answer:
         """The answer before its first part. Its time begins now, and is over once the client has gone, or the server
@@ -77,23 +100,12 @@ class Job:
         """Report to the connection's task, from any thread."""
         if isinstance(report, Progress) and report.stays:
             self.read = report
-        with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._take, report)
-
-    def _take(self, report: Report) -> None:
-        self.on_report(report)
-        self._reports.put_nowait(report)
+        self._reports.put(self, report)
 
     def num_read(self, num_reused: int) -> int | None:
         """The number of the prompt's first tokens that have rows, `num_reused` among them, if it was not read to its
         end."""
         return None if self.read is None or self.read.done == self.read.total else num_reused + self.read.done
-
-    async def next_report(self, seconds: float | None = None) -> Report | None:
-        """The next report; None if there is none within `seconds`."""
-        with suppress(asyncio.TimeoutError):
-            return await asyncio.wait_for(self._reports.get(), seconds)
-        return None
 
     def leave(self) -> None:
         """The client has gone, or has all it asked for: an answer under way ends at the next pass, or once its prompt

@@ -8,10 +8,11 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
+from offload.seeds import seed_after
 from triforce_cli.answering.request import Prompt, Wanted
 from triforce_cli.apis.api import PLACE, Api, ApiError, Fields
 from triforce_cli.apis.billing import without_billing
@@ -28,21 +29,23 @@ FIELDS = ("prompt", "messages", *OF_MESSAGES, "max_tokens", "stop", "timeout", "
 _MOST_NOTES = 4  # that the log has of a request
 
 
+Asked = tuple[Prompt, Wanted]
+
+
 @dataclass(frozen=True)
 class Readable:
-    """A request that can be answered. body: as it came, but for a billing block. notes: lines for the log on what was
-    left out or changed."""
+    """A request that can be answered. body: as it came, but for a billing block. asked: the prompt and the wishes of
+    each choice. notes: lines for the log on what was left out or changed."""
 
     body: Mapping[str, Any]
-    prompt: Prompt
-    wanted: Wanted
+    asked: Sequence[Asked]
     notes: tuple[str, ...] = ()
 
 
 class Reader:
     """Reads requests, one at a time. names: of the model; a request for another one is refused. context: tokens of a
-    prompt and its answer together. cites: citations can be asked for. defaults: for fields that a request leaves out.
-    keeps_billing: see apis/billing."""
+    prompt and its answer together. most_choices: of a request. cites: citations can be asked for. defaults: for fields
+    that a request leaves out. keeps_billing: see apis/billing."""
 
     def __init__(
         self,
@@ -51,11 +54,13 @@ class Reader:
         *,
         names: tuple[str, ...],
         context: int,
+        most_choices: int,
         cites: bool = False,
         keeps_billing: bool = False,
     ) -> None:
         self._prompts, self._defaults, self._cites = prompts, defaults, cites
         self._names, self._context, self._keeps_billing = names, context, keeps_billing
+        self._most_choices = most_choices
 
     def read(self, api: Api, body: bytes) -> Readable:
         """The request. Raises ApiError."""
@@ -63,11 +68,11 @@ class Reader:
             notes = list[str]()
             given = self._body(body, notes.append)
             with _named_as_in(given, api):
-                prompt, wanted = self._prompt(api.fields(given, notes.append))
-                if len(prompt.tokens) >= self._context:
-                    raise self._too_long(f" ({len(prompt.tokens):,} tokens)")
-                self._check_scores(prompt, wanted)
-            return Readable(given, prompt, wanted, _few((*notes, *prompt.notes)))
+                asked = self._choices(api.fields(given, notes.append), api.num_choices(given))
+                self._check_scores(asked)
+            for prompt, _ in asked:
+                notes += prompt.notes
+            return Readable(given, asked, _few(tuple(dict.fromkeys(notes))))
 
     def num_tokens(self, api: Messages, body: bytes) -> int:
         """The number of tokens of a request's prompt. Raises ApiError."""
@@ -95,7 +100,25 @@ class Reader:
             raise no_model(model, self._names)
         return given if self._keeps_billing else without_billing(given, note)
 
-    def _prompt(self, fields: Fields) -> tuple[Prompt, Wanted]:
+    def _choices(self, fields: Fields, num: int) -> list[Asked]:
+        """`num` choices for each prompt. Their seeds follow one another, from the one that is asked for."""
+        texts = fields.get("prompt")
+        each = [{**fields, "prompt": text} for text in texts] if isinstance(texts, list) else [fields]
+        if (total := num * len(each)) > self._most_choices:
+            raise UsageError(
+                f"{PLACE}: {total:,} answers are asked for at once ({len(each):,} prompts, n is {num:,}); "
+                f"{self._most_choices:,} can wait; ask for fewer, or start the server with a larger --max-waiting"
+            )
+        return [(prompt, _later(wanted, count)) for prompt, wanted in map(self._fitting, each) for count in range(num)]
+
+    def _fitting(self, fields: Fields) -> Asked:
+        """A prompt that leaves room for an answer. Raises ApiError."""
+        prompt, wanted = self._prompt(fields)
+        if len(prompt.tokens) >= self._context:
+            raise self._too_long(f" ({len(prompt.tokens):,} tokens)")
+        return prompt, wanted
+
+    def _prompt(self, fields: Fields) -> Asked:
         check_known(fields, FIELDS, PLACE, f"there are {', '.join(FIELDS)}")
         if fields.get("thinking") == "hide":
             raise UsageError(f"{PLACE}: thinking is 'hide', which is for the server to say; it can be 'show' or 'off'")
@@ -108,15 +131,15 @@ class Reader:
             raise UsageError(f"{PLACE}: the prompt has no tokens")
         return prompt.without_begin(), record.wanted
 
-    def _check_scores(self, prompt: Prompt, wanted: Wanted) -> None:
-        """Raises UsageError if the scores of the answer would take too much memory."""
-        if wanted.logprobs is None:
+    def _check_scores(self, asked: Sequence[Asked]) -> None:
+        """Raises UsageError if the scores of the answers would take too much memory."""
+        if (logprobs := asked[0][1].logprobs) is None:
             return
-        num_tokens, each = min(wanted.max_tokens, self._context - len(prompt.tokens)), 1 + wanted.logprobs
-        if num_tokens * each > MOST_SCORES:
+        num_tokens = sum(min(wanted.max_tokens, self._context - len(prompt.tokens)) for prompt, wanted in asked)
+        if num_tokens * (each := 1 + logprobs) > MOST_SCORES:
             raise UsageError(
                 f"{PLACE}: log-probabilities of {num_tokens:,} tokens, {each} each, are {num_tokens * each:,}; "
-                f"{MOST_SCORES:,} is the limit, so max_tokens can be {MOST_SCORES // each:,}"
+                f"{MOST_SCORES:,} is the limit, so max_tokens can be {MOST_SCORES // each // len(asked):,}"
             )
 
     def _too_long(self, size: str) -> ApiError:
@@ -125,6 +148,11 @@ class Reader:
             "prompt and answer together; shorten the messages, or start the server with a larger --context"
         )
         return ApiError(400, message, "context_length_exceeded")
+
+
+def _later(wanted: Wanted, count: int) -> Wanted:
+    """The wishes for the choice that comes `count` choices later."""
+    return replace(wanted, sampling=replace(wanted.sampling, seed=seed_after(wanted.sampling.seed, count)))
 
 
 def _few(notes: tuple[str, ...]) -> tuple[str, ...]:

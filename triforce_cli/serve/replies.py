@@ -1,9 +1,9 @@
-"""A job's reports as a reply in the form of an API: whole, or as events."""
+"""The reports on a request's jobs as a reply in the form of an API: whole, or as events."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +24,17 @@ from triforce_cli.apis.api import (
     identifier,
 )
 from triforce_cli.apis.timings import timings
-from triforce_cli.serve.job import Finish, Job, Report
+from triforce_cli.serve.job import Finish, Job, Report, Reports
 from triforce_cli.serve.spoken import Spoken
 from triforce_cli.tools.growing import Growth
 
 QUIET_SECONDS = 10.0  # without an event, after which the API's own for it is sent: some clients give up after 15
 _PROGRESS_SECONDS = 1.0  # between two comments on the prefill
+_NOTHING = 0, None  # no report came
 
 
 class Telling:
-    """A reply being told: the job's pieces, with tool calls taken apart. shows_thoughts: False keeps them from
+    """A choice being told: the job's pieces, with tool calls taken apart. shows_thoughts: False keeps them from
     the client."""
 
     def __init__(self, job: Job, *, shows_thoughts: bool = True) -> None:
@@ -54,7 +55,8 @@ class Telling:
     def reading(self, progress: Progress) -> Reading:
         """The progress of the prefill."""
         seconds = time.monotonic() - (self._job.began or time.monotonic())
-        return Reading(len(self._job.prompt.tokens), progress.held + progress.done, progress.held, seconds)
+        num_read = progress.held + progress.done
+        return Reading(len(self._job.prompt.tokens), num_read, progress.held, seconds, self._job.choice)
 
     def add(self, part: Part) -> Said:
         """The text, thoughts and pieces of calls that are certain after a part."""
@@ -64,7 +66,7 @@ class Telling:
         if is_thought:
             self._held = []
         self._held += () if is_thought else part.scores
-        said = Said(text, thoughts, self._scored() if text else (), [*map(self._grown, growth)])
+        said = Said(text, thoughts, self._scored() if text else (), [*map(self._grown, growth)], self._job.choice)
         self._num_tokens += len(part.tokens)
         self._num_thoughts += len(part.tokens) if part.thoughts and not part.text else 0
         self._thoughts.append(thoughts)
@@ -72,10 +74,10 @@ class Telling:
         return said
 
     def end(self, finish: Finish) -> tuple[Said, Ended]:
-        """The last text, and the whole reply."""
+        """The last text, and the whole choice."""
         rest, growth = self._spoken.end()
         pieces = [*map(self._grown, growth)]
-        said = Said(rest, "", self._scored() if rest or not self._calls else (), pieces)
+        said = Said(rest, "", self._scored() if rest or not self._calls else (), pieces, self._job.choice)
         self._texts.append(rest)
         ended = Ended(
             text="".join(self._texts),
@@ -86,6 +88,7 @@ class Telling:
             stop=finish.stop,
             usage=Usage(len(self._job.prompt.tokens), finish.stats.reused_tokens, self._num_tokens, self._num_thoughts),
             more={"timings": timings(finish.stats), **_citations(finish)},
+            choice=self._job.choice,
         )
         return said, ended
 
@@ -105,28 +108,31 @@ class Telling:
         return told
 
 
-async def whole(job: Job, telling: Telling) -> Ended:
-    """The reply at its end. Raises ApiError."""
-    while True:
-        report = await job.next_report()
+async def whole(reports: Reports, choices: Sequence[Telling]) -> list[Ended]:
+    """The choices of a reply at its end. Raises ApiError."""
+    ended = dict[int, Ended]()
+    while len(ended) < len(choices):
+        number, report = await reports.next() or _NOTHING
         if isinstance(report, ApiError):
             raise report
         if isinstance(report, Finish):
-            return telling.end(report)[1]
+            ended[number] = choices[number].end(report)[1]
         if isinstance(report, Part):
-            telling.add(report)
+            choices[number].add(report)
+    return _in_order(ended)
 
 
 async def events(
-    job: Job, telling: Telling, reply: Reply, clock: Callable[[], float] = time.monotonic
+    reports: Reports, choices: Sequence[Telling], reply: Reply, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[str]:
     """Yield the reply as the text of server-sent events, with comments on the prefill."""
-    for event in reply.begin(telling.usage):
+    for event in reply.begin(choices[0].usage):
         yield str(event)
+    ended = dict[int, Ended]()
     sent = told = clock()  # when anything was sent, and when an event was
-    while True:
-        report = await job.next_report(QUIET_SECONDS - (clock() - told))
-        now = clock()
+    while len(ended) < len(choices):
+        number, report = await reports.next(QUIET_SECONDS - (clock() - told)) or _NOTHING
+        telling, now = choices[number], clock()
         is_due = now - sent >= _PROGRESS_SECONDS
         news = [str(event) for event in _told(telling, reply, report, is_due=is_due)]
         if not news and now - told >= QUIET_SECONDS:  # text may be held back for long
@@ -137,10 +143,20 @@ async def events(
             news, sent = [_comment(report)], now
         for text in news:
             yield text
-        if isinstance(report, Finish | ApiError):
-            for text in _last(telling, reply, report):
-                yield text
+        if isinstance(report, ApiError):
+            for event in reply.fail(report):
+                yield str(event)
             return
+        if isinstance(report, Finish):
+            said, ended[number] = telling.end(report)
+            for event in (*reply.add(said), *reply.end(ended[number])):
+                yield str(event)
+    for event in reply.close(_in_order(ended)):
+        yield str(event)
+
+
+def _in_order(ended: Mapping[int, Ended]) -> list[Ended]:
+    return [ended[number] for number in sorted(ended)]
 
 
 def _citations(finish: Finish) -> dict[str, Any]:
@@ -154,13 +170,6 @@ def _told(telling: Telling, reply: Reply, report: Report | None, *, is_due: bool
     if isinstance(report, Progress) and report.stage == "prefill" and (is_due or report.stays):
         return reply.reading(telling.reading(report))
     return ()
-
-
-def _last(telling: Telling, reply: Reply, report: Finish | ApiError) -> list[str]:
-    if isinstance(report, ApiError):
-        return [str(event) for event in reply.fail(report)]
-    said, ended = telling.end(report)
-    return [str(event) for event in (*reply.add(said), *reply.end(ended))]
 
 
 def _comment(progress: Progress) -> str:

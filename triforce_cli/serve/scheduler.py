@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -52,29 +52,27 @@ class Scheduler:
         if self.is_stopping:
             raise _stopping()
 
-    def submit(self, job: Job) -> None:
-        """Put a job into the queue. Raises ApiError if the queue is full or the server stops."""
-        if len(self._waiting) >= self._most_waiting and not self.is_stopping:
-            raise ApiError(
-                429,
-                f"{self._most_waiting} requests are waiting already; try again later",
-                "rate_limit_exceeded",
-                _TO_RETRY,
-            )
-        self._waiting.append(job)
-        if self.is_stopping:  # after the job was put there: `run` refuses what it finds once it has stopped
-            self._remove(job)
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Put the jobs of a request into the queue. Raises ApiError if it has no room for all, or the server stops."""
+        if len(self._waiting) + len(jobs) > self._most_waiting and not self.is_stopping:
+            full = f"{len(self._waiting)} of {self._most_waiting} places in the queue are taken"
+            raise ApiError(429, f"{full}; try again later", "rate_limit_exceeded", _TO_RETRY)
+        self._waiting.extend(jobs)
+        if self.is_stopping:  # after the jobs were put there: `run` refuses what it finds once it has stopped
+            self._remove(jobs)
             raise _stopping()
         self._bell.put(None)
 
-    def forget(self, job: Job) -> None:
-        """Drop a job whose client has gone, or has all it asked for."""
-        job.leave()
-        self._remove(job)
+    def forget(self, jobs: Sequence[Job]) -> None:
+        """Drop the jobs of a client that has gone, or has all it asked for."""
+        for job in jobs:
+            job.leave()
+        self._remove(jobs)
 
-    def _remove(self, job: Job) -> None:
-        with suppress(ValueError):
-            self._waiting.remove(job)
+    def _remove(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            with suppress(ValueError):
+                self._waiting.remove(job)
 
     def stop(self) -> None:
         """Refuse jobs from now on. Answers under way have STOP_SECONDS to end."""

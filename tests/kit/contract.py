@@ -22,6 +22,7 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
+from offload.formats.layout import takes_codes
 
 Pair = tuple[Path, Path]  # target and draft
 Mode = tuple[Sizes, frozenset[str]]  # sizes of the levels, and what is streamed
@@ -154,7 +155,7 @@ FILES: dict[str, dict[str, object]] = {
     "glm4_moe": {**WIDE, **EXPERTS},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
-    "gemma4_unified": NARROW,
+    "gemma4_unified": {**NARROW, "global_head_dim": 64},
 }  # fmt: skip
 MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
 KINDS: dict[str, Kind] = {
@@ -216,9 +217,11 @@ def refusal(config: ModelConfig, sizes: Sizes) -> str:
     """The reason, as the message has it, why a mode is refused; "" where it is not."""
     if sizes.weight_bits == 16:
         return ""
+    if config.stored_in:
+        return "the model's own weights are quantised"
     if config.experts is not None:
         return "layers have experts"
-    return "the model's own weights are quantised" if config.stored_in else ""
+    return "" if takes_codes(config.all_products) else "are not whole groups"
 
 
 def say(engine: Engine, prompt: Sequence[int] = PROMPT, *, num_tokens: int = NUM_NEW, reuse: bool = False) -> list[int]:

@@ -54,6 +54,7 @@ GOING_ON = (
     "documents/pdf.py",
     "documents/walk.py",
     "serve/guard.py",
+    "serve/loop.py",
     "serve/scheduler.py",
 )
 GONE_ON_AFTER = {

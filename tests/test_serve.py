@@ -309,7 +309,7 @@ def test_an_answer_has_the_seed_of_the_command(seed: int | None) -> None:
     read: list[Any] = []
     with Server(wanted=replace(WANTED, sampling=SamplingParams(seed=seed))) as server:
         for more in ({}, {"seed": 7}):
-            found = server.service._reader.read(app.APIS[0], json.dumps(request("x", **more)).encode())
+            found = server.reader.read(app.APIS[0], request("x", **more))
             read.append(found.asked[0][1].sampling.seed)
     assert read == [seed, 7]
 
@@ -453,7 +453,7 @@ def test_a_job_whose_client_goes_away_leaves_the_queue(stream: bool) -> None:
 def test_a_client_that_goes_away_before_its_stream_begins_leaves_no_answer_behind() -> None:
     with Server() as server:
         reading, go_on = threading.Event(), threading.Event()
-        read = server.service._reader.read
+        read = server.reader.read
 
         def slowly(*given: Any) -> Any:
             found = read(*given)
@@ -462,7 +462,7 @@ def test_a_client_that_goes_away_before_its_stream_begins_leaves_no_answer_behin
                 assert go_on.wait(60)
             return found
 
-        server.service._reader.read = slowly  # type: ignore[method-assign]
+        server.reader.read = slowly  # type: ignore[method-assign]
         gone = server.client.begin("endless", stream=True)
         assert reading.wait(60)
         gone.close()
@@ -893,14 +893,14 @@ def test_errors_of_handlers_name_what_happened(client: Client, server: Server, m
 
     logged: list[str] = []
     monkeypatch.setattr(guard.log, "failure", logged.append)
-    monkeypatch.setattr(server.service._reader, "read", broken)
+    monkeypatch.setattr(server.reader, "read", broken)
     for path, kind in ((CHAT, "server_error"), (MESSAGES, "api_error")):
         answer = client.ask(path, {})
         assert (answer.status, answer.body["error"]["type"]) == (500, kind)
         assert answer.body["error"]["message"] == "unexpected KeyError"
     until(lambda: len(logged) == 2)
     assert "secret" in logged[0]
-    monkeypatch.setattr(server.service._reader, "read", _refuses)
+    monkeypatch.setattr(server.reader, "read", _refuses)
     assert client.ask(CHAT, {}).status == 418
 
 

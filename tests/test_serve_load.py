@@ -269,7 +269,7 @@ def test_refusals_reach_the_pages_that_are_allowed(origin: str | None, monkeypat
             server.client.ask(CHAT, request("x"), **sent), keyed.ask("/v1/nothing", **sent),
             keyed.ask(CHAT, request("x", n=0), **sent), keyed.ask("/v1/models", **sent),
         ]  # fmt: skip
-        monkeypatch.setattr(server.service._reader, "read", lambda *given: 1 / 0)
+        monkeypatch.setattr(server.reader, "read", lambda *given: 1 / 0)
         answers.append(keyed.ask(CHAT, request("x"), **sent))
         allowed = [answer.headers.get("access-control-allow-origin") for answer in answers]
         assert allowed == [PAGE if origin == PAGE else None] * 5

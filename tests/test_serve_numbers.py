@@ -19,7 +19,7 @@ from triforce_cli.apis.table import api_of
 from triforce_cli.batch.prompts import Prompts
 from triforce_cli.options.answering import Layout
 from triforce_cli.serve import reader
-from triforce_cli.serve.reader import Reader
+from triforce_cli.serve.reader import Reader, parsed
 
 DEMO = Path(__file__).parents[1] / "triforce_cli" / "models" / "demo-target"
 CHAT, TEXT, RESPONSES, MESSAGES, COUNT = (
@@ -54,9 +54,7 @@ def read() -> Reader:
     request = SimpleNamespace(target=read_config(DEMO))
     prepared = SimpleNamespace(tokenizer=tokenizer, prompt_tokenizer=tokenizer, request=request)
     prompts = Prompts(prepared, Layout("chatml", {}))  # type: ignore[arg-type]
-    return Reader(
-        prompts, Wanted(max_tokens=9, sampling=SamplingParams()), names=("tiny",), most_choices=9, context=4096
-    )
+    return Reader(prompts, Wanted(max_tokens=9, sampling=SamplingParams()), most_choices=9, context=4096)
 
 
 def refusal(read: Reader, path: str, name: str, value: str) -> str:
@@ -71,7 +69,8 @@ def refusal(read: Reader, path: str, name: str, value: str) -> str:
 def refused(read: Reader, path: str, body: str) -> str:
     """The message of a refusal for what the request says; "" if it is followed."""
     try:
-        read.num_tokens(Messages(), body.encode()) if path == COUNT else read.read(api_of(path), body.encode())
+        given = parsed(body.encode())
+        read.num_tokens(Messages(), given) if path == COUNT else read.read(api_of(path), given)
     except ApiError as error:
         return str(error) if error.status == 400 else f"status {error.status}"
     return ""
@@ -125,7 +124,7 @@ def test_scores_of_an_answer_are_bounded(read: Reader, monkeypatch: pytest.Monke
 
 def test_scores_are_counted_up_to_the_end_of_the_context(read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an answer ends, whatever max_tokens is; tokens of the prompt have none."""
-    room = 4096 - read.num_tokens(Messages(), json.dumps({"messages": SAID}).encode())
+    room = 4096 - read.num_tokens(Messages(), {"messages": SAID})
     body = json.dumps({"messages": SAID, "logprobs": True, "top_logprobs": 9, "max_tokens": 1 << 20})
     monkeypatch.setattr(reader, "MOST_SCORES", 10 * room)
     assert not refused(read, CHAT, body)

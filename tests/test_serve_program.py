@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kit import programs
-from kit.models import save_pair
+from kit.models import TOKENIZER_SIZE, random_model, save, save_pair
 from kit.served import CHAT, PATIENCE_SECONDS, Client, received, received_until, request, until
 from test_cli_fake import environment
 
@@ -32,7 +32,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(target: Path) -> list[str]:
-    return ["--model", str(target), "--draft", "none", "--dtype", "fp32", "--context", "1024"]
+    context = "512" if target.parent.name == "org" else "1024"
+    return ["--model", str(target), "--draft", "none", "--dtype", "fp32", "--context", context]
 
 
 class Program:
@@ -360,3 +361,57 @@ def test_the_key_and_the_names_are_those_that_were_given(target: Path) -> None:
         assert "secret" not in "\n".join(server.said)
         server.signal(signal.SIGINT)
         assert server.finish() == 0, server.said
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: org/one, org/two, and org/broken."""
+    folder = tmp_path_factory.mktemp("models")
+    for number, name in enumerate(("one", "two", "broken")):
+        fields = {"vocab_size": TOKENIZER_SIZE, "max_position_embeddings": 512, "eos_token_id": None}
+        save(random_model(seed=number + 1, **fields), folder / "org" / name, tokenizer=True)
+    (folder / "org" / "broken" / "tokenizer.json").write_text("{")
+    return folder
+
+
+def test_requests_choose_among_the_installed_models(target: Path, installed: Path) -> None:
+    """Each text is that of its model alone, also where requests for three models come at once."""
+    variables = {"TRIFORCE_MODELS_DIR": str(installed)}
+    with Program([*options(target), "--no-store", "--no-speculation", "--models"], **variables) as server:
+        client = server.client
+        listed = {each["id"]: each["context_length"] for each in client.ask("/v1/models").body["data"]}
+        assert listed == {"target": 1024, "org/one": 512, "org/two": 512, "org/broken": 512}
+        names = ("target", "org/one", "org/two")
+        alone = {name: asked(installed / name if "/" in name else target, QUESTIONS[0], **GREEDY) for name in names}
+        assert len({*alone.values()}) == 3
+        said = [client.chat(QUESTIONS[0], model=name, **GREEDY) for name in (*names, None, "org/one")]
+        assert [each.body["model"] for each in said] == [*names, "target", "org/one"]
+        assert [each.said for each in said] == [alone[name] for name in (*names, "target", "org/one")]
+        with ThreadPoolExecutor(9) as clients:
+            several = clients.map(
+                lambda name: client.chat(QUESTIONS[0], model=name, stream=True, **GREEDY).said, names * 3
+            )
+            assert list(several) == [alone[name] for name in names * 3]
+        refused = client.chat("x", model="org/broken")
+        assert refused.status in (500, 400), refused.text
+        assert "tokenizer" in refused.body["error"]["message"]
+        for name in ("org/none", "../org/one", str(installed / "org" / "one"), "one", "org/one/x.gguf"):
+            assert client.chat("x", model=name).status == 404, name
+        assert client.chat(QUESTIONS[0], **GREEDY).said == alone["target"]
+        assert client.ask("/status").body["loaded"] is True
+        assert any("org/two is loaded: 512 tokens of context" in line for line in server.said)
+
+
+def test_a_model_that_nobody_asks_for_gives_its_memory_back(target: Path) -> None:
+    with Program([*options(target), "--no-store", "--idle-unload", "0.05"]) as server:
+        text = server.client.chat(QUESTIONS[0], **GREEDY).said
+        until(lambda: any("target is unloaded: " in line for line in server.said))
+        status = server.client.ask("/status").body
+        assert (status["loaded"], status["model"]) == (False, "target")
+        assert server.client.chat(QUESTIONS[0], **GREEDY).said == text
+        until(lambda: sum("target is loaded: 1,024 tokens of context" in line for line in server.said) == 1)
+
+
+def test_without_models_a_request_for_an_installed_one_is_refused(server: Program) -> None:
+    refused = server.client.chat("x", model="org/one")
+    assert "--models the models that are installed" in refused.body["error"]["message"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -150,9 +149,7 @@ def reader(template: str, context: int, monkeypatch: pytest.MonkeyPatch) -> Read
     limited = tokenizer(template).limited(context)
     prepared = SimpleNamespace(tokenizer=limited, prompt_tokenizer=limited, request=SimpleNamespace(target=None))
     prompts = Prompts(prepared, Layout("auto", {}))  # type: ignore[arg-type]
-    return Reader(
-        prompts, Wanted(max_tokens=9, sampling=SamplingParams()), names=("tiny",), most_choices=9, context=context
-    )
+    return Reader(prompts, Wanted(max_tokens=9, sampling=SamplingParams()), most_choices=9, context=context)
 
 
 def refused(found: Reader, messages: list[dict[str, Any]]) -> list[tuple[int, str]]:
@@ -164,10 +161,10 @@ def refused(found: Reader, messages: list[dict[str, Any]]) -> list[tuple[int, st
     errors = []
     for path, body in bodies.items():
         with pytest.raises(ApiError) as caught:
-            found.read(api_of(path), json.dumps(body).encode())
+            found.read(api_of(path), body)
         errors.append((caught.value.status, caught.value.code))
     with pytest.raises(ApiError) as caught:
-        found.num_tokens(MessagesApi(), json.dumps({"messages": messages}).encode())
+        found.num_tokens(MessagesApi(), {"messages": messages})
     return [*errors, (caught.value.status, caught.value.code)]
 
 
@@ -180,7 +177,7 @@ def test_messages_that_are_too_much_work_for_the_template_are_refused(monkeypatc
     """It was status 500, as if the server had failed."""
     monkeypatch.setattr(steps, "MAX_STEPS", 2000)
     found = reader(LINE, 4096, monkeypatch)
-    assert found.read(APIS[0], json.dumps({"messages": said(3)}).encode()).asked[0][0].tokens
+    assert found.read(APIS[0], {"messages": said(3)}).asked[0][0].tokens
     assert refused(found, said(1000)) == [(400, "")] * 4
 
 
@@ -232,7 +229,7 @@ def test_reading_ends_when_its_client_goes_or_the_server_stops(how: str) -> None
             finally:
                 ended.set()
 
-        read, server.service._reader.read = server.service._reader.read, endless  # type: ignore[method-assign]
+        read, server.reader.read = server.reader.read, endless  # type: ignore[method-assign]
         connection = server.client.begin("endless")
         assert begun.wait(60)
         assert server.client.ask("/health").status == 200
@@ -243,6 +240,6 @@ def test_reading_ends_when_its_client_goes_or_the_server_stops(how: str) -> None
             assert b"server_stopping" in received_until(connection, b"}}")
         assert ended.wait(60)
         connection.close()
-        server.service._reader.read = read  # type: ignore[method-assign]
+        server.reader.read = read  # type: ignore[method-assign]
         assert server.client.ask(CHAT, request("hi there")).status == (200 if how == "leaves" else 503)
         until(lambda: server.num_waiting == 0)

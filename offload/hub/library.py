@@ -157,6 +157,19 @@ def _file_of(name: str) -> Path | None:
     return next((found for found in models_in(model_folder(model_id)) if found.name == file), None)
 
 
+def stored_name(name: str) -> str | None:
+    """The name by which `entries` lists a stored model that can be loaded; None where `name` is that of none, or of
+    several. Never a path."""
+    if (file := _file_of(name)) is not None:
+        return f"{short_name(str(id_of(name.rpartition('/')[0])))}/{file.name}"
+    model_id = id_of(name)
+    if model_id is None or not is_here(name):
+        return None
+    folder = model_folder(model_id)
+    several = not (folder / "config.json").is_file() and len(models_in(folder)) > 1
+    return None if several else short_name(model_id)
+
+
 def is_here(name: str, *, weights: bool = True) -> bool:
     """Tell whether the model `name`, an alias or OWNER/NAME, is stored. weights: config.json alone is not enough."""
     model_id = id_of(name)

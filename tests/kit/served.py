@@ -35,12 +35,15 @@ from triforce_cli.answering.several import Answers
 from triforce_cli.answering.thoughts import Marks, marks_of
 from triforce_cli.batch.records import Record
 from triforce_cli.serve.access import Access
-from triforce_cli.serve.app import Served, Service, web_application
+from triforce_cli.serve.app import Service, web_application
+from triforce_cli.serve.catalogue import Catalogue
 from triforce_cli.serve.guard import Refusal
 from triforce_cli.serve.http import HttpServer, listening_socket
 from triforce_cli.serve.job import Ending, Job
 from triforce_cli.serve.reader import Reader
 from triforce_cli.serve.scheduler import Scheduler
+from triforce_cli.serve.served import Served
+from triforce_cli.serve.turns import Turns
 from triforce_cli.tools.calls import Calls
 
 SPAN, MANY = 5, 1_000_000  # blocks after which a prefill stays; all of them
@@ -67,6 +70,7 @@ class Model:
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         self.plan = SimpleNamespace(request=SimpleNamespace(num_sequences=num_sequences, capacity=capacity))
+        self.tokenizer: Any = None
         self.num_passes = self.num_prefill_blocks = self.most_at_a_time = self.kept = 0
         self.said: list[str] = []
         self.left: list[str] = []
@@ -315,10 +319,13 @@ class Server:
         self.scheduler = Scheduler(most_waiting=most_waiting, on_end=self._on_end)
         prompts: Any = Prompts()
         most = {"context": context, "most_choices": most_waiting}
-        reader = Reader(prompts, wanted, names=names, **most, cites=True, keeps_billing=keeps_billing)
+        self.reader = Reader(prompts, wanted, **most, cites=True, keeps_billing=keeps_billing)
         self.notes: list[str] = []  # of the log
-        served = Served(names, 1_700_000_000, context, shows_thoughts, PLANNED)
-        self.service = Service(served, reader, self.scheduler, self.notes.append)
+        setup: Any = None  # nothing is loaded
+        catalogue, self.turns = Catalogue(setup, names), Turns[Served]()
+        catalogue.loaded(names[0], context)
+        self.turns.loaded(names[0], Served(names, context, self.reader, PLANNED))
+        self.service = Service(catalogue, self.turns, self.scheduler, self.notes.append, shows_thoughts=shows_thoughts)
         self._bound = listening_socket("127.0.0.1", 0)
         self.client = Client(self._bound.getsockname()[1])
         self.guard = web_application(self.service, access or Access("127.0.0.1"), self.refused.append)
@@ -352,7 +359,7 @@ class Server:
     def _run(self) -> None:
         try:
             with self._http, Answers[Job](self.model) as answers:  # type: ignore[arg-type]
-                self.scheduler.run(answers, None)  # type: ignore[arg-type]
+                self.scheduler.run(answers)
         except BaseException as error:
             self.error = error
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine
     from offload.metrics import Stats
     from offload.progress import Progress
+    from offload.text.tokenizer import Tokenizer
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -30,8 +31,13 @@ class Answers(Generic[Key]):
         from offload.engine.sequences import Sequences
 
         self._capacity = engine.plan.request.capacity
+        self._engine = engine
         self._under_way: dict[Key, Answer] = {}
         self._sequences = Sequences[Key](engine)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
 
     @property
     def has_room(self) -> bool:

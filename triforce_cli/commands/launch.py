@@ -125,7 +125,7 @@ class _Place:
     @property
     def model(self) -> str:
         """The name of the wanted model as the server knows it; "" if none is named."""
-        model = self.server.models.model
+        model = self.server.pair.model
         return "" if model is None else model.name if os.path.exists(model) else str(model)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +18,10 @@ from triforce_cli.options.call import spread
 from triforce_cli.options.serving import CONTEXT, ServerFlags
 from triforce_cli.screen.output import Output
 from triforce_cli.setup.choice import Models
-from triforce_cli.setup.engine import Prepared, open_engine
 
 if TYPE_CHECKING:
     import socket
 
-    from offload.plan.planner import Plan
     from triforce_cli.serve.access import Access
 
 
@@ -42,74 +40,56 @@ def serve(*, server: ServerFlags, quiet: options.Quiet = False) -> None:
     for name, value, least, most in limits:
         if not least <= value <= most:
             raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
-    setup = server.engine.setup(server.models, server.store, cites=server.cite)
+    if server.idle_unload is not None and not 0 < server.idle_unload < 1e9:
+        raise UsageError(f"idle-unload is {server.idle_unload:g}, it must be above 0 and below 1000000000 seconds")
+    if server.models and server.engine.plan is not None:
+        raise UsageError("--plan is for one model; leave --models or --plan out")
+    setup = server.engine.setup(server.pair, server.store, cites=server.cite)
     access = _access(server.host, server.api_key, server.allow_origin or ())
-    names = _names(server.serve_as or (), setup.models, server.models.model)
+    names = _names(server.serve_as or (), setup.models, server.pair.model)
     wishes = server.wanted.checked()
-    layout = server.wanted.chat.layout()
+    server.wanted.chat.layout()  # is checked before anything is loaded
     _check_installed()
-    from triforce_cli.answering.several import Answers
-    from triforce_cli.batch.prompts import Prompts
-    from triforce_cli.serve.app import Served, Service, web_application
+    from triforce_cli.serve.app import Service, web_application
+    from triforce_cli.serve.catalogue import Catalogue
     from triforce_cli.serve.http import HttpServer, listening_socket
-    from triforce_cli.serve.job import Job
+    from triforce_cli.serve.loop import Loop
     from triforce_cli.serve.notes import answered, refused, serving
-    from triforce_cli.serve.reader import Reader
     from triforce_cli.serve.scheduler import Scheduler
-    from triforce_cli.serve.status import planned
+    from triforce_cli.serve.served import Loader, Served
     from triforce_cli.serve.store_use import StoreWatch
+    from triforce_cli.serve.turns import Turns
 
-    with Output(quiet=quiet) as output:
+    with Output(quiet=quiet) as output, ExitStack() as stack:
 
         def note(line: str) -> None:
             with suppress(OSError):  # standard error has gone, and with it the log
                 output.note(_timed(line))
 
         bound = listening_socket(access.host, server.port)
-        prepared = setup.prepare(output, sampling=wishes.sampling)
-        output.note(prepared.models.answers_note)
-        plan = _plan(prepared, server.batch)
-        output.planned(plan)
-        context = plan.request.capacity
-        with open_engine(prepared, plan, on_progress=output.progress) as opened:
-            scheduler = Scheduler(
-                most_waiting=server.max_waiting, on_end=lambda ending: output.note(_timed(answered(ending)))
-            )
-            prompts = Prompts(prepared.limited(context), layout)
-            output.note(prompts.notice(wishes))
-            about = {**planned(plan, prepared.request.hardware.device_name), "cites": server.cite}
-            served = Served(names, int(time.time()), context, server.wanted.chat.how() == "show", about)
-            reader = Reader(
-                prompts,
-                wishes,
-                names=names,
-                context=context,
-                most_choices=server.max_waiting,
-                cites=server.cite,
-                keeps_billing=server.keep_billing,
-            )
-            watch = None if prepared.store is None else StoreWatch(prepared.store.limit)
-            service = Service(served, reader, scheduler, note, watch)
-            application = web_application(service, access, lambda refusal: note(refused(refusal)))
-            with (
-                Answers[Job](opened) as answers,
-                heard(scheduler.hear),
-                HttpServer(application, bound, on_end=scheduler.stop),
-            ):
-                output.note(serving(_url(bound), names[0], context))
-                scheduler.run(answers, prepared.tokenizer)
+        scheduler = Scheduler(
+            most_waiting=server.max_waiting, on_end=lambda ending: output.note(_timed(answered(ending)))
+        )
+        catalogue = Catalogue(setup, names, has_others=server.models, limit=server.engine.decoding.context or CONTEXT)
+        turns = Turns[Served](idle_seconds=server.idle_unload)
+        service = Service(
+            catalogue,
+            turns,
+            scheduler,
+            note,
+            shows_thoughts=server.wanted.chat.how() == "show",
+            store=None if setup.store is None else StoreWatch(setup.store.limit),
+        )
+        application = web_application(service, access, lambda refusal: note(refused(refusal)))
+
+        def begin(served: Served) -> None:
+            stack.enter_context(heard(scheduler.hear))
+            stack.enter_context(HttpServer(application, bound, on_end=scheduler.stop))
+            output.note(serving(_url(bound), names[0], served.context))
+
+        Loop(catalogue, Loader(server, wishes, output), turns, scheduler, note, begin).run()
     if scheduler.num_dropped and scheduler.signal is not None:
         raise ending_of(scheduler.signal)
-
-
-def _plan(prepared: Prepared, num_sequences: int) -> Plan:
-    """The plan for the context. Raises DoesNotFit."""
-    request = prepared.request
-    context = request.context
-    if request.options.context is None:
-        context = min(CONTEXT, request.largest_context() or context)
-    plan = request.plan(num_prompt_tokens=context - 1, max_tokens=1)
-    return request.together(plan, num_sequences, most=num_sequences)
 
 
 def _check_installed() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from triforce_cli.options.answering import WantedFlags
 from triforce_cli.options.flags import EngineFlags, ModelFlags, StoreFlags
-from triforce_cli.options.options import SAMPLING, option, switch, whole
+from triforce_cli.options.options import SAMPLING, number, option, switch, whole
 
 SERVER = "Server"
 CONTEXT = 32_768  # tokens of a prompt and its answer, unless the model's or the memory's limit is below
@@ -52,6 +52,21 @@ Waiting = Annotated[
         "--max-waiting", "Requests that may wait; a further one is refused (429).", SERVER, metavar="N", parser=whole
     ),
 ]
+OtherModels = Annotated[
+    bool,
+    switch("--models", "Load any installed model that a request names, in place of the one before.", SERVER),
+]
+IdleUnload = Annotated[
+    float | None,
+    option(
+        "--idle-unload",
+        "Give the model's memory back after so many seconds without a request; the next one loads it again.",
+        SERVER,
+        metavar="SECONDS",
+        parser=number,
+        show_default=False,
+    ),
+]
 KeepBilling = Annotated[
     bool,
     switch(
@@ -83,7 +98,7 @@ class ServedFlags(WantedFlags):
 class ServerFlags:
     """A server: its model, its address, who may use it, and what it answers with."""
 
-    models: ModelFlags
+    pair: ModelFlags
     host: Host = "127.0.0.1"
     port: Port = 8080
     api_key: Key = None
@@ -91,6 +106,8 @@ class ServerFlags:
     serve_as: Names = None
     batch: AtATime = 1
     max_waiting: Waiting = 64
+    models: OtherModels = False
+    idle_unload: IdleUnload = None
     keep_billing: KeepBilling = False
     cite: Cites = False
     wanted: ServedFlags

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -27,44 +27,25 @@ from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.table import APIS
 from triforce_cli.serve import status
 from triforce_cli.serve.access import Access
+from triforce_cli.serve.catalogue import Catalogue
 from triforce_cli.serve.documents import sent_document
 from triforce_cli.serve.guard import SHARE, Guard, OnRefusal, Refusals, is_page
 from triforce_cli.serve.job import Job, Reports
 from triforce_cli.serve.load import Share
 from triforce_cli.serve.metrics import CONTENT_TYPE, Metrics
 from triforce_cli.serve.page import page
-from triforce_cli.serve.reader import Reader, no_model
+from triforce_cli.serve.reader import Readable, parsed
 from triforce_cli.serve.replies import Telling, events, whole
 from triforce_cli.serve.requests import Requests
 from triforce_cli.serve.scheduler import Scheduler
+from triforce_cli.serve.served import Served
 from triforce_cli.serve.store_use import StoreUse, StoreWatch
+from triforce_cli.serve.turns import Turns
 
 T = TypeVar("T")
 
 BODY_SECONDS = 60.0  # for a client to send its request
 _NO_BUFFERING = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # by proxies
-
-
-@dataclass(frozen=True)
-class Served:
-    """The served model. names: of the model. created: when the server began, in seconds since 1970. context: tokens.
-    shows_thoughts: to clients. planned: the part of the status that follows from its plan."""
-
-    names: tuple[str, ...]
-    created: int
-    context: int
-    shows_thoughts: bool
-    planned: Mapping[str, Any] = field(default_factory=dict)
-
-    def models(self) -> list[dict[str, Any]]:
-        """The model under each of its names, as OpenAI's and Anthropic's clients know one."""
-        return [
-            {
-                "id": name, "object": "model", "type": "model", "display_name": name, "created": self.created,
-                "owned_by": "triforce", "context_length": self.context,
-            }
-            for name in self.names
-        ]  # fmt: skip
 
 
 class _Stream(StreamingResponse):
@@ -82,18 +63,21 @@ class _Stream(StreamingResponse):
 
 
 class Service:
-    """The handlers of requests. store: looks at the prefix store, if there is one. note: takes lines for the log."""
+    """The handlers of requests. shows_thoughts: to clients. store: looks at the prefix store, if there is one. note:
+    takes lines for the log."""
 
     def __init__(
         self,
-        served: Served,
-        reader: Reader,
+        catalogue: Catalogue,
+        turns: Turns[Served],
         scheduler: Scheduler,
         note: Callable[[str], None],
+        *,
+        shows_thoughts: bool = True,
         store: StoreWatch | None = None,
     ) -> None:
-        self._served, self._reader, self._scheduler, self._note = served, reader, scheduler, note
-        self._metrics, self._store = Metrics(), store
+        self._catalogue, self._turns, self._scheduler, self._note = catalogue, turns, scheduler, note
+        self._metrics, self._store, self._shows_thoughts = Metrics(), store, shows_thoughts
         self._requests = Requests(self._metrics.over)
         self._metrics.watch(self._requests, store)
         self._reading = ThreadPoolExecutor(1, "reader")  # encoding a long prompt takes seconds
@@ -115,7 +99,7 @@ class Service:
     async def _about(self, request: Request) -> Response:
         if is_page(request.scope):
             return page()
-        return Response(f"triforce {__version__} serves {self._served.names[0]}\n", media_type="text/plain")
+        return Response(f"triforce {__version__} serves {self._latest.names[0]}\n", media_type="text/plain")
 
     async def _health(self, request: Request) -> Response:
         is_stopping = self._scheduler.is_stopping
@@ -130,9 +114,10 @@ class Service:
             raise ApiError(400, str(error)) from error
 
     async def _status(self, request: Request) -> Response:
-        served, store = self._served, await self._store_use()
-        fixed = {"model": served.names[0], "names": served.names, "context": served.context, **served.planned}
-        uptime, is_stopping = time.time() - served.created, self._scheduler.is_stopping
+        served, store = self._latest, await self._store_use()
+        about = {"model": served.names[0], "names": served.names, "context": served.context}
+        fixed = {**about, "loaded": self._turns.has_model, **served.planned}
+        uptime, is_stopping = time.time() - self._catalogue.created, self._scheduler.is_stopping
         return JSONResponse(status.document(fixed, self._requests, store, uptime=uptime, is_stopping=is_stopping))
 
     async def _measured(self, request: Request) -> Response:
@@ -143,21 +128,33 @@ class Service:
         return None if self._store is None else await asyncio.to_thread(self._store.use)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._served.models(), "has_more": False})
+        return JSONResponse({"object": "list", "data": await self._listed(), "has_more": False})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        found = next((model for model in self._served.models() if model["id"] == name), None)
+        found = next((model for model in await self._listed() if model["id"] == name), None)
         if found is None:
-            raise no_model(name, self._served.names)
+            raise self._catalogue.no_model(name)
         return JSONResponse(found)
+
+    @property
+    def _latest(self) -> Served:
+        """The loaded model, or the one that was."""
+        assert self._turns.latest is not None, "requests are taken once the first model is loaded"
+        return self._turns.latest
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self._catalogue.listed)
 
     async def _count(self, request: Request) -> Response:
         """The number of tokens of a prompt."""
-        body = await _body(request)
-        return JSONResponse(
-            {"input_tokens": await self._read(request, self._reading, self._reader.num_tokens, Messages(), body)}
-        )
+        body = await self._parsed(request)
+        served = await self._turn(request, body)
+        try:
+            count = await self._read(request, self._reading, served.reader.num_tokens, Messages(), body)
+        finally:
+            self._turns.end()
+        return JSONResponse({"input_tokens": count})
 
     def _answerer(self, api: Api) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
@@ -166,28 +163,43 @@ class Service:
         return answer
 
     async def _answer(self, api: Api, request: Request) -> Response:
-        readable = await self._read(request, self._reading, self._reader.read, api, await _body(request))
+        body = await self._parsed(request)
+        with ExitStack() as stack:
+            served = await self._turn(request, body)
+            stack.callback(self._turns.end)
+            readable = await self._read(request, self._reading, served.reader.read, api, body)
+            return await self._reply(api, request, readable, served.names[0], stack)
+
+    async def _reply(self, api: Api, request: Request, readable: Readable, model: str, stack: ExitStack) -> Response:
+        """The response to a request. stack: closed at the end of the connection."""
         body, name, reports = readable.body, f"{api.path} {identifier('')[:6]}", Reports()
         jobs = [Job(name, *asked, reports, number) for number, asked in enumerate(readable.asked)]
         for note in readable.notes:
             self._note(f"{name}: {note}")
-        reply = api.reply(body, body.get("model") or self._served.names[0])
-        choices = [Telling(job, shows_thoughts=self._served.shows_thoughts) for job in jobs]
+        reply = api.reply(body, body.get("model") or model)
+        choices = [Telling(job, shows_thoughts=self._shows_thoughts) for job in jobs]
         self._scheduler.submit(jobs)
+        stack.callback(self._leave, jobs)
         for job in jobs:
             self._requests.follow(job, api.path)
         if body.get("stream"):
-            return _Stream(events(reports, choices, reply), on_end=lambda: self._leave(jobs))
-        try:
-            return JSONResponse(reply.document(await _unless_gone(request, whole(reports, choices))))
-        finally:
-            self._leave(jobs)
+            return _Stream(events(reports, choices, reply), on_end=stack.pop_all().close)
+        return JSONResponse(reply.document(await _unless_gone(request, whole(reports, choices))))
 
     def _leave(self, jobs: Sequence[Job]) -> None:
         """The connection of a request has ended."""
         self._scheduler.forget(jobs)
         for job in jobs:
             self._requests.left(job)
+
+    async def _parsed(self, request: Request) -> Mapping[str, Any]:
+        """The object that a request is. Raises ApiError, ClientDisconnect."""
+        return await self._read(request, self._reading, parsed, await _body(request))
+
+    async def _turn(self, request: Request, body: Mapping[str, Any]) -> Served:
+        """The model that a request names, once it has its turn, which is to be ended. Raises ApiError,
+        ClientDisconnect."""
+        return await _unless_gone(request, self._turns.begin(self._catalogue.name_of(body.get("model"))))
 
     async def _read(self, request: Request, pool: ThreadPoolExecutor, read: Callable[..., T], *given: Any) -> T:
         """Run a function in a thread of `pool`, while other requests are served. It ends early if the client goes away,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,30 +41,29 @@ class Readable:
 
 
 class Reader:
-    """Reads requests, one at a time. names: of the model; a request for another one is refused. context: tokens of a
-    prompt and its answer together. most_choices: of a request. cites: citations can be asked for. defaults: for fields
-    that a request leaves out. keeps_billing: see apis/billing."""
+    """Reads requests for a model, one at a time. context: tokens of a prompt and its answer together. most_choices: of
+    a request. cites: citations can be asked for. defaults: for fields that a request leaves out. keeps_billing: see
+    apis/billing."""
 
     def __init__(
         self,
         prompts: Prompts,
         defaults: Wanted,
         *,
-        names: tuple[str, ...],
         context: int,
         most_choices: int,
         cites: bool = False,
         keeps_billing: bool = False,
     ) -> None:
         self._prompts, self._defaults, self._cites = prompts, defaults, cites
-        self._names, self._context, self._keeps_billing = names, context, keeps_billing
+        self._context, self._keeps_billing = context, keeps_billing
         self._most_choices = most_choices
 
-    def read(self, api: Api, body: bytes) -> Readable:
+    def read(self, api: Api, body: Mapping[str, Any]) -> Readable:
         """The request. Raises ApiError."""
         with self._refusing():
             notes = list[str]()
-            given = self._body(body, notes.append)
+            given = self._kept(body, notes.append)
             with _named_as_in(given, api):
                 asked = self._choices(api.fields(given, notes.append), api.num_choices(given))
                 self._check_scores(asked)
@@ -74,10 +71,10 @@ class Reader:
                 notes += prompt.notes
             return Readable(given, asked, _few(tuple(dict.fromkeys(notes))))
 
-    def num_tokens(self, api: Messages, body: bytes) -> int:
+    def num_tokens(self, api: Messages, body: Mapping[str, Any]) -> int:
         """The number of tokens of a request's prompt. Raises ApiError."""
         with self._refusing():
-            given = self._body(body, lambda note: None)
+            given = self._kept(body, lambda note: None)
             with _named_as_in(given, api):
                 return len(self._prompt(api.prompt_fields(given, lambda note: None))[0].tokens)
 
@@ -93,12 +90,8 @@ class Reader:
         except TriforceError as error:
             raise ApiError(500, str(error)) from error
 
-    def _body(self, body: bytes, note: Note) -> Mapping[str, Any]:
-        given = parsed(body)
-        model = given.get("model")
-        if model is not None and model not in self._names:
-            raise no_model(model, self._names)
-        return given if self._keeps_billing else without_billing(given, note)
+    def _kept(self, body: Mapping[str, Any], note: Note) -> Mapping[str, Any]:
+        return body if self._keeps_billing else without_billing(body, note)
 
     def _choices(self, fields: Fields, num: int) -> list[Asked]:
         """`num` choices for each prompt. Their seeds follow one another, from the one that is asked for."""
@@ -174,15 +167,10 @@ def _named_as_in(body: Mapping[str, Any], api: Api) -> Iterator[None]:
         raise UsageError(f"{place}{theirs}{said}") from error
 
 
-def no_model(name: object, names: Sequence[str]) -> ApiError:
-    """The refusal of a name that is none of the model's."""
-    known, shown = ", ".join(names), json.dumps(name)[:80]
-    given = shlex.quote(name) if isinstance(name, str) and name.isprintable() and 0 < len(name) <= 80 else "NAME"
-    message = f"there is no model {shown}; there is {known} (triforce serve --serve-as {given} adds a name)"
-    return ApiError(404, message, "model_not_found")
-
-
 def parsed(body: bytes) -> Mapping[str, Any]:
-    """The object in a body of JSON. Raises UsageError, also for one that cannot be written again, as parts of it are in
+    """The object in a body of JSON. Raises ApiError, also for one that cannot be written again, as parts of it are in
     replies and messages."""
-    return read_object(body, PLACE)
+    try:
+        return read_object(body, PLACE)
+    except UsageError as error:
+        raise ApiError(400, str(error)) from error

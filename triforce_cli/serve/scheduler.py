@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from triforce_cli.answering.answer import Answer
@@ -21,7 +21,6 @@ from triforce_cli.serve.job import Ending, Finish, Job
 if TYPE_CHECKING:
     from offload.metrics import Stats
     from offload.progress import Progress
-    from offload.text.tokenizer import Tokenizer
 
 STOP_SECONDS = 30.0  # for answers under way, once the server is to stop
 SHARE = 4  # answers under way have one in so many seconds of a prefill (docs/measured.md)
@@ -29,6 +28,16 @@ _LISTENING_SECONDS = 0.2  # a signal's handler runs between two waits
 _TO_RETRY = {"retry-after": "1"}
 
 OnEnd = Callable[[Ending], None]
+
+
+class HasToLeave(Protocol):
+    """Whether the model has to leave; see `Turns.has_to_leave`."""
+
+    def __call__(self, *, is_busy: bool) -> bool: ...
+
+
+def _never(*, is_busy: bool) -> bool:
+    return False
 
 
 class Scheduler:
@@ -40,6 +49,7 @@ class Scheduler:
         self._bell = SimpleQueue[None]()  # rings when there is something to do
         self._most_waiting, self._on_end = most_waiting, on_end
         self._stops_at: float | None = None
+        self._has_to_leave: HasToLeave = _never
         self.signal: int | None = None  # the first that was heard
         self.num_dropped = 0  # answers under way that were ended because the server stopped
 
@@ -50,7 +60,7 @@ class Scheduler:
     def check_open(self) -> None:
         """Raises ApiError if the server stops."""
         if self.is_stopping:
-            raise _stopping()
+            raise stopping()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Put the jobs of a request into the queue. Raises ApiError if it has no room for all, or the server stops."""
@@ -60,7 +70,7 @@ class Scheduler:
         self._waiting.extend(jobs)
         if self.is_stopping:  # after the jobs were put there: `run` refuses what it finds once it has stopped
             self._remove(jobs)
-            raise _stopping()
+            raise stopping()
         self._bell.put(None)
 
     def forget(self, jobs: Sequence[Job]) -> None:
@@ -87,12 +97,14 @@ class Scheduler:
         self._stops_at = min(self._stops_at or math.inf, time.monotonic() + seconds)
         self._bell.put(None)
 
-    def run(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
-        """Answer jobs until the server is to stop. An error of a request, or of memory, ends the answers that it
-        concerns; any other error is raised, after the clients were told."""
+    def run(self, answers: Answers[Job], has_to_leave: HasToLeave = _never) -> None:
+        """Answer jobs until the server is to stop, or the model has to leave: no job waits then, and answers under way
+        are those of clients that have gone. An error of a request, or of memory, ends the answers that it concerns; any
+        other error is raised, after the clients were told."""
+        self._has_to_leave = has_to_leave
         try:
             while not self._is_over(answers):
-                self._begin_next(answers, tokenizer)
+                self._begin_next(answers)
                 self._go_on(answers)
         except BaseException as error:
             self._stop_in(0.0)
@@ -104,27 +116,27 @@ class Scheduler:
     def refuse_waiting(self) -> None:
         """Tell the clients of waiting jobs that the server stops."""
         while self._waiting:
-            self._waiting.popleft().report(_stopping())
+            self._waiting.popleft().report(stopping())
 
     def _is_over(self, answers: Answers[Job]) -> bool:
         if self._has_to_end():
-            self._fail_all(answers, _stopping())
-        return self.is_stopping and not len(answers)
+            self._fail_all(answers, stopping())
+        return not len(answers) and (self.is_stopping or self._has_to_leave(is_busy=False))
 
     def _has_to_end(self) -> bool:
         """Whether the time of answers under way is over, because the server stops."""
         return self._stops_at is not None and time.monotonic() >= self._stops_at
 
-    def _begin_next(self, answers: Answers[Job], tokenizer: Tokenizer) -> None:
+    def _begin_next(self, answers: Answers[Job]) -> None:
         """Begin a waiting job if there is room: one, since its prefill holds up the answers under way. Waits for a job
         if nothing is under way."""
         if not answers.has_room or self.is_stopping or (job := self._next(waits=not len(answers))) is None:
             return
         try:
-            self._begin(answers, job, job.answer(tokenizer, self._has_to_end))
+            self._begin(answers, job, job.answer(answers.tokenizer, self._has_to_end))
         except (TriforceError, MemoryError) as error:
             answers.drop(job)
-            job.report(_failed(error))
+            job.report(failed(error))
         except BaseException as error:
             job.report(_ended_by(error))
             raise
@@ -158,7 +170,7 @@ class Scheduler:
     def _reads_on(self, answers: Answers[Job], job: Job, progress: Progress) -> bool:
         """Whether the prompt of a job whose time is over is read further: up to a place whose rows stay, and, as a
         client that has gone may ask again, to its end if nobody else waits."""
-        if self._has_to_end() or (job.is_gone and self.is_stopping):
+        if self._has_to_end() or (job.is_gone and (self.is_stopping or self._has_to_leave(is_busy=True))):
             return False
         return not progress.stays or (job.is_gone and not self._waiting and not len(answers))
 
@@ -168,7 +180,7 @@ class Scheduler:
         try:
             self._tell(answers)
         except (TriforceError, MemoryError) as error:
-            self._fail_all(answers, _failed(error))
+            self._fail_all(answers, failed(error))
 
     def _tell(self, answers: Answers[Job]) -> None:
         """Run passes, and report what they gave."""
@@ -214,15 +226,17 @@ class _Share:
         self._due = end + (SHARE - 1) * (end - start)
 
 
-def _failed(error: Exception) -> ApiError:
+def failed(error: Exception) -> ApiError:
+    """The refusal of a request because of an error."""
     status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, DoesNotFit | MemoryError) else 500
     return ApiError(status, describe(error, debug=False).message)
 
 
 def _ended_by(error: BaseException) -> ApiError:
     """The refusal of answers that end because of `error`, which ends the server."""
-    return _failed(error) if isinstance(error, Exception) else _stopping()
+    return failed(error) if isinstance(error, Exception) else stopping()
 
 
-def _stopping() -> ApiError:
+def stopping() -> ApiError:
+    """The refusal of a request because the server stops."""
     return ApiError(503, "the server is stopping", "server_stopping", _TO_RETRY)

@@ -194,6 +194,12 @@ def test_notes_say_how_the_server_starts_and_that_it_ended_under_the_agent(
     [
         ("import sys; sys.exit('error: context needs 64 GiB; try --context 4096')", 1, "error: context needs 64 GiB"),
         ("import sys; print('error: none fits', file=sys.stderr); sys.exit(3)", 3, "error: none fits"),
+        (
+            "import sys, time\nfor part in ('error: no', 'ne fits', '\\n'):\n"
+            "    print(part, file=sys.stderr, end='', flush=True); time.sleep(0.5)\nsys.exit(3)",
+            3,
+            "error: none fits",
+        ),
         ("import os; os.kill(os.getpid(), 9)", 1, "error: the server ended with exit code -9"),
     ],
 )

@@ -127,12 +127,14 @@ def arguments_of(changed: Mapping[str, Any]) -> list[str]:
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, note: Callable[[str], None]) -> None:
     """Until the server says that it is well. Raises ServerEnded."""
     with log.open(errors="replace") as lines:
-        is_well = False
+        is_well, begun = False, ""  # a line may come in parts
         while not is_well:
             has_ended = process.poll() is not None
             is_well = not has_ended and _is_well(url)
-            for line in lines:
-                if not (has_ended and line.startswith(_ERROR)):
+            for part in lines:
+                line = begun + part
+                begun = "" if line.endswith("\n") or has_ended else line
+                if not begun and not line.startswith(_ERROR):  # the error is the server's last line
                     note(line.rstrip("\n"))
             if has_ended:
                 raise _ended(process, log)

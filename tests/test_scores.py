@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from kit.processor import best
 from kit.stored_models import twin
 from offload.engine import scores as scores_module
 from offload.engine.engine import Engine
-from offload.engine.scores import Distance, Scores, divergence
+from offload.engine.scores import Distance, Scores, divergence, give_memory_back
 from offload.errors import DoesNotFit, TriforceError, UsageError
 from offload.model.decoder import Decoder
 
@@ -247,3 +248,18 @@ def test_99_of_100_places_are_not_above_their_percentile_however_few_there_are(c
     found = Distance.of([scores], [scores]).percentile_99
     assert 100 * int((values <= found).sum()) >= 99 * count
     assert 100 * int((values < found).sum()) < 99 * count
+
+
+def test_memory_that_is_given_back_leaves_the_process() -> None:
+    """The heap kept the pages of a closed engine: 1.6 GB after a model of 1.5 billion parameters."""
+
+    def resident() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    before = resident()
+    blocks = [torch.ones(100_000, dtype=torch.uint8) for _ in range(2000)]
+    last, full = torch.ones(100_000, dtype=torch.uint8), resident()
+    del blocks
+    give_memory_back()
+    assert resident() - before < (full - before) / 4
+    assert last.all()

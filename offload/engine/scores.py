@@ -6,9 +6,11 @@ never exist all at once.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,6 +196,8 @@ def give_memory_back() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError):  # another C library than glibc, whose heap keeps pages that are free
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def num_common_tokens(model: Path, tokenizer: Tokenizer, other: Path) -> int:

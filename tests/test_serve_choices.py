@@ -43,6 +43,14 @@ def test_each_prompt_of_a_list_has_its_answers(stream: bool) -> None:
         assert requests == [("one two", 7), ("one two", 8), ("three", 7), ("three", 8)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_in_the_order_of_their_prompts_whichever_ends_first(stream: bool) -> None:
+    texts = ["one two three four five six", "seven", "eight nine ten"]
+    with Server(batch=3) as server:
+        found = choices(TEXT, server.client.ask(TEXT, {"prompt": texts, "stream": stream}))
+        assert [(each["index"], each["text"]) for each in found] == [*enumerate(texts)]
+
+
 def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     with Server(batch=2, most_waiting=9) as server:
         options = {"stream": True, "stream_options": {"include_usage": True}}

@@ -144,11 +144,14 @@ def test_a_model_that_nobody_asks_for_leaves_after_a_while() -> None:
         waiting = begun(turns, "a")
         await settled()
         assert (waiting.done(), turns.next()) == (False, "a")
+        waiting.cancel()
+        await settled()
         now[0] = 500.0
         turns.loaded("a", "A")
-        assert await waiting == "A"
-        turns.end()
+        now[0] = 509.0
         assert not turns.has_to_leave()
+        now[0] = 510.0
+        assert turns.has_to_leave()
 
     run(test)
 

@@ -736,7 +736,7 @@ def test_a_stream_is_the_whole_reply(api: Api, reply: tuple[list[Said], Ended], 
 
 
 def test_tokens_of_a_choice_are_placed_within_its_own_text() -> None:
-    reply = TEXT.reply({"prompt": ["ab", "abcd"], "echo": True}, "m")
+    reply = TEXT.reply({"prompt": ["ab", "abcdef"], "echo": True}, "m")
     said = [
         Said("It", scores=[score("It")]),
         Said(" no", scores=[score(" no")], choice=1),
@@ -745,7 +745,7 @@ def test_tokens_of_a_choice_are_placed_within_its_own_text() -> None:
     events = [*reply.begin(Usage(1)), *(event for each in said for event in reply.add(each))]
     chunks = [event.data["choices"][0] for event in events if isinstance(event.data, Mapping)]
     assert [each["index"] for each in chunks] == [0, 1, 0, 1, 0]
-    assert [each["logprobs"]["text_offset"] for each in chunks[2:]] == [[2], [4], [4]]
+    assert [each["logprobs"]["text_offset"] for each in chunks[2:]] == [[2], [6], [4]]
 
 
 @pytest.mark.parametrize("api", [CHAT, TEXT], ids=lambda api: api.path)

@@ -450,6 +450,27 @@ def test_a_job_whose_client_goes_away_leaves_the_queue(stream: bool) -> None:
         assert "gone away" not in server.model.said
 
 
+def test_a_prompt_that_is_read_for_a_client_that_has_gone_makes_way_for_another_model() -> None:
+    with Server() as server:
+        gone = server.client.begin("prefill now")
+        until(lambda: server.model.num_prefill_blocks > 5)
+        gone.close()
+        until(lambda: _is_disconnected(server))
+        read = server.model.num_prefill_blocks
+        until(lambda: server.model.num_prefill_blocks > read + 20)
+
+        def wait() -> None:
+            with suppress(ApiError):
+                asyncio.run(server.turns.begin("another"))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        until(lambda: not server.thread.is_alive())
+        server.turns.close(ApiError(503, "stopping"))
+        waiting.join(60)
+    assert (server.model.left, server.error) == (["prefill now"], None)
+
+
 def test_a_client_that_goes_away_before_its_stream_begins_leaves_no_answer_behind() -> None:
     with Server() as server:
         reading, go_on = threading.Event(), threading.Event()

@@ -402,6 +402,15 @@ def test_requests_choose_among_the_installed_models(target: Path, installed: Pat
         assert any("org/two is loaded: 512 tokens of context" in line for line in server.said)
 
 
+def test_the_first_model_is_the_installed_one_at_its_place(installed: Path) -> None:
+    args = [*options(installed / "org" / "one"), "--no-store", "--models"]
+    with Program(args, TRIFORCE_MODELS_DIR=str(installed)) as server:
+        listed = [each["id"] for each in server.client.ask("/v1/models").body["data"]]
+        assert listed == ["one", "org/broken", "org/two"]
+        assert server.client.chat("x", model="org/one", max_tokens=2).body["model"] == "org/one"
+        assert not any("is unloaded" in line for line in server.said)
+
+
 def test_a_model_that_nobody_asks_for_gives_its_memory_back(target: Path) -> None:
     with Program([*options(target), "--no-store", "--idle-unload", "0.05"]) as server:
         text = server.client.chat(QUESTIONS[0], **GREEDY).said

@@ -359,7 +359,7 @@ class Server:
     def _run(self) -> None:
         try:
             with self._http, Answers[Job](self.model) as answers:  # type: ignore[arg-type]
-                self.scheduler.run(answers)
+                self.scheduler.run(answers, self.turns.has_to_leave)
         except BaseException as error:
             self.error = error
 

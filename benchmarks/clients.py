@@ -18,7 +18,7 @@ from typing import Any
 
 import texts
 
-from triforce_cli.agents.installed import path_of
+from triforce_cli.agents.installed import installed, path_of
 from triforce_cli.agents.table import agent_of
 
 Document = dict[str, Any]
@@ -243,7 +243,9 @@ def _run(command: Sequence[str], place: Place, **variables: str) -> None:
         timeout=TURN_SECONDS,
     )
     if done.returncode:
-        raise SystemExit(f"{command[2]} {command[3]} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{command[2]} {command[3]} ended with exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+        )
 
 
 def client_of(name: str) -> Client:
@@ -262,10 +264,10 @@ def client_of(name: str) -> Client:
 
 
 def version_of(client: Client) -> str:
+    """ "" where no package says it."""
     if client.package:
         return version(client.package)
-    command = [agent_of(client.name).command, "--version"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return next(found.version for found in installed() if found.agent.name == client.name)
 
 
 CLAUDE = ("--allowedTools", "Read", "-p")

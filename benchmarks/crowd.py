@@ -229,8 +229,10 @@ def soak(model: Path, draft: Path | None, count: int, num_distinct: int, seed: i
         variables = {"TMPDIR": str(folder / "files"), "TRIFORCE_CACHE_DIR": str(folder / "cache")}
         say(f"  {num_distinct} requests, each alone")
         with serving(*options, "--no-store", **variables) as server:
-            alone = [ask(server, each) for each in asked]
+            plan, alone = server.status()["plan"], [ask(server, each) for each in asked]
         with serving(*options, "--store-size", STORE_GB, **variables) as server:
+            if server.status()["plan"] != plan:  # texts with a seed depend on it
+                raise SystemExit(f"there are two plans: {plan} {server.status()['plan']}")
             found = _crowd(server, work, asked[:AT_A_TIME], alone)
         left = [f"a file is left: {path.relative_to(folder)}" for path in (folder / "files").rglob("*")]
     return replace(found, faults=[*found.faults, *left])

@@ -25,6 +25,7 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ANSWERS = ("/v1/chat/completions", RESPONSES, MESSAGES)
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _NOT_HANDED_ON = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding", "date", "server")
+_MOST_OF_ERROR = 300  # characters
 _COUNT_SECONDS = 5.0  # until an answer that has ended is counted
 
 
@@ -117,8 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
         with closing(http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)) as connection:
             connection.request(self.command, self.path, data or None, headers)
             response = connection.getresponse()
-            if response.status >= 400:
-                say(f"  {self.path}: status {response.status}")
             self.send_response(response.status)
             for name, value in response.getheaders():
                 if name.lower() not in _NOT_HANDED_ON:
@@ -126,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("connection", "close")
             self.end_headers()
             while piece := response.read1(65_536):
+                if response.status >= 400:
+                    say(f"  {self.path}: status {response.status}, {piece.decode(errors='replace')[:_MOST_OF_ERROR]}")
                 self.wfile.write(piece)
                 self.wfile.flush()
 

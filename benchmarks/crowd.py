@@ -55,6 +55,7 @@ SHARES = {
 }  # of requests, by the moment of their clients' leave
 NUM_PIECES = 4  # of a stream, before a client leaves while it is written
 HUNG_SECONDS = 600.0
+NUM_LOOKS, LOOK_SECONDS = 10, 0.5  # at a server without work
 FLAT = 0.03  # growth of memory from the second to the last quarter that counts as none
 NUM_POOL = 8  # threads that the event loop's pool may begin late
 STORE_GB = "0.3"  # less than the prompts have, so rows are removed from the disk, too
@@ -243,7 +244,7 @@ def _crowd(server: Server, work: Sequence[Sent], first: Sequence[Sent], alone: S
     with ThreadPoolExecutor(AT_A_TIME) as clients:
         list(clients.map(partial(ask, server), first))
         start, faults = time.perf_counter(), list[str]()
-        looks = [_look(server, 0, start)]
+        looks = [_idle(server, 0, start)]
         for done, (sent, answer) in enumerate(zip(work, clients.map(partial(_tried, server), work), strict=True), 1):
             if isinstance(answer, str) or (answer is not None and answer != alone[sent.number or 0]):
                 faults.append(f"request {done}, {sent.number} of {sent.path}, {sent.leaves}: {answer}")
@@ -251,7 +252,7 @@ def _crowd(server: Server, work: Sequence[Sent], first: Sequence[Sent], alone: S
                 looks.append(_look(server, done, start))
                 say(f"  {done:,} of {len(work):,} requests, {looks[-1].memory / 1e6:.0f} MB, {len(faults)} faults")
     faults += _still_there(server)
-    looks.append(_look(server, len(work), start))
+    looks.append(_idle(server, len(work), start))
     lines = server.log.read_text(errors="replace").splitlines()
     counts = {**Counter(f"clients: {each.leaves}" for each in work), **_counts(lines), **server.counts()}
     return Soaked(looks, counts, [*faults, *_leaks(looks), *_failures(lines)])
@@ -273,6 +274,15 @@ def _look(server: Server, num_requests: int, start: float) -> Look:
     return Look(num_requests, seconds, process.memory_info().rss, process.num_fds(), process.num_threads())
 
 
+def _idle(server: Server, num_requests: int, start: float) -> Look:
+    """A look once the connections of clients that have gone are closed."""
+    looks = []
+    for _ in range(NUM_LOOKS):
+        time.sleep(LOOK_SECONDS)
+        looks.append(_look(server, num_requests, start))
+    return min(looks, key=lambda look: look.num_files)
+
+
 def _still_there(server: Server) -> Iterator[str]:
     """Requests that do not end although all clients have."""
     deadline = time.monotonic() + HUNG_SECONDS
@@ -280,7 +290,7 @@ def _still_there(server: Server) -> Iterator[str]:
         if time.monotonic() > deadline:
             yield f"requests hang: {status['running']} run, {status['waiting']} wait"
             return
-        time.sleep(0.5)
+        time.sleep(LOOK_SECONDS)
 
 
 def _counts(lines: Sequence[str]) -> dict[str, int]:

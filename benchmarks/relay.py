@@ -1,7 +1,7 @@
 """A relay between a client and a server, which measures each answer by the server's counts.
 
-Small models seldom call a tool by themselves, and write long answers. So the relay demands a call of a tool where the
-last message is a user's, makes answers greedy and limits their tokens. It hands on one request for an answer at a time.
+Small models seldom call a tool by themselves, and write long answers. So the relay demands a call of a tool at the
+beginning of a turn, makes answers greedy and limits their tokens. It hands on one request for an answer at a time.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Relay:
     _one: threading.Lock = field(default_factory=threading.Lock)
 
     def measured(self) -> list[Measured]:
-        """The answers since the last call."""
+        """The answers of a turn that has ended."""
         with self._one:
             found, self._measured = self._measured, []
         return found
 
     def changed(self, path: str, body: Document) -> Document:
-        """The request that is handed on."""
+        """The request that is handed on. A call is demanded once a turn: agents ask for the rest of one that is cut."""
         limits = {name: min(body[name] or self.max_tokens, self.max_tokens) for name in _LIMITS if name in body}
         limits = limits or {"max_output_tokens" if path == RESPONSES else "max_tokens": self.max_tokens}
-        choice = _choice(path, self.tool) if _begins_turn(path, body) and self.tool in _names(body) else {}
-        return {**body, **limits, **choice, "temperature": 0}
+        demands = not self._measured and _begins_turn(path, body) and self.tool in _names(body)
+        return {**body, **limits, **(_choice(path, self.tool) if demands else {}), "temperature": 0}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

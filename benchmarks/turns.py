@@ -1,7 +1,7 @@
 """Turns of a conversation: how much of each prompt is read anew, and how long its answer takes to begin.
 
 usage: python benchmarks/turns.py clients [--names openai-chat,openai-responses,anthropic,llm] [--model DIR]
-                                          [--context 32768] [--max-tokens 96]
+                                          [--context 32768] [--max-tokens 160]
        python benchmarks/turns.py billing [--tokens 18000] [--model DIR] [--context 32768]
 
 Clients: each one in names has a talk of five turns with a server of its own (clients.py). Python packages have to be on
@@ -117,7 +117,7 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     talks = parts.add_parser("clients", help="five turns with tools by clients")
     talks.add_argument("--names", default="openai-chat,openai-responses,anthropic,llm")
-    talks.add_argument("--max-tokens", type=int, default=96, help="of an answer at most")
+    talks.add_argument("--max-tokens", type=int, default=160, help="of an answer at most")
     prompts = parts.add_parser("billing", help="a second turn with and without the billing block")
     prompts.add_argument("--tokens", type=int, default=18_000)
     for part in (talks, prompts):

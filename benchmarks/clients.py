@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import texts
+from report import say
 
 from triforce_cli.agents.installed import installed, path_of
 from triforce_cli.agents.table import agent_of
@@ -25,7 +26,8 @@ Document = dict[str, Any]
 TURNS = 5
 MOST_CALLS = 3  # in a turn
 FILE_CHARACTERS, SYSTEM_CHARACTERS = 1200, 6000
-TURN_SECONDS = 1800.0  # after which an agent is ended
+TURN_SECONDS = 1800  # after which a program is ended, with all that it has started
+_MOST_OF_WORDS = 500  # characters
 READ = "read_file"  # the tool of the Python packages
 ABOUT = "Read a file of the folder."
 PARAMETERS = {
@@ -231,21 +233,18 @@ def _agent(name: str, first: Sequence[str], later: Sequence[str]) -> Callable[[P
 
 
 def _run(command: Sequence[str], place: Place, **variables: str) -> None:
-    """Raises SystemExit with the last words of a program that fails."""
+    """Run a program to its end, and say its last words if it fails: an agent does where its answer was cut."""
     environment = {**os.environ, "HOME": str(place.home), "PWD": str(place.work), **variables}
     done = subprocess.run(
-        command,
+        ["timeout", str(TURN_SECONDS), *command],
         cwd=place.work,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TURN_SECONDS,
     )
     if done.returncode:
-        raise SystemExit(
-            f"{command[2]} {command[3]} ended with exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
-        )
+        say(f"  exit code {done.returncode}: {(done.stdout + done.stderr)[-_MOST_OF_WORDS:]}")
 
 
 def client_of(name: str) -> Client:

@@ -1,7 +1,7 @@
 """Turns of a conversation: how much of each prompt is read anew, and how long its answer takes to begin.
 
 usage: python benchmarks/turns.py clients [--names openai-chat,openai-responses,anthropic,llm] [--model DIR]
-                                          [--context 32768] [--max-tokens 160]
+                                          [--context 32768] [--max-tokens 256]
        python benchmarks/turns.py billing [--tokens 18000] [--model DIR] [--context 32768]
 
 Clients: each one in names has a talk of five turns with a server of its own (clients.py). Python packages have to be on
@@ -76,14 +76,19 @@ def billing_talk(server: Server, text: str, *, has_block: bool) -> Iterator[Meas
 
 
 def clients(args: argparse.Namespace) -> Iterator[Document]:
-    """A run for each answer."""
+    """A run for each answer. A talk ends early at an error, or a turn without an answer."""
     model, draft = demo_models(args.model, args.draft)
     for client in [client_of(name) for name in args.names.split(",")]:
         say(f"{client.name} {version_of(client)}")
-        for turn, answers in enumerate(talk(client, model, draft, args), 1):
-            for each in answers:
-                say(f"  turn {turn}: {each.cached:,} of {each.prompt:,} tokens cached, {each.first_seconds:.1f} s")
-                yield {"what": client.name, "version": version_of(client), "turn": turn} | asdict(each)
+        try:
+            for turn, answers in enumerate(talk(client, model, draft, args), 1):
+                if not answers:
+                    raise ValueError(f"turn {turn} had no answer")
+                for each in answers:
+                    say(f"  turn {turn}: {each.cached:,} of {each.prompt:,} tokens cached, {each.first_seconds:.1f} s")
+                    yield {"what": client.name, "version": version_of(client), "turn": turn} | asdict(each)
+        except Exception as error:
+            say(f"  the talk ended: {type(error).__name__}: {error}")
 
 
 def billing(args: argparse.Namespace) -> Iterator[Document]:
@@ -117,7 +122,7 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     talks = parts.add_parser("clients", help="five turns with tools by clients")
     talks.add_argument("--names", default="openai-chat,openai-responses,anthropic,llm")
-    talks.add_argument("--max-tokens", type=int, default=160, help="of an answer at most")
+    talks.add_argument("--max-tokens", type=int, default=256, help="of an answer at most")
     prompts = parts.add_parser("billing", help="a second turn with and without the billing block")
     prompts.add_argument("--tokens", type=int, default=18_000)
     for part in (talks, prompts):

@@ -1,7 +1,9 @@
-"""Long runs: one long text over an offloaded cache, and a batch of many prompts that is killed and resumed.
+"""Long runs: one long text over an offloaded cache, a batch of many prompts that is killed and resumed, and a server
+with a crowd of clients.
 
 usage: python benchmarks/soak.py text [--length 28672] [--max-tokens 4096] [--window 512] [--link-gbps 1]
        python benchmarks/soak.py batch [--prompts 500] [--batch 4] [--kills 3]
+       python benchmarks/soak.py serve [--requests 500] [--distinct 60] [--seed 1] [--model DIR] [--draft DIR|none]
 
 The text is greedy, and is compared with plain decoding's text with everything resident. Each row is a window of tokens:
 ms/token, the share of drafted tokens that the target accepted, and the process's memory at its end.
@@ -10,6 +12,10 @@ The batch is `triforce generate --input-jsonl -o FILE` with prompts of 200 to 1,
 It is killed while results arrive, and started again with the same command. Its rows are runs: results, tokens/s in all,
 and the peak memory in the first quarter, the first half and all of the run. At the end every id must be there once, and
 one of five greedy texts is compared with that of a run with one prompt at a time.
+
+The server answers four requests at a time, of eight clients (crowd.py). Its rows are looks at the process: before,
+after every 50 requests, and at the end. It ends with exit code 1 where a text is another one than alone, memory, open
+files or threads grow, a request hangs or fails, or a temporary file is left.
 """
 
 from __future__ import annotations
@@ -21,12 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import texts
+from crowd import soak
 from decode import demo_models, without_link
 from report import about, emit, say
 
@@ -176,6 +184,12 @@ def arguments() -> argparse.Namespace:
     batch.add_argument("--prompts", type=int, default=500)
     batch.add_argument("--batch", type=int, default=4)
     batch.add_argument("--kills", type=int, default=3)
+    serve = parts.add_parser("serve", help="a server with a crowd of clients, some of which leave")
+    serve.add_argument("--requests", type=int, default=500)
+    serve.add_argument("--distinct", type=int, default=60)
+    serve.add_argument("--seed", type=int, default=1)
+    serve.add_argument("--model", type=Path, help="target; default: the demo pair")
+    serve.add_argument("--draft", help='draft, or "none"')
     return parser.parse_args()
 
 
@@ -196,10 +210,24 @@ def emit_batch(args: argparse.Namespace) -> None:
     emit(["what", "tokens/s", "MB, a quarter", "half", "all"], rows, about(title, 1), found)
 
 
+def emit_serve(args: argparse.Namespace) -> None:
+    model, draft = demo_models(args.model, args.draft)
+    found = soak(model, draft, args.requests, args.distinct, args.seed)
+    rows = [
+        [f"{look.num_requests}", *numbers(look.seconds, look.memory), f"{look.num_files}", f"{look.num_threads}"]
+        for look in found.looks
+    ]
+    shared = about(f"{model.name}, {args.requests} requests", args.seed, counts=found.counts, faults=found.faults)
+    emit(["requests", "seconds", "MB", "files", "threads"], rows, shared, map(asdict, found.looks))
+    say("\n".join([*(f"{name}: {number:g}" for name, number in found.counts.items()), *found.faults]))
+    if found.faults:
+        raise SystemExit(1)
+
+
 def numbers(rate: float, *memory: int) -> list[str]:
     return [f"{rate:.1f}", *(f"{most / 1e6:.0f}" for most in memory)]
 
 
 if __name__ == "__main__":
     args = arguments()
-    {"text": emit_text, "batch": emit_batch}[args.part](args)
+    {"text": emit_text, "batch": emit_batch, "serve": emit_serve}[args.part](args)

@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -27,42 +22,22 @@ from typing import Any
 import texts
 from decode import demo_models
 from report import say
+from server import Server, serving
 
 from offload.engine.engine import load_tokenizer
 
-PORT = 8971
 WARM_SECONDS = 3.0
 END = 1  # the demo model's token, which no text has
 
 
-@contextmanager
-def server(batch: int) -> Iterator[str]:
-    sizes = ("--batch", str(batch), "--context", "16384", "--max-waiting", "64")
-    command = (sys.executable, "-m", "triforce_cli", "serve", *sizes, "--port", str(PORT), "--no-store", "-q")
-    with subprocess.Popen(command) as program:
-        try:
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=1).read()
-                    break
-                except OSError:
-                    assert program.poll() is None, "the server ended"
-                    time.sleep(0.2)
-            yield f"http://127.0.0.1:{PORT}/v1/completions"
-        finally:
-            program.terminate()
-
-
-def ask(url: str, prompt: str, max_tokens: int, *, stream: bool = False) -> Any:
+def ask(server: Server, prompt: str, max_tokens: int, *, stream: bool = False) -> Any:
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream, "temperature": 0}
-    body |= {"logit_bias": {str(END): -100}}
-    sent = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    return urllib.request.urlopen(sent, timeout=3600)
+    return server.post("/v1/completions", body | {"logit_bias": {str(END): -100}})
 
 
-def pieces(url: str, times: list[float], stop: list[bool]) -> None:
+def pieces(server: Server, times: list[float], stop: list[bool]) -> None:
     """Note the times at which pieces of a stream come, until it is to stop."""
-    with ask(url, "The river", 12_000, stream=True) as stream:
+    with ask(server, "The river", 12_000, stream=True) as stream:
         for line in stream:
             if line.startswith(b"data: "):
                 times.append(time.perf_counter())
@@ -86,14 +61,16 @@ def main() -> None:
     starts = [each / wanted.prompts for each in range(wanted.prompts)]
     prompts = [tokenizer.decode(texts.prompt("continue", tokenizer, wanted.tokens, start)) for start in starts]
     times, stop = list[float](), list[bool]()
-    with server(wanted.prompts + 1) as url, ThreadPoolExecutor(wanted.prompts + 1) as clients:
-        reading = clients.submit(pieces, url, times, stop)
+    batch = wanted.prompts + 1
+    sizes = ("--batch", str(batch), "--context", "16384", "--max-waiting", "64", "--no-store")
+    with serving(*sizes) as server, ThreadPoolExecutor(batch) as clients:
+        reading = clients.submit(pieces, server, times, stop)
         while not times:
             time.sleep(0.1)
         time.sleep(WARM_SECONDS)
         print(f"alone: {gaps(times[1:])}")
         count, start = len(times), time.perf_counter()
-        answers = list(clients.map(lambda prompt: json.load(ask(url, prompt, wanted.new)), prompts))
+        answers = list(clients.map(lambda prompt: json.load(ask(server, prompt, wanted.new)), prompts))
         seconds = time.perf_counter() - start
         stop.append(True)
         reading.result()

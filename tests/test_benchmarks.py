@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from triforce_cli.documents.selection import Named
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
+from relay import Relay
 from report import lines, read
 from routing import hits_apart
+from server import Server
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -335,6 +338,47 @@ def test_a_batch_that_is_killed_has_a_row_for_each_run(run: Run, monkeypatch: py
     assert runs[0]["what"].startswith("results 0 to ")
     assert runs[1]["what"].endswith("to 4 of 4, 2 at a time")
     assert "tokens/s" in table
+
+
+@pytest.mark.deep
+def test_a_server_with_a_crowd_has_no_faults(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That each text is the one that a request gives alone, that nothing leaks and nothing hangs, it checks itself."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    written, table = run("soak.py", "serve", "--requests", "24", "--distinct", "12")
+    shared, looks = read(written)
+    assert (shared["faults"], [look["num_requests"] for look in looks]) == ([], [0, 24])
+    assert shared["counts"]["requests_total"] > 12
+    assert "threads" in table
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "result", "choice"),
+    [
+        ("/v1/chat/completions", "messages", {"role": "tool", "content": "it"}, {"function": {"name": "read"}}),
+        ("/v1/responses", "input", {"type": "function_call_output", "output": "it"}, {"name": "read"}),
+        ("/v1/messages", "messages", {"role": "user", "content": [{"type": "tool_result"}]}, {"name": "read"}),
+    ],
+)
+def test_a_relay_demands_a_call_where_a_turn_begins(path: str, field: str, result: Any, choice: Any) -> None:
+    relay = Relay(Server("", None, Path()), "read", 9)  # type: ignore[arg-type]
+    question, tools = {"role": "user", "content": "Read it."}, [{"name": "read"}, {"function": {"name": "write"}}]
+    begun = relay.changed(path, {field: [question], "tools": tools, "max_tokens": 100})
+    assert (begun["tool_choice"].items() >= choice.items(), begun["max_tokens"], begun["temperature"]) == (True, 9, 0)
+    assert "tool_choice" not in relay.changed(path, {field: [question, result], "tools": tools})
+    assert "tool_choice" not in relay.changed(path, {field: [question], "tools": tools[1:]})
+
+
+@pytest.mark.deep
+def test_a_second_turn_without_the_billing_block_reads_what_is_new_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    written, table = run("turns.py", "billing", "--tokens", "1200", "--context", "2048")
+    _, answers = read(written)
+    anew = {each["what"]: each["prompt"] - each["cached"] for each in answers if each["turn"] == 2}
+    assert anew["block left out"] == anew["no block"] < 100
+    assert anew["block kept"] > 1000
+    assert "read anew" in table
 
 
 def test_json_texts_are_judged_and_compared(run: Run, tmp_path: Path) -> None:

@@ -157,6 +157,13 @@ def _file_of(name: str) -> Path | None:
     return next((found for found in models_in(model_folder(model_id)) if found.name == file), None)
 
 
+def name_of(model_id: str, file: str = "") -> str:
+    """The name of a stored model for --model. file: the GGUF file that is meant, which is named where there is more."""
+    folder, name = model_folder(model_id), short_name(model_id)
+    is_all = not (folder / "config.json").is_file() and models_in(folder) == [folder / file]
+    return f"{name}/{file}" if file and not is_all else name
+
+
 def is_here(name: str, *, weights: bool = True) -> bool:
     """Tell whether the model `name`, an alias or OWNER/NAME, is stored. weights: config.json alone is not enough."""
     model_id = id_of(name)

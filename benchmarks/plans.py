@@ -16,7 +16,7 @@ from dataclasses import replace
 from report import say
 
 from offload.config.config_json import config_of
-from offload.config.encodings import encoded, matrices
+from offload.config.gguf_forms import in_form
 from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.errors import DoesNotFit, UsageError
@@ -254,22 +254,8 @@ def _proposing(plan: Plan) -> str:
 
 
 def stored(config: ModelConfig, form: str) -> ModelConfig:
-    """The same model in llama.cpp's `form`. In Q4_K_M the matrices of the values and the last matrices of the
-    feed-forward networks have 6 bits in half of the layers, and so has the head."""
-    count, head = config.num_layers, head_of(config)
-    every = matrices(config) | (matrices(head) if head is not None else {})
-
-    def encoding_of(name: str) -> str:
-        if form != "Q4_K_M":
-            return form
-        if name == config.names.head:
-            return "Q6_K"
-        layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else 0
-        more = layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
-        kind = "Q6_K" if more and ("v_proj" in name or "down_proj" in name) else "Q4_K"
-        return "Q8_0" if name in every and every[name].inputs % 256 else kind
-
-    return encoded(config, encoding_of) if form else config
+    """The same model in llama.cpp's `form`; "": as in its config.json."""
+    return in_form(config, form) if form else config
 
 
 def milliseconds(seconds: float) -> str:

@@ -341,7 +341,7 @@ class TestFit:
     def test_nothing_fits_exits_3(self, plan: Plan) -> None:
         done = plan.run("--gpus", "1", "--host-memory", "1", "--fit", "--no-speculation")
         assert (done.returncode, done.stdout) == (3, "")
-        assert "not even one token of context fits" in done.stderr
+        assert "no context fits; take a smaller one, 'triforce start' lists some" in done.stderr
 
 
 class TestScreen:

@@ -48,6 +48,7 @@ from triforce_cli.agents import server
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
 from triforce_cli.chat import background, reader
+from triforce_cli.commands import start
 from triforce_cli.documents import reading, selection
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.selection import Named
@@ -378,6 +379,13 @@ def agree(place: Place) -> None:
     consent.agreed(Mock(has_person=True), "remove it?")
 
 
+def press(place: Place) -> None:
+    place.patch.setattr(sys, "stdin", Mock())
+    for name, stand_in in (("termios", Mock()), ("Keys", MagicMock()), ("os", Mock(read=waits))):
+        place.patch.setattr(start, name, stand_in)
+    start._pressed(["1"], Mock(), "which?")
+
+
 def type_message(place: Place) -> None:
     typed = reader.PromptReader.__new__(reader.PromptReader)
     typed._session = Mock(prompt=waits)
@@ -423,6 +431,7 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "triforce_cli.chat.reader._next_line": next_line,
     "triforce_cli.chat.reader.PromptReader.read": type_message,
     "triforce_cli.options.consent.agreed": agree,
+    "triforce_cli.commands.start._pressed": press,
     "triforce_cli.ground.outfile.OutputFile.__enter__": open_pipe,
     "triforce_cli.ground.outfile.write_all": write_file,
     "triforce_cli.screen.output._write": write_text,

@@ -411,10 +411,20 @@ def test_a_refusal_of_one_file_ends_the_pull(hub, triforce, folder, plain, statu
     assert state_of(folder) == "broken off"
 
 
+def test_a_connection_that_breaks_says_so_and_how_to_go_on(hub, triforce, gguf_files):
+    """The command named the whole repository, which has no config.json, in place of the file."""
+    hub.put("owner/tiny-GGUF", gguf_files)
+    hub.cuts["tiny.F16.gguf"] = [CHUNK, *[0] * 60]
+    code, _, err = triforce("pull", "owner/tiny-GGUF", "--file", "tiny.F16.gguf")
+    again = "'triforce pull owner/tiny-GGUF --file tiny.F16.gguf' resumes it"
+    assert (code, err.splitlines()[-1].partition("; ")[2]) == (1, f"check the network, then {again}")
+    assert err.splitlines()[-1].startswith("error: the connection broke off (")
+
+
 def test_no_network_says_so(hub, triforce, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     code, _, err = triforce("pull", NAME)
-    assert (code, "the hub cannot be reached (ConnectError" in err) == (1, True)
+    assert (code, "the hub cannot be reached ([Errno" in err) == (1, True)
 
 
 @pytest.mark.parametrize("name", ["llama", "a/b/c", "../x", "a/..", "local/x", "/etc/passwd", "a/b\x1b[2J", ""])
@@ -461,6 +471,7 @@ def test_a_gguf_file_is_pulled_and_found_by_the_repositorys_name(hub, triforce, 
     assert (code, "with --file: tiny-00001-of-" in err, hub.asked()) == (4, True, [])
     code, out, err = triforce("pull", "owner/tiny-GGUF", "--file", "tiny.F16.gguf")
     assert (code, out) == (0, f"{root / 'owner/tiny-GGUF'}\n"), err
+    assert err.splitlines()[-1] == "next: triforce chat --model owner/tiny-GGUF"
     assert hub.asked() == ["tiny.F16.gguf"]
     assert locate("owner/tiny-GGUF") == root / "owner/tiny-GGUF/tiny.F16.gguf"
     (entry,) = entries()
@@ -468,7 +479,8 @@ def test_a_gguf_file_is_pulled_and_found_by_the_repositorys_name(hub, triforce, 
     assert triforce("pull", "owner/tiny-GGUF", "--file", "tiny.F16.gguf")[0] == 0
     assert hub.asked() == []
     first = min(gguf_files)
-    assert triforce("pull", "owner/tiny-GGUF", "--file", first)[0] == 0
+    code, _, err = triforce("pull", "owner/tiny-GGUF", "--file", first)
+    assert (code, err.splitlines()[-1]) == (0, f"next: triforce chat --model owner/tiny-GGUF/{first}")
     assert sorted(hub.asked()) == sorted(name for name in gguf_files if name != "tiny.F16.gguf")
     with pytest.raises(ModelError, match=rf"has 2 GGUF files; give the path of one: .*{first}, .*tiny.F16.gguf"):
         locate("owner/tiny-GGUF")
@@ -587,7 +599,7 @@ def test_too_small_a_disk_is_refused_before_weights_come(hub, triforce, folder, 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed - 1))
     code, _, err = triforce("pull", NAME)
     assert (code, hub.asked()) == (3, ["config.json"])
-    assert f"{needed / 1e9:.3g} GB are needed in {folder}" in err
+    assert f"{size(needed)} are needed in {folder}" in err
     assert FOLDER_VARIABLE in err
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed))
     assert triforce("pull", NAME)[0] == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,7 @@ from triforce_cli.commands.pull import pull
 from triforce_cli.commands.score import score
 from triforce_cli.commands.serve import serve
 from triforce_cli.commands.sessions import sessions
+from triforce_cli.commands.start import start
 from triforce_cli.commands.store import store
 from triforce_cli.commands.text import text
 from triforce_cli.commands.tokens import tokens
@@ -44,13 +45,23 @@ from triforce_cli.settings import variables
 
 INTERRUPTED = 130
 
+
+class Program(Group):
+    """All commands. Alone at a terminal the program is the command `start`; elsewhere it prints its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_alone = not args and not ctx.resilient_parsing and Output().is_dialogue
+        return super().parse_args(ctx, ["start"] if is_alone else args)
+
+
 app = typer.Typer(
-    cls=Group,
+    cls=Program,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+app.command()(start)
 app.command()(generate)
 app.command()(ask)
 app.command()(chat)

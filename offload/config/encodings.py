@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,8 +49,8 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
                 if part.outputs and part.inputs:
                     _add(found, layer + name, part)
         for own, part in zip(names.experts, expert_matrices(block, config.hidden_size).values(), strict=True):
-            for name in own:
-                _add(found, layer + name, part)
+            for name, count in Counter(own).items():  # one for all experts, or one each
+                _add(found, layer + name, replace(part, outputs=count * part.outputs))
     return found
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from offload.errors import DoesNotFit, TriforceError
+from offload.units import size
 
 
 def free_bytes(folder: Path) -> int:
@@ -19,9 +20,7 @@ def check_room(folder: Path, num_bytes: int, remedy: str) -> None:
     """Raises DoesNotFit if fewer than `num_bytes` are free."""
     free = free_bytes(folder)
     if num_bytes > free:
-        raise DoesNotFit(
-            f"{num_bytes / 1e9:.3g} GB are needed in {folder} and {free / 1e9:.3g} GB are free; make room, or {remedy}"
-        )
+        raise DoesNotFit(f"{size(num_bytes)} are needed in {folder} and {size(free)} are free; make room, or {remedy}")
 
 
 def disk_error(error: OSError, folder: Path, then: str) -> TriforceError:

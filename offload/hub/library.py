@@ -141,11 +141,16 @@ def locate(name: str, *, weights: bool = True) -> Path:
 
 def _model_in(folder: Path, name: str) -> Path:
     """The folder of a stored model, or the GGUF file that is all it has. Raises ModelError where it has several."""
-    files = [] if (folder / "config.json").is_file() else models_in(folder)
+    files = _files(folder)
     if len(files) > 1:
         named = ", ".join(str(file) for file in files)
         raise ModelError(f"{name} has {len(files)} GGUF files; give the path of one: {named}")
     return files[0] if files else folder
+
+
+def _files(folder: Path) -> list[Path]:
+    """The GGUF files of a stored model; none where its folder is the model."""
+    return [] if (folder / "config.json").is_file() else models_in(folder)
 
 
 def _file_of(name: str) -> Path | None:
@@ -165,9 +170,13 @@ def stored_name(name: str) -> str | None:
     model_id = id_of(name)
     if model_id is None or not is_here(name):
         return None
-    folder = model_folder(model_id)
-    several = not (folder / "config.json").is_file() and len(models_in(folder)) > 1
-    return None if several else short_name(model_id)
+    return None if len(_files(model_folder(model_id))) > 1 else short_name(model_id)
+
+
+def name_of(model_id: str, file: str = "") -> str:
+    """The name of a stored model for --model. file: the GGUF file that is meant, which is named where there is more."""
+    folder, name = model_folder(model_id), short_name(model_id)
+    return f"{name}/{file}" if file and _files(folder) != [folder / file] else name
 
 
 def is_here(name: str, *, weights: bool = True) -> bool:
@@ -197,7 +206,7 @@ def entries() -> list[Entry]:
 def _entries_of(model_id: str) -> list[Entry]:
     """The entry of a stored model, or one entry per GGUF file if it has several."""
     folder, name = model_folder(model_id), short_name(model_id)
-    files = [] if (folder / "config.json").is_file() else models_in(folder)
+    files = _files(folder)
     if len(files) < 2:
         return [entry_of(folder, name)]
     return [entry_of(folder, f"{name}/{file.name}", file=file) for file in files]

@@ -67,9 +67,9 @@ def pull(
     on_plan: called before the weights are fetched. Memory: little; one shard while shards in torch's old format are
     converted. Raises TriforceError.
     """
-    listing = remote.list_repository(repository, revision)
+    listing = remote.list_repository(repository, revision, file=file)
     folder = model_folder(listing.repository)
-    with remote.translated_errors(repository, revision, folder), _staging(folder) as staging:
+    with remote.translated_errors(repository, revision, folder, file=file), _staging(folder) as staging:
         transfer = _Transfer(listing, folder, staging, report, file)
         plan = transfer.prepare(config_only=config_only)
         on_plan(plan)

@@ -50,12 +50,13 @@ class Listing:
         return next((file for file in self.files if file.name == name), None)
 
 
-def list_repository(repository: str, revision: str) -> Listing:
-    """Ask the hub for the files of `repository` at `revision`. Raises ModelError, TriforceError."""
+def list_repository(repository: str, revision: str, *, file: str = "") -> Listing:
+    """Ask the hub for the files of `repository` at `revision`. file: the only one that is wanted. Raises ModelError,
+    TriforceError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with translated_errors(repository, revision):
+    with translated_errors(repository, revision, file=file):
         try:
             with waiting():
                 info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS)
@@ -79,12 +80,12 @@ def file_url(listing: Listing, file: RemoteFile) -> str:
 
 
 @contextmanager
-def translated_errors(repository: str, revision: str, folder: Path | None = None) -> Iterator[None]:
+def translated_errors(repository: str, revision: str, folder: Path | None = None, *, file: str = "") -> Iterator[None]:
     """Raise errors of huggingface_hub, the network and the disk of `folder` as TriforceErrors that name the command to
-    run."""
+    run. file: the only one that is pulled."""
     from huggingface_hub import errors
 
-    again = pull_command(repository, revision)
+    again = pull_command(repository, revision, file)
     try:
         yield
     except errors.OfflineModeIsEnabled as error:
@@ -97,7 +98,9 @@ def translated_errors(repository: str, revision: str, folder: Path | None = None
             f"'hf auth login', then run {again}"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelError(f"{repository} has no revision {revision!r}; {pull_command(repository)} takes main") from error
+        raise ModelError(
+            f"{repository} has no revision {revision!r}; {pull_command(repository, file=file)} takes main"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"the hub has no repository {repository}: check the spelling; if it is private, log in with "
@@ -106,9 +109,9 @@ def translated_errors(repository: str, revision: str, folder: Path | None = None
     except errors.HfHubHTTPError as error:
         _raise_for_status(repository, error.response.status_code, again, error)
     except transport_error() as error:
-        raise TriforceError(
-            f"the hub cannot be reached ({type(error).__name__}: {error}); check the network, then {again} resumes it"
-        ) from error
+        kind = type(error).__name__
+        problem = f"the hub cannot be reached ({error})" if "Connect" in kind else f"the connection broke off ({kind})"
+        raise TriforceError(f"{problem}; check the network, then {again} resumes it") from error
     except OSError as error:
         raise disk_error(error, folder or models_folder(), f"{again} resumes it") from error
 

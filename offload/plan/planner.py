@@ -283,7 +283,10 @@ def _check_memory(sizing: Sizing, capacity: int, num_prompt_tokens: int) -> None
     if (short := least_shortage(sizing, capacity)) is None:
         return
     fits = largest(lambda tokens: least_shortage(sizing, tokens) is None, capacity)
-    remedy = f"the largest context that fits is {fits} tokens" if fits else "not even one token of context fits"
+    needs, remedy = "the model", "no context fits; take a smaller one, 'triforce start' lists some"
+    if fits:
+        needs = f"a context of {capacity} tokens ({num_prompt_tokens} of prompt)"
+        remedy = f"the largest context that fits is {fits} tokens"
     if not sizing.hardware.is_cpu and sizing.options.offload not in (None, {"weights", "kv"}):
         remedy += "; --offload auto moves to the host what has no room on the device"
-    raise DoesNotFit(f"a context of {capacity} tokens ({num_prompt_tokens} of prompt) needs {short}; {remedy}")
+    raise DoesNotFit(f"{needs} needs {short}; {remedy}")

@@ -121,6 +121,13 @@ def some_models() -> None:
     Path("config.toml").write_text('[aliases]\nlong = "yarn-llama-2-13b-128k"\nlost = "llama-68m"\n')
 
 
+def a_disk() -> None:
+    """With 412 GB free."""
+    from offload.hub import disk
+
+    disk.free_bytes = lambda folder: 412 * 10**9
+
+
 def a_hub() -> None:
     from huggingface_hub import constants
 
@@ -264,6 +271,8 @@ SCENES: dict[str, Scene] = {
         f"plan {PAIR} --gpus 1 --gpu-memory 48 --link-gbps 50 --context 60000", some_configs, modes="terminal"
     ),
     "plan-fit": Scene(f"plan {PAIR} --fit --gpus 1", some_configs, modes="terminal json"),
+    "start": Scene("start", a_disk, typed=[("leaves:", "q")]),
+    "start-gpu": Scene("start --device cuda", a_disk, typed=[("leaves:", "q")], columns=60, modes="terminal"),
     "doctor": Scene("doctor", a_diagnosis("LAPTOP"), modes="terminal"),
     "doctor-two-gpus": Scene("doctor", a_diagnosis("TWO_ON_X8")),
     "pull": Scene("pull owner/model", a_hub),

@@ -52,6 +52,7 @@ HEAVY = (
     *("kit.hub", "test_cli_bench", "test_cli_models", "test_cli_plan", "test_cli_sessions", "test_doctor"),
     *("lxml.etree", "webencodings", "fontTools.ttLib", "llguidance", "offload.bench.environment"),
     *("offload.engine.engine", "offload.engine.sequences", "offload.hub.convert", "offload.hub.pull"),
+    "offload.hub.offers",
     *("offload.bench.exactness", "offload.bench.trial", "offload.plan.what_if", "triforce_cli.app"),
     *("triforce_cli.chat.engine", "triforce_cli.chat.background", "triforce_cli.chat.reader"),
     *("triforce_cli.prompts.script", "triforce_cli.chat.slash", "triforce_cli.render.plan"),

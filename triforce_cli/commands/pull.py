@@ -69,6 +69,7 @@ def pull(
     with Output(quiet=quiet) as output:
         output.wait(f"asking the hub for {repository}")
         from offload.hub import pull as hub
+        from offload.hub.library import name_of
 
         def announce(plan: hub.PullPlan) -> None:
             for line in render_models.pull_plan(plan):
@@ -90,4 +91,5 @@ def pull(
             output.document(render_models.pulled_document(plan))
         else:
             output.text(f"{path_text(plan.folder)}\n")
-            output.note(render_models.next_command(plan, config_only=config_only))
+            name = name_of(repository, "" if file is None else plan.files[0].name)
+            output.note(render_models.next_command(name, config_only=config_only))

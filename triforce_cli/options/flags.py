@@ -183,11 +183,11 @@ def plan_options(levels: LevelFlags, **placement: Any) -> Options:
         if name in given:
             given[name] = _bits(name.replace("_", "-"), given[name])
     if "gpus" in given:
-        given["gpus"] = _num_gpus(given["gpus"])
+        given["gpus"] = number_of_gpus(given["gpus"])
     return Options(**given)
 
 
-def _num_gpus(text: str) -> int | None:
+def number_of_gpus(text: str) -> int | None:
     """The number of GPUs, from a number or "auto" (None: all of this machine)."""
     if text.strip() == AUTO:
         return None

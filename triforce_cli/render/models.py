@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import shell_line
-from offload.hub.names import short_name
 from offload.units import size
 from triforce_cli import __version__
 from triforce_cli.ground.text import NOTHING, counted, indented, line_text, path_text, significant
@@ -150,9 +149,8 @@ def pull_plan(plan: PullPlan) -> Iterator[str]:
         yield "its weights are pickled: each file is converted to safetensors when it has come, and verified"
 
 
-def next_command(plan: PullPlan, *, config_only: bool) -> str:
-    """The command to run after a pull."""
-    name = short_name(plan.listing.repository)
+def next_command(name: str, *, config_only: bool) -> str:
+    """The command to run after a pull. name: of the model."""
     return f"next: {shell_line('triforce', 'plan' if config_only else 'chat', '--model', name)}"
 
 

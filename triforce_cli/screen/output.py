@@ -115,6 +115,11 @@ class Output:
         """True if a person types and sees standard error."""
         return is_terminal(sys.stdin) and is_terminal(sys.stderr)
 
+    @property
+    def is_dialogue(self) -> bool:
+        """True if a person types and sees both streams."""
+        return self.has_person and is_terminal(sys.stdout)
+
     def end_line(self) -> None:
         """End the current line of text, if it has not ended."""
         if self._mid_line or self._file_mid_line:

@@ -50,6 +50,7 @@ GOING_ON = (
     "commands/chat.py",
     "commands/plan.py",
     "commands/sessions.py",
+    "commands/start.py",
     "documents/epub.py",
     "documents/pdf.py",
     "documents/walk.py",

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offload.config.model import ModelConfig
 from offload.decode.sampling import SamplingParams
 from offload.errors import UsageError
 
 if TYPE_CHECKING:
+    from offload.config.model import ModelConfig
     from offload.text.reply_text import AnswerPlace
     from offload.text.tokenizer import Tokenizer
 

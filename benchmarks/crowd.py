@@ -248,6 +248,7 @@ def _crowd(server: Server, work: Sequence[Sent], first: Sequence[Sent], alone: S
         for done, (sent, answer) in enumerate(zip(work, clients.map(partial(_tried, server), work), strict=True), 1):
             if isinstance(answer, str) or (answer is not None and answer != alone[sent.number or 0]):
                 faults.append(f"request {done}, {sent.number} of {sent.path}, {sent.leaves}: {answer}")
+                say(f"  {faults[-1][:800]}; alone {alone[sent.number or 0]}"[:1600])
             if done % EVERY == 0:
                 looks.append(_look(server, done, start))
                 say(f"  {done:,} of {len(work):,} requests, {looks[-1].memory / 1e6:.0f} MB, {len(faults)} faults")

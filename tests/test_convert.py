@@ -28,6 +28,7 @@ from offload.hub.library import Origin, locate
 from offload.hub.names import FOLDER_VARIABLE
 from offload.hub.pickles import convert_shard, source_of
 from offload.text.tokenizer import Tokenizer
+from offload.units import size
 
 Usage = namedtuple("Usage", "total used free")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -185,10 +186,10 @@ def test_what_an_earlier_try_left_is_replaced(triforce, root, tmp_path):
 
 def test_too_small_a_disk_is_refused_beforehand(triforce, root, tmp_path, monkeypatch):
     source = old_folder(tmp_path / "old")
-    size = (source / "pytorch_model.bin").stat().st_size
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, size - 1))
+    needed = (source / "pytorch_model.bin").stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, needed - 1))
     code, _, err = triforce("convert", str(source))
-    assert (code, f"{size / 1e9:.3g} GB are needed" in err) == (3, True)
+    assert (code, f"{size(needed)} are needed" in err) == (3, True)
     assert not list(root.rglob("old*"))
 
 

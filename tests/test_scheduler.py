@@ -224,10 +224,10 @@ class _StopsMeanwhile(deque[Any]):
 
     scheduler: Scheduler
 
-    def append(self, job: Any) -> None:
+    def extend(self, jobs: Any) -> None:
         self.scheduler.stop()
         self.scheduler.refuse_waiting()
-        super().append(job)
+        super().extend(jobs)
 
 
 def test_a_job_that_comes_while_the_server_stops_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_a_job_that_comes_while_the_server_stops_is_refused() -> None:
     scheduler._waiting = queue = _StopsMeanwhile()
     queue.scheduler = scheduler
     with pytest.raises(ApiError, match="stopping"):
-        scheduler.submit(SimpleNamespace(report=lambda report: None))  # type: ignore[arg-type]
+        scheduler.submit([SimpleNamespace(report=lambda report: None)])  # type: ignore[list-item]
     assert not queue
 
 

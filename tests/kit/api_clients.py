@@ -188,6 +188,14 @@ _DELTAS = {
 }  # fmt: skip
 
 
+def _input(text: str) -> Any:
+    """The arguments of a call; of one that was cut what a whole message has of them."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"INVALID_JSON": text}
+
+
 def of_messages(events: Events) -> Document:
     """As Anthropic's clients add up the events of a message."""
     assert all(name == data["type"] for name, data in events)
@@ -214,7 +222,7 @@ def of_messages(events: Events) -> Document:
             continue
         assert name == "content_block_stop"
         whole, texts = "".join(texts), None
-        blocks[-1] |= {"input": json.loads(whole)} if key == "partial_json" else {key: whole}
+        blocks[-1] |= {"input": _input(whole)} if key == "partial_json" else {key: whole}
     assert texts is None
     last: Mapping[str, Any] = events[-2][1]
     return message | {"content": blocks} | last["delta"] | {"usage": last["usage"]}

@@ -341,6 +341,7 @@ def test_what_is_no_server_is_refused(target: Path, refused: Refused, monkeypatc
         for value in values:
             assert f"{name} is {value}" in refused(*model, f"--{name}", str(value))
     assert "thinking is 'loud'" in refused(*model, "--thinking", "loud")
+    assert "idle-unload is 0, it must be above 0" in refused(*model, "--idle-unload", "0")
     assert "seed" in refused(*model, "--seed", "-1")
 
 

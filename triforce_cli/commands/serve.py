@@ -40,8 +40,7 @@ def serve(*, server: ServerFlags, quiet: options.Quiet = False) -> None:
     for name, value, least, most in limits:
         if not least <= value <= most:
             raise UsageError(f"{name} is {value}, it must be a whole number from {least} to {most}")
-    if server.idle_unload is not None and not 0 < server.idle_unload < 1e9:
-        raise UsageError(f"idle-unload is {server.idle_unload:g}, it must be above 0 and below 1000000000 seconds")
+    idle_seconds = options.checked_seconds("idle-unload", server.idle_unload)
     if server.models and server.engine.plan is not None:
         raise UsageError("--plan is for one model; leave --models or --plan out")
     setup = server.engine.setup(server.pair, server.store, cites=server.cite)
@@ -71,7 +70,7 @@ def serve(*, server: ServerFlags, quiet: options.Quiet = False) -> None:
             most_waiting=server.max_waiting, on_end=lambda ending: output.note(_timed(answered(ending)))
         )
         catalogue = Catalogue(setup, names, has_others=server.models, limit=server.engine.decoding.context or CONTEXT)
-        turns = Turns[Served](idle_seconds=server.idle_unload)
+        turns = Turns[Served](idle_seconds=idle_seconds)
         service = Service(
             catalogue,
             turns,

@@ -151,9 +151,7 @@ class EndFlags:
 
     def seconds(self) -> float | None:
         """The timeout of the answer in seconds, or None. Raises UsageError."""
-        if self.timeout is not None and not 0 < self.timeout < 1e9:
-            raise UsageError(f"timeout is {self.timeout:g}, it must be above 0 and below 1000000000 seconds")
-        return self.timeout
+        return options.checked_seconds("timeout", self.timeout)
 
 
 @dataclass(frozen=True)

@@ -415,6 +415,13 @@ Debug = Annotated[
 ]
 
 
+def checked_seconds(name: str, seconds: float | None) -> float | None:
+    """The seconds of an option, or None. Raises UsageError."""
+    if seconds is not None and not 0 < seconds < 1e9:
+        raise UsageError(f"{name} is {seconds:g}, it must be above 0 and below 1000000000 seconds")
+    return seconds
+
+
 def check_max_tokens(max_tokens: int) -> None:
     if max_tokens < 1:
         raise UsageError(f"max-tokens is {max_tokens}, it must be 1 or more")

@@ -71,7 +71,7 @@ class Catalogue:
     def _others(self) -> Iterator[tuple[str, int]]:
         """(name, context) of the installed models besides the first."""
         for entry in entries() if self._has_others else ():
-            if entry.config is None or entry.problem or stored_name(entry.name) is None or self._is_first(entry.name):
+            if entry.config is None or entry.problem or entry.state != "whole" or self._is_first(entry.name):
                 continue
             limit = entry.config.context_limit
             most = limit if self._limit is None else min(limit, self._limit)

@@ -341,8 +341,12 @@ def test_what_is_no_server_is_refused(target: Path, refused: Refused, monkeypatc
         for value in values:
             assert f"{name} is {value}" in refused(*model, f"--{name}", str(value))
     assert "thinking is 'loud'" in refused(*model, "--thinking", "loud")
-    assert "idle-unload is 0, it must be above 0" in refused(*model, "--idle-unload", "0")
     assert "seed" in refused(*model, "--seed", "-1")
+
+
+def test_no_seconds_without_a_request_are_refused(triforce: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = triforce("serve", "--idle-unload", "0")
+    assert (code, "idle-unload is 0, it must be above 0" in " ".join(err.split())) == (2, True)
 
 
 def test_the_key_and_the_names_are_those_that_were_given(target: Path) -> None:

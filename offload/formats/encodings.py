@@ -1,19 +1,21 @@
 """The table of encodings in which checkpoints store matrices: blocks of numbers, GGUF's and this program's own.
 
-A block has planes of codes and a scale, and its numbers are in groups that share a step. A number is made of its code
-and its step; `Encoding.code` and `Encoding.steps` say how. native/stored_forms.h has the same table. Arithmetic without
-torch.
+A block has codes and a scale, and its numbers are in groups that share a step. A number is made of its code and its
+step; `Encoding.code` and `Encoding.steps` say how. native/stored_forms.h has the same table. GGUF's layouts are ggml's,
+ggml-common.h. Arithmetic without torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 GROUPS = (32, 64, 128)  # numbers per scale in this program's blocks, for safetensors checkpoints
 GROUP_HEAD = 4  # bytes before a block's numbers: scale and zero, 2 each, or a scale of 4
 BOOKS = {  # numbers by code
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),  # doubled
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "sign": (-1, 1),
 }
 
 
@@ -25,6 +27,51 @@ class Plane:
     at: int
     bits: int
     run: int
+
+
+NO_PLANE = Plane(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of bits for each of a block's items, least bits first: item n has `bits` bits, from bit
+    at + n // many * outer + n % many * inner of the block on."""
+
+    at: int
+    bits: int
+    inner: int
+    many: int = 1 << 16
+    outer: int = 0
+
+
+NO_FIELD = Field(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Small:
+    """The small integers of a block's groups: `low`, and the bits above it in `high`. The block's scale is multiplied
+    by integer * times + plus."""
+
+    low: Field
+    high: Field = NO_FIELD
+    times: float = 1.0
+    plus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The codes of a block by indices into a table of formats/grids.py, whose entries are `each` numbers.
+
+    low, high: the lower and upper bits of an index. signs: a field for 8 numbers. Of 8 bits, number i is negative where
+    bit i is set; of 7 bits, too, and the eighth makes the count of set bits even; of 1 bit, set, 1 is subtracted from
+    all 8 codes, else 1 is added.
+    """
+
+    name: str
+    each: int
+    low: Field
+    high: Field
+    signs: Field
 
 
 @dataclass(frozen=True)
@@ -46,25 +93,32 @@ class Tiling:
 class Encoding:
     """The encoding of a matrix' rows in a quantised checkpoint: blocks of `numbers` numbers, of `nbytes` bytes each.
 
-    codes: all bits of the codes, or the lowest 4. high: the bits above them, if there are some. code: what a code is:
-    "integer", from which `centre` is subtracted; "signed", an int8; "e4m3"; or the table of BOOKS. scale: the dtype of
-    a block's scale, at byte `scale_at`. steps: how a group of `group` numbers has its step: "one", the scale; "least",
-    too, and a least value behind it is added; "k", as in Q4_K; "bytes", the scale times an int8 for each group, in
-    front of it; "zero", the scale, and a zero behind it is subtracted from codes. tiling: of products on a GPU.
-    expert_tiling: of products with experts, in tiles of 16 rows.
+    codes: all bits of the codes, or the lowest ones. high: the bits above them, if there are some. code: what a code
+    is: "integer", from which `centre` is subtracted; "signed", an int8; "e4m3"; the table of BOOKS; or that of `grid`.
+    scale: the dtype of a block's scale, at byte `scale_at`; "F16/4": F16 of four bits each, the highest of four 16-bit
+    words from there on. steps: how a group of `group` numbers has its step: "one", the scale; "least", too, and a least
+    value behind it is added; "k", as in Q4_K; "bytes", the scale times an int8 for each group, in front of it; "small",
+    the scale times an integer of `small`; "zero", the scale, and a zero behind it is subtracted from codes; "times" and
+    "over", an e4m3 number for each group, times the row's own scale, or divided by it. least: the integers whose
+    products with the scale behind the block's are subtracted. tail: bytes behind a row's blocks, of the row's own
+    scale, F32. tiling: of products on a GPU. expert_tiling: of products with experts, in tiles of 16 rows.
     """
 
     name: str
     numbers: int
     nbytes: int
-    codes: Plane
-    high: Plane = Plane(0, 0, 0)
+    codes: Plane = NO_PLANE
+    high: Plane = NO_PLANE
     code: str = "integer"
+    grid: Grid | None = None
     centre: int = 0
     scale: str = "F16"
     scale_at: int = 0
     steps: str = "one"
+    small: Small | None = None
+    least: Small | None = None
     group: int = 32
+    tail: int = 0
     tiling: Tiling = Tiling()
     expert_tiling: Tiling = Tiling(outputs=32)
 
@@ -88,18 +142,29 @@ class Encoding:
 
     @property
     def bits(self) -> float:
-        """Bits per number."""
+        """Bits per number, without the scale of a row."""
         return 8 * self.nbytes / self.numbers
 
     def row_bytes(self, inputs: int) -> int:
         """Bytes of a row of `inputs` numbers, a multiple of `numbers`."""
-        return inputs // self.numbers * self.nbytes
+        return inputs // self.numbers * self.nbytes + self.tail
+
+    def inputs(self, row_bytes: int) -> int:
+        """The numbers of a row of so many bytes."""
+        return (row_bytes - self.tail) // self.nbytes * self.numbers
 
     # A GPU reads codes in words of 4 bytes, and of each byte one part after the other: the lower half, then the upper.
 
     @property
+    def made(self) -> bool:
+        """Whether a GPU makes words of one byte a code before it reads them: codes in a grid, or of 1 to 3 bits."""
+        return self.codes.bits < 4
+
+    @property
     def _read(self) -> Plane:
         """The plane that has all parts of a byte: of codes of 6 bits the upper one, of 2 bits."""
+        if self.made:
+            return Plane(0, 8, self.numbers)
         return self.high if self.high.bits == 2 else self.codes
 
     @property
@@ -135,7 +200,25 @@ def _own(kind: str, group: int) -> Encoding:
     )  # fmt: skip
 
 
-_WIDE = Tiling(warps=8)
+def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, **tilings: Tiling) -> Encoding:
+    """A block of 256 with six bits each for the steps and the least values of its groups."""
+    steps = Small(Field(32, 4, 8, 4, 64), Field(36, 2, 8, 4, 2))
+    least = Small(Field(64, 4, 8, 4, 36), Field(68, 2, 8, 4, 2))
+    return Encoding(name, 256, nbytes, codes, high, steps="k", small=steps, least=least, **tilings)
+
+
+def _of_grid(
+    name: str, nbytes: int, each: int, low: Field, high: Field, signs: Field, small: Small, group: int, **scale: Any
+) -> Encoding:
+    """A block of 256 whose codes are in a grid. A GPU makes words of them first, of one byte a code."""
+    code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
+    return Encoding(
+        name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
+        tiling=_WORDS, expert_tiling=_WORDS, **scale,
+    )  # fmt: skip
+
+
+_WIDE, _WORDS = Tiling(warps=8), Tiling(outputs=32, words=64, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),
     Encoding("Q4_1", 32, 20, Plane(4, 4, 16), steps="least"),
@@ -144,14 +227,63 @@ _GGUF = (  # by llama.cpp's names
     Encoding("Q8_0", 32, 34, Plane(2, 8, 32), code="signed"),
     Encoding("MXFP4", 32, 17, Plane(1, 4, 16), code="e2m1", scale="E8M0", tiling=_WIDE),
     Encoding("IQ4_NL", 32, 18, Plane(2, 4, 16), code="iq4", tiling=_WIDE),
-    Encoding("Q4_K", 256, 144, Plane(16, 4, 32), steps="k"),
-    Encoding("Q5_K", 256, 176, Plane(48, 4, 32), Plane(16, 1, 32), steps="k", tiling=_WIDE),
+    _k("Q4_K", 144, Plane(16, 4, 32)),
+    _k("Q5_K", 176, Plane(48, 4, 32), Plane(16, 1, 32), tiling=_WIDE),
     Encoding(
         "Q6_K", 256, 210, Plane(0, 4, 64), Plane(128, 2, 32), centre=32, scale_at=208, steps="bytes", group=16,
         tiling=Tiling(words=16, stages=2), expert_tiling=Tiling(words=16, warps=8, stages=2),  # three were slower
     ),
+    Encoding(
+        "IQ4_XS", 256, 136, Plane(8, 4, 16), code="iq4", steps="small",
+        small=Small(Field(32, 4, 4), Field(16, 2, 2), plus=-32), tiling=_WIDE,
+    ),
+    Encoding(
+        "Q3_K", 256, 110, Plane(32, 2, 32), Plane(0, 1, 32), centre=4, scale_at=108, steps="small", group=16,
+        small=Small(Field(8 * 96, 4, 8, 8, 4), Field(8 * 104, 2, 8, 4, 2), plus=-32),
+        tiling=_WORDS, expert_tiling=_WORDS,
+    ),
+    Encoding(
+        "Q2_K", 256, 84, Plane(16, 2, 32), scale_at=80, steps="small", group=16, small=Small(Field(0, 4, 8)),
+        least=Small(Field(4, 4, 8)), tiling=_WORDS, expert_tiling=_WORDS,
+    ),
+    _of_grid(
+        "IQ3_S", 110, 4, Field(16, 8, 8), Field(8 * 66, 1, 1), Field(8 * 74, 8, 8),
+        Small(Field(8 * 106, 4, 4), times=2, plus=1), 32,
+    ),
+    _of_grid(
+        "IQ3_XXS", 98, 4, Field(16, 8, 8), NO_FIELD, Field(8 * 66, 7, 7, 4, 32),
+        Small(Field(8 * 66 + 28, 4, 32), times=0.5, plus=0.25), 32,
+    ),
+    _of_grid(
+        "IQ2_S", 82, 8, Field(16, 8, 8), Field(8 * 66, 2, 2), Field(8 * 34, 8, 8),
+        Small(Field(8 * 74, 4, 4), times=0.25, plus=0.125), 16,
+    ),
+    _of_grid(
+        "IQ2_XS", 74, 8, Field(16, 8, 16), Field(24, 1, 16), Field(25, 7, 16),
+        Small(Field(8 * 66, 4, 4), times=0.25, plus=0.125), 16,
+    ),
+    _of_grid(
+        "IQ2_XXS", 66, 8, Field(16, 8, 8, 4, 64), NO_FIELD, Field(48, 7, 7, 4, 64),
+        Small(Field(76, 4, 64), times=0.25, plus=0.125), 32,
+    ),
+    _of_grid(
+        "IQ1_S", 50, 8, Field(16, 8, 8), Field(8 * 34, 3, 3, 4, 16), Field(8 * 34 + 15, 1, 0, 4, 16),
+        Small(Field(8 * 34 + 12, 3, 16), times=0.25, plus=0.125), 32,
+    ),
+    _of_grid(
+        "IQ1_M", 56, 8, Field(0, 8, 8), Field(8 * 32, 3, 4), Field(8 * 32 + 3, 1, 4),
+        Small(Field(8 * 48, 3, 3, 4, 16), times=0.25, plus=0.125), 16, scale="F16/4", scale_at=48,
+    ),
+    Encoding("Q2_0", 64, 18, Plane(2, 2, 1), centre=1, group=64, tiling=_WORDS, expert_tiling=_WORDS),
+    Encoding("Q1_0", 128, 18, Plane(2, 1, 1), code="sign", group=128, tiling=_WORDS, expert_tiling=_WORDS),
+    Encoding("TQ2_0", 256, 66, Plane(0, 2, 32), centre=1, scale_at=64, group=256, tiling=_WORDS, expert_tiling=_WORDS),
+    Encoding("NVFP4", 64, 36, Plane(4, 4, 8), code="e2m1", scale="E4M3", steps="times", group=16, tail=4, tiling=_WIDE),
 )  # fmt: skip
+# compressed-tensors' NVFP4, whose scale of a row divides; in the same bytes.
+_FOLDERS = (replace(_GGUF[-1], name="NVFP4_INV", steps="over"),)
 _OWN_KINDS = ("INT4_F16", "INT4_BF16", "INT8_F16", "INT8_BF16", "FP8_F32", "FP8_F16", "FP8_BF16")
 
-ENCODINGS = {each.name: each for each in (*_GGUF, *(_own(kind, group) for kind in _OWN_KINDS for group in GROUPS))}
+ENCODINGS = {
+    each.name: each for each in (*_GGUF, *_FOLDERS, *(_own(kind, group) for kind in _OWN_KINDS for group in GROUPS))
+}
 KINDS = tuple(dict.fromkeys(each.kind for each in ENCODINGS.values()))  # numbered from 1

@@ -27,9 +27,9 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 
 
 class Matrix(ctypes.Structure):
-    """A stored weight matrix, see stored.h."""
+    """A stored weight matrix, see stored_forms.h."""
 
-    _fields_ = [*_pointers("rows"), *_integers("kind", "numbers", "nbytes")]
+    _fields_ = [*_pointers("rows", "book"), *_integers("kind", "numbers", "nbytes", "tail")]
 
 
 class Product(ctypes.Structure):

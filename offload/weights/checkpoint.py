@@ -122,7 +122,10 @@ class Checkpoint:
                     f"{self.folder}: {name} is stored in blocks of {kind.numbers} columns, which {columns.start} to "
                     f"{columns.stop} would cut; use another number of ranks"
                 )
-            source = source[:, kind.row_bytes(columns.start) : kind.row_bytes(columns.stop)]
+            tail = source[:, source.shape[1] - kind.tail :]
+            start, stop = (kind.row_bytes(column) - kind.tail for column in (columns.start, columns.stop))
+            source = source[:, start:stop]
+            source = torch.cat([source, tail], 1) if kind.tail else source
         return source
 
     def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
@@ -138,7 +141,7 @@ class Checkpoint:
             return
         if stored := self.encoding(name):
             source, kind = self._blocks(name, rows, columns), ENCODINGS[stored]
-            shape = [len(source), source.shape[1] // kind.nbytes * kind.numbers]
+            shape = [len(source), kind.inputs(source.shape[1])]
         else:
             source = torch.atleast_1d(self._mapped(name, rows))
             if columns is not None:

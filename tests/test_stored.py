@@ -262,7 +262,16 @@ def test_special_values_of_rows_come_through(name: str, instructions: str) -> No
 
 @pytest.mark.parametrize("instructions", on_this_machine())
 @pytest.mark.parametrize(
-    "kinds", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q2_K", "Q5_K"), ("IQ2_XS", "NVFP4"), ("Q5_0", "INT4_F16/64"), ("Q8_0", "plain"), ("plain", "Q4_1")]
+    "kinds",
+    [
+        ("Q4_K", "Q4_K"),
+        ("Q4_K", "Q6_K"),
+        ("Q2_K", "Q5_K"),
+        ("IQ2_XS", "NVFP4"),
+        ("Q5_0", "INT4_F16/64"),
+        ("Q8_0", "plain"),
+        ("plain", "Q4_1"),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_halves_of_a_gate_may_be_stored_otherwise(kinds: Sequence[str], dtype: torch.dtype, instructions: str) -> None:

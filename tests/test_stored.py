@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kit.processor import before_a_guard, built, on_this_machine, threads
-from kit.stored import GGUF, NAMES, made_up
+from kit.stored import GGUF, NAMES, YOUNG, made_up
 from offload.config.block import Norm
 from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
 from offload.formats.grids import grid
@@ -26,7 +26,6 @@ from offload.kernels.products import Step, Steps, room_to_widen
 from offload.weights.linear import Linear, Parts
 
 OURS = [name for name in NAMES if "/" in name]
-NEW = ("Q2_0", "Q1_0")  # younger than the package gguf
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,7 +48,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return bool(((one.view(integers) == other.view(integers)) | (one.isnan() & other.isnan())).all())
 
 
-@pytest.mark.parametrize("name", [name for name in GGUF if name not in NEW])
+@pytest.mark.parametrize("name", [name for name in GGUF if name not in YOUNG])
 def test_numbers_are_those_of_llama_cpps_package(name: str, num_cases: Callable[[int], int]) -> None:
     blocks = random_blocks(ENCODINGS[name], num_cases(100_000))
     with np.errstate(all="ignore"):
@@ -65,7 +64,7 @@ def test_grids_are_those_of_llama_cpps_package() -> None:
         assert np.array_equal(np.array(grid(kind.grid.name)), wanted), kind.name
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", YOUNG)
 def test_numbers_of_kinds_that_the_package_lacks_are_ggmls(name: str, num_cases: Callable[[int], int]) -> None:
     """By ggml's C: codes in the order of the bits, from the lowest on."""
     blocks = random_blocks(ENCODINGS[name], num_cases(2_000))

@@ -76,7 +76,11 @@ struct Codes {
     template <int COUNT>
     INLINE Codes(const uint8_t* at, int g, const Own& own, const Steps<KIND, COUNT>& steps) {
         alignas(GROUP) int8_t numbers[GROUP];
-        store(numbers, codes_of<KIND>(at, g, own));
+        if constexpr (has_grid(KIND))
+            for (int i = 0; i < 4; i++) store(numbers + 8 * i, octet_of<KIND>(at, 4 * g + i, own));
+        else store(numbers, codes_of<KIND>(at, g, own));
+        if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
+            asm("" : "+m"(numbers));  // widened as they are loaded, not by shuffles of a register
         for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
         if constexpr (by_16(KIND)) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
         else step = all(steps.steps[g]);

@@ -96,6 +96,31 @@ struct Matrix {
     int64_t row_bytes(int64_t inputs) const { return inputs / numbers * nbytes + tail; }
 };
 
+constexpr int GROUP = 32;  // numbers that are decoded together
+constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
+using group = uint8_t __attribute__((vector_size(GROUP)));
+using bytes = uint8_t __attribute__((vector_size(W)));
+using half_group = uint8_t __attribute__((vector_size(GROUP / 2)));
+
+// What a row of blocks shares: the entries of its grid, and its own scale.
+struct Own {
+    const uint8_t* grid;
+    float scale;
+};
+
+// Of a row whose tail is at `tail`.
+template <Kind KIND>
+INLINE Own shared_of(const Matrix& m, const uint8_t* tail) {
+    return {static_cast<const uint8_t*>(m.grid), has_scale(KIND, "E4M3") ? load<float>(tail) : 1};
+}
+
+template <class T>
+INLINE T read(const uint8_t* at) {
+    T number;
+    __builtin_memcpy(&number, at, sizeof number);
+    return number;
+}
+
 // f.operator()<KIND>() for the matrix's kind.
 template <int FIRST = 1, class F>
 INLINE void with_kind(Kind kind, F&& f) {

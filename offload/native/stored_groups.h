@@ -1,40 +1,12 @@
 // Groups of 32 numbers of a block of GGUF's kinds: codes, integers of at most 8 bits with a sign, and the steps that they
 // are multiplied by, of 32 or of 16 numbers (formats/encodings.py says where they lie).
 #pragma once
-#include "stored_forms.h"
-#include "vectors.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#else
+#include "stored_grids.h"
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
 namespace stored {
-
-constexpr int GROUP = 32;  // numbers that are decoded together
-constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
-using group = uint8_t __attribute__((vector_size(GROUP)));
-using bytes = uint8_t __attribute__((vector_size(W)));
-using half_group = uint8_t __attribute__((vector_size(GROUP / 2)));
-
-// What a row of blocks shares: the entries of its grid, and its own scale.
-struct Own {
-    const uint8_t* grid;
-    float scale;
-};
-
-// Of a row whose tail is at `tail`.
-template <Kind KIND>
-INLINE Own shared_of(const Matrix& m, const uint8_t* tail) {
-    return {static_cast<const uint8_t*>(m.grid), has_scale(KIND, "E4M3") ? load<float>(tail) : 1};
-}
-
-template <class T>
-INLINE T read(const uint8_t* at) {
-    T number;
-    __builtin_memcpy(&number, at, sizeof number);
-    return number;
-}
 
 INLINE float half(const uint8_t* at) {
     uint16_t bits;
@@ -155,70 +127,6 @@ INLINE group in_order_2(const uint8_t* at) {
     return (group)((four & 0x03) | (four >> 2 & 0x0300) | (four >> 4 & 0x030000) | (four >> 6 & 0x03000000));
 }
 
-// A grid's entries at 32 / sizeof(Entry) indices.
-template <class Entry, class Index>
-INLINE group in_grid(const Own& own, Index&& index) {
-    Entry __attribute__((vector_size(GROUP))) found;
-#pragma unroll
-    for (int i = 0; i < GROUP / int(sizeof(Entry)); i++)
-        found[i] = read<Entry>(own.grid + sizeof(Entry) * uint32_t(index(i)));
-    return (group)found;
-}
-
-INLINE group negated(group codes, uint32_t signs) {
-    const group minus = spread_bits(signs);
-    return (codes ^ minus) - minus;
-}
-
-// Four bytes of seven bits, with an eighth that makes the number of set ones even.
-INLINE uint32_t made_even(uint32_t seven) {
-    uint32_t odd = seven ^ seven >> 4;
-    odd ^= odd >> 2, odd ^= odd >> 1;
-    return seven | (odd & 0x01010101) << 7;
-}
-
-// Four fields of seven bits as bytes.
-INLINE uint32_t bytes_of_7(uint32_t all) {
-    return (all & 0x7f) | (all << 1 & 0x7f00) | (all << 2 & 0x7f0000) | (all << 3 & 0x7f000000);
-}
-
-template <Kind KIND>
-INLINE group codes_in_grid(const uint8_t* block, int g, const Own& own) {
-    if constexpr (has_code(KIND, "iq3_s")) {
-        const uint8_t *low = block + 2 + 8 * g, high = block[66 + g];
-        const auto index = [&](int i) { return low[i] | (uint32_t(high) << (8 - i) & 256); };
-        return negated(in_grid<uint32_t>(own, index), read<uint32_t>(block + 74 + 4 * g));
-    } else if constexpr (has_code(KIND, "iq3_xxs")) {
-        const uint32_t signs = made_even(bytes_of_7(read<uint32_t>(block + 66 + 4 * g)));
-        return negated(in_grid<uint32_t>(own, [&](int i) { return block[2 + 8 * g + i]; }), signs);
-    } else if constexpr (has_code(KIND, "iq2_xxs")) {
-        const uint8_t* at = block + 2 + 8 * g;
-        const uint32_t signs = made_even(bytes_of_7(read<uint32_t>(at + 4)));
-        return negated(in_grid<uint64_t>(own, [&](int i) { return at[i]; }), signs);
-    } else if constexpr (has_code(KIND, "iq2_xs")) {
-        const uint64_t words = read<uint64_t>(block + 2 + 8 * g);
-        const uint64_t odd = words >> 9 & 0x007f007f007f007f, two = odd | odd >> 8;  // in bytes 0, 1, 4, 5
-        const uint32_t signs = made_even(uint32_t(two & 0xffff) | uint32_t(two >> 16 & 0xffff0000));
-        return negated(in_grid<uint64_t>(own, [&](int i) { return words >> 16 * i & 511; }), signs);
-    } else if constexpr (has_code(KIND, "iq2_s")) {
-        const uint8_t *low = block + 2 + 4 * g, high = block[66 + g];
-        const auto index = [&](int i) { return low[i] | (uint32_t(high) << (8 - 2 * i) & 768); };
-        return negated(in_grid<uint64_t>(own, index), read<uint32_t>(block + 34 + 4 * g));
-    } else if constexpr (has_scale(KIND, "F16/4")) {  // IQ1_M
-        const uint8_t* low = block + 4 * g;
-        const uint32_t halves = read<uint16_t>(block + 32 + 2 * g);
-        const auto index = [&](int i) { return low[i] | (halves >> 4 * i & 7) << 8; };
-        uint64_t __attribute__((vector_size(GROUP))) delta;
-        for (int i = 0; i < 4; i++) delta[i] = halves >> (4 * i + 3) & 1 ? ~0ull : 0x0101010101010101;
-        return in_grid<uint64_t>(own, index) + (group)delta;
-    } else {  // IQ1_S
-        const uint8_t* low = block + 2 + 4 * g;
-        const uint32_t high = read<uint16_t>(block + 34 + 2 * g);
-        const auto index = [&](int i) { return low[i] | (high >> 3 * i & 7) << 8; };
-        return in_grid<uint64_t>(own, index) + uint8_t(high >> 15 ? -1 : 1);
-    }
-}
-
 // The codes of group g of a block, less the centre: with a sign.
 template <Kind KIND>
 INLINE group codes_of_group(const uint8_t* block, int g, const Own& own) {
@@ -325,8 +233,10 @@ template <Kind KIND, int BLOCKS>
 INLINE void steps_of_blocks(const uint8_t* at, const Own& own, float* steps, [[maybe_unused]] float* least) {
     constexpr Form kind = form(KIND);
     if constexpr (has_scale(KIND, "E4M3")) {  // halved, as the codes are doubled
-        uint8_t scales[4 * BLOCKS + W];
-        for (int b = 0; b < BLOCKS; b++) __builtin_memcpy(scales + 4 * b, at + b * kind.nbytes, 4);
+        uint32_t __attribute__((vector_size(16))) words = {};
+        for (int b = 0; b < BLOCKS; b++) words[b] = read<uint32_t>(at + b * kind.nbytes);
+        uint8_t scales[16 + W];
+        store(scales, words);
         for (int i = 0; i < 4 * BLOCKS; i += W) {
             const f32 numbers = float8(__builtin_convertvector(load<bytes>(scales + i), i32));
             store(steps + i, (has_steps(KIND, "over") ? numbers / own.scale : numbers * own.scale) / 2);

@@ -178,7 +178,7 @@ def on_gpu(
     plan = changed(plan, device="cuda:0", resident_tiles=1, fused_prefill=False, link_bits=link_bits)
     if weight_link_bits is not None:
         plan = changed(plan, weight_link_bits=weight_link_bits, resident_layers=resident_layers)
-    plan = changed(plan, embeds_on_host=embeds_on_host, raw_pages=raw_pages)
+    plan = changed(plan, table="host" if embeds_on_host else "device", raw_pages=raw_pages)
     with on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         patch.setattr(embedding, "kernels_read_host", lambda device: reads_host)

@@ -184,12 +184,12 @@ def test_where_something_is_offloaded_the_embedding_is_on_the_host() -> None:
     table = 152_064 * 5120 * 2
     for number in (1, 2):
         placement = on_a_gpu(replace(GPU, num_devices=number)).placement
-        assert placement.embeds_on_host
+        assert placement.table == "host"
         assert placement.host_bytes["target embeddings"] == number * table
         assert placement.device_bytes["target embeddings"] == table + 5120 * 2  # the head, the last norm
         assert number == 1 or placement.other_device_bytes["target embeddings"] == 5120 * 2
     resident = on_a_gpu(replace(GPU, device_free_bytes=200 * 10**9)).placement
-    assert not resident.embeds_on_host
+    assert resident.table == "device"
     assert resident.device_bytes["target embeddings"] == 2 * table + 5120 * 2
 
 
@@ -204,7 +204,7 @@ def test_where_something_is_offloaded_the_embedding_is_on_the_host() -> None:
 )
 def test_the_embedding_stays_where_it_has_to(hardware: Hardware, target: ModelConfig) -> None:
     placement = on_a_gpu(hardware, target, offload=frozenset({"kv", "weights"})).placement
-    assert not placement.embeds_on_host
+    assert placement.table == "device"
     assert "target embeddings" not in placement.host_bytes
 
 

@@ -20,6 +20,7 @@ from offload.config.matrices import Matrix
 from offload.config.model import llama_shaped
 from offload.config.reading import read_config
 from offload.errors import ModelError, UsageError
+from offload.formats.stored import StoredMatrix
 from offload.plan.shards import check_divides
 from offload.session.fingerprints import identity_of
 
@@ -63,6 +64,25 @@ def test_a_tied_head_is_stored_as_its_table_is() -> None:
     plain = llama_shaped("llama", 264, 256, 256, 1, num_heads=4, num_kv_heads=4, head_dim=64, max_positions=400)
     tied = encoded(replace(plain, tie_embeddings=True), lambda name: "Q4_K" if name == plain.names.embeddings else "")
     assert tied.head == tied.table == Matrix(264, 256, "Q4_K")
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "IQ3_S", "F32"])
+def test_rows_of_an_embedding_in_blocks_are_read_from_the_file(tmp_path: Path, kind: str) -> None:
+    """Where the head is another matrix: such a table may be larger than memory."""
+    target, draft = saved(tmp_path, hidden_size=256, intermediate_size=512, head_dim=64)
+    write_gguf(target, file := tmp_path / "target.gguf", kind=lambda name: kind if "embed" in name else "Q8_0")
+    config, plain = read_config(file), twin(file, tmp_path / "twin", torch.bfloat16)
+    with engine_of((file, draft), PLAIN, prompt_tokens=400) as engine:
+        placement, table = engine.plan.placement, engine.worker.models.decoders["target"].weights.embedding.table
+        assert placement.table == ("device" if kind == "F32" else "file")
+        head, norm = config.head.nbytes(2), 2 * config.hidden_size
+        planned = placement.device_bytes["target embeddings"]
+        assert planned == head + norm + (config.table.nbytes(2) if kind == "F32" else 0)
+        assert engine.worker.memory.allocated()["device"]["target embeddings"] == planned
+        wanted = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+        rows = engine.worker.models.decoders["target"].weights.embedding.rows(torch.arange(config.vocab_size))
+        assert torch.equal(rows, wanted)
+        assert isinstance(table, StoredMatrix) == (kind != "F32")
 
 
 @pytest.mark.parametrize("bits", [4, 6])

@@ -200,11 +200,11 @@ def _own(kind: str, group: int) -> Encoding:
     )  # fmt: skip
 
 
-def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, **tilings: Tiling) -> Encoding:
+def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, tiling: Tiling = Tiling()) -> Encoding:
     """A block of 256 with six bits each for the steps and the least values of its groups."""
     steps = Small(Field(32, 4, 8, 4, 64), Field(36, 2, 8, 4, 2))
     least = Small(Field(64, 4, 8, 4, 36), Field(68, 2, 8, 4, 2))
-    return Encoding(name, 256, nbytes, codes, high, steps="k", small=steps, least=least, **tilings)
+    return Encoding(name, 256, nbytes, codes, high, steps="k", small=steps, least=least, tiling=tiling)
 
 
 def _of_grid(

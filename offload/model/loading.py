@@ -82,7 +82,7 @@ def load_decoders(
                 link_bits=plan.placement.weight_link_bits if name == "target" else 16,
                 expert_slots=plan.placement.expert_slots if name == "target" else 0,
                 cpu_experts=plan.placement.cpu_experts if name == "target" else 0,
-                embeds_on_host=plan.placement.embeds_on_host and name == "target",
+                table=plan.placement.table if name == "target" else "device",
                 on_bytes=count,
                 shard=shards[name],
             )

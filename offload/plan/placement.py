@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
@@ -16,6 +17,8 @@ from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 from offload.speed.routing import layers_wanted_bytes
+
+TableTier = Literal["device", "host", "file"]
 
 LEAST_SLOTS = 2  # one is used while an expert crosses the link to the other
 _SPLITS = 16  # splits of a device's memory between experts and cache that are compared
@@ -54,7 +57,7 @@ class Placement:
     checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
     expert_slots: int = field(default=0, metadata={LATER: True})  # on each device
     cpu_experts: int = field(default=0, metadata={LATER: True})
-    embeds_on_host: bool = False  # of the embedding's table a pass reads only a few rows
+    table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
     def rounding(self) -> dict[str, object]:
@@ -170,7 +173,7 @@ class _Filling:
             staging_tiles=NUM_STAGING,
             expert_slots=slots,
             cpu_experts=self._cpu_experts,
-            embeds_on_host=self._table > 0,
+            table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
     def _most_layers(self) -> int:

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.config.model import ModelConfig
+from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import CODE_BITS, KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
 from offload.plan.composition import Composition
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
@@ -306,13 +307,22 @@ class Sizing:
 
     @cached_property
     def embedding_bytes(self) -> int:
-        """Bytes outside the layers, on the first device: embeddings, head, last norm."""
-        return self.target.weight_bytes(self.itemsize) - self.target.layers_weight_bytes(self.itemsize)
+        """Bytes outside the layers, on the first device: embeddings that are not mapped, head, last norm."""
+        mapped = self.table_bytes if self.maps_table else 0
+        return self.target.weight_bytes(self.itemsize) - self.target.layers_weight_bytes(self.itemsize) - mapped
 
     @cached_property
     def table_bytes(self) -> int:
         """Bytes of the embedding's table, on each device or for it on the host."""
         return self.target.table.nbytes(self.itemsize)
+
+    @cached_property
+    def maps_table(self) -> bool:
+        """Whether the embedding's rows are read from the mapped file, so that its table takes no memory: on a CPU, as
+        blocks that a file has, where the head is not the same table."""
+        own = ENCODINGS.get(self.target.table_encoding)
+        as_in_the_file = own is not None and not own.is_rounded and not own.tail
+        return self.hardware.is_cpu and as_in_the_file and not self.target.tie_embeddings
 
     @cached_property
     def may_embed_on_host(self) -> bool:

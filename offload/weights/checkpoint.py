@@ -109,6 +109,12 @@ class Checkpoint:
             place.copy_(piece)
             self._copied(name)
 
+    def mapped_rows(self, name: str) -> Tensor:
+        """The rows of the matrix `name` as they lie in the file, uint8 [rows, bytes]. They hold its mapping open, also
+        after `close`."""
+        assert self.encoding(name)
+        return self._mapped(name)
+
     def _copied(self, name: str) -> None:
         entry = self._entry(name)
         if isinstance(entry.file, MappedFile):

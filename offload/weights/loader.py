@@ -15,6 +15,7 @@ from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.rope import ScoringWeights
+from offload.plan.placement import TableTier
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
 from offload.transfer.link import Link
@@ -118,14 +119,18 @@ class _Loader:
         self._on_bytes(block.nbytes)
         return block
 
-    def table(self, name: str, table: Matrix, tier: Tier = "device") -> Tensor | StoredMatrix:
+    def table(self, name: str, table: Matrix, tier: TableTier = "device") -> Tensor | StoredMatrix:
         """The table of embeddings or the head, plain or as it is stored."""
         if not table.encoding:
+            assert tier != "file"
             return self.tensor(name, (table.outputs, table.inputs), tier)
         kind = ENCODINGS[table.encoding]
-        rows = self._block(tier, f"{self._name} embeddings", table.nbytes(0))
-        rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
-        self._checkpoint.read_stored(name, rows)
+        if tier == "file":
+            rows = self._checkpoint.mapped_rows(name)
+        else:
+            rows = self._block(tier, f"{self._name} embeddings", table.nbytes(0))
+            rows = rows[: table.outputs * kind.row_bytes(table.inputs)].view(table.outputs, -1)
+            self._checkpoint.read_stored(name, rows)
         check_range(StoredMatrix(rows, kind), name, self._dtype)
         self._on_bytes(rows.nbytes)
         return StoredMatrix(rows, kind)
@@ -206,7 +211,7 @@ def load_weights(
     link_bits: int = 16,
     expert_slots: int = 0,
     cpu_experts: int = 0,
-    embeds_on_host: bool = False,
+    table: TableTier = "device",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
@@ -214,8 +219,8 @@ def load_weights(
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
     Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0;
     those of `cpu_experts` layers are run by the CPU.
-    The embedding's table is on the host if `embeds_on_host`. The ledger lists them under `name`. Only rank 0 has the
-    head.
+    The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
+    them under `name`. Only rank 0 has the head.
 
     `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
     a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout
@@ -243,10 +248,10 @@ def load_weights(
         shard=shard,
     )
     names = config.names
-    table = loader.table(names.embeddings, config.table, "host" if embeds_on_host else "device")
+    rows = loader.table(names.embeddings, config.table, table)
     head = None
     if shard.rank == 0:
-        head = Linear(table if config.tie_embeddings else loader.table(names.head, config.head), None)
+        head = Linear(rows if config.tie_embeddings else loader.table(names.head, config.head), None)
     return Weights(
-        Embedding(table, memory.device, dtype), layers, loader.norm(names.norm), head, tuple(loader.scoring), experts
+        Embedding(rows, memory.device, dtype), layers, loader.norm(names.norm), head, tuple(loader.scoring), experts
     )

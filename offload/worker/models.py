@@ -164,7 +164,7 @@ def _host_blocks(plan: Plan, config: ModelConfig, draft: ModelConfig | None, mem
     if placement.expert_slots:
         each = (kind.experts_bytes(itemsize) for kind in map(config.layer, range(config.num_layers)))
         blocks += filter(None, each)
-    if placement.embeds_on_host:
+    if placement.table == "host":
         blocks.append(config.vocab_size * config.hidden_size * itemsize)
     if placement.expert_slots and draft is not None and draft.is_head:
         blocks += filter(None, [draft.experts_bytes(itemsize)])

@@ -117,7 +117,7 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> LoadedModels:
             link=link if name == "target" and "weights" in placement.offload else None,
             num_resident=placement.resident_layers,
             link_bits=placement.weight_link_bits if name == "target" else 16,
-            embeds_on_host=placement.embeds_on_host and name == "target",
+            table=placement.table if name == "target" else "device",
             shard=shard,
         )
         sums = Sums(0, num_gpus, memory.device, check=lambda: None, go=lambda: None) if is_shard else None

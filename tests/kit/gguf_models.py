@@ -48,6 +48,7 @@ LAYER_NORM = {
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
 }
+NUMBERS_SIZE = 0.05  # of random blocks, as a root of their mean square
 NUMBERS = {"F32": np.float32, "F16": np.float16}
 
 
@@ -237,12 +238,13 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.nd
 
 
 def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:
-    """Of a type that gguf does not quantise to: any bytes, but scales that are small numbers."""
-    own = ENCODINGS[kind]
-    rows = made_up(kind, *shape, seed=shape[0] + 7 * shape[1]).rows.numpy()
-    blocks = rows.reshape(shape[0], -1, own.nbytes)
-    for place in places(own) if own.scale == "F16" else ():
-        blocks[..., place : place + 2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
+    """Of a type that gguf does not quantise to: any bytes, but scales that leave numbers about as large as a model's."""
+    own, stored = ENCODINGS[kind], made_up(kind, *shape, seed=shape[0] + 7 * shape[1])
+    blocks = stored.rows.numpy().reshape(shape[0], -1, own.nbytes)
+    for scale in (1.0, None) if own.scale == "F16" else ():
+        size = np.float16(scale or NUMBERS_SIZE / float(stored[:16].matrix(torch.float32).square().mean().sqrt()))
+        for place in places(own):
+            blocks[..., place : place + 2] = np.frombuffer(size.tobytes(), np.uint8)
     return blocks.reshape(shape[0], -1)
 
 

@@ -59,9 +59,16 @@ FORMS: dict[str, Form] = {
 
 
 MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "gate_proj": "Q5_K", "embed_tokens": "Q8_0", "lm_head": "Q6_K"}
+DYNAMIC = {  # fourteen kinds in a file, as those named UD-Q2_K_XL have them
+    "0.self_attn.q": "Q2_K", "0.self_attn.k": "Q4_K", "0.self_attn.v": "Q3_K", "0.self_attn.o": "IQ3_S",
+    "0.mlp.gate": "Q5_K", "0.mlp.up": "IQ2_XS", "0.mlp.down": "IQ3_XXS", "1.self_attn.q": "IQ1_S",
+    "1.self_attn.k": "IQ1_M", "1.self_attn.v": "Q6_K", "1.self_attn.o": "IQ2_S", "1.mlp.gate": "IQ2_XXS",
+    "head": "Q8_0", "0.mlp.experts.gate": "IQ2_XXS", "0.mlp.experts.up": "Q2_K", "0.mlp.experts.down": "IQ3_S",
+}  # fmt: skip
 GGUF: dict[str, Callable[[str], str]] = {  # the type of a matrix
     "Q8_0": lambda name: "Q8_0",
     "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q4_K"),
+    "fourteen kinds": lambda name: next((kind for part, kind in DYNAMIC.items() if part in name), "IQ4_XS"),
     "MXFP4 and others": lambda name: "IQ4_NL" if "down_proj" in name else "MXFP4" if "layers" in name else "Q8_0",
 }
 ALL = (*FORMS, *GGUF)

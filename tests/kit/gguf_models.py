@@ -238,7 +238,7 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.nd
 
 
 def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:
-    """Of a type that gguf does not quantise to: any bytes, but scales that leave numbers about as large as a model's."""
+    """Of a type that gguf does not quantise to: any bytes, but scales that leave numbers as large as a model's."""
     own, stored = ENCODINGS[kind], made_up(kind, *shape, seed=shape[0] + 7 * shape[1])
     blocks = stored.rows.numpy().reshape(shape[0], -1, own.nbytes)
     for scale in (1.0, None) if own.scale == "F16" else ():

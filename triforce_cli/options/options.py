@@ -67,7 +67,8 @@ Model = Annotated[
     Path | None,
     option(
         "--model",
-        "The target model: a folder, a GGUF file, a pulled model's name or an alias. Without it, the demo pair.",
+        "The target model: a folder, a GGUF file, a pulled model's name, OWNER/NAME:Q4_K_M or an alias. Without it, "
+        "the demo pair.",
         MODELS,
         short="-m",
         metavar="MODEL",
@@ -85,6 +86,13 @@ Draft = Annotated[
         metavar="MODEL|none",
         callback=callbacks.draft_without_alias,
         autocompletion=completion.drafts,
+    ),
+]
+
+FetchYes = Annotated[
+    bool,
+    switch(
+        "--yes", "Fetch --model OWNER/NAME:LABEL, a GGUF file, without asking if it is not here.", MODELS, short="-y"
     ),
 ]
 

@@ -63,7 +63,6 @@ def fetch_range(url: str, file: RemoteFile, start: int, stop: int) -> bytes:
     """
     from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
 
-    poll()
     headers, received = {**_headers(), "Range": f"bytes={start}-{stop - 1}"}, bytearray()
     with (
         _quiet(),

@@ -67,8 +67,7 @@ Model = Annotated[
     Path | None,
     option(
         "--model",
-        "The target model: a folder, a GGUF file, a pulled model's name, OWNER/NAME:Q4_K_M or an alias. Without it, "
-        "the demo pair.",
+        "The target: folder, GGUF file, name, alias or OWNER/NAME:Q4_K_M. Without it, the demo pair.",
         MODELS,
         short="-m",
         metavar="MODEL",
@@ -91,9 +90,7 @@ Draft = Annotated[
 
 FetchYes = Annotated[
     bool,
-    switch(
-        "--yes", "Fetch --model OWNER/NAME:LABEL, a GGUF file, without asking if it is not here.", MODELS, short="-y"
-    ),
+    switch("--yes", "Fetch OWNER/NAME:LABEL without asking.", MODELS, short="-y"),
 ]
 
 PromptFiles = Annotated[

@@ -140,6 +140,8 @@ def _shortened(name: str, most: int) -> str:
 
 
 def _notes(found: Repository) -> str:
+    if not found.fitting:
+        return f"none of them fits here, with {size(found.hardware.device_free_bytes)} of memory free"
     text = (
         f"ms/token: predicted here with {found.context:,} tokens of context; context: the longest that fits; first are "
         f"the largest that write {READING:.0f} tokens a second"

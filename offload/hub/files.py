@@ -45,7 +45,7 @@ class GgufModel:
 
     @property
     def named(self) -> dict[str, str]:
-        """Its label if that is enough to name it, or else its path, as `pull_words` takes them."""
+        """The label if that is enough to name it, or else the path, as `pull_words` takes them."""
         return {"label": self.label} if self.label and self.is_alone else {"file": self.path}
 
     @property
@@ -59,7 +59,7 @@ class GgufModel:
 
     @property
     def model(self) -> str:
-        """Its name for --model, once it is here."""
+        """The name for --model, once it is here."""
         label = self.named.get("label")
         return f"{self.repository}:{label}" if label else f"{self.repository}/{self.parts[0].name}"
 

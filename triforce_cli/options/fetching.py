@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import ModelError
@@ -36,9 +37,15 @@ def fetched(output: Output, listing: Listing, *, gguf: GgufModel | None = None, 
         raise
 
 
-def make_present(name: str, *, yes: bool, quiet: bool = False) -> None:
-    """Fetch the GGUF model that --model OWNER/NAME:LABEL names, if it is not here: with `yes`, or if a person agrees.
-    Any other name is left to whoever looks it up. Raises TriforceError."""
+def make_present(*names: Path | str | None, yes: bool, quiet: bool = False) -> None:
+    """Fetch GGUF models that --model OWNER/NAME:LABEL names and that are not here: with `yes`, or if a person agrees.
+    Other names are left to whoever looks them up. Raises TriforceError."""
+    for name in names:
+        if name is not None:
+            _make_present(str(name), yes=yes, quiet=quiet)
+
+
+def _make_present(name: str, *, yes: bool, quiet: bool) -> None:
     parted = None if os.path.exists(name) else tagged(name)
     if parted is None:
         return

@@ -41,9 +41,7 @@ class ModelFlags:
 
     def make_present(self, *, quiet: bool = False) -> None:
         """Fetch the named GGUF files that are not here, see `fetching.make_present`."""
-        for name in (self.model, self.draft):
-            if name is not None:
-                make_present(str(name), yes=self.yes, quiet=quiet)
+        make_present(self.model, self.draft, yes=self.yes, quiet=quiet)
 
 
 @dataclass(frozen=True, kw_only=True)

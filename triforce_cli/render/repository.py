@@ -40,9 +40,14 @@ class Shown:
 
     @property
     def name(self) -> str:
-        """Its label, or the path where that is not enough."""
+        """The label, or the path where that is not enough."""
         (name,) = self.gguf.named.values()
         return line_text(name)
+
+    @property
+    def context_limit(self) -> int:
+        """The model's own limit in tokens; 0 without a plan."""
+        return 0 if self.offer is None else self.offer.candidate.config.context_limit
 
     @property
     def numbers(self) -> tuple[str, str, str]:
@@ -50,7 +55,7 @@ class Shown:
         nbytes, offer = size(self.gguf.num_bytes), self.offer
         if offer is None:
             return nbytes, "none" if not self.problem else NOTHING, NOTHING
-        longest = "all" if offer.longest == offer.candidate.config.context_limit else f"{offer.longest:,}"
+        longest = "all" if offer.longest == self.context_limit else f"{offer.longest:,}"
         return nbytes, longest, significant(1000 * offer.seconds_per_token)
 
 
@@ -142,8 +147,9 @@ def _shortened(name: str, most: int) -> str:
 def _notes(found: Repository) -> str:
     if not found.fitting:
         return f"none of them fits here, with {size(found.hardware.device_free_bytes)} of memory free"
+    context = min(found.context, max(model.context_limit for model in found.fitting))
     text = (
-        f"ms/token: predicted here with {found.context:,} tokens of context; context: the longest that fits; first are "
+        f"ms/token: predicted here with {context:,} tokens of context; context: the longest that fits; first are "
         f"the largest that write {READING:.0f} tokens a second"
     )
     if any(kind.unpacked for model in found.models for kind in model.kinds):

@@ -282,6 +282,18 @@ def test_what_does_not_fit_comes_after_what_does_and_what_cannot_run_last(
     assert "b-Q8_0.gguf is not a whole GGUF file" in out
 
 
+def test_plain_numbers_come_behind_the_others_though_they_are_larger(
+    hub: Hub, files: dict[str, bytes], triforce: Run, tmp_path: Path
+) -> None:
+    """They were the first key on any machine that writes a token of them in a fifth of a second."""
+    write_gguf(save(random_model(**WIDE), tmp_path / "folder"), tmp_path / "tiny-F16.gguf", kind="F16")
+    plain = (tmp_path / "tiny-F16.gguf").read_bytes()
+    hub.put(NAME, {"tiny-F16.gguf": plain, "tiny-Q4_K_M.gguf": files["tiny-Q4_K_M.gguf"]})
+    models = json.loads(triforce("pull", NAME, "--json")[1])["models"]
+    assert [model["label"] for model in models] == ["Q4_K_M", "F16"]
+    assert models[0]["bytes"] < models[1]["bytes"]
+
+
 def test_a_repository_of_no_model_that_fits_says_so(hub: Hub, triforce: Run) -> None:
     hub.put(NAME, {"a-Q4_K.gguf": b"x" * 40})
     code, out, err = triforce("pull", NAME)

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from offload.config.gguf import gguf_config
+from offload.config.gguf import PLAIN, gguf_config
 from offload.config.gguf_header import MAX_HEADER_BYTES, Header, Items, Unfetched, read_file, read_header
 from offload.config.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from offload.config.kinds import Kind, kinds_of_header
@@ -64,6 +64,12 @@ class Described:
     @property
     def draft(self) -> ModelConfig | None:
         return head_of(self.config)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether most numbers are plain: they take twice the bytes of 8 bits, and a text hardly shows it."""
+        numbers = sum(kind.num_numbers for kind in self.kinds)
+        return 2 * sum(kind.num_numbers for kind in self.kinds if kind.name in PLAIN) > numbers
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,14 @@ def _shown(listing: Listing, output: Output) -> Repository:
     headers = [*describe(listing, models, report=lambda done: output.report("headers", done, len(models), "files"))]
     output.wait("planning")
     known = {each.model: each for each in headers if isinstance(each, Described)}
-    largest = sorted(known.values(), key=lambda each: -each.num_bytes)
+    ablest = sorted(known.values(), key=lambda each: (each.is_plain, -each.num_bytes))
     measured = Request.with_known_curves
     fitting = {
         offer.candidate.model: offer
-        for offer in offers(largest, hardware, request_of=measured, number=len(largest), context=CONTEXT)
+        for offer in offers(ablest, hardware, request_of=measured, number=len(ablest), context=CONTEXT)
     }
-    names = [*fitting, *(each.model for each in reversed(largest) if each.model not in fitting)]
+    smallest = sorted(known.values(), key=lambda each: each.num_bytes)
+    names = [*fitting, *(each.model for each in smallest if each.model not in fitting)]
     return Repository(
         listing=listing,
         hardware=hardware,

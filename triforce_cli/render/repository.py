@@ -150,7 +150,7 @@ def _notes(found: Repository) -> str:
     context = min(found.context, max(model.context_limit for model in found.fitting))
     text = (
         f"ms/token: predicted here with {context:,} tokens of context; context: the longest that fits; first are "
-        f"the largest that write {READING:.0f} tokens a second"
+        f"the largest that write {READING:.0f} tokens a second, plain numbers behind others"
     )
     if any(kind.unpacked for model in found.models for kind in model.kinds):
         text += "; *: unpacked to 16 bits here"

@@ -25,9 +25,10 @@ from offload.hub.headers import Described, Refused, describe
 from offload.hub.labels import is_model, label_of, stored_as, with_label
 from offload.hub.library import locate, stored_name
 from offload.hub.names import FOLDER_VARIABLE, tagged
-from offload.hub.offers import offer_of
+from offload.hub.offers import CONTEXT, offer_of
 from offload.hub.remote import list_repository
-from offload.speed.hardware import Hardware
+from offload.plan.request import Request
+from offload.speed.hardware import probe
 from test_cli_fake import environment, play
 
 Run = Callable[..., tuple[int, str, str]]
@@ -251,18 +252,20 @@ def test_a_pipe_gets_the_page_and_the_command_that_takes_the_first(
     assert not root.exists()
 
 
-def test_predictions_are_those_of_plans(hub: Hub, files: dict[str, bytes], triforce: Run) -> None:
+def test_predictions_are_those_of_plans_of_32k_tokens(hub: Hub, files: dict[str, bytes], triforce: Run) -> None:
     hub.put(NAME, files)
-    document = json.loads(triforce("pull", NAME, "--json")[1])
-    machine = document["machine"]
-    hardware = Hardware(machine["device"], "", machine["device_free_bytes"], machine["host_free_bytes"], True)
+    document, hardware = json.loads(triforce("pull", NAME, "--json")[1]), probe("auto")
     assert document["context"] == 32_768
     for model, each in zip(document["models"], described(), strict=True):
         assert isinstance(each, Described)
-        offer = offer_of(each, hardware, context=32_768)
+        offer, short = (
+            offer_of(each, hardware, request_of=Request.with_known_curves, context=n) for n in (32_768, CONTEXT)
+        )
         assert offer is not None
-        assert offer.request.context == 32_768
+        assert short is not None
         assert (model["label"], model["fits"], model["longest_context"]) == (each.gguf.label, True, offer.longest)
+        assert model["seconds_per_token"] == pytest.approx(offer.seconds_per_token)
+        assert model["seconds_per_token"] != pytest.approx(short.seconds_per_token)
         assert model["pull"] == [f"{NAME}:{model['label']}"]
         assert [kind["kind"] for kind in model["kinds"]] == [kind.name for kind in each.kinds]
 
@@ -453,6 +456,7 @@ def test_a_person_is_asked_and_may_decline(hub: Hub, files: dict[str, bytes], ro
     terminal = at_terminal("plan", "--model", f"{NAME}:Q4_K_M", "--context", "4096", columns=200)
     terminal.until_shown("[y/N]")
     assert asked in terminal.shown
+    assert "asking the hub" not in terminal.shown  # which turned on beside the question
     assert f"free in {root})?" in terminal.shown
     terminal.send("n\r")
     assert (terminal.finish(), root.exists()) == (4, False)

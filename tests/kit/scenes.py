@@ -298,7 +298,7 @@ SCENES: dict[str, Scene] = {
     "pull": Scene("pull owner/model", a_hub),
     "pull-gguf": Scene("pull owner/demo-GGUF", a_repository, typed=[("leaves:", "q")]),
     "pull-label": Scene("pull owner/demo-GGUF:Q4_K_M", a_repository, modes=OUTPUT_MODES),
-    "models-show": Scene("models demo-Q4_K_M.gguf", gguf_files),
+    "models-show": Scene("models show demo-Q4_K_M.gguf", gguf_files),
     "convert": Scene("convert old-llama", pickled_weights, modes=OUTPUT_MODES),
     "models": Scene("models --config config.toml", some_models),
     "models-rm": Scene("models rm some/config long --config config.toml --yes", some_models, modes=OUTPUT_MODES),

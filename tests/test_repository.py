@@ -180,17 +180,18 @@ def test_lists_that_files_share_are_fetched_once(hub: Hub, files: dict[str, byte
     assert of_other < 2 * FIRST + 512
 
 
-@pytest.mark.parametrize("where", [b"[PAD9]", b"[PAD41]"])
-def test_lists_that_end_otherwise_are_fetched(hub: Hub, files: dict[str, bytes], tmp_path: Path, where: bytes) -> None:
-    """A file whose last tokens are others, and whose end of a reply is one of them."""
-    plain = files["tiny-TQ1_0.gguf"]
-    other = plain.replace(b"[PAD41]", b"<|eot|>") if where == b"[PAD41]" else plain.replace(where, b"<EOT>X"[:6])
-    assert other != plain
-    hub.put(NAME, {"tiny-Q4_K_M.gguf": files["tiny-Q4_K_M.gguf"], "tiny-TQ1_0.gguf": other})
-    (tmp_path / "other.gguf").write_bytes(other)
-    (_, last) = described()
+def test_lists_that_end_otherwise_are_fetched(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    """Of as many tokens, the last of which is longer, and ends a reply."""
+    folder = save(random_model(**WIDE), tmp_path / "folder")
+    longer = {"change": lambda writer: writer.kv_data[0]["tokenizer.ggml.tokens"].value.__setitem__(-1, "<|eot_id|>")}
+    write_gguf(folder, path := tmp_path / "tiny-Q8_0.gguf", kind="Q8_0", **longer)
+    one = "tiny-Q4_K_M.gguf"
+    hub.put(NAME, {one: files[one], path.name: path.read_bytes()})
+    first, last = described()
+    assert isinstance(first, Described)
     assert isinstance(last, Described)
-    assert last.config == read_config(tmp_path / "other.gguf")
+    assert last.config == read_config(path)
+    assert set(last.config.eos_token_ids) > set(first.config.eos_token_ids)
 
 
 def test_what_cannot_run_is_told_with_its_reason_and_the_others_are_listed(hub: Hub, files: dict[str, bytes]) -> None:
@@ -289,11 +290,12 @@ def test_plain_numbers_come_behind_the_others_though_they_are_larger(
     hub: Hub, files: dict[str, bytes], triforce: Run, tmp_path: Path
 ) -> None:
     """They were the first key on any machine that writes a token of them in a fifth of a second."""
-    write_gguf(save(random_model(**WIDE), tmp_path / "folder"), tmp_path / "tiny-F16.gguf", kind="F16")
+    folder = save(random_model(**WIDE, max_position_embeddings=65536), tmp_path / "folder")
+    write_gguf(folder, tmp_path / "tiny-F16.gguf", kind="F16")
     plain = (tmp_path / "tiny-F16.gguf").read_bytes()
     hub.put(NAME, {"tiny-F16.gguf": plain, "tiny-Q4_K_M.gguf": files["tiny-Q4_K_M.gguf"]})
     models = json.loads(triforce("pull", NAME, "--json")[1])["models"]
-    assert [model["label"] for model in models] == ["Q4_K_M", "F16"]
+    assert [(model["label"], model["fits"]) for model in models] == [("Q4_K_M", True), ("F16", True)]
     assert models[0]["bytes"] < models[1]["bytes"]
 
 

@@ -264,7 +264,16 @@ def waits_are_interruptible(module: str, source: str) -> list[str]:
     return found
 
 
-_LAST = ("select.select", "readline", "flock", "self._session.prompt", "typer.prompt", "http_get", "model_info")
+_LAST = (
+    "select.select",
+    "readline",
+    "flock",
+    "self._session.prompt",
+    "typer.prompt",
+    "http_get",
+    "model_info",
+    "http_stream_backoff",
+)
 _SHORT_WAITS = ("wait", "join", "sleep", "get", "select", "await_count")
 
 

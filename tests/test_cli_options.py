@@ -144,6 +144,7 @@ def test_every_option_is_tested_here_and_has_its_variable():
     apart |= {"--logprobs"}  # which JSON alone has
     apart |= {"--include"}  # of documents
     apart |= {"--store", "--store-size", "--log", "--continue"}  # in files of their own
+    apart |= {"--yes"}  # in test_repository.py
     apart |= {"--template", "--template-arg"}  # of messages, which lines alone have
     assert set(declared) == {flag for flag, *_ in FLAGS + SWITCHES} | apart
 
@@ -395,7 +396,7 @@ def test_a_short_option_shows_the_help(words, triforce):
         (("ps",), "'ps' in triforce; try 'triforce serve' or 'triforce models'\n"),
         (("help",), "'help' in triforce; try 'triforce --help'\n"),
         (("help", "ask"), "'help' in triforce; try 'triforce ask --help'\n"),
-        (("models", "list"), "'list' in triforce models; try 'triforce models'\n"),
+        (("models", "list"), "'list' in triforce models; try 'triforce models' or 'triforce models show'\n"),
         (("log", "list"), "'list' in triforce log; try 'triforce log ls' or 'triforce log show'\n"),
         (("store", "rm"), "'rm' in triforce store; try 'triforce store clear'\n"),
     ],

@@ -220,6 +220,15 @@ def test_a_server_that_ends_at_its_start_is_an_error_with_its_code(
     assert not Path("ran").exists()
 
 
+def test_a_model_to_be_fetched_is_asked_for_before_a_server_starts_which_has_nobody_to_ask(
+    put: Callable[..., None], stand_in: Callable[[], list[str]], triforce: Triforce, tmp_path: Path
+) -> None:
+    put("pi", "touch ran")
+    code, _, err = triforce("launch", "pi", port(), "--model", "owner/none-GGUF:Q4_0")
+    assert (code, err.splitlines()[-1].endswith("fetches it, and so does --yes")) == (4, True)
+    assert not (tmp_path / "told").exists()
+
+
 class Other(BaseHTTPRequestHandler):
     """Another program at a port. answer: (status, text) of whatever is asked for."""
 

@@ -47,8 +47,7 @@ from test_architecture import parsed, sources
 from triforce_cli.agents import server
 from triforce_cli.answering.request import Wanted
 from triforce_cli.batch.records import read_records
-from triforce_cli.chat import background, reader
-from triforce_cli.commands import start
+from triforce_cli.chat import background, keys, reader
 from triforce_cli.documents import reading, selection
 from triforce_cli.documents.limits import Meter
 from triforce_cli.documents.selection import Named
@@ -339,6 +338,13 @@ def pull(place: Place) -> None:
     fetch.fetch("http://it", RemoteFile("file", 9, "0" * 64), place.folder, count=Mock())
 
 
+def pull_bytes(place: Place) -> None:
+    import huggingface_hub.utils
+
+    place.patch.setattr(huggingface_hub.utils, "http_stream_backoff", waits)
+    fetch.fetch_range("http://it", RemoteFile("file", 9, "0" * 64), 0, 4)
+
+
 def ask_hub(place: Place) -> None:
     import huggingface_hub
 
@@ -376,14 +382,14 @@ def next_line(place: Place) -> None:
 
 def agree(place: Place) -> None:
     place.patch.setattr(sys, "stdin", Mock(readline=waits))
-    consent.agreed(Mock(has_person=True), "remove it?")
+    consent.answered(Mock(), "remove it?")
 
 
 def press(place: Place) -> None:
     place.patch.setattr(sys, "stdin", Mock())
     for name, stand_in in (("termios", Mock()), ("Keys", MagicMock()), ("os", Mock(read=waits))):
-        place.patch.setattr(start, name, stand_in)
-    start._pressed(["1"], Mock(), "which?")
+        place.patch.setattr(keys, name, stand_in)
+    keys.pressed(["1"], Mock(), "which?")
 
 
 def type_message(place: Place) -> None:
@@ -423,6 +429,7 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "offload.files.locked": locked,
     "offload.session.folder.Lock.take": take_lock,
     "offload.hub.fetch.fetch": pull,
+    "offload.hub.fetch.fetch_range": pull_bytes,
     "offload.hub.remote.list_repository": ask_hub,
     "offload.hub.gguf.dequantise": unpack,
     "offload.ranks.door.Door.admit": admit,
@@ -430,8 +437,8 @@ WAITS: dict[str, Callable[[Place], object]] = {
     "triforce_cli.ground.inputs._comes": look_at_pipe,
     "triforce_cli.chat.reader._next_line": next_line,
     "triforce_cli.chat.reader.PromptReader.read": type_message,
-    "triforce_cli.options.consent.agreed": agree,
-    "triforce_cli.commands.start._pressed": press,
+    "triforce_cli.options.consent.answered": agree,
+    "triforce_cli.chat.keys.pressed": press,
     "triforce_cli.ground.outfile.OutputFile.__enter__": open_pipe,
     "triforce_cli.ground.outfile.write_all": write_file,
     "triforce_cli.screen.output._write": write_text,

@@ -97,7 +97,7 @@ def test_a_broken_download_is_taken_up_again_by_the_same_key_and_the_chat_begins
     assert broken.finish() == 1
     assert "error: the connection broke off" in broken.shown
     hub.cuts.clear()
-    assert f"'triforce pull {REPOSITORY} --file {FILE}' resumes it" in " ".join(broken.shown.split())
+    assert f"'triforce pull {REPOSITORY}:Q8_0' resumes it" in " ".join(broken.shown.split())
     hub.requests.clear()
     again = alone()
     again.until_shown(LEAVES)

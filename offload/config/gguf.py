@@ -73,11 +73,16 @@ def notes(header: Header, dtype_bytes: int) -> list[str]:
     return [*told, *filter(None, [unpacked_note(header, dtype_bytes)])]
 
 
+def is_unpacked(kind: str) -> bool:
+    """Whether matrices in a type are unpacked while they are read."""
+    return kind not in ENCODINGS and kind not in PLAIN
+
+
 def unpacked_note(header: Header, dtype_bytes: int) -> str:
     """The note on matrices in types that are unpacked while they are read, "" if there are none."""
     sizes = Counter[str]()
     for tensor in header.tensors.values():
-        if tensor.kind not in ENCODINGS and tensor.kind not in PLAIN:
+        if is_unpacked(tensor.kind):
             sizes[tensor.kind] += math.prod(tensor.shape) * dtype_bytes
     if not sizes:
         return ""

@@ -2,7 +2,8 @@
 
 The file is not trusted: a header has at most MAX_HEADER_BYTES, all counted items must be inside it, and tensors must be
 inside the file without overlap. Lists are read from the file on demand: a plan reads only the texts of the tokens.
-Memory: the tensors' descriptions, at most 32 bytes for each byte of theirs.
+Memory: the tensors' descriptions, at most 32 bytes for each byte of theirs. A header that is being fetched is read as
+far as it is there (offload/hub/headers.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from offload.config.gguf_types import TYPES, other_type
 from offload.errors import ModelError, unreadable
 
 SUFFIX = ".gguf"
@@ -28,17 +30,6 @@ _MOST_DIMENSIONS, _MOST_NESTED = 4, 4
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SMALLEST = {_STRING: 8, _ARRAY: 12}  # bytes of one value
-# Name, elements and bytes of a block of each tensor type, by ggml's type number.
-TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
-}  # fmt: skip
 _REMEDY = "download it again"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -81,6 +72,10 @@ class Items:
 
 
 Value = bool | int | float | str | Items
+
+
+class Unfetched(Exception):
+    """The header goes on behind the bytes of a file that are there."""
 
 
 @dataclass(frozen=True)
@@ -170,21 +165,22 @@ def models_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if part_names(path.name)[:1] == [path.name])
 
 
-def read_file(path: Path) -> Header:
-    """The header of one file alone. Raises ModelError."""
+def read_file(path: Path, fetched: int | None = None) -> Header:
+    """The header of one file alone. fetched: how many of its first bytes are there, if it has its full length already
+    and not all of them. Raises ModelError, and Unfetched where those are too few."""
     try:
         with path.open("rb") as file:
             num_bytes = file.seek(0, 2)
             if num_bytes < 24:
                 _refuse(path, f"it has {num_bytes} bytes, and no header is so short")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                return _parse(path, mapped, num_bytes)
+                return _parse(path, mapped, num_bytes, fetched)
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _parse(path: Path, data: mmap.mmap, num_bytes: int) -> Header:
-    reader = _Reader(path, data, stop=min(num_bytes, MAX_HEADER_BYTES))
+def _parse(path: Path, data: mmap.mmap, num_bytes: int, fetched: int | None) -> Header:
+    reader = _Reader(path, data, stop=min(num_bytes, MAX_HEADER_BYTES), fetched=fetched)
     num_tensors, num_values = _read_counts(reader)
     values: dict[str, Value] = {}
     for _ in range(num_values):
@@ -227,6 +223,8 @@ def _read_tensor(reader: _Reader) -> TensorInfo:
         _refuse(reader.path, f"{name} has {num_dimensions} dimensions, not 1 to {_MOST_DIMENSIONS}")
     sizes = [reader.integer("Q", f"the sizes of {name}") for _ in range(num_dimensions)]
     number, start = reader.integer("I", f"the type of {name}"), reader.integer("Q", f"the place of {name}")
+    if number not in TYPES and (other := other_type(number)):
+        raise ModelError(f"{reader.path}: {name} is in {other}, not this program; fetch it in another quantisation")
     if number not in TYPES:
         _refuse(reader.path, f"{name} is of type {number}, which is not known", "fetch it in another quantisation")
     kind, block, nbytes = TYPES[number]
@@ -254,11 +252,20 @@ def _placed(path: Path, tensors: Mapping[str, TensorInfo], first: int, num_bytes
 
 
 class _Reader:
-    """A cursor over the bytes of a header; reading past their end is a ModelError. offset: of the bytes in the file."""
+    """A cursor over the bytes of a header; reading past their end is a ModelError. offset: of the bytes in the file.
+    fetched: the number of those that are there, all by default; reading past it is Unfetched."""
 
-    def __init__(self, path: Path, data: bytes | mmap.mmap, offset: int = 0, stop: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        data: bytes | mmap.mmap,
+        offset: int = 0,
+        stop: int | None = None,
+        fetched: int | None = None,
+    ) -> None:
         self.path, self.at = path, 0
-        self._data, self._offset, self._stop = data, offset, len(data) if stop is None else stop
+        self._data, self._offset, self._limit = data, offset, len(data) if stop is None else stop
+        self._stop = self._limit if fetched is None else min(self._limit, fetched)
 
     def take(self, num_bytes: int, what: str) -> bytes:
         start, self.at = self.at, self._end(num_bytes, what)
@@ -343,9 +350,11 @@ class _Reader:
     def _end(self, num_bytes: int, what: str) -> int:
         """The end offset of the next `num_bytes` bytes."""
         end = self.at + num_bytes
-        if end > self._stop:
-            limit = f"over the limit of {MAX_HEADER_BYTES}" if self._stop == MAX_HEADER_BYTES else "past its end"
+        if end > self._limit:
+            limit = f"over the limit of {MAX_HEADER_BYTES}" if self._limit == MAX_HEADER_BYTES else "past its end"
             _refuse(self.path, f"{what} would end at byte {self._offset + end} of the header, {limit}")
+        if end > self._stop:
+            raise Unfetched
         return end
 
 

@@ -1,4 +1,5 @@
-"""Fetch one file from the hub. An interrupted fetch is resumed; the file gets its name only once its hash is right.
+"""Fetch one file from the hub, or some bytes of it. An interrupted fetch of a file is resumed; it gets its name only
+once its hash is right.
 
 huggingface_hub's own downloads drop a partial file when they fail, so only its single request (`http_get`) is used.
 """
@@ -13,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload.errors import ModelError
-from offload.hub.remote import RemoteFile, transport_error
+from offload.errors import ModelError, TriforceError
+from offload.hub.remote import ANSWER_SECONDS, RemoteFile, transport_error
 from offload.interrupts import poll, waiting
 
 Count = Callable[[int], None]  # called with the number of new bytes
 _BLOCK_BYTES = 1 << 20
+_PARTIAL = 206  # the status of an answer with the bytes that were asked for
 
 
 class Hash(Protocol):
@@ -34,9 +36,8 @@ def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported lazily
 
-    headers = {**build_hf_headers(library_name="triforce"), "Accept-Encoding": "identity"}
+    headers = _headers()
     partial = partial_path(file, folder)
     with PartialFile(partial, file, count) as received:
         while received.tell() < file.num_bytes:
@@ -53,6 +54,38 @@ def fetch(url: str, file: RemoteFile, folder: Path, *, count: Count) -> None:
         received.check()
         os.fsync(received.fileno())
     os.replace(partial, folder / file.name)
+
+
+def fetch_range(url: str, file: RemoteFile, start: int, stop: int) -> bytes:
+    """Fetch the bytes from `start` to `stop` of `file`. They are not checked against its hash.
+
+    Raises TriforceError if the hub does not send them, and errors of huggingface_hub and the network.
+    """
+    from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
+
+    headers, received = {**_headers(), "Range": f"bytes={start}-{stop - 1}"}, bytearray()
+    with (
+        _quiet(),
+        waiting(),
+        http_stream_backoff("GET", url, headers=headers, timeout=ANSWER_SECONDS) as response,
+    ):
+        hf_raise_for_status(response)
+        if response.status_code == _PARTIAL or not start:
+            for piece in response.iter_bytes():
+                received += piece
+                if len(received) >= stop - start:
+                    break
+    if len(received) < stop - start:
+        raise TriforceError(
+            f"of bytes {start} to {stop} of {file.name} the hub sent {len(received)}; try again, or name a file"
+        )
+    return bytes(received[: stop - start])
+
+
+def _headers() -> dict[str, str]:
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported lazily
+
+    return {**build_hf_headers(library_name="triforce"), "Accept-Encoding": "identity"}
 
 
 def partial_path(file: RemoteFile, folder: Path) -> Path:

@@ -15,6 +15,7 @@ from offload.errors import ModelError, unreadable
 from offload.fields import TEXT, Fields, Kind, list_of
 from offload.files import address_in, expanded, write_whole
 from offload.hub.advice import advice
+from offload.hub.labels import with_label
 from offload.hub.names import (
     ALIASES,
     LOCAL,
@@ -26,6 +27,7 @@ from offload.hub.names import (
     models_folder,
     pull_command,
     short_name,
+    tagged,
 )
 from offload.plan.options import Options
 from offload.plan.request import Request
@@ -106,7 +108,8 @@ def _state_of(folder: Path) -> State:
 
 
 def locate(name: str, *, weights: bool = True) -> Path:
-    """The folder that `name` stands for: a folder or a GGUF file, or else an alias or OWNER/NAME of a stored model.
+    """The folder that `name` stands for: a folder or a GGUF file, or else an alias, OWNER/NAME or OWNER/NAME:LABEL of a
+    stored model.
 
     weights: config.json alone is not enough. Raises ModelError, which names the command to run.
     """
@@ -124,9 +127,14 @@ def locate(name: str, *, weights: bool = True) -> Path:
         raise ModelError(instead)
     if folder.is_dir() or (folder.is_file() and is_gguf(folder)):
         return folder
-    if file := _file_of(name):
-        return file
+    of, files = _files_named(name)
+    if len(files) > 1:
+        raise ModelError(f"{name} is {len(files)} GGUF files; name one: {', '.join(f'{of}/{f.name}' for f in files)}")
+    if files:
+        return files[0]
     model_id = id_of(name)
+    if parted := tagged(name):
+        raise ModelError(f"{name} is not here; {pull_command(parted[0], label=parted[1])} fetches it")
     if name.endswith(SUFFIX) and not (model_id and is_here(model_id)):
         raise ModelError(f"{name} does not exist; 'triforce models' lists the models that are here, GGUF files too")
     if model_id is None:
@@ -153,20 +161,29 @@ def _files(folder: Path) -> list[Path]:
     return [] if (folder / "config.json").is_file() else models_in(folder)
 
 
-def _file_of(name: str) -> Path | None:
-    """The GGUF file that `entries` lists as `name`, for a stored model with several; None if there is none."""
+def _files_named(name: str) -> tuple[str, list[Path]]:
+    """OWNER/NAME and the GGUF files of a stored model that `name` is: OWNER/NAME:LABEL, which may be several, or as
+    `entries` lists one of several."""
     model, _, file = name.rpartition("/")
-    model_id = id_of(model) if file.endswith(SUFFIX) else None
+    model_id, label = tagged(name) or (id_of(model) if file.endswith(SUFFIX) else None, "")
     if model_id is None or not is_here(model_id):
-        return None
-    return next((found for found in models_in(model_folder(model_id)) if found.name == file), None)
+        return "", []
+    files = {path.name: path for path in models_in(model_folder(model_id))}
+    named = with_label([*files], label) if label else [file] if file in files else []
+    return model_id, [files[each] for each in named]
+
+
+def has_label(model_id: str, label: str) -> bool:
+    """Whether GGUF files of a stored model have this label."""
+    return bool(_files_named(f"{model_id}:{label}")[1])
 
 
 def stored_name(name: str) -> str | None:
     """The name by which `entries` lists a stored model that can be loaded; None where `name` is that of none, or of
     several. Never a path."""
-    if (file := _file_of(name)) is not None:
-        return f"{short_name(str(id_of(name.rpartition('/')[0])))}/{file.name}"
+    of, files = _files_named(name)
+    if len(files) == 1:
+        return f"{short_name(of)}/{files[0].name}"
     model_id = id_of(name)
     if model_id is None or not is_here(name):
         return None

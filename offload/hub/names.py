@@ -18,6 +18,7 @@ MAIN = "main"  # the default revision
 LOCAL = "local"  # the owner's part of a converted model's name
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,95}"
 _ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)
+_TAGGED = re.compile(rf"(?P<id>{_PART}/{_PART}):(?P<label>[A-Za-z0-9][A-Za-z0-9_-]{{0,47}})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+def tagged(name: str) -> tuple[str, str] | None:
+    """(OWNER/NAME, label) of a name OWNER/NAME:LABEL, of a GGUF file by its quantisation; None for any other name."""
+    found = _TAGGED.fullmatch(name)
+    return (found["id"], found["label"]) if found and not name.startswith(f"{LOCAL}/") else None
+
+
 def model_folder(model_id: str) -> Path:
     """The folder of OWNER/NAME, whether it exists or not. Raises UsageError for any other name."""
     if not is_id(model_id):
@@ -94,11 +101,16 @@ def repository_of(name: str) -> str:
     return repository
 
 
-def pull_command(model_id: str, revision: str = MAIN, file: str = "") -> str:
-    """The command that pulls the model, or a GGUF file of its repository."""
+def pull_words(model_id: str, revision: str = MAIN, *, file: str = "", label: str = "") -> list[str]:
+    """The arguments of the command that pulls the model, or a GGUF file of its repository by its path or its label."""
     further = {"--file": file, "--revision": "" if revision == MAIN else revision}
     options = [word for option, value in further.items() if value for word in (option, value)]
-    return quoted_line("triforce", "pull", short_name(model_id), *options)
+    return [short_name(model_id) + (f":{label}" if label else ""), *options]
+
+
+def pull_command(model_id: str, revision: str = MAIN, *, file: str = "", label: str = "") -> str:
+    """The command that pulls the model, see `pull_words`."""
+    return quoted_line("triforce", "pull", *pull_words(model_id, revision, file=file, label=label))
 
 
 def short_name(model_id: str) -> str:

@@ -16,7 +16,7 @@ from offload.plan.request import Request
 from offload.speed.hardware import Hardware
 
 NUMBER = 3
-CONTEXT = 16_384  # tokens that are planned for
+CONTEXT = 16_384  # tokens that are planned for, if nothing else is said
 MAX_TOKENS = 256  # of them written
 READING = 5.0  # tokens a second: 250 English words a minute
 _ON_HOST = {"target experts": "experts", "target layers": "weights", "kv cache": "cache"}  # by their purposes
@@ -50,7 +50,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Offer:
-    """A model and its plan for CONTEXT tokens."""
+    """A model and its plan for a context."""
 
     candidate: Candidate
     request: Request
@@ -62,9 +62,14 @@ class Offer:
         return replace(self.request, options=Options()).longest_context()
 
     @property
+    def seconds_per_token(self) -> float:
+        """The predicted time."""
+        return self.plan.predicted.seconds_per_token
+
+    @property
     def tokens_per_second(self) -> float:
         """The predicted rate."""
-        return 1 / self.plan.predicted.seconds_per_token
+        return 1 / self.seconds_per_token
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -78,27 +83,32 @@ def offers(
     *,
     request_of: Callable[[Request], Request] = lambda request: request,
     number: int = NUMBER,
+    context: int = CONTEXT,
 ) -> list[Offer]:
     """The offers, at most `number`: the first candidates that write READING tokens a second, then the fastest of the
     others. candidates: the ablest first; those after the last that is needed are not planned. request_of: completes a
-    request, with measured curves."""
+    request, with measured curves. context: tokens to plan for, where a model takes as many."""
     quick: list[Offer] = []
     slow: list[Offer] = []
     for candidate in candidates:
         if len(quick) == number:
             break
-        if (offer := offer_of(candidate, hardware, request_of=request_of)) is not None:
+        if (offer := offer_of(candidate, hardware, request_of=request_of, context=context)) is not None:
             (quick if offer.tokens_per_second >= READING else slow).append(offer)
     return [*quick, *sorted(slow, key=lambda offer: -offer.tokens_per_second)][:number]
 
 
 def offer_of(
-    candidate: Candidate, hardware: Hardware, *, request_of: Callable[[Request], Request] = lambda request: request
+    candidate: Candidate,
+    hardware: Hardware,
+    *,
+    request_of: Callable[[Request], Request] = lambda request: request,
+    context: int = CONTEXT,
 ) -> Offer | None:
     """The offer of one model; None if it does not fit the machine."""
     if candidate.num_bytes > _memory(hardware):  # told without a plan
         return None
-    context = min(CONTEXT, candidate.config.context_limit)
+    context = min(context, candidate.config.context_limit)
     try:
         request = request_of(Request(candidate.config, candidate.draft, Options(context=context), hardware))
         plan = request.plan(num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS)

@@ -24,6 +24,7 @@ from offload.hub import files as model_files
 from offload.hub import remote
 from offload.hub.disk import check_room
 from offload.hub.fetch import fetch, is_whole, partial_path
+from offload.hub.files import GgufModel
 from offload.hub.library import LOCK, MOVING, STAGING, Origin
 from offload.hub.names import FOLDER_VARIABLE, model_folder
 from offload.hub.pickles import check_torch, convert_shard, source_of, weight_map
@@ -53,30 +54,32 @@ class PullPlan:
 
 
 def pull(
-    repository: str,
-    revision: str,
+    listing: Listing,
     *,
-    config_only: bool,
     on_plan: Callable[[PullPlan], None],
     report: Report,
-    file: str = "",
+    config_only: bool = False,
+    gguf: GgufModel | None = None,
 ) -> PullPlan:
-    """Make the folder of OWNER/NAME equal to `revision` on the hub; only files that differ are fetched. file: a GGUF
-    file, which is added to the folder with its other parts instead.
+    """Make the folder of OWNER/NAME equal to the hub's listing; only files that differ are fetched. gguf: a model in
+    GGUF files, which are added to the folder instead.
 
     on_plan: called before the weights are fetched. Memory: little; one shard while shards in torch's old format are
     converted. Raises TriforceError.
     """
-    listing = remote.list_repository(repository, revision, file=file)
     folder = model_folder(listing.repository)
-    with remote.translated_errors(repository, revision, folder, file=file), _staging(folder) as staging:
-        transfer = _Transfer(listing, folder, staging, report, file)
+    named = {} if gguf is None else gguf.named
+    with (
+        remote.translated_errors(listing.repository, listing.revision, folder, **named),
+        _staging(folder) as staging,
+    ):
+        transfer = _Transfer(listing, folder, staging, report, gguf)
         plan = transfer.prepare(config_only=config_only)
         on_plan(plan)
         transfer.fetch_all(plan.missing_bytes)
         transfer.install(config_only=config_only)
     if not config_only:
-        model = folder / plan.files[0].name if file else folder
+        model = folder / plan.files[0].name if gguf else folder
         with Checkpoint.open(model) as checkpoint:
             check_model(checkpoint, read_config(model))
     return plan
@@ -85,8 +88,8 @@ def pull(
 class _Transfer:
     """One pull in progress. A file of the model is in `staging` if this pull fetched it, otherwise in `folder`."""
 
-    def __init__(self, listing: Listing, folder: Path, staging: Path, report: Report, gguf: str) -> None:
-        """gguf: the only file to pull, "" for the whole model."""
+    def __init__(self, listing: Listing, folder: Path, staging: Path, report: Report, gguf: GgufModel | None) -> None:
+        """gguf: the model to pull; None: the repository's own."""
         self._gguf = gguf
         self._listing, self._folder, self._staging, self._report = listing, folder, staging, report
         self._files: list[RemoteFile] = []
@@ -95,8 +98,8 @@ class _Transfer:
 
     def prepare(self, *, config_only: bool) -> PullPlan:
         """Fetch config.json and the index, which determine the other files to fetch."""
-        if self._gguf:
-            self._files = model_files.gguf_parts(self._listing, self._gguf)
+        if self._gguf is not None:
+            self._files = [*self._gguf.parts]
             return self._plan(self._files)
         first = model_files.needed_first(self._listing, config_only=config_only)
         for file in first:
@@ -131,7 +134,7 @@ class _Transfer:
                 self._fetch(file, count)
             if model_files.is_pickled(file.name):
                 self._convert(file)
-        if self._gguf:
+        if self._gguf is not None:
             self._check_gguf()
 
     def install(self, *, config_only: bool) -> None:
@@ -147,7 +150,7 @@ class _Transfer:
         for name in sorted(names):
             if (self._staging / name).exists():
                 os.replace(self._staging / name, self._folder / name)
-        if config_only or self._gguf:
+        if config_only or self._gguf is not None:
             names |= old
         for name in old - names:
             (self._folder / Path(name).name).unlink(missing_ok=True)

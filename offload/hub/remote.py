@@ -29,11 +29,13 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository. digest: hexadecimal sha256 of a large file, git's sha1 of any other."""
+    """A file of a repository. digest: hexadecimal sha256 of a large file, git's sha1 of any other. path: its place in
+    the repository, where it is stored here by another name."""
 
     name: str
     num_bytes: int
     digest: str
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,13 @@ class Listing:
         return next((file for file in self.files if file.name == name), None)
 
 
-def list_repository(repository: str, revision: str, *, file: str = "") -> Listing:
-    """Ask the hub for the files of `repository` at `revision`. file: the only one that is wanted. Raises ModelError,
-    TriforceError."""
+def list_repository(repository: str, revision: str, *, file: str = "", label: str = "") -> Listing:
+    """Ask the hub for the files of `repository` at `revision`. file, label: of the only one that is wanted. Raises
+    ModelError, TriforceError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with translated_errors(repository, revision, file=file):
+    with translated_errors(repository, revision, file=file, label=label):
         try:
             with waiting():
                 info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=ANSWER_SECONDS)
@@ -76,16 +78,18 @@ def file_url(listing: Listing, file: RemoteFile) -> str:
     """The URL of `file` at the listing's commit, so that a later push changes nothing."""
     from huggingface_hub import HfApi
 
-    return f"{HfApi().endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.name)}"
+    return f"{HfApi().endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.path or file.name)}"
 
 
 @contextmanager
-def translated_errors(repository: str, revision: str, folder: Path | None = None, *, file: str = "") -> Iterator[None]:
+def translated_errors(
+    repository: str, revision: str, folder: Path | None = None, *, file: str = "", label: str = ""
+) -> Iterator[None]:
     """Raise errors of huggingface_hub, the network and the disk of `folder` as TriforceErrors that name the command to
-    run. file: the only one that is pulled."""
+    run. file, label: of the only one that is pulled."""
     from huggingface_hub import errors
 
-    again = pull_command(repository, revision, file)
+    again = pull_command(repository, revision, file=file, label=label)
     try:
         yield
     except errors.OfflineModeIsEnabled as error:
@@ -99,7 +103,7 @@ def translated_errors(repository: str, revision: str, folder: Path | None = None
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelError(
-            f"{repository} has no revision {revision!r}; {pull_command(repository, file=file)} takes main"
+            f"{repository} has no revision {revision!r}; {pull_command(repository, file=file, label=label)} takes main"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(

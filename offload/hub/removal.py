@@ -14,8 +14,9 @@ from pathlib import Path
 
 from offload.config.gguf_header import SUFFIX, models_in, part_names
 from offload.errors import ModelError, unreadable
+from offload.hub.labels import with_label
 from offload.hub.library import LOCK, STAGING, stored_ids
-from offload.hub.names import id_of, model_folder, models_folder, short_name
+from offload.hub.names import id_of, model_folder, models_folder, short_name, tagged
 
 _GOING = ".removed-"  # begins the name of a folder that is being removed: no model's name does
 
@@ -42,16 +43,16 @@ class Stored:
 
 def find_stored(name: str) -> Stored:
     """The model in the folder of models that `name` stands for: an alias, OWNER/NAME, or one of several GGUF files as
-    lists name it. Raises ModelError for anything else, a folder elsewhere too."""
+    lists name it or by its label. Raises ModelError for anything else, a folder elsewhere too."""
     model_id = id_of(name)
-    if model_id is None and name.endswith(SUFFIX):
+    if model_id is None and (name.endswith(SUFFIX) or tagged(name)):
         model, _, file = name.rpartition("/")
-        model_id = id_of(model)
+        model_id, label = tagged(name) or (id_of(model), "")
         found = [] if model_id is None or not _is_stored(model_id) else models_in(model_folder(model_id))
-        if model_id is not None and (named := [path for path in found if path.name == file]):
-            return Stored(
-                f"{short_name(model_id)}/{file}", model_folder(model_id), named[0] if len(found) > 1 else None
-            )
+        names = with_label([path.name for path in found], label) if label else [file]
+        if model_id is not None and len(named := [path for path in found if path.name in names]) == 1:
+            listed = f"{short_name(model_id)}/{named[0].name}"
+            return Stored(listed, model_folder(model_id), named[0] if len(found) > 1 else None)
     elif model_id is not None and _is_stored(model_id):
         return Stored(short_name(model_id), model_folder(model_id))
     stored = ", ".join(map(short_name, stored_ids())) or "none"

@@ -44,6 +44,7 @@ class Hub:
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
     requests: list[tuple[str, int]] = field(default_factory=list)
     ranges: bool = True  # False: a file always comes from its beginning
+    sent: int = 0  # bytes of files that were asked for
     abrupt: bool = False  # cuts are resets
     stalls: dict[str, int] = field(default_factory=dict)  # after how many bytes of a file nothing more comes
     stalled: threading.Event = field(default_factory=threading.Event)  # nothing more comes
@@ -119,15 +120,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, name: str, commit: str, file: str) -> None:
         data = next(r.files[file] for r in self.hub.repositories[name] if r.commit == commit)
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        start = start if self.hub.ranges else 0
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, stop = (int(first), int(last or len(data)) + 1) if self.hub.ranges else (0, len(data))
         self.hub.requests.append((file, start))
         if file in self.hub.refusals:
             return self._refuse(*self.hub.refusals[file])
-        headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
+        is_part, size = start > 0 or stop < len(data), len(data)
+        data = data[:stop]
+        self.hub.sent += len(data) - start
+        headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{size}"} if is_part else {}
         if file in self.hub.stalls:
             self.hub.cuts[file] = [self.hub.stalls[file]]
-        self._answer(206 if start else 200, data[start:], headers, self.hub.cuts.get(file))
+        self._answer(206 if is_part else 200, data[start:], headers, self.hub.cuts.get(file))
         while file in self.hub.stalls:
             self.hub.stalled.set()
             time.sleep(0.01)

@@ -138,6 +138,26 @@ def a_hub() -> None:
     constants.ENDPOINT, constants.HF_HUB_OFFLINE = there.url, False
 
 
+def a_repository() -> None:
+    """Of the demo draft in two mixtures of kinds."""
+    from huggingface_hub import constants
+
+    from kit import hub
+
+    gguf_files()
+    there = _KEPT.enter_context(hub.running())
+    there.put("owner/demo-GGUF", {path.name: path.read_bytes() for path in Path().glob("demo-*.gguf")})
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE = there.url, False
+    a_disk()
+
+
+def gguf_files() -> None:
+    from kit.gguf_models import write_gguf
+
+    write_gguf(Path("demo-draft"), Path("demo-Q8_0.gguf"), kind="Q8_0")
+    write_gguf(Path("demo-draft"), Path("demo-Q4_K_M.gguf"), kind=lambda name: "Q4_0" if "mlp" in name else "Q8_0")
+
+
 def pickled_weights() -> None:
     import torch
     from safetensors.torch import load_file
@@ -276,6 +296,9 @@ SCENES: dict[str, Scene] = {
     "doctor": Scene("doctor", a_diagnosis("LAPTOP"), modes="terminal"),
     "doctor-two-gpus": Scene("doctor", a_diagnosis("TWO_ON_X8")),
     "pull": Scene("pull owner/model", a_hub),
+    "pull-gguf": Scene("pull owner/demo-GGUF", a_repository, typed=[("leaves:", "q")]),
+    "pull-label": Scene("pull owner/demo-GGUF:Q4_K_M", a_repository, modes=OUTPUT_MODES),
+    "models-show": Scene("models show demo-Q4_K_M.gguf", gguf_files),
     "convert": Scene("convert old-llama", pickled_weights, modes=OUTPUT_MODES),
     "models": Scene("models --config config.toml", some_models),
     "models-rm": Scene("models rm some/config long --config config.toml --yes", some_models, modes=OUTPUT_MODES),

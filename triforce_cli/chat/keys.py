@@ -1,20 +1,26 @@
-"""Keys typed while the program writes: not echoed into its output, and kept as input for the next prompt."""
+"""Keys typed while the program writes: not echoed into its output, and kept as input for the next prompt. And keys that
+answer a question by themselves."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from offload.interrupts import handled
+from offload.interrupts import handled, waiting
+from triforce_cli.screen.output import Output
 
 _LOCAL = 3  # the index of the local modes in termios' list
 _INPUT = 0
+_NO_KEYS = ("\r", "\n", "q", "Q", "\x04", "\x1b")  # Enter, q, Ctrl-D, Escape
+_SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*.")  # of a key such as an arrow
+_MOST_TYPED = 64  # bytes at a time
 _LEAVING = (signal.SIGTSTP, signal.SIGQUIT)  # Ctrl-Z and Ctrl-\, after which other programs have the terminal
 
 
@@ -85,3 +91,17 @@ class Keys:
             signal.signal(signal.SIGTSTP, self._leave)
         if self._hides:
             self._hide()
+
+
+def pressed(keys: Collection[str], output: Output, question: str) -> str:
+    """Ask, wait until one of the keys is pressed, without Enter, and return it; "" for one that leaves. What was
+    typed before does not count, nor do other keys."""
+    terminal = sys.stdin.fileno()
+    with Keys(edited=True).hidden(), waiting():
+        termios.tcflush(terminal, termios.TCIFLUSH)
+        output.question(question)
+        while typed := os.read(terminal, _MOST_TYPED).decode(errors="replace"):
+            for key in _SEQUENCE.sub("", typed):
+                if key in keys or key in _NO_KEYS:
+                    return key if key in keys else ""
+    return ""

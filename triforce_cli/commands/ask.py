@@ -227,7 +227,7 @@ def ask(
             **wanted.chat.given(),
         )  # fmt: skip
     wishes = wanted.checked(cites=form.cite, logprobs=form.logprobs)
-    setup = engine.setup(models, store, cites=form.cite)
+    setup = engine.setup(models, store, cites=form.cite, quiet=form.quiet)
     system = _system(system, system_file)
     offered = {} if tools is None else {"tools": read_tools(read_text(user_path(str(tools)), "the tools"))}
     layout = wanted.chat.layout(**offered)

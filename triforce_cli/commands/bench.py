@@ -126,7 +126,7 @@ def bench(
         raise UsageError(f"repeats is {repeats}, it must be from 1 to {MOST_REPEATS}")
     documents = named_documents("--prompt-file", prompt_file, more_files, include)
     lengths, wanted = _numbers("contexts", contexts), plan_options(levels, **vars(placement))
-    chosen = models.chosen()
+    chosen = models.chosen(quiet=quiet)
     output = Output(quiet=quiet)
     with Findings(output, as_json=json) as findings, output:
         text = _text(documents, output)

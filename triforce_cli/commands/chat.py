@@ -78,7 +78,7 @@ def chat(
     """
     if logprobs is not None and not json:
         raise UsageError("--logprobs go into JSON; add --json")
-    setup = EngineFlags(decoding=decoding, placement=placement).setup(models, store, cites=cite)
+    setup = EngineFlags(decoding=decoding, placement=placement).setup(models, store, cites=cite, quiet=quiet)
     system = decode_argument("--system", system)
     documents = named_documents("--file", file, more_files, include)
     layout = wanted.chat.layout()

@@ -115,7 +115,7 @@ def generate(
         raise UsageError("--echo begins with the prompt and --extract writes a code block alone; give one of them")
     num_sequences = _number_at_a_time(batch)
     wishes = wanted.checked(cites=form.cite, logprobs=form.logprobs)
-    setup = engine.setup(models, store, cites=form.cite)
+    setup = engine.setup(models, store, cites=form.cite, quiet=form.quiet)
     named = documents.named()
     if input_jsonl is not None or output_jsonl is not None or num_sequences is not None:
         _check_batch(input_jsonl, (named, prompt, session.path()), form)

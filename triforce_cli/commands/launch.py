@@ -168,6 +168,7 @@ def _endpoint(place: _Place, output: Output, folder: Path, ignored: str) -> Iter
             output.note(f"a server runs at {place.url} already, which does not heed {ignored}")
         yield found
         return
+    place.server.pair.make_present()  # its own standard error is the log
     log = folder / "server.log"
     output.note(f"starting a server at {place.url}; its log is {log}")
     with started(place.arguments, place.url, place.key, log=log, note=output.note) as endpoint:

@@ -1,4 +1,5 @@
-"""`triforce models`: the models that can run, and how much of their context fits this machine."""
+"""`triforce models`: the models that can run, how much of their context fits this machine, and what they are stored
+in."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from triforce_cli.options import callbacks, completion, options
 from triforce_cli.options.call import spread
 from triforce_cli.options.consent import Yes, agreed
 from triforce_cli.options.other_programs import Group
+from triforce_cli.render import kinds as render_kinds
 from triforce_cli.render import models as render_models
 from triforce_cli.render.models import Absent, Line, Named
 from triforce_cli.screen.output import Output
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
     from offload.hub.library import Entry
 
 
-models = typer.Typer(cls=Group, invoke_without_command=True)
+class Models(Group):
+    """The commands of `triforce models`; `triforce models NAME` shows a model."""
+
+    default = "show"
+
+
+models = typer.Typer(cls=Models, invoke_without_command=True)
 
 Families = Annotated[
     bool, options.switch("--families", "List the families of models that run here instead.", options.OUTPUT)
@@ -41,6 +49,8 @@ def listing(
     quiet: options.Quiet = False,
 ) -> None:
     """List the stored models, how much of their context fits this machine, aliases, and what can be pulled.
+
+    Of one model, triforce models FILE lists the kinds of encoding that it is stored in.
 
     Pulled and converted models are in the user's data folder, or in the folder that TRIFORCE_MODELS_DIR names. Aliases
     are those of the configuration file (triforce config edit).
@@ -65,6 +75,45 @@ def listing(
         else:
             output.text(render_models.table(lines, named, absent, width=output.width))
             output.note(render_models.footnote(models_folder(), hardware))
+
+
+@models.command()
+@spread
+def show(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE|FOLDER",
+            help="A model as triforce models lists it, or any folder or GGUF file.",
+            show_default=False,
+            autocompletion=completion.models,
+        ),
+    ],
+    *,
+    json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """List the kinds of encoding that a model's matrices are stored in, by bytes: a file's name tells one at most.
+
+    Reads headers alone. The word show may be left out.
+
+    Example: triforce models Qwen3-8B-Q4_K_M.gguf
+    """
+    model = callbacks.configuration_of(context).aliases().model(name)
+    from offload.config.gguf_header import is_gguf, read_header
+    from offload.config.kinds import kinds_of_config, kinds_of_header
+    from offload.config.reading import read_config
+    from offload.hub.library import locate
+
+    path = locate(model, weights=False)
+    kinds = kinds_of_header(read_header(path)) if is_gguf(path) else kinds_of_config(read_config(path))
+    with Output(quiet=quiet) as output:
+        if json:
+            output.document(render_kinds.document(path, kinds))
+        else:
+            output.text(render_kinds.table(path, kinds))
+            output.note(render_kinds.footnote(kinds))
 
 
 @models.command()

@@ -14,6 +14,7 @@ from offload.speed.hardware import Launched
 from triforce_cli.documents.texts import Text, read_texts
 from triforce_cli.options import callbacks, completion, options
 from triforce_cli.options.call import spread
+from triforce_cli.options.fetching import make_present
 from triforce_cli.options.flags import CacheFlags, PlacementFlags, plan_options
 from triforce_cli.options.options import option, switch, whole
 from triforce_cli.render import score as render_score
@@ -63,6 +64,7 @@ def score(
     *,
     model: options.Model = None,
     against: Against = None,
+    yes: options.FetchYes = False,
     placement: PlacementFlags,
     worst: Worst = 5,
     tokens: EachToken = False,
@@ -87,6 +89,7 @@ def score(
         raise UsageError(f"worst is {worst}, it must be from 0 to {options.MOST}")
     if others and Launched.look() is not None:
         raise UsageError("--against loads one model after the other, which torchrun's ranks cannot; use --gpus N")
+    make_present(model, *others, yes=yes, quiet=quiet)
     models = _models((model, *others))
     wanted = plan_options(CacheFlags(no_speculation=True), **vars(placement))
     with Output(quiet=quiet) as output:

@@ -43,7 +43,7 @@ def serve(*, server: ServerFlags, quiet: options.Quiet = False) -> None:
     idle_seconds = options.checked_seconds("idle-unload", server.idle_unload)
     if server.models and server.engine.plan is not None:
         raise UsageError("--plan is for one model; leave --models or --plan out")
-    setup = server.engine.setup(server.pair, server.store, cites=server.cite)
+    setup = server.engine.setup(server.pair, server.store, cites=server.cite, quiet=quiet)
     access = _access(server.host, server.api_key, server.allow_origin or ())
     names = _names(server.serve_as or (), setup.models, server.pair.model)
     wishes = server.wanted.checked()

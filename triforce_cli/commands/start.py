@@ -3,11 +3,6 @@ chat."""
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-import termios
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from offload.errors import ModelError
-from offload.interrupts import waiting
-from triforce_cli.chat.keys import Keys
+from triforce_cli.chat.keys import pressed
 from triforce_cli.options import callbacks, options
 from triforce_cli.options.call import spread
 from triforce_cli.options.flags import number_of_gpus
@@ -32,9 +26,6 @@ if TYPE_CHECKING:
     from offload.speed.hardware import Hardware
     from triforce_cli.render.start import Found
 
-_LEAVING = ("\r", "\n", "q", "Q", "\x04", "\x1b")  # Enter, q, Ctrl-D, Escape
-_SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*.")  # of a key such as an arrow
-_MOST_TYPED = 64  # bytes at a time
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -85,7 +76,7 @@ def start(
             output.note(render_start.next_commands(found.offers[0]))
             return
         keys = [str(number) for number in range(1, len(found.offers) + 1)]
-        key = _pressed(keys, output, render_start.question(found))
+        key = pressed(keys, output, render_start.question(found))
         output.note(key or "q", urgent=True)
     if key:
         placed = ("--device", device, "--gpus", gpus)
@@ -156,20 +147,6 @@ def _path(starter: Starter) -> Path:
     from offload.hub.names import model_folder
 
     return model_folder(starter.repository) / starter.file
-
-
-def _pressed(keys: Collection[str], output: Output, question: str) -> str:
-    """Ask, wait until one of the keys is pressed, without Enter, and return it; "" for a key that leaves. What was
-    typed before does not count, nor do other keys."""
-    terminal = sys.stdin.fileno()
-    with Keys(edited=True).hidden(), waiting():
-        termios.tcflush(terminal, termios.TCIFLUSH)
-        output.question(question)
-        while typed := os.read(terminal, _MOST_TYPED).decode(errors="replace"):
-            for key in _SEQUENCE.sub("", typed):
-                if key in keys or key in _LEAVING:
-                    return key if key in keys else ""
-    return ""
 
 
 def _run(context: typer.Context, words: list[str]) -> None:

@@ -32,7 +32,7 @@ def tokens(
     Example: triforce tokens papers/ notes.md --include '*.pdf'
     """
     documents = Named(tuple(files or (STDIN,)), tuple(include or ()))
-    chosen = models.chosen(weights=False)
+    chosen = models.chosen(weights=False, quiet=quiet)
     wanted = plan_options(CacheFlags(), **vars(placement))
     with Output(quiet=quiet) as output:
         output.note(chosen.note)

@@ -71,7 +71,7 @@ def verify(
         raise UsageError(f"positions is {positions}, it must be from 0 to the {max_tokens} of --max-tokens")
     if tolerance is not None and not 0 <= tolerance < 1e9:
         raise UsageError(f"tolerance is {tolerance:g}, it must be from 0 to below 1000000000")
-    setup = engine.setup(models)
+    setup = engine.setup(models, quiet=quiet)
     named = documents.named()
     with Output(quiet=quiet) as output:
         text = read_prompt(named, prompt, note=output.note, on_read=output.report).text

@@ -1,4 +1,4 @@
-"""A person's consent to a removal, asked for at a terminal or given by --yes."""
+"""A person's consent to a removal, asked for at a terminal or given by --yes, and answers to other questions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ Yes = Annotated[bool, switch("--yes", "Do not ask. Needed where nobody can be as
 
 
 def agreed(output: Output, question: str, table: str = "") -> bool:
-    """Show the table, ask, and return the answer. Raises UsageError if there is no terminal to ask at."""
+    """Show the table, ask whether to remove it, and return the answer. Raises UsageError if there is no terminal to ask
+    at."""
     if not output.has_person:
         raise UsageError("removal cannot be undone and there is no terminal to ask at; give --yes")
     if table:
         output.table(table)
-    output.question(f"{question} [y/N]")
-    with waiting():
-        answer = sys.stdin.readline().strip().lower() in ("y", "yes")
+    answer = answered(output, question)
     if not answer:
         output.note("nothing was removed")
     return answer
+
+
+def answered(output: Output, question: str) -> bool:
+    """Ask a question at the terminal, and return whether the answer is yes."""
+    output.question(f"{question} [y/N]")
+    with waiting():
+        return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -12,6 +12,7 @@ from triforce_cli.answering.recorder import Recorder
 from triforce_cli.documents.selection import Named
 from triforce_cli.options import options
 from triforce_cli.options.call import Changed
+from triforce_cli.options.fetching import make_present
 from triforce_cli.screen.utf8 import decode_argument, user_path
 from triforce_cli.setup.choice import NONE, Models, choose_models
 from triforce_cli.setup.engine import Setup, StoreSettings
@@ -30,10 +31,17 @@ class ModelFlags:
 
     model: options.Model = None
     draft: options.Draft = None
+    yes: options.FetchYes = False
 
-    def chosen(self, *, weights: bool = True) -> Models:
-        """The chosen models. weights: False if config.json is enough. Raises ModelError."""
+    def chosen(self, *, weights: bool = True, quiet: bool = False) -> Models:
+        """The chosen models; GGUF files that are named by their labels are fetched if need be. weights: False if
+        config.json is enough. Raises TriforceError."""
+        self.make_present(quiet=quiet)
         return choose_models(self.model, self.draft, weights=weights)
+
+    def make_present(self, *, quiet: bool = False) -> None:
+        """Fetch the named GGUF files that are not here, see `fetching.make_present`."""
+        make_present(self.model, self.draft, yes=self.yes, quiet=quiet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +102,14 @@ class EngineFlags:
     decoding: CacheFlags
     placement: PlacementFlags
 
-    def setup(self, models: ModelFlags, store: StoreFlags | None = None, *, cites: bool = False) -> Setup:
-        """The models, the options of their plan, and the prefix store. Raises UsageError, ModelError."""
+    def setup(
+        self, models: ModelFlags, store: StoreFlags | None = None, *, cites: bool = False, quiet: bool = False
+    ) -> Setup:
+        """The models, the options of their plan, and the prefix store. quiet: a fetch shows nothing. Raises
+        TriforceError."""
         wanted = plan_options(self.decoding, **vars(self.placement), masses=cites)
         chosen, given = beside_given(self.plan, wanted)
-        return Setup(models.chosen(), chosen, given, None if store is None else store.settings())
+        return Setup(models.chosen(quiet=quiet), chosen, given, None if store is None else store.settings())
 
 
 @dataclass(frozen=True, kw_only=True)

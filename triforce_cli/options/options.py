@@ -67,7 +67,7 @@ Model = Annotated[
     Path | None,
     option(
         "--model",
-        "The target model: a folder, a GGUF file, a pulled model's name or an alias. Without it, the demo pair.",
+        "The target: folder, GGUF file, name, alias or OWNER/NAME:Q4_K_M. Without it, the demo pair.",
         MODELS,
         short="-m",
         metavar="MODEL",
@@ -86,6 +86,11 @@ Draft = Annotated[
         callback=callbacks.draft_without_alias,
         autocompletion=completion.drafts,
     ),
+]
+
+FetchYes = Annotated[
+    bool,
+    switch("--yes", "Fetch OWNER/NAME:LABEL without asking.", MODELS, short="-y"),
 ]
 
 PromptFiles = Annotated[

@@ -9,9 +9,9 @@ from typer.core import TyperGroup
 from offload.errors import UsageError, quoted_line
 
 HELP = "help"
-_OURS = {
+_OURS = {  # "": the group itself, if it does something alone
     "run": ("chat", "ask", "generate"),
-    "list": ("models", "ls", "show"),
+    "list": ("", "models", "ls", "show"),
     "ls": ("models", "show"),
     "ps": ("serve", "models"),
     "stop": ("serve",),
@@ -35,13 +35,17 @@ _OURS = {
 
 class Group(TyperGroup):
     """A group of commands. An unknown one that other programs have is refused with ours that do the same. An option of
-    the group itself before a command, which would not heed it, is refused, too."""
+    the group itself before a command, which would not heed it, is refused, too. default: the command of words that do
+    not begin with one."""
+
+    default = ""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and (ours := self._ours(*args)):
             lines = " or ".join(quoted_line(*ctx.command_path.split(), *name.split()) for name in ours)
             raise UsageError(f"there is no command {args[0]!r} in {ctx.command_path}; try {lines}")
-        found = super().resolve_command(ctx, args)
+        is_named = args[0] in self.commands or not self.default
+        found = super().resolve_command(ctx, args if is_named else [self.default, *args])
         for parameter in self.params:
             source = ctx.get_parameter_source(str(parameter.name))
             if source is not None and source.name == "COMMANDLINE":
@@ -53,5 +57,6 @@ class Group(TyperGroup):
         """The words of the commands in place of `name`; [""] for the group itself."""
         if name == HELP:
             return [f"{more[0]} --help" if more and more[0] in self.commands else "--help"]
-        found = [ours for ours in _OURS.get(name, ()) if ours in self.commands]
-        return found or [""] * (name in _OURS and self.invoke_without_command)
+        alone = self.invoke_without_command
+        found = [ours for ours in _OURS.get(name, ()) if ours in self.commands or (not ours and alone)]
+        return found or [""] * (name in _OURS and alone)

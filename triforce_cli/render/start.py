@@ -38,21 +38,23 @@ class Found:
     def offers(self) -> Sequence[Offer]:
         return [*self.stored, *self.fetched]
 
-    @property
-    def hardware_line(self) -> str:
-        """The devices and their free memory."""
-        hardware, memory = self.hardware, size(self.hardware.device_free_bytes)
-        if hardware.is_cpu:
-            return f"{hardware.device_name}, no GPU: {memory} of memory free"
-        number = f"{hardware.num_devices} x " if hardware.num_devices > 1 else ""
-        return f"{number}{hardware.device_name}: {memory} free; host memory: {size(hardware.host_free_bytes)} free"
+
+def machine(hardware: Hardware, folder: Path, disk_free_bytes: int, width: int) -> list[str]:
+    """The lines on the devices with their free memory, and on the disk. folder: of models."""
+    memory, number = size(hardware.device_free_bytes), f"{hardware.num_devices} x " * (hardware.num_devices > 1)
+    if hardware.is_cpu:
+        devices = f"{hardware.device_name}, no GPU: {memory} of memory free"
+    else:
+        host = size(hardware.host_free_bytes)
+        devices = f"{number}{hardware.device_name}: {memory} free; host memory: {host} free"
+    disk = f"disk: {size(disk_free_bytes)} free in {line_text(path_text(folder))}"
+    return [line for text in (devices, disk) for line in textwrap.wrap(text, width, break_long_words=False)]
 
 
 def page(found: Found, *, context: int, width: int) -> str:
     """The machine, a line for each offer, numbered as its key, and notes. context: tokens that speeds are for. Where
     there is no room, the place that a model runs on is on a line of its own."""
-    head = [found.hardware_line, f"disk: {size(found.disk_free_bytes)} free in {line_text(path_text(found.folder))}"]
-    lines = [line for text in head for line in textwrap.wrap(text, width, break_long_words=False)]
+    lines = machine(found.hardware, found.folder, found.disk_free_bytes, width)
     keys = iter(range(1, len(found.offers) + 1))
     for title, group in (("here already", found.stored), ("to fetch", found.fetched)):
         if group:
@@ -63,21 +65,25 @@ def page(found: Found, *, context: int, width: int) -> str:
 
 def document(found: Found, *, context: int) -> dict[str, Any]:
     """The page as JSON. context: the tokens that speeds are for."""
-    hardware = found.hardware
     return {
-        "machine": {
-            "device": hardware.device,
-            "name": hardware.device_name,
-            "num_devices": hardware.num_devices,
-            "device_free_bytes": hardware.device_free_bytes,
-            "host_free_bytes": hardware.host_free_bytes,
-            "rates": "measured" if hardware.rates.measured else "typical",
-        },
+        "machine": machine_document(found.hardware),
         "folder": path_text(found.folder),
         "disk_free_bytes": found.disk_free_bytes,
         "context": context,
         "offers": [_offer(offer) for offer in found.offers],
         "version": __version__,
+    }
+
+
+def machine_document(hardware: Hardware) -> dict[str, Any]:
+    """The machine as JSON."""
+    return {
+        "device": hardware.device,
+        "name": hardware.device_name,
+        "num_devices": hardware.num_devices,
+        "device_free_bytes": hardware.device_free_bytes,
+        "host_free_bytes": hardware.host_free_bytes,
+        "rates": "measured" if hardware.rates.measured else "typical",
     }
 
 
@@ -145,9 +151,14 @@ def _notes(found: Found, context: int) -> str:
             "triforce: triforce generate --prompt 'Anne looked at the sea,'"
         )
     text = f"tokens/s: predicted here with {context:,} tokens of context; context: the longest that fits"
-    if found.hardware.rates.measured:
-        return text
-    return f"{text}; rates are typical ones: triforce doctor measures this machine's in some twenty seconds"
+    return text + typical_note(found.hardware)
+
+
+def typical_note(hardware: Hardware) -> str:
+    """The end of a note on predicted times, where the machine was not measured."""
+    if hardware.rates.measured:
+        return ""
+    return "; rates are typical ones: triforce doctor measures this machine's in some twenty seconds"
 
 
 def _offer(offer: Offer) -> dict[str, Any]:

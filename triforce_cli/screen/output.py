@@ -210,6 +210,7 @@ class Output:
 
     def question(self, text: str) -> None:
         """Write a question to standard error, always; the answer is typed on the same line."""
+        self._display.stop()
         self._print(f"{text} ", end="")
 
     def error(self, message: str, *, hint: str = "", traceback: str = "") -> None:

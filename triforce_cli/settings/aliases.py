@@ -13,6 +13,7 @@ from typing import Any
 
 from offload.errors import ModelError, UsageError
 from offload.fields import Kind, checked, is_unicode
+from offload.hub.names import tagged
 from triforce_cli.settings.own_names import check_name
 from triforce_cli.setup.choice import NONE
 
@@ -51,10 +52,10 @@ class Aliases:
 
     def model(self, name: str) -> str:
         """The model that `name` stands for: `name` itself if it is no alias, or a folder or file. Raises ModelError if
-        an alias stands for none that can be found."""
+        an alias stands for none that can be found; a GGUF file of the hub by its label may still be fetched."""
         path = self.path(name)
         model = next((each for each in path if os.path.exists(each)), path[-1])
-        if model != name and (problem := _problem(model)):
+        if model != name and tagged(model) is None and (problem := _problem(model)):
             raise ModelError(f"alias {name} ({TABLE} in {self.file}): {problem}")
         return model
 

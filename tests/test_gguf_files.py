@@ -17,8 +17,9 @@ from kit.families import GEMMA4_ROPES, save_tiny
 from kit.fuzzing import damaged_bytes, growth_under, outcomes, put
 from kit.gguf_models import add_tokens, write_gguf
 from kit.models import random_model, save
-from kit.stored import GGUF, YOUNG
-from offload.config.gguf_header import MAX_HEADER_BYTES, Items, read_header
+from kit.stored import GGUF, YOUNG, made_up
+from offload.config.gguf_header import MAX_HEADER_BYTES, Items, read_file, read_header
+from offload.config.gguf_types import TYPES
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.text.tokenizer import Tokenizer
@@ -177,6 +178,18 @@ def made(
     num_values = len(parts) - len(kinds) if values is None else values
     head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_values) + b"".join(parts)
     return head + bytes(-len(head) % 32) + bytes(data)
+
+
+@pytest.mark.parametrize("kind", YOUNG)
+def test_types_that_the_library_lacks_are_read(tmp_path: Path, kind: str) -> None:
+    """Rows as they lie in the file, by the sizes of ggml's types 41 and 42."""
+    number = next(number for number, (name, *_) in TYPES.items() if name == kind)
+    stored = made_up(kind, 3, 256, seed=0)
+    head = made(tensor("t", (256, 3), kind=number), data=0)
+    (path := tmp_path / "model.gguf").write_bytes(head + stored.rows.numpy().tobytes() + bytes(32))
+    info = read_file(path).tensors["t"]
+    assert (info.kind, info.shape) == (kind, (3, 256))
+    assert torch.equal(MappedFile(path, {"t": info}).get_tensor("t"), stored.rows)
 
 
 T = "t"  # tensors of these files have one letter, values more

@@ -43,6 +43,11 @@ class Field:
     many: int = 1 << 16
     outer: int = 0
 
+    @property
+    def is_across(self) -> bool:
+        """Whether some items have bits in two 16-bit words."""
+        return any((self.at + item * self.inner) % 16 + self.bits > 16 for item in range(min(self.many, 16)))
+
 
 NO_FIELD = Field(0, 0, 0)
 
@@ -72,6 +77,20 @@ class Grid:
     low: Field
     high: Field
     signs: Field
+
+    @property
+    def lows(self) -> Field:
+        """The lower bits of the indices of 8 numbers each, which have no gap between them."""
+        return self._of_eight(self.low)
+
+    @property
+    def highs(self) -> Field:
+        """Likewise the upper bits."""
+        return self._of_eight(self.high)
+
+    def _of_eight(self, field: Field) -> Field:
+        count = 8 // self.each
+        return field if count == 1 else replace(field, bits=count * field.bits, inner=count * field.inner)
 
 
 @dataclass(frozen=True)
@@ -156,14 +175,21 @@ class Encoding:
     # A GPU reads codes in words of 4 bytes, and of each byte one part after the other: the lower half, then the upper.
 
     @property
-    def made(self) -> bool:
-        """Whether a GPU makes words of one byte a code before it reads them: codes in a grid, or of 1 to 3 bits."""
-        return self.codes.bits < 4
+    def looked_up(self) -> bool:
+        """Whether a GPU looks codes up in a table: a word has 8 codes of a byte each, in two parts."""
+        return self.code == "iq4" or self.grid is not None
+
+    @property
+    def fours(self) -> Field:
+        """The codes of 4 numbers each that lie in their order in a byte. A GPU makes words of them, a byte a code."""
+        return Field(8 * self.codes.at, 4 * self.codes.bits, 4 * self.codes.bits) if self.codes.run == 1 else NO_FIELD
 
     @property
     def _read(self) -> Plane:
         """The plane that has all parts of a byte: of codes of 6 bits the upper one, of 2 bits."""
-        if self.made:
+        if self.grid:
+            return Plane(0, 4, 4)
+        if self.fours.bits:
             return Plane(0, 8, self.numbers)
         return self.high if self.high.bits == 2 else self.codes
 
@@ -185,7 +211,7 @@ class Encoding:
     @property
     def units(self) -> int:
         """The parts of a block whose words have steps of their own."""
-        return self.words // min(self.run, self.group // 4)
+        return self.words // min(max(self.run, self.group // (4 * self.parts)), self.group // 4)
 
 
 def _own(kind: str, group: int) -> Encoding:

@@ -8,8 +8,8 @@ Codes are converted to numbers without a conversion or a shift. The masked bits,
 subnormal number; times 2**127 it is the code times a power of two, which is compensated in the step. If a number is a
 product plus a sum, the product is exact in fp32, as steps and codes have 24 bits together at most: so it does not
 matter whether the compiler fuses both operations. The bits of e2m1, put where fp32 has its last two of the exponent and
-its first of the mantissa, are a float 2**-126 times as large. Numbers of other codes are looked up in a book, two at a
-time, and are then read as int8.
+its first of the mantissa, are a float 2**-126 times as large. Numbers of other codes are looked up: of 4 bits in a book,
+two at a time, of grids eight at a time. They are then read as int8, as are codes of few bits that lie in their order.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.formats.encodings import BOOKS, Encoding
-from offload.formats.stored import StoredMatrix
+from offload.formats.stored import StoredMatrix, entries
 from offload.native.launch import launch
 
 WARPS = 4  # of a program that decodes
@@ -35,8 +35,12 @@ def blocks_at_once(encoding: Encoding) -> int:
 
 def book_of(stored: StoredMatrix) -> Tensor:
     """The book of the codes, int16 [256], by bytes of two codes: in each the number of the lower half's code as an
-    int8, and that of the upper half's above it. Of forms that are read without one any tensor, the blocks."""
-    return _book(stored.encoding.code, stored.rows.device) if stored.encoding.code == "iq4" else stored.rows
+    int8, and that of the upper half's above it; or the table of their grid. Of forms that are read without one any
+    tensor, the blocks."""
+    own, device = stored.encoding, stored.rows.device
+    if own.grid is not None:
+        return entries(own.grid, device)
+    return _book(own.code, device) if own.looked_up else stored.rows
 
 
 @cache
@@ -53,10 +57,11 @@ def decode(stored: StoredMatrix, out: Tensor) -> None:
     assert out.is_contiguous()
     assert tuple(out.shape) == stored.shape
     stored = stored.aligned()
-    num_blocks, blocks = stored.rows.numel() // stored.encoding.nbytes, blocks_at_once(stored.encoding)
+    blocks, row_blocks = blocks_at_once(stored.encoding), stored.shape[1] // stored.encoding.numbers
+    num_blocks = len(out) * row_blocks
     if num_blocks:
         launch(
-            decode_blocks, (-(-num_blocks // blocks),), (stored.rows, book_of(stored), out, num_blocks),
+            decode_blocks, (-(-num_blocks // blocks),), (stored.rows, book_of(stored), out, num_blocks, row_blocks),
             BLOCKS=blocks, FORM=stored.encoding, num_warps=WARPS,
         )  # fmt: skip
 
@@ -135,6 +140,32 @@ def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def items_at(home, odd, at, item, held, FIELD: tl.constexpr, BLOCK: tl.constexpr):
+    """Load items of a Field, in the lowest bits: int32 [M, N] from the byte offsets `at` of blocks, which have an even
+    number of bytes, and `item`, both [M, 1]."""
+    first = FIELD.at + item // FIELD.many * FIELD.outer
+    if FIELD.is_across:
+        items = words_at(home, odd, at + first // 8, held, BLOCK, False) >> (item % FIELD.many * FIELD.inner)
+    else:
+        bit = first + item % FIELD.many * FIELD.inner
+        if BLOCK % 4:
+            half = at + bit // 16 * 2 + odd
+            items = tl.load(home + half // 4, mask=held, other=0) >> (half & 2) * 8 >> bit % 16
+        else:
+            items = tl.load(home + at // 4 + bit // 32, mask=held, other=0) >> bit % 32
+    return items & ((1 << FIELD.bits) - 1)
+
+
+@triton.jit
+def integers_at(home, odd, at, group, held, SMALL: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the integers of a Small, as `items_at`."""
+    integers = items_at(home, odd, at, group, held, SMALL.low, BLOCK)
+    if SMALL.high.bits:
+        integers |= items_at(home, odd, at, group, held, SMALL.high, BLOCK) << SMALL.low.bits
+    return integers
+
+
+@triton.jit
 def codes_of(
     home, odd,  # as above: blocks
     book,  # from book_of
@@ -151,14 +182,27 @@ def codes_of(
         codes = words_at(home, odd, lower, held, BLOCK, TURNED)
         others = words_at(home, odd, lower + 32, held, BLOCK, TURNED)
         upper = words_at(home, odd, at + FORM.high.at + within * 4, held, BLOCK, TURNED)
+    elif FORM.grid is not None:
+        codes, others = in_grid(home, odd, book, at, within, held, FORM.grid, BLOCK)
+        upper = codes
+    elif FORM.fours.bits:
+        codes = in_bytes(items_at(home, odd, at, within, held, FORM.fours, BLOCK), FORM.codes.bits)
+        others, upper = codes, codes
     else:
         codes = words_at(home, odd, at + FORM.codes.at + within * 4, held, BLOCK, TURNED)
         others, upper = codes, codes
         if FORM.high.run == 32:
             upper = words_at(home, odd, at + FORM.high.at + within % 8 * 4, held, BLOCK, TURNED)
-        if FORM.code == "iq4":
+        if FORM.looked_up:
             codes, others = in_book(book, codes)
     return codes, others, upper
+
+
+@triton.jit
+def in_bytes(codes, BITS: tl.constexpr):
+    """Four codes of one or two bits, a byte each: int32 to words."""
+    twos = (codes | codes << (16 - 2 * BITS)) & ((1 << 2 * BITS) - 1) * 0x00010001
+    return (twos | twos << (8 - BITS)) & ((1 << BITS) - 1) * 0x01010101
 
 
 @triton.jit
@@ -168,6 +212,41 @@ def in_book(book, codes):
     three, four = tl.load(book + (codes >> 16 & 255)).to(tl.int32), tl.load(book + (codes >> 24 & 255)).to(tl.int32)
     lower = one & 0xFF | (two & 0xFF) << 8 | (three & 0xFF) << 16 | four << 24
     return lower, one >> 8 & 0xFF | two & 0xFF00 | (three & 0xFF00) << 8 | (four & 0xFF00) << 16
+
+
+@triton.jit
+def in_grid(home, odd, book, at, eight, held, GRID: tl.constexpr, BLOCK: tl.constexpr):
+    """Words of the first four and of the last four of each block's codes 8 * eight to 8 * eight + 7, int8."""
+    index = items_at(home, odd, at, eight, held, GRID.lows, BLOCK)
+    high = items_at(home, odd, at, eight, held, GRID.highs, BLOCK) if GRID.high.bits else index * 0
+    signs = items_at(home, odd, at, eight, held, GRID.signs, BLOCK)
+    if GRID.each == 8:
+        both = tl.load(book.to(tl.pointer_type(tl.int64)) + (index | high << 8))
+        lower, upper = both.to(tl.int32), (both >> 32).to(tl.int32)
+    else:
+        words = book.to(tl.pointer_type(tl.int32))
+        lower = tl.load(words + (index & 255 | (high & (1 << GRID.high.bits) - 1) << 8))
+        upper = tl.load(words + (index >> 8 | high >> GRID.high.bits << 8))
+    if GRID.signs.bits == 1:
+        change = tl.where(signs > 0, -0x01010101, 0x01010101)
+        return more(lower, change), more(upper, change)
+    if GRID.signs.bits == 7:
+        odd_signs = 0x96696996 - 2**32 >> ((signs ^ signs >> 5) & 31) & 1  # bit n: whether n has an odd count of bits
+        signs |= odd_signs << 7
+    return negated(lower, signs & 15), negated(upper, signs >> 4)
+
+
+@triton.jit
+def more(word, change):
+    """Add a word of 1 or -1 to one of int8 that are far from the largest and least."""
+    return ((word ^ (0x80808080 - 2**32)) + change) ^ (0x80808080 - 2**32)
+
+
+@triton.jit
+def negated(word, signs):
+    """Negate bytes, each above 0, where one of four bits is set."""
+    ones = signs * 0x00204081 & 0x01010101
+    return (word ^ ones * 255) + ones
 
 
 @triton.jit
@@ -188,6 +267,14 @@ def heads_of(
     if FORM.high.run == 1:
         second = words_at(home, odd, at + FORM.high.at, held, BLOCK, False) >> 16 * PART
     third, fourth = second, second
+    if FORM.scale == "F16/4":
+        second = halves_at(home, odd, at + (FORM.scale_at + 4), held, BLOCK)
+        first = first >> 12 & 0xF | first >> 24 & 0xF0 | second >> 4 & 0xF00 | second >> 16 & 0xF000
+    if FORM.steps == "small":
+        group = group_of(unit % FORM.units, FORM, PART)[:, None]
+        second = integers_at(home, odd, at, group, held, FORM.small, BLOCK)
+        if FORM.least is not None:
+            third = integers_at(home, odd, at, group, held, FORM.least, BLOCK)
     if FORM.steps == "k":
         second = words_at(home, odd, at + 4, held, BLOCK, False)
         third = words_at(home, odd, at + 8, held, BLOCK, False)
@@ -196,8 +283,24 @@ def heads_of(
 
 
 @triton.jit
+def group_of(unit, FORM: tl.constexpr, PART: tl.constexpr):
+    """The groups of the numbers of a part of units: int32 -> int32."""
+    RUN: tl.constexpr = FORM.run
+    word = unit * (FORM.words // FORM.units)
+    return (word // RUN * (RUN * FORM.parts) + word % RUN + RUN * PART) * 4 // FORM.group
+
+
+@triton.jit
+def e4m3(bits):
+    """The float of 8 bits in the highest places, the others 0: int32 -> fp32."""
+    number = (bits >> 4 & (0x87F00000 - 2**32)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    return number + number * 7.333671700882288e35 * 0.0  # 480 is NaN: this becomes infinite there
+
+
+@triton.jit
 def scales_of(
     first, second, third, fourth,  # from heads_of
+    tail,  # fp32 [1, N]: the rows' own scales, where they have some
     unit,  # int32 [U]
     FORM: tl.constexpr,
     PART: tl.constexpr,
@@ -219,12 +322,19 @@ def scales_of(
             step = first.to(tl.float32, bitcast=True)
         elif FORM.scale == "BF16":
             step = (first << 16).to(tl.float32, bitcast=True)
+        elif FORM.scale == "E4M3":
+            step = e4m3(first << (24 - 8 * (unit % FORM.units)[:, None]))
+            step = (step * tail if FORM.steps == "times" else tl.div_rn(step, tail)) * 0.5  # e2m1 is doubled
         else:
             step = half_of(first, 0)
         if FORM.steps == "bytes":
             step *= (second >> (unit % FORM.units)[:, None] % 2 * 8).to(tl.int8).to(tl.float32)
+        if FORM.steps == "small":
+            step *= second.to(tl.float32) * FORM.small.times + FORM.small.plus
         if FORM.steps == "zero":
             added = (first >> 16).to(tl.float32)
+        elif FORM.least is not None:
+            added = half_of(first, 16) * third.to(tl.float32)
         elif FORM.steps == "least":
             added = half_of(first, 16)
         else:
@@ -244,21 +354,19 @@ def numbers_of(
 ):  # fmt: skip
     """The number of one part of a byte of each word, fp32 [M, N]. A scale of codes with a zero is below 2**105."""
     PARTS: tl.constexpr = FORM.parts
-    WHOLE: tl.constexpr = (PARTS == 1) or (FORM.code == "iq4")  # a code is a byte
+    WHOLE: tl.constexpr = (PARTS == 1) or FORM.looked_up  # a code is a byte
+    BITS: tl.constexpr = 8 if WHOLE else FORM.codes.bits
     UP: tl.constexpr = BYTE // 2 * 12  # the shift that brings bits of a word's upper half below 2**23
-    AT: tl.constexpr = 8 * BYTE - UP + (0 if WHOLE else PART // (PARTS // 2) * 4)
-    ONE: tl.constexpr = 2.0 ** (AT - 22)  # the value of a code's last bit
+    AT: tl.constexpr = 8 * BYTE - UP + (0 if WHOLE else PART // (PARTS * BITS // 8) * BITS)
+    ONE: tl.constexpr = 2.0 ** (AT - 22 - (FORM.code == "sign"))  # the value of 1, half that of a sign's bit
     if FORM.code == "e4m3":
-        bits = (codes << (24 - 8 * BYTE)) >> 4 & (0x87F00000 - 2**32)
-        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-        number += number * 7.333671700882288e35 * 0.0  # 480 is NaN: this becomes infinite there
-        number = rounded(number * step, FORM.scale)
+        number = rounded(e4m3(codes << (24 - 8 * BYTE)) * step, FORM.scale)
     elif FORM.code == "e2m1":
         bits = (codes << (28 - 8 * BYTE - 4 * PART)) >> 6 & (0x81C00000 - 2**32)
-        number = tiny(bits) * step + 0.0  # -0 becomes 0
+        number = (tiny(bits) + 0.0) * step  # -0 becomes 0
     else:
-        SIGNED: tl.constexpr = (FORM.code == "signed") or (FORM.code == "iq4")
-        CENTRE: tl.constexpr = 128 if SIGNED else FORM.centre
+        SIGNED: tl.constexpr = (FORM.code == "signed") or FORM.looked_up
+        CENTRE: tl.constexpr = 128 if SIGNED else (1 if FORM.code == "sign" else FORM.centre)
         if FORM.high.bits == 2:
             lower = others if PART % 2 else codes
             bits = (lower >> UP) & (15 << AT) | (upper >> UP << (4 - PART % 2 * 2)) & (48 << AT)
@@ -266,14 +374,15 @@ def numbers_of(
             lower = others if PART else codes
             bits = (lower >> UP) & (255 << AT)
         else:
-            bits = (codes >> UP) & (15 << AT)
+            bits = (codes >> UP) & ((1 << BITS) - 1 << AT)
         if SIGNED:
             bits = bits ^ (128 << AT)
         if FORM.high.run == 1:
             bits = bits | (fifth >> (word % FORM.words * 4)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
         elif FORM.high.bits == 1:
-            bits = bits | (upper >> (word % 32 // 8 * 2)[:, None] >> UP << (4 + 3 * PART)) & (16 << AT)
-        if FORM.steps == "k":
+            place = (word % FORM.words // 8 * PARTS)[:, None]
+            bits = bits | (upper >> place >> UP << (BITS + (BITS - 1) * PART)) & (1 << BITS << AT)
+        if FORM.least is not None:
             number = tiny(bits) * (step / ONE) - added
         elif FORM.steps == "least":
             number = tiny(bits) * (step / ONE) + added
@@ -284,12 +393,13 @@ def numbers_of(
     return number
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "row_blocks"])
 def decode_blocks(
-    stored,  # uint8 [num_blocks, bytes of a block]
+    stored,  # uint8 [num_blocks, bytes of a block], and the tails of rows
     book,  # from book_of
     out,  # [num_blocks, numbers of a block]
     num_blocks,
+    row_blocks,  # of a row, behind which is its tail
     BLOCKS: tl.constexpr,  # of a program
     FORM: tl.constexpr,  # an Encoding
 ):
@@ -301,7 +411,11 @@ def decode_blocks(
     UNITS: tl.constexpr = FORM.units
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     word, unit, column = tl.arange(0, WORDS), tl.arange(0, UNITS), tl.arange(0, WORDS * 4)
-    at = tl.minimum(block, num_blocks - 1) * BLOCK
+    at, tail = tl.minimum(block, num_blocks - 1) * BLOCK, 0.0
+    if FORM.tail:
+        row = tl.minimum(block, num_blocks - 1) // row_blocks
+        at += row * FORM.tail
+        tail = tail_of(stored, row, row_blocks, FORM)
     home, odd = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     all_words, all_units = tl.full([WORDS, 1], 1, tl.int1), tl.full([UNITS, 1], 1, tl.int1)
     codes, others, upper = codes_of(home, odd, book, word, all_words, FORM, False)
@@ -309,7 +423,7 @@ def decode_blocks(
     target = out + block[:, None] * (WORDS * 4 * PARTS) + number[None, :]
     for part in tl.static_range(PARTS):
         first, second, third, fourth = heads_of(home, odd, unit, all_units, FORM, part)
-        step, added = scales_of(first, second, third, fourth, unit, FORM, part)
+        step, added = scales_of(first, second, third, fourth, tail, unit, FORM, part)
         a, b, c = spread(step, WORDS), spread(added, WORDS), spread(second, WORDS)
         zero = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 0)
         one = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 1)
@@ -319,3 +433,11 @@ def decode_blocks(
         numbers = tl.permute(tl.reshape(numbers, (WORDS, BLOCKS, 4)), (1, 0, 2))
         numbers = tl.reshape(numbers, (BLOCKS, WORDS * 4))
         tl.store(target + part * (RUN * 4), numbers, mask=(block < num_blocks)[:, None])
+
+
+@triton.jit
+def tail_of(stored, row, row_blocks, FORM: tl.constexpr):
+    """The scales behind the blocks of rows: fp32 [1, N]."""
+    END: tl.constexpr = FORM.tail
+    at = (row + 1).to(tl.int64) * (row_blocks * FORM.nbytes + END) - END
+    return tl.load((stored + at).to(tl.pointer_type(tl.float32)))[None, :]

@@ -9,12 +9,12 @@ from offload.formats.encodings import ENCODINGS, Encoding
 from offload.formats.stored import StoredMatrix
 
 NAMES = (*ENCODINGS,)
-GGUF = [name for name in NAMES if "/" not in name]
+GGUF = [name for name in NAMES if "/" not in name and not name.startswith("NVFP4")]  # that are GGUF's own blocks
 
 
 def places(own: Encoding) -> tuple[int, ...]:
     """The bytes where a block has its scale and least value."""
-    return (own.scale_at, own.scale_at + 2) if own.steps in ("least", "k") else (own.scale_at,)
+    return (own.scale_at, own.scale_at + 2) if own.steps == "least" or own.least else (own.scale_at,)
 
 
 def made_up(name: str, outputs: int, inputs: int, seed: int) -> StoredMatrix:
@@ -27,13 +27,24 @@ def made_up(name: str, outputs: int, inputs: int, seed: int) -> StoredMatrix:
         blocks[blocks & 127 == 127] = 0x7E
     if own.steps == "zero":
         _put(blocks, 2, torch.randint(-40, 300, shape[:2], generator=generator, dtype=torch.int16))
-    if own.scale == "E8M0":
+    if own.scale == "E4M3":  # numbers, and not the same one in each row
+        blocks[..., :4] &= 63
+    elif own.scale == "F16/4":
+        scales = ((torch.rand(shape[:2], generator=generator) - 0.5) / 64).half().view(torch.int16)
+        for part in range(4):
+            at = own.scale_at + 2 * part + 1
+            blocks[..., at] = blocks[..., at] & 15 | (scales >> 4 * part & 15).to(torch.uint8) << 4
+    elif own.scale == "E8M0":
         _put(blocks, 0, torch.randint(118, 124, shape[:2], generator=generator, dtype=torch.uint8))
     else:
         dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[own.scale]
         for at in places(own):
             _put(blocks, at, ((torch.rand(shape[:2], generator=generator) - 0.5) / 64).to(dtype))
-    return StoredMatrix(blocks.flatten(1), own)
+    rows = blocks.flatten(1)
+    if own.tail:
+        tails = torch.rand(outputs, 1, generator=generator) / 64 + 0.01
+        rows = torch.cat([rows, tails.view(torch.uint8)], 1)
+    return StoredMatrix(rows, own)
 
 
 def _put(blocks: Tensor, at: int, numbers: Tensor) -> None:

@@ -186,12 +186,17 @@ class Encoding:
 
     @property
     def _read(self) -> Plane:
-        """The plane that has all parts of a byte: of codes of 6 bits the upper one, of 2 bits."""
+        """The plane that has all parts of a byte: of codes in two planes of which one has half the bits, that one."""
         if self.grid:
             return Plane(0, 4, 4)
         if self.fours.bits:
             return Plane(0, 8, self.numbers)
-        return self.high if self.high.bits == 2 else self.codes
+        return self.high if self.in_halves else self.codes
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether a word of a block's upper bits belongs to two words of its lower ones, 32 bytes apart."""
+        return self.high.bits * 2 == self.codes.bits > 0
 
     @property
     def parts(self) -> int:

@@ -177,8 +177,8 @@ def codes_of(
     """Words of codes, of their remaining bits and of their upper bits, [M, N] each; a form uses the first ones."""
     BLOCK: tl.constexpr = FORM.nbytes
     at, within = (word // FORM.words * BLOCK)[:, None], (word % FORM.words)[:, None]
-    if FORM.high.bits == 2:
-        lower = at + within // 8 * 64 + within % 8 * 4
+    if FORM.in_halves:
+        lower = at + FORM.codes.at + within // 8 * 64 + within % 8 * 4
         codes = words_at(home, odd, lower, held, BLOCK, TURNED)
         others = words_at(home, odd, lower + 32, held, BLOCK, TURNED)
         upper = words_at(home, odd, at + FORM.high.at + within * 4, held, BLOCK, TURNED)
@@ -354,10 +354,13 @@ def numbers_of(
 ):  # fmt: skip
     """The number of one part of a byte of each word, fp32 [M, N]. A scale of codes with a zero is below 2**105."""
     PARTS: tl.constexpr = FORM.parts
+    # Parts whose lower bits are in the same places of different words.
+    LIKE: tl.constexpr = FORM.codes.run // (4 * FORM.run) if FORM.in_halves else 1
     WHOLE: tl.constexpr = (PARTS == 1) or FORM.looked_up  # a code is a byte
     BITS: tl.constexpr = 8 if WHOLE else FORM.codes.bits
     UP: tl.constexpr = BYTE // 2 * 12  # the shift that brings bits of a word's upper half below 2**23
-    AT: tl.constexpr = 8 * BYTE - UP + (0 if WHOLE else PART // (PARTS * BITS // 8) * BITS)
+    PLACE: tl.constexpr = PART % (8 // BITS * LIKE) // LIKE * BITS  # in a byte
+    AT: tl.constexpr = 8 * BYTE - UP + PLACE
     ONE: tl.constexpr = 2.0 ** (AT - 22 - (FORM.code == "sign"))  # the value of 1, half that of a sign's bit
     if FORM.code == "e4m3":
         number = rounded(e4m3(codes << (24 - 8 * BYTE)) * step, FORM.scale)
@@ -367,9 +370,12 @@ def numbers_of(
     else:
         SIGNED: tl.constexpr = (FORM.code == "signed") or FORM.looked_up
         CENTRE: tl.constexpr = 128 if SIGNED else (1 if FORM.code == "sign" else FORM.centre)
-        if FORM.high.bits == 2:
-            lower = others if PART % 2 else codes
-            bits = (lower >> UP) & (15 << AT) | (upper >> UP << (4 - PART % 2 * 2)) & (48 << AT)
+        if FORM.in_halves:
+            HIGH: tl.constexpr = FORM.high.bits
+            LEFT: tl.constexpr = PLACE + BITS - PART * HIGH  # from the upper bits' place to that above the lower ones
+            lower, high = others if PART % LIKE + PART // (8 // BITS * LIKE) else codes, upper >> UP
+            high = high << LEFT if LEFT > 0 else high >> -LEFT
+            bits = (lower >> UP) & ((1 << BITS) - 1 << AT) | high & ((1 << HIGH) - 1 << BITS + AT)
         elif WHOLE:
             lower = others if PART else codes
             bits = (lower >> UP) & (255 << AT)
@@ -379,9 +385,8 @@ def numbers_of(
             bits = bits ^ (128 << AT)
         if FORM.high.run == 1:
             bits = bits | (fifth >> (word % FORM.words * 4)[:, None] << (AT + 4 - BYTE)) & (16 << AT)
-        elif FORM.high.bits == 1:
-            place = (word % FORM.words // 8 * PARTS)[:, None]
-            bits = bits | (upper >> place >> UP << (BITS + (BITS - 1) * PART)) & (1 << BITS << AT)
+        elif FORM.high.run == 32 and not FORM.in_halves:
+            bits = bits | (upper >> (word % 32 // 8 * 2)[:, None] >> UP << (4 + 3 * PART)) & (16 << AT)
         if FORM.least is not None:
             number = tiny(bits) * (step / ONE) - added
         elif FORM.steps == "least":
@@ -418,21 +423,36 @@ def decode_blocks(
         tail = tail_of(stored, row, row_blocks, FORM)
     home, odd = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
     all_words, all_units = tl.full([WORDS, 1], 1, tl.int1), tl.full([UNITS, 1], 1, tl.int1)
-    codes, others, upper = codes_of(home, odd, book, word, all_words, FORM, False)
-    number = column // (RUN * 4) * (RUN * 4 * PARTS) + column % (RUN * 4)
-    target = out + block[:, None] * (WORDS * 4 * PARTS) + number[None, :]
-    for part in tl.static_range(PARTS):
-        first, second, third, fourth = heads_of(home, odd, unit, all_units, FORM, part)
-        step, added = scales_of(first, second, third, fourth, tail, unit, FORM, part)
-        a, b, c = spread(step, WORDS), spread(added, WORDS), spread(second, WORDS)
-        zero = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 0)
-        one = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 1)
-        two = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 2)
-        three = numbers_of(codes, others, upper, a, b, c, word, FORM, part, 3)
-        numbers = tl.join(tl.join(zero, two), tl.join(one, three)).to(out.dtype.element_ty)
-        numbers = tl.permute(tl.reshape(numbers, (WORDS, BLOCKS, 4)), (1, 0, 2))
-        numbers = tl.reshape(numbers, (BLOCKS, WORDS * 4))
-        tl.store(target + part * (RUN * 4), numbers, mask=(block < num_blocks)[:, None])
+    words = codes_of(home, odd, book, word, all_words, FORM, False)
+    valid = (block < num_blocks)[:, None]
+    target = out + block[:, None] * (WORDS * 4 * PARTS)
+    if RUN == 1:  # both parts of a word are stored together
+        lower = part_of(home, odd, words, tail, word, unit, all_units, out, FORM, 0)
+        upper = part_of(home, odd, words, tail, word, unit, all_units, out, FORM, 1)
+        numbers = tl.reshape(tl.permute(tl.join(lower, upper), (0, 1, 3, 2)), (BLOCKS, WORDS * 8))
+        tl.store(target + tl.arange(0, WORDS * 8)[None, :], numbers, mask=valid)
+    else:
+        number = column // (RUN * 4) * (RUN * 4 * PARTS) + column % (RUN * 4)
+        target += number[None, :]
+        for part in tl.static_range(PARTS):
+            numbers = part_of(home, odd, words, tail, word, unit, all_units, out, FORM, part)
+            tl.store(target + part * (RUN * 4), tl.reshape(numbers, (BLOCKS, WORDS * 4)), mask=valid)
+
+
+@triton.jit
+def part_of(home, odd, words, tail, word, unit, held, out, FORM: tl.constexpr, PART: tl.constexpr):
+    """The numbers of a part of each word of blocks, as `out` has them: [N, M, 4]. words: from codes_of."""
+    WORDS: tl.constexpr = FORM.words
+    codes, others, upper = words
+    first, second, third, fourth = heads_of(home, odd, unit, held, FORM, PART)
+    step, added = scales_of(first, second, third, fourth, tail, unit, FORM, PART)
+    a, b, c = spread(step, WORDS), spread(added, WORDS), spread(second, WORDS)
+    zero = numbers_of(codes, others, upper, a, b, c, word, FORM, PART, 0)
+    one = numbers_of(codes, others, upper, a, b, c, word, FORM, PART, 1)
+    two = numbers_of(codes, others, upper, a, b, c, word, FORM, PART, 2)
+    three = numbers_of(codes, others, upper, a, b, c, word, FORM, PART, 3)
+    numbers = tl.join(tl.join(zero, two), tl.join(one, three)).to(out.dtype.element_ty)
+    return tl.permute(tl.reshape(numbers, (WORDS, step.shape[1], 4)), (1, 0, 2))
 
 
 @triton.jit

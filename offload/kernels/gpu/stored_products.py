@@ -9,7 +9,8 @@ from torch import Tensor
 
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import book_of, codes_of, heads_of, in_two, numbers_of, scales_of, spread, tail_of
+from offload.formats.stored_codes_gpu import book_of, codes_of, in_two
+from offload.formats.stored_gpu import heads_of, numbers_of, scales_of, spread, tail_of
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 

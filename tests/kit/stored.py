@@ -9,7 +9,8 @@ from offload.formats.encodings import ENCODINGS, Encoding
 from offload.formats.stored import StoredMatrix
 
 NAMES = (*ENCODINGS,)
-GGUF = [name for name in NAMES if "/" not in name and not name.startswith("NVFP4")]  # that are GGUF's own blocks
+GGUF = [name for name in NAMES if "/" not in name and not ENCODINGS[name].tail]  # GGUF's own blocks
+YOUNG = ("Q2_0", "Q1_0")  # that the package gguf does not decode
 
 
 def places(own: Encoding) -> tuple[int, ...]:

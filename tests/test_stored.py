@@ -14,9 +14,10 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kit.processor import before_a_guard, built, on_this_machine, threads
-from kit.stored import GGUF, NAMES, made_up
+from kit.stored import GGUF, NAMES, YOUNG, made_up
 from offload.config.block import Norm
 from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
+from offload.formats.grids import grid
 from offload.formats.stored import StoredMatrix, decode
 from offload.kernels.cpu import CpuKernels
 from offload.kernels.device import NONE
@@ -24,7 +25,7 @@ from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.weights.linear import Linear, Parts
 
-OURS = [name for name in NAMES if name not in GGUF]
+OURS = [name for name in NAMES if "/" in name]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -47,12 +48,52 @@ def same(one: Tensor, other: Tensor) -> bool:
     return bool(((one.view(integers) == other.view(integers)) | (one.isnan() & other.isnan())).all())
 
 
-@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("name", [name for name in GGUF if name not in YOUNG])
 def test_numbers_are_those_of_llama_cpps_package(name: str, num_cases: Callable[[int], int]) -> None:
     blocks = random_blocks(ENCODINGS[name], num_cases(100_000))
     with np.errstate(all="ignore"):
         wanted = quants.dequantize(blocks.numpy(), GGMLQuantizationType[name])
     assert same(StoredMatrix(blocks, ENCODINGS[name]).matrix(torch.float32), torch.from_numpy(wanted))
+
+
+def test_grids_are_those_of_llama_cpps_package() -> None:
+    for kind in (ENCODINGS[name] for name in GGUF if ENCODINGS[name].grid):
+        own = getattr(quants, "IQ1_S" if kind.grid.name == "iq1" else kind.name)
+        own.init_grid()
+        wanted = own.grid.reshape(own.grid.shape[-2:]) * (8 if kind.grid.name == "iq1" else 1)
+        assert np.array_equal(np.array(grid(kind.grid.name)), wanted), kind.name
+
+
+@pytest.mark.parametrize("name", YOUNG)
+def test_numbers_of_kinds_that_the_package_lacks_are_ggmls(name: str, num_cases: Callable[[int], int]) -> None:
+    """By ggml's C: codes in the order of the bits, from the lowest on."""
+    blocks = random_blocks(ENCODINGS[name], num_cases(2_000))
+    scale, codes = blocks[:, :2].clone().view(torch.float16).float(), blocks[:, 2:].numpy()
+    if name == "Q1_0":
+        numbers = 2 * torch.from_numpy(np.unpackbits(codes, axis=1, bitorder="little")).float() - 1
+    else:
+        numbers = torch.from_numpy(np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1)).flatten(1).float() - 1
+    assert same(StoredMatrix(blocks, ENCODINGS[name]).matrix(torch.float32), scale * numbers)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4_INV"])
+def test_nvfp4s_steps_are_rounded_with_the_rows_scale_first(name: str, num_cases: Callable[[int], int]) -> None:
+    """modelopt multiplies, compressed-tensors divides; a row without a scale has GGUF's numbers."""
+    blocks, kind = random_blocks(ENCODINGS[name], num_cases(20_000)), ENCODINGS[name]
+    blocks[:, :4] &= 127
+    tails = torch.rand(len(blocks), 1, generator=torch.Generator().manual_seed(1)) + 0.01
+    tails[:4, 0] = torch.tensor([0.0, 1e-30, 1e30, 1.0])
+    found = StoredMatrix(torch.cat([blocks, tails.view(torch.uint8)], 1), kind).matrix(torch.float32)
+    steps = blocks[:, :4].contiguous().view(torch.float8_e4m3fn).float()
+    steps = steps * tails if name == "NVFP4" else steps / tails
+    halves = blocks[:, 4:].view(-1, 4, 1, 8) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])[halves.int()]
+    wanted = steps[..., None] * e2m1.view(len(blocks), 4, 16)
+    assert same(found, wanted.flatten(1))
+    plain = blocks[(blocks[:, :4] != 127).all(1)]
+    ones = torch.ones(len(plain), 1).view(torch.uint8)
+    found = StoredMatrix(torch.cat([plain, ones], 1), kind).matrix(torch.float32)
+    assert same(found, torch.from_numpy(quants.dequantize(plain.numpy(), GGMLQuantizationType.NVFP4)))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -83,8 +124,9 @@ def test_numbers_of_our_blocks_are_codes_times_scales(name: str) -> None:
 def test_the_cpus_kernels_find_the_same_numbers(name: str, instructions: str) -> None:
     """Nothing is read behind the blocks, and any number of threads finds the same."""
     kernels, kind = built(instructions), ENCODINGS[name]
-    blocks = random_blocks(kind, 37 * 8)
-    wanted = StoredMatrix(blocks.view(37, -1), kind)
+    blocks = random_blocks(kind, 37 * 8).view(37, -1)
+    tails = torch.tensor([0.0, 1e-30, 1e30, *[0.37] * 34])[:, None].view(torch.uint8)[:, : kind.tail]
+    wanted = StoredMatrix(torch.cat([blocks, tails], 1), kind)
     with before_a_guard(wanted.rows) as rows:
         for dtype in DTYPES:
             for number in (1, 3):
@@ -107,10 +149,10 @@ def largest(stored: StoredMatrix) -> Tensor:
     """For each number the largest magnitudes of its group that a number is the sum of: a step times a code, and the
     least value. fp64 [outputs, inputs]."""
     numbers = stored.matrix(torch.float32).double()
-    codes = numbers
-    if stored.encoding.steps in ("least", "k"):
-        blocks = stored.rows.view(-1, stored.encoding.nbytes).clone()
-        blocks[:, 2:4] = 0
+    codes, own = numbers, stored.encoding
+    if own.steps == "least" or own.least:
+        blocks = stored.rows.view(-1, own.nbytes).clone()
+        blocks[:, own.scale_at + 2 : own.scale_at + 4] = 0
         codes = StoredMatrix(blocks.view_as(stored.rows), stored.encoding).matrix(torch.float32).double()
     groups = codes.abs().view(len(numbers), -1, 16).amax(2) + (numbers - codes).abs().view(len(numbers), -1, 16).amax(2)
     return groups.repeat_interleave(16, 1)
@@ -142,7 +184,8 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
     forms = ("plain", "zeros") if dtype == torch.float16 else ("plain", "zeros", "ranges", "one large", "one huge")
     for inputs in [kind.numbers * blocks for blocks in (1, 2, 3, 9)]:
         half = made_up(name, 19, inputs, seed=inputs)
-        both = StoredMatrix(half.rows.repeat(1, 2), kind)
+        blocks = half.rows[:, : half.rows.shape[1] - kind.tail]
+        both = StoredMatrix(torch.cat([blocks, half.rows], 1), kind)
         for form in forms:
             x = rows_of(form, 11, inputs).to(dtype)
             for rows, stored in ((x, half), (torch.cat([x, x.flip(0)], 1), both), (torch.cat([x, -x], 1), both)):
@@ -219,7 +262,16 @@ def test_special_values_of_rows_come_through(name: str, instructions: str) -> No
 
 @pytest.mark.parametrize("instructions", on_this_machine())
 @pytest.mark.parametrize(
-    "kinds", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q5_0", "INT4_F16/64"), ("Q8_0", "plain"), ("plain", "Q4_1")]
+    "kinds",
+    [
+        ("Q4_K", "Q4_K"),
+        ("Q4_K", "Q6_K"),
+        ("Q2_K", "Q5_K"),
+        ("IQ2_XS", "NVFP4"),
+        ("Q5_0", "INT4_F16/64"),
+        ("Q8_0", "plain"),
+        ("plain", "Q4_1"),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_halves_of_a_gate_may_be_stored_otherwise(kinds: Sequence[str], dtype: torch.dtype, instructions: str) -> None:
@@ -279,6 +331,9 @@ class Form(ctypes.Structure):
         ("name", ctypes.c_char_p),
         *((name, ctypes.c_int64) for name in ("numbers", "nbytes", "codes_at", "codes_bits", "high_at", "high_bits")),
         *((name, ctypes.c_char_p) for name in ("code", "scale", "steps")),
+        *((name, ctypes.c_int64) for name in ("scale_at", "group", "centre")),
+        *((name, ctypes.c_double) for name in ("times", "plus")),
+        ("leasts", ctypes.c_int64),
     ]
 
 
@@ -289,11 +344,12 @@ def test_the_kernels_have_the_same_table(instructions: str) -> None:
     row.restype, row.argtypes = ctypes.POINTER(Form), [ctypes.c_int64]
     for number, kind in enumerate(KINDS, 1):
         own = next(each for each in ENCODINGS.values() if each.kind == kind)
-        sizes = (own.numbers, own.nbytes) if kind in GGUF else (0, 0)
+        *sizes, group = (own.numbers, own.nbytes, own.group) if "/" not in own.name else (0, 0, 0)
         planes = own.codes.at, own.codes.bits, own.high.at, own.high.bits
         texts = [each.encode() for each in (kind, own.code, own.scale, own.steps)]
-        found = row(number).contents
-        assert [getattr(found, name) for name, _ in Form._fields_] == [texts[0], *sizes, *planes, *texts[1:]]
+        small = (own.small.times, own.small.plus, own.least is not None) if own.small else (0, 0, 0)
+        wanted = [texts[0], *sizes, *planes, *texts[1:], own.scale_at, group, own.centre, *small]
+        assert [getattr(row(number).contents, name) for name, _ in Form._fields_] == wanted
     assert not row(len(KINDS) + 1)
 
 

@@ -4,48 +4,10 @@
 // A number is computed in fp32 as the format's own library does, step by step, and rounded to the dtype, which may be
 // fp32. Of codes of up to 5 bits all values that a group can have are computed once, and looked up.
 #pragma once
-#include "stored_forms.h"
+#include "stored_groups.h"
 #include "threads.h"
-#include "vectors.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#else
-#include <arm_neon.h>
-#endif
 
 namespace stored {
-
-constexpr int GROUP = 32;  // numbers that are decoded together
-constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
-using group = uint8_t __attribute__((vector_size(GROUP)));
-using bytes = uint8_t __attribute__((vector_size(W)));
-using half_group = uint8_t __attribute__((vector_size(GROUP / 2)));
-
-INLINE float half(const uint8_t* at) {
-    uint16_t bits;
-    __builtin_memcpy(&bits, at, 2);
-#if defined(__F16C__)
-    uint32_t wide = bits;
-    asm("" : "+r"(wide));  // or it is put into a register in part, and waits for what was there before
-    return _mm_cvtph_ps(_mm_cvtsi32_si128(int(wide)))[0];
-#else
-    return Fp16::widen_one(bits);
-#endif
-}
-
-// Scales of e8m0, 2^(e - 127), halved: e in the lowest byte of each word, and anything above.
-template <class Words>
-INLINE Words half_e8m0(Words words) {
-    const Words e = words & 255;
-    return e > 1 ? (e - 1) << 23 : (e + 1) << 21;  // the bits of floats, of which the least two are subnormal
-}
-
-// W integers of 8 bits from `at` on, with a sign or, as uint8_t, without.
-template <class Integer>
-INLINE f32 integers(const Integer* at) {
-    using vector = Integer __attribute__((vector_size(W)));
-    return __builtin_convertvector(__builtin_convertvector(load<vector>(at), i32), f32);
-}
 
 #if defined(__AVX512BW__)
 // 32 numbers of 16 bits, rounded. normal: see `put`.
@@ -78,21 +40,6 @@ INLINE f32 counted(int from) {
     i32 number;
     for (int i = 0; i < W; i++) number[i] = BOOK == Book::none ? from + i : BOOKS[int(BOOK)][(from + i) % 16];
     return __builtin_convertvector(number, f32);
-}
-
-// The numbers of codes in a book, integers with a sign.
-template <Book BOOK>
-INLINE group in_book(group codes) {
-    if constexpr (BOOK == Book::none) return codes;
-#if defined(__AVX2__)
-    const __m128i numbers = load<__m128i>(BOOKS[int(BOOK)]);
-    return (group)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)codes);
-#else
-    const int8x16_t numbers = load<int8x16_t>(BOOKS[int(BOOK)]);
-    int8_t found[GROUP];
-    for (int i = 0; i < GROUP; i += 16) store(found + i, vqtbl1q_s8(numbers, load<uint8x16_t>((uint8_t*)&codes + i)));
-    return load<group>(found);
-#endif
 }
 
 // A group's numbers by their codes, below COUNT, 16 or 32: `value` of each one's integer.
@@ -152,38 +99,6 @@ INLINE void look_up_both(group codes, typename E::element* out, Value&& value, O
     look_up<E, 16, true>(codes & 15, out, value), look_up<E, 16, true>(codes >> 4, out + GROUP, other);
 }
 
-// 16 bytes' low halves, then their high ones.
-INLINE group nibbles(const uint8_t* at) {
-#if defined(__AVX512BW__)
-    const __m256i both = _mm256_broadcastsi128_si256(load<__m128i>(at));
-    return (group)_mm256_and_si256(_mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
-#else
-    const half_group both = load<half_group>(at), low = both & 15, high = both >> 4;
-    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-                                   22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
-#endif
-}
-
-// The fifth bits of 32 codes, 16 or 0 each.
-INLINE group fifth(const uint8_t* at) {
-    uint32_t all;
-    __builtin_memcpy(&all, at, 4);
-    const group four = (group)(uint32_t __attribute__((vector_size(GROUP)))){all};
-    const group spread = __builtin_shufflevector(four, four, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2,
-                                                 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    const uint64_t bits = 0x8040201008040201u;
-    const group bit = (group)(uint64_t __attribute__((vector_size(GROUP)))){bits, bits, bits, bits};
-    return (group)((spread & bit) != 0) & 16;
-}
-
-// The codes of a block of 32 in 4 or 5 bits.
-template <Kind KIND>
-INLINE group codes_of_32(const uint8_t* block) {
-    constexpr Form own = form(KIND);
-    if constexpr (own.high.bits == 1) return nibbles(block + own.codes.at) | fifth(block + own.high.at);
-    return nibbles(block + own.codes.at);
-}
-
 // Blocks of 32: llama.cpp's older ones, and MXFP4.
 template <class E, Kind KIND>
 INLINE void decode_32(const uint8_t* block, typename E::element* out) {
@@ -203,36 +118,6 @@ INLINE void decode_32(const uint8_t* block, typename E::element* out) {
     }
 }
 
-// Of a block's 8 groups, the steps and what is taken away: 6 bits each, times the block's own.
-struct Scales {
-    float steps[8], least[8];
-
-    explicit Scales(const uint8_t* block) {
-        using eight = uint8_t __attribute__((vector_size(8)));
-        using floats = float __attribute__((vector_size(32)));
-        uint32_t words[3];  // 6 bits of the first four of either and 2 of the others, and then their lower 4
-        __builtin_memcpy(words, block + 4, sizeof words);
-        const uint64_t upper = (words[2] & 0x0f0f0f0fu) | (words[0] >> 6 & 0x03030303u) << 4;
-        const uint64_t above = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 6 & 0x03030303u) << 4;
-        const uint64_t first = uint64_t(words[0] & 0x3f3f3f3fu) | upper << 32;
-        const uint64_t second = uint64_t(words[1] & 0x3f3f3f3fu) | above << 32;
-        store(steps, __builtin_convertvector((eight)first, floats) * half(block));
-        store(least, __builtin_convertvector((eight)second, floats) * half(block + 2));
-    }
-};
-
-// The codes of group g of a block.
-INLINE group codes_of_q5_k(const uint8_t* block, int g) {
-    const group both = load<group>(block + 48 + g / 2 * GROUP), fifths = load<group>(block + 16);
-    return (g % 2 ? both >> 4 : both & 15) | (fifths >> g & 1) << 4;
-}
-
-// The same, less 32 each: with a sign.
-INLINE group codes_of_q6_k(const uint8_t* block, int g) {
-    const group lower = load<group>(block + g / 4 * 64 + g % 2 * GROUP), upper = load<group>(block + 128 + g / 4 * GROUP);
-    return ((g % 4 < 2 ? lower & 15 : lower >> 4) | (upper >> g % 4 * 2 & 3) << 4) - 32;
-}
-
 template <class E, int BITS>
 INLINE void decode_k(const uint8_t* block, typename E::element* out) {
     const Scales scales(block);
@@ -249,28 +134,22 @@ INLINE void decode_k(const uint8_t* block, typename E::element* out) {
     }
 }
 
-template <class E>
-INLINE void decode_q6_k(const uint8_t* block, typename E::element* out) {
-    const float d = half(block + 208);
-    auto scales = reinterpret_cast<const int8_t*>(block + 192);
-    alignas(64) float steps[16];
-    for (int i = 0; i < 16; i += W) store(steps + i, integers(scales + i) * d);
+// A block by the codes and steps of its groups.
+template <class E, Kind KIND>
+INLINE void decode_groups(const uint8_t* block, const Own& own, typename E::element* out) {
+    constexpr int each = by_16(KIND) ? 16 : GROUP;
+    alignas(64) float steps[16 + W], least[16];
+    steps_of_blocks<KIND, 1>(block, own, steps, least);
 #pragma unroll
-    for (int g = 0; g < 8; g++) {
-        alignas(GROUP) int8_t numbers[GROUP];
-        store(numbers, codes_of_q6_k(block, g));
-        put<E, true>(out + g * GROUP, [&](int i) { return integers(numbers + i) * steps[2 * g + i / 16]; });
+    for (int g = 0; g < form(KIND).numbers / GROUP; g++) {
+        alignas(GROUP) int8_t codes[GROUP];
+        store(codes, codes_of_group<KIND>(block, g, own));
+        put<E, !has_scale(KIND, "E4M3")>(out + g * GROUP, [&](int i) {
+            const int part = (g * GROUP + i) / each;
+            const f32 numbers = integers(codes + i) * steps[part];
+            return form(KIND).leasts ? numbers - least[part] : numbers;
+        });
     }
-}
-
-// A float of 8 bits, e4m3, in each lane.
-INLINE f32 float8(i32 code) {
-    const u32 magnitude = (u32)code & 127;
-    const f32 normal = (f32)((magnitude << 20) + (120u << 23));
-    const f32 small = __builtin_convertvector((i32)magnitude, f32) * 0x1p-9f;
-    u32 bits = magnitude < 8 ? (u32)small : (u32)normal;
-    bits = magnitude == 127 ? u32{} + 0x7fc00000u : bits;
-    return (f32)(bits | ((u32)code & 128) << 24);
 }
 
 // Our own blocks. S: the scale's dtype.
@@ -308,11 +187,11 @@ INLINE void decode_grouped(const uint8_t* block, int64_t numbers, typename E::el
 }
 
 template <class E, Kind KIND>
-INLINE void decode_block(int64_t numbers, const uint8_t* block, typename E::element* out) {
+INLINE void decode_block(int64_t numbers, const uint8_t* block, const Own& own, typename E::element* out) {
     constexpr int width = int(form(KIND).codes.bits);
     if constexpr (has_steps(KIND, "k")) decode_k<E, bits(KIND)>(block, out);
-    else if constexpr (has_steps(KIND, "bytes")) decode_q6_k<E>(block, out);
-    else if constexpr (is_gguf(KIND)) decode_32<E, KIND>(block, out);
+    else if constexpr (form(KIND).numbers == 32) decode_32<E, KIND>(block, out);
+    else if constexpr (is_gguf(KIND)) decode_groups<E, KIND>(block, own, out);
     else if constexpr (has_scale(KIND, "F16")) decode_grouped<E, Fp16, width, has_code(KIND, "e4m3")>(block, numbers, out);
     else if constexpr (has_scale(KIND, "BF16")) decode_grouped<E, Bf16, width, has_code(KIND, "e4m3")>(block, numbers, out);
     else decode_grouped<E, Fp32, width, has_code(KIND, "e4m3")>(block, numbers, out);
@@ -321,15 +200,18 @@ INLINE void decode_block(int64_t numbers, const uint8_t* block, typename E::elem
 // Rows `first` to first + count, of `inputs` numbers each, one after the other.
 template <class E>
 void decode_rows(const Matrix& m, int64_t inputs, int64_t first, int64_t count, typename E::element* out) {
-    const int64_t blocks = inputs / m.numbers;
-    const auto from = static_cast<const uint8_t*>(m.rows) + first * blocks * m.nbytes;
+    const int64_t row_bytes = m.row_bytes(inputs);
+    const auto from = static_cast<const uint8_t*>(m.rows) + first * row_bytes;
     with_kind(m.kind, [=]<Kind KIND>() {  // copies: they stay in registers
         const Matrix own = m;
-        const uint8_t* block = from;
         typename E::element* to = out;
-        for (int64_t left = count * blocks; left; left--, block += own.nbytes, to += own.numbers) {
-            for (int64_t at = 0; at < own.nbytes; at += LINE) __builtin_prefetch(block + AHEAD + at);
-            decode_block<E, KIND>(own.numbers, block, to);
+        for (int64_t row = 0; row < count; row++) {
+            const uint8_t *block = from + row * row_bytes, *stop = block + row_bytes - own.tail;
+            const Own shared = shared_of<KIND>(own, stop);
+            for (; block < stop; block += own.nbytes, to += own.numbers) {
+                for (int64_t at = 0; at < own.nbytes; at += LINE) __builtin_prefetch(block + AHEAD + at);
+                decode_block<E, KIND>(own.numbers, block, shared, to);
+            }
         }
     });
 }

@@ -6,39 +6,48 @@
 
 namespace stored {
 
-using eight = float __attribute__((vector_size(4 * GROUPS)));
-
 consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
 consteval int bytes_of_32(Kind kind) { return int(form(kind).nbytes); }
 consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
-consteval bool has_least(Kind kind) { return has_steps(kind, "least") || has_steps(kind, "k"); }
+consteval int groups_of_block(Kind kind) { return int(form(kind).numbers / GROUP); }
+consteval bool has_least(Kind kind) { return has_steps(kind, "least") || form(kind).leasts; }
 
-// What the codes of COUNT groups are multiplied by, in a block of 256 or in blocks of 32, and what is added.
+// What the codes of COUNT groups are multiplied by, in whole blocks, and what is added.
 template <Kind KIND, int COUNT>
 struct Steps {
-    alignas(64) float steps[2 * GROUPS];  // of groups; of 16 numbers in Q6_K
-    eight least;
+    static constexpr bool HALVES = has_least(KIND) && by_16(KIND);  // least values of 16 numbers
+    alignas(64) float steps[2 * GROUPS + W];                        // of groups, or of 16 numbers
+    eight least[HALVES ? 2 : 1];
 
-    INLINE explicit Steps(const uint8_t* at) {
-        if constexpr (has_steps(KIND, "bytes")) {
-            auto own = reinterpret_cast<const int8_t*>(at + 192);
-            for (int i = 0; i < 2 * GROUPS; i += W) store(steps + i, integers(own + i) * half(at + 208));
-        } else if constexpr (of_256(KIND)) {
+    INLINE Steps(const uint8_t* at, const Own& own) {
+        if constexpr (has_steps(KIND, "k")) {
             const Scales scales(at);
-            const eight own = load<eight>(scales.steps);
-            store(steps, own), least = own * float(centre(KIND)) - load<eight>(scales.least);
-        } else {
+            const eight of_groups = load<eight>(scales.steps);
+            store(steps, of_groups), least[0] = of_groups * float(centre(KIND)) - load<eight>(scales.least);
+        } else if constexpr (groups_of_block(KIND) == 1) {
             uint32_t __attribute__((vector_size(32))) heads = {};
 #pragma unroll
             for (int g = 0; g < COUNT; g++) {
                 uint32_t head;
-                __builtin_memcpy(&head, at + g * bytes_of_32(KIND), 4);
+                __builtin_memcpy(&head, at + g * form(KIND).nbytes, 4);
                 heads[g] = head;
             }
-            const eight own = has_scale(KIND, "E8M0") ? (eight)half_e8m0(heads) : floats(heads);
-            store(steps, own);
-            if constexpr (has_least(KIND)) least = own * float(centre(KIND)) + floats(heads >> 16);
+            const eight of_groups = has_scale(KIND, "E8M0") ? (eight)half_e8m0(heads) : floats(heads);
+            store(steps, of_groups);
+            if constexpr (has_least(KIND)) least[0] = of_groups * float(centre(KIND)) + floats(heads >> 16);
+        } else {
+            alignas(64) float taken[2 * GROUPS];
+            steps_of_blocks<KIND, COUNT / groups_of_block(KIND)>(at, own, steps, taken);
+            if constexpr (HALVES) least[0] = -load<eight>(taken), least[1] = -load<eight>(taken + GROUPS);
         }
+    }
+
+    // The least values' part of a row's sum, from group `first` of the row on.
+    INLINE eight add_least(eight acc, const Rows& rows, int row, int first) const {
+        if constexpr (!HALVES) return __builtin_elementwise_fma(least[0], load<eight>(rows.sums(row) + first), acc);
+        const float* sums = rows.sums_of_16(row) + 2 * first;
+        acc = __builtin_elementwise_fma(least[0], load<eight>(sums), acc);
+        return __builtin_elementwise_fma(least[HALVES], load<eight>(sums + GROUPS), acc);
     }
 
   private:
@@ -50,19 +59,30 @@ struct Steps {
     }
 };
 
+// The codes of group g of the blocks at `at`.
+template <Kind KIND>
+INLINE group codes_of(const uint8_t* at, int g, const Own& own) {
+    constexpr int count = groups_of_block(KIND);
+    return codes_of_group<KIND>(at + g / count * form(KIND).nbytes, g % count, own);
+}
+
 // A group's codes in fp32, less the centre.
 template <Kind KIND>
 struct Codes {
     static constexpr int INPUTS = GROUP, VECTORS = GROUP / W;
     static constexpr int MOST = 4;  // rows, whose numbers fit in the first cache
-    f32 values[VECTORS], step, next;  // next: of the second 16 numbers in Q6_K
+    f32 values[VECTORS], step, next;  // next: of the second 16 numbers
 
     template <int COUNT>
-    INLINE Codes(const uint8_t* at, int g, const Steps<KIND, COUNT>& steps) {
+    INLINE Codes(const uint8_t* at, int g, const Own& own, const Steps<KIND, COUNT>& steps) {
         alignas(GROUP) int8_t numbers[GROUP];
-        store(numbers, of_group(at, g));
+        if constexpr (has_grid(KIND))
+            for (int i = 0; i < 4; i++) store(numbers + 8 * i, octet_of<KIND>(at, 4 * g + i, own));
+        else store(numbers, codes_of<KIND>(at, g, own));
+        if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
+            asm("" : "+m"(numbers));  // widened as they are loaded, not by shuffles of a register
         for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
-        if constexpr (has_steps(KIND, "bytes")) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
+        if constexpr (by_16(KIND)) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
         else step = all(steps.steps[g]);
     }
 
@@ -73,20 +93,8 @@ struct Codes {
             for (int i = from + 1; i < to; i++) total = fma(load<f32>(x + i * W), values[i], total);
             return total;
         };
-        if constexpr (!has_steps(KIND, "bytes")) return fma(part(0, VECTORS), step, acc);
+        if constexpr (!by_16(KIND)) return fma(part(0, VECTORS), step, acc);
         return fma(part(VECTORS / 2, VECTORS), next, fma(part(0, VECTORS / 2), step, acc));
-    }
-
-  private:
-    INLINE static group of_group(const uint8_t* at, int g) {
-        const uint8_t* block = at + g * bytes_of_32(KIND);
-        if constexpr (has_steps(KIND, "bytes")) return codes_of_q6_k(at, g);
-        if constexpr (has_steps(KIND, "k") && form(KIND).high.bits)
-            return codes_of_q5_k(at, g) - uint8_t(centre(KIND));
-        if constexpr (has_code(KIND, "signed")) return load<group>(block + form(KIND).codes.at);
-        if constexpr (!of_256(KIND)) return in_book<book(KIND)>(codes_of_32<KIND>(block)) - uint8_t(centre(KIND));
-        const group both = load<group>(at + 16 + g / 2 * GROUP);
-        return (g % 2 ? both >> 4 : both & 15) - uint8_t(centre(KIND));
     }
 };
 
@@ -96,16 +104,18 @@ struct Codes {
 template <Kind KIND>
 struct Pairs {
     static constexpr int INPUTS = PAIR, MOST = 8;
+    static constexpr bool BY_GROUP = !has_steps(KIND, "k") && !has_steps(KIND, "bytes") && groups_of_block(KIND) > 1;
+    static constexpr bool WITH_SIGN = BY_GROUP || has_code(KIND, "signed");  // codes are integers, else looked up
     __m512bh even, odd;
     f32 step;
 
     template <int COUNT>
-    INLINE Pairs(const uint8_t* at, int pair, const Steps<KIND, COUNT>& steps) {
+    INLINE Pairs(const uint8_t* at, int pair, const Own& own, const Steps<KIND, COUNT>& steps) {
         u32 lane;  // a lane is of four inputs
-        for (int i = 0; i < W; i++) lane[i] = has_steps(KIND, "bytes") ? pair * 4 + i / 4 : pair * 2 + i / 8;
+        for (int i = 0; i < W; i++) lane[i] = by_16(KIND) ? pair * 4 + i / 4 : pair * 2 + i / 8;
         step = (f32)_mm512_permutexvar_ps((__m512i)lane, (__m512)load<f32>(steps.steps));
-        const __m512i code = bytes(at, pair, COUNT > 1);
-        if constexpr (has_code(KIND, "signed")) {
+        const __m512i code = bytes(at, pair, own, COUNT > 1);
+        if constexpr (WITH_SIGN) {
             const auto number = [&](int i) {  // in byte i of each four; bf16 in an upper half
                 return (u32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24 - 8 * i), 24));
             };
@@ -133,8 +143,10 @@ struct Pairs {
     }
 
     // A code a byte; what is above a code of 4 or 6 bits may be anything.
-    INLINE static __m512i bytes(const uint8_t* at, int pair, bool both) {
+    INLINE static __m512i bytes(const uint8_t* at, int pair, const Own& shared, bool both) {
         constexpr Form own = form(KIND);
+        if constexpr (BY_GROUP)
+            return joined((__m256i)codes_of<KIND>(at, 2 * pair, shared), (__m256i)codes_of<KIND>(at, 2 * pair + 1, shared));
         const auto twice = [](const uint8_t* from) { return _mm512_broadcast_i64x4(load<__m256i>(from)); };
         if constexpr (own.high.bits == 2) {  // above four
             __m512i lower = load<__m512i>(at + pair / 2 * PAIR), upper = twice(at + own.high.at + pair / 2 * GROUP);

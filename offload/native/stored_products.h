@@ -19,18 +19,17 @@ constexpr int MOST_ROWS = 64;  // that are worked on together
 
 // results[r][0] of ROWS rows from `row` on, by codes: Codes or Pairs.
 template <Kind KIND, class Multiplied, int ROWS>
-INLINE void dots_of_codes(const uint8_t* at, const Rows& rows, int row, float (*results)[TILE]) {
+INLINE void dots_of_codes(const uint8_t* at, const Own& own, const Rows& rows, int row, float (*results)[TILE]) {
     f32 acc[ROWS] = {};
     eight least[ROWS] = {};
     const auto multiply = [&]<int COUNT>(int first) __attribute__((always_inline)) {
-        const Steps<KIND, COUNT> steps(at);
+        const Steps<KIND, COUNT> steps(at, own);
         for (int i = 0; i < bytes_of_256(KIND); i += LINE) __builtin_prefetch(at + AHEAD + i);
         if constexpr (has_least(KIND))
-            for (int r = 0; r < ROWS; r++)
-                least[r] = __builtin_elementwise_fma(steps.least, load<eight>(rows.sums(row + r) + first), least[r]);
+            for (int r = 0; r < ROWS; r++) least[r] = steps.add_least(least[r], rows, row + r, first);
 #pragma unroll
         for (int i = 0; i < COUNT * GROUP; i += Multiplied::INPUTS) {
-            const Multiplied codes(at, i / Multiplied::INPUTS, steps);
+            const Multiplied codes(at, i / Multiplied::INPUTS, own, steps);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) acc[r] = codes.add(acc[r], rows, row + r, first * GROUP + i);
         }
@@ -39,9 +38,11 @@ INLINE void dots_of_codes(const uint8_t* at, const Rows& rows, int row, float (*
     for (; first + GROUPS <= rows.groups(); first += GROUPS, at += bytes_of_256(KIND))
         multiply.template operator()<GROUPS>(first);
     if constexpr (!of_256(KIND)) {
-        for (; first + 2 <= rows.groups(); first += 2, at += 2 * bytes_of_32(KIND))
-            multiply.template operator()<2>(first);
-        if (first < rows.groups()) multiply.template operator()<1>(first);
+        constexpr int some = groups_of_block(KIND) > 2 ? groups_of_block(KIND) : 2;
+        for (; first + some <= rows.groups(); first += some, at += some / groups_of_block(KIND) * form(KIND).nbytes)
+            multiply.template operator()<some>(first);
+        if constexpr (groups_of_block(KIND) == 1)
+            if (first < rows.groups()) multiply.template operator()<1>(first);
     }
     for (int r = 0; r < ROWS; r++) {
         results[r][0] = sum(acc[r]);
@@ -52,7 +53,7 @@ INLINE void dots_of_codes(const uint8_t* at, const Rows& rows, int row, float (*
 // results[r][0..OUTS) of `number` rows, by numbers: some are computed for all rows.
 template <Kind KIND, int OUTS>
 void dots_of_numbers(const Matrix& m, const uint8_t* at, const Rows& rows, int number, float (*results)[TILE]) {
-    const int64_t of_output = rows.inputs / m.numbers * m.nbytes;
+    const int64_t of_output = m.row_bytes(rows.inputs);
     const int stride = rows.stride();
     alignas(64) float numbers[OUTS][SOME];
     f32 totals[MOST_ROWS][OUTS];
@@ -65,7 +66,7 @@ void dots_of_numbers(const Matrix& m, const uint8_t* at, const Rows& rows, int n
             for (int o = 0; o < OUTS; o++) {
                 const uint8_t* block = at + o * of_output;
                 for (int line = 0; line < m.nbytes; line += LINE) __builtin_prefetch(block + AHEAD + line);
-                decode_block<Fp32, KIND>(m.numbers, block, numbers[o] + i);
+                decode_block<Fp32, KIND>(m.numbers, block, Own{}, numbers[o] + i);
             }
         by_rows(number, [&]<int ROWS>(int row) {
             const float* x = rows.numbers(row) + first;
@@ -90,14 +91,17 @@ void dots_of_numbers(const Matrix& m, const uint8_t* at, const Rows& rows, int n
 // results[r][0..count) of `number` rows of E, at most MOST_ROWS, for the outputs from `first` on.
 template <class E>
 void tile(const Matrix& matrix, const Rows& rows, int number, int64_t first, int count, float (*results)[TILE]) {
-    const int64_t of_output = rows.inputs / matrix.numbers * matrix.nbytes;
+    const int64_t of_output = matrix.row_bytes(rows.inputs);
     const auto at = static_cast<const uint8_t*>(matrix.rows) + first * of_output;
     const auto to = [&](int r, int o) { return reinterpret_cast<float(*)[TILE]>(&results[r][o]); };
     with_kind(matrix.kind, [&]<Kind KIND>() {
         const auto by_codes = [&]<class Multiplied>() {
             by_rows<Multiplied::MOST>(number, [&]<int ROWS>(int r) {
-                for (int o = 0; o < count; o++)
-                    dots_of_codes<KIND, Multiplied, ROWS>(at + o * of_output, rows, r, to(r, o));
+                for (int o = 0; o < count; o++) {
+                    const uint8_t* row = at + o * of_output;
+                    const Own own = shared_of<KIND>(matrix, row + of_output - matrix.tail);
+                    dots_of_codes<KIND, Multiplied, ROWS>(row, own, rows, r, to(r, o));
+                }
             });
         };
         if constexpr (paired<E>(KIND)) {

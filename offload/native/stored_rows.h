@@ -15,7 +15,8 @@ constexpr bool paired(Kind kind) {
 }
 
 // Rows, one after the other: [inputs] in fp32, or, where they are multiplied in pairs, of each 64 inputs the even ones
-// in bf16, then the odd ones, and zeros past the end. Then the sums of groups, and zeros.
+// in bf16, then the odd ones, and zeros past the end. Then the sums of groups, and zeros; and from 256 inputs on the
+// sums of 16.
 struct Rows {
     float* at;
     int inputs;
@@ -27,6 +28,7 @@ struct Rows {
     float* numbers(int64_t row) const { return at + row * stride(); }
     uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(numbers(row)); }
     float* sums(int64_t row) const { return numbers(row) + padded(); }
+    float* sums_of_16(int64_t row) const { return sums(row) + groups() + GROUPS; }
 };
 
 // Of 64 numbers in bf16 the even ones, then the odd ones.
@@ -46,12 +48,14 @@ void take(const Rows& rows, int64_t row, bool in_bf16, F&& read) {
     for (int from = 0; from < rows.inputs; from += PAIR) {
         alignas(64) uint16_t halves[PAIR] = {};
         for (int first = from; first < from + PAIR && first < rows.inputs; first += GROUP) {
-            f32 total = {};
+            f32 total = {}, half = {};
             for (int i = first; i < first + GROUP; i += W) {
                 const f32 x = read(i);
                 if (in_bf16) Bf16::write(halves + i - from, x);
                 else store(rows.numbers(row) + i, x);
-                total += x;
+                total += x, half += x;
+                if (rows.inputs < 256 || (i + W) % 16) continue;
+                rows.sums_of_16(row)[i / 16] = sum(half), half = f32{};
             }
             sums[first / GROUP] = sum(total);
         }

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from kit.stored import places
+from kit.stored import made_up, places
 from offload.formats.encodings import ENCODINGS
 
 ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
@@ -48,7 +48,6 @@ LAYER_NORM = {
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
 }
-PLACES = {"Q2_K": (80, 82), "IQ4_XS": (0,)}  # of scales in blocks that are unpacked
 NUMBERS = {"F32": np.float32, "F16": np.float16}
 
 
@@ -238,13 +237,13 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.nd
 
 
 def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:
-    """Of a type that gguf does not quantise to: any bytes, but scales that are numbers."""
-    size, nbytes = gguf.GGML_QUANT_SIZES[Type[kind]]
-    rows = np.random.default_rng(shape[0] + 7 * shape[1]).integers(0, 256, (shape[0], shape[1] // size, nbytes))
-    rows = rows.astype(np.uint8)
-    for place in PLACES[kind] if kind in PLACES else places(ENCODINGS[kind]):
-        rows[..., place : place + 2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
-    return rows.reshape(shape[0], -1)
+    """Of a type that gguf does not quantise to: any bytes, but scales that are small numbers."""
+    own = ENCODINGS[kind]
+    rows = made_up(kind, *shape, seed=shape[0] + 7 * shape[1]).rows.numpy()
+    blocks = rows.reshape(shape[0], -1, own.nbytes)
+    for place in places(own) if own.scale == "F16" else ():
+        blocks[..., place : place + 2] = np.frombuffer(np.float16(0.002).tobytes(), np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:

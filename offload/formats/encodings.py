@@ -231,7 +231,7 @@ def _own(kind: str, group: int) -> Encoding:
     )  # fmt: skip
 
 
-def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, **tilings: Tiling) -> Encoding:
+def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, **tilings: Any) -> Encoding:
     """A block of 256 with six bits each for the steps and the least values of its groups."""
     steps = Small(Field(32, 4, 8, 4, 64), Field(36, 2, 8, 4, 2))
     least = Small(Field(64, 4, 8, 4, 36), Field(68, 2, 8, 4, 2))
@@ -241,15 +241,16 @@ def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, **tilings: 
 def _of_grid(
     name: str, nbytes: int, each: int, low: Field, high: Field, signs: Field, small: Small, group: int, **scale: Any
 ) -> Encoding:
-    """A block of 256 whose codes are in a grid. A GPU makes words of them first, of one byte a code."""
+    """A block of 256 whose codes are in a grid."""
     code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
     return Encoding(
         name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
-        tiling=_WORDS, expert_tiling=_WORDS, **scale,
+        tiling=Tiling(warps=8, stages=2), expert_tiling=Tiling(outputs=32, stages=2), **scale,
     )  # fmt: skip
 
 
-_WIDE, _WORDS = Tiling(warps=8), Tiling(outputs=32, words=64, stages=2)
+_WIDE = Tiling(warps=8)
+_SHORT, _SHORT_EXPERT = Tiling(words=16, stages=2), Tiling(words=16, warps=8, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),
     Encoding("Q4_1", 32, 20, Plane(4, 4, 16), steps="least"),
@@ -262,7 +263,7 @@ _GGUF = (  # by llama.cpp's names
     _k("Q5_K", 176, Plane(48, 4, 32), Plane(16, 1, 32), tiling=_WIDE),
     Encoding(
         "Q6_K", 256, 210, Plane(0, 4, 64), Plane(128, 2, 32), centre=32, scale_at=208, steps="bytes", group=16,
-        tiling=Tiling(words=16, stages=2), expert_tiling=Tiling(words=16, warps=8, stages=2),  # three were slower
+        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,  # three stages were slower
     ),
     Encoding(
         "IQ4_XS", 256, 136, Plane(8, 4, 16), code="iq4", steps="small",
@@ -271,11 +272,11 @@ _GGUF = (  # by llama.cpp's names
     Encoding(
         "Q3_K", 256, 110, Plane(32, 2, 32), Plane(0, 1, 32), centre=4, scale_at=108, steps="small", group=16,
         small=Small(Field(8 * 96, 4, 8, 8, 4), Field(8 * 104, 2, 8, 4, 2), plus=-32),
-        tiling=_WORDS, expert_tiling=_WORDS,
+        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
     ),
     Encoding(
         "Q2_K", 256, 84, Plane(16, 2, 32), scale_at=80, steps="small", group=16, small=Small(Field(0, 4, 8)),
-        least=Small(Field(4, 4, 8)), tiling=_WORDS, expert_tiling=_WORDS,
+        least=Small(Field(4, 4, 8)), tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
     ),
     _of_grid(
         "IQ3_S", 110, 4, Field(16, 8, 8), Field(8 * 66, 1, 1), Field(8 * 74, 8, 8),
@@ -305,9 +306,12 @@ _GGUF = (  # by llama.cpp's names
         "IQ1_M", 56, 8, Field(0, 8, 8), Field(8 * 32, 3, 4), Field(8 * 32 + 3, 1, 4),
         Small(Field(8 * 48, 3, 3, 4, 16), times=0.25, plus=0.125), 16, scale="F16/4", scale_at=48,
     ),
-    Encoding("Q2_0", 64, 18, Plane(2, 2, 1), centre=1, group=64, tiling=_WORDS, expert_tiling=_WORDS),
-    Encoding("Q1_0", 128, 18, Plane(2, 1, 1), code="sign", group=128, tiling=_WORDS, expert_tiling=_WORDS),
-    Encoding("TQ2_0", 256, 66, Plane(0, 2, 32), centre=1, scale_at=64, group=256, tiling=_WORDS, expert_tiling=_WORDS),
+    Encoding("Q2_0", 64, 18, Plane(2, 2, 1), centre=1, group=64),
+    Encoding("Q1_0", 128, 18, Plane(2, 1, 1), code="sign", group=128),
+    Encoding(
+        "TQ2_0", 256, 66, Plane(0, 2, 32), centre=1, scale_at=64, group=256,
+        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
+    ),
     Encoding("NVFP4", 64, 36, Plane(4, 4, 8), code="e2m1", scale="E4M3", steps="times", group=16, tail=4, tiling=_WIDE),
 )  # fmt: skip
 # compressed-tensors' NVFP4, whose scale of a row divides; in the same bytes.

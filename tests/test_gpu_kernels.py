@@ -516,6 +516,7 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
     assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
     assert "cp.async" in found.ptx
     assert ".ftz" not in found.ptx  # bits cut out are numbers below the least normal one
+    assert ("div.rn" in found.ptx) == (own.steps == "over")  # others divide by powers of 2 alone
 
 
 @pytest.mark.few(2)
@@ -527,7 +528,7 @@ def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str,
     pointers = {"stored": "*u8", "book": book_kind(name), "out": f"*{dtype}"}
     found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
     assert found.spilled_bytes == 0
-    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 216)
+    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 248)
     assert found.shared_bytes <= SHARED_BYTES
     stores = re.findall(r"st\.global[.\w:]*", found.ptx)
     assert stores

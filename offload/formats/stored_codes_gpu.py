@@ -94,16 +94,15 @@ def halves_at(home, odd, at, held, BLOCK: tl.constexpr):
 def items_at(home, odd, at, item, held, FIELD: tl.constexpr, BLOCK: tl.constexpr):
     """Load items of a Field, in the lowest bits: int32 [M, N] from the byte offsets `at` of blocks, which have an even
     number of bytes, and `item`, both [M, 1]."""
-    first = FIELD.at + item // FIELD.many * FIELD.outer
+    bit = FIELD.at + item // FIELD.many * FIELD.outer + item % FIELD.many * FIELD.inner
+    half = at + bit // 16 * 2 + (odd if BLOCK % 4 else 0)
+    source, shift = home + half // 4, (half & 2) * 8 + bit % 16
+    items = tl.load(source, mask=held, other=0)
     if FIELD.is_across:
-        items = words_at(home, odd, at + first // 8, held, BLOCK, False) >> (item % FIELD.many * FIELD.inner)
+        high = tl.load(source + 1, mask=held & (shift + FIELD.bits > 32), other=0)
+        items = (items.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32) | high << 1 << (31 - shift)
     else:
-        bit = first + item % FIELD.many * FIELD.inner
-        if BLOCK % 4:
-            half = at + bit // 16 * 2 + odd
-            items = tl.load(home + half // 4, mask=held, other=0) >> (half & 2) * 8 >> bit % 16
-        else:
-            items = tl.load(home + at // 4 + bit // 32, mask=held, other=0) >> bit % 32
+        items >>= shift
     return items & ((1 << FIELD.bits) - 1)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from kit.processor import before_a_guard
-from kit.stored import NAMES, made_up
+from kit.stored import GGUF, NAMES, made_up, places
 from offload.bench.kernel_checks import kernel_checks
-from offload.formats.encodings import ENCODINGS
+from offload.formats.encodings import ENCODINGS, Field
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_gpu import blocks_at_once, decode, decode_blocks
 from offload.kernels.gpu.kernels import GPU_KERNELS
@@ -25,7 +26,12 @@ from offload.speed.hardware import probe
 
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # against fp64 with the same numbers: rounded once
-FEW = ["Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128"]  # of which there is a small case by default
+# Of which there is a small case by default.
+FEW = ["Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128", "Q2_K", "IQ3_XXS", "IQ1_M", "NVFP4_INV"]
+GRIDS = [name for name in NAMES if ENCODINGS[name].grid]
+GUARDED = ["MXFP4", "IQ3_XXS", "IQ2_XXS", "Q3_K", "NVFP4"]  # and of the same forms, with other last bytes, others
+GUARDED += [name for name in GGUF if name not in GUARDED]
+SPECIAL = (0.0, -0.0, 6e-8, 65504.0, torch.inf, torch.nan, -0.5)  # 6e-8 is less than any normal fp16
 
 without_idle_work()
 
@@ -50,6 +56,21 @@ def normal(*size: int, seed: int) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    """But for those of numbers that are none."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(bits(found.nan_to_num(7.0)), bits(wanted.nan_to_num(7.0)))
+
+
+def put(blocks: Tensor, field: Field, values: Tensor) -> None:
+    """Put values [blocks, items] into a field of blocks [blocks, bytes]."""
+    of_blocks, item = np.unpackbits(blocks.numpy(), axis=1, bitorder="little"), np.arange(values.shape[1])
+    for bit in range(field.bits):
+        at = field.at + item // field.many * field.outer + item % field.many * field.inner + bit
+        of_blocks[:, at] = values.numpy() >> bit & 1
+    blocks.copy_(torch.from_numpy(np.packbits(of_blocks, axis=1, bitorder="little")))
 
 
 def in_fp64(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
@@ -88,6 +109,65 @@ def test_numbers_near_zero_and_none_are_those_of_torchs_operators(name: str) -> 
     assert torch.equal(bits(out.nan_to_num(7.0)), bits(wanted.nan_to_num(7.0)))
 
 
+@pytest.mark.few(1)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of numpy's, which multiplies here
+def test_special_scales_of_ggufs_blocks_are_torchs() -> None:
+    """0 and -0, what is subnormal, infinite and none, and negative; also of the least values."""
+    for name in GGUF:
+        own = ENCODINGS[name]
+        if own.scale not in ("F16", "F16/4"):
+            continue
+        stored = made_up(name, len(SPECIAL) ** 2, own.numbers, seed=21)
+        scales = torch.cartesian_prod(torch.tensor(SPECIAL), torch.tensor(SPECIAL)).half()
+        if own.scale == "F16":
+            for place, at in enumerate(places(own)):
+                stored.rows[:, at : at + 2] = scales[:, place, None].view(torch.uint8)
+        else:
+            put(stored.rows, Field(8 * own.scale_at + 12, 4, 16), parts_of(scales[:, 0]))
+        out = torch.empty(stored.shape)
+        decode(stored, out)
+        assert_same_bits(out, stored.matrix(torch.float32))
+
+
+def parts_of(scales: Tensor) -> Tensor:
+    """Four bits each of fp16 numbers, [n, 4]."""
+    return scales.view(torch.int16)[:, None].int() >> torch.arange(0, 16, 4) & 15
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4_INV"])
+def test_every_scale_of_nvfp4_and_any_scale_of_a_row_are_torchs(name: str) -> None:
+    """Each row has another one, so does the next one: one of a neighbour would show."""
+    stored = made_up(name, 11, 64 * 64, seed=22)
+    blocks = stored.rows[:, :-4].view(11, 64, 36)
+    blocks[..., :4] = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    tails = torch.tensor([*SPECIAL, 1e-39, 3e38, -1 / 3, 1 / 2688])
+    stored.rows[:, -4:] = tails[:, None].view(torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(stored.shape, dtype=dtype)
+        decode(stored, out)
+        assert_same_bits(out, stored.matrix(dtype))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_entry_of_a_grid_and_all_signs_are_torchs(name: str) -> None:
+    own = ENCODINGS[name]
+    assert own.grid is not None
+    low, high, signs = own.grid.low, own.grid.high, own.grid.signs
+    index, sign = own.numbers // own.grid.each, own.numbers // 8  # of a block
+    stored = made_up(name, (1 << low.bits + high.bits) // index, own.numbers, seed=23)
+    which = torch.arange(stored.rows.shape[0] * index).view(-1, index)
+    put(stored.rows, low, which)
+    put(stored.rows, high, which >> low.bits)
+    put(stored.rows, signs, torch.arange(len(which) * sign).view(-1, sign))
+    assert len(which) * sign >= 1 << signs.bits
+    out, wanted = torch.empty(stored.shape), stored.matrix(torch.float32)
+    decode(stored, out)
+    assert torch.equal(bits(out), bits(wanted))
+    codes = wanted.view(-1, 8).abs() if signs.bits > 1 else wanted.view(-1, 8)
+    assert len(codes.div(codes.abs().amin(1, keepdim=True)).unique(dim=0)) > 64  # they differ
+
+
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of numpy's, which multiplies here
 def test_every_scale_and_number_of_mxfp4_is_torchs() -> None:
     """Bit for bit: what is subnormal, infinite and -0, too, at every place of a block within a word."""
@@ -101,11 +181,15 @@ def test_every_scale_and_number_of_mxfp4_is_torchs() -> None:
         assert torch.equal(bits(out), bits(stored.matrix(dtype)))
 
 
-def test_no_word_behind_the_blocks_is_read() -> None:
-    """Of blocks whose words lie across those of the memory: a number has its bits in two of these."""
-    stored, x = made_up("MXFP4", 12, 3 * 32, seed=15), normal(3, 3 * 32, seed=16).half()
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name", GUARDED)
+def test_no_word_behind_the_blocks_is_read(name: str) -> None:
+    """Of blocks whose words lie across those of the memory: a number has its bits in two of these. The other rows begin
+    inside a word where blocks are of an odd number of halves."""
+    own = ENCODINGS[name]
+    stored, x = made_up(name, 12, 3 * own.numbers, seed=15), normal(3, 3 * own.numbers, seed=16).half()
     with before_a_guard(stored.rows) as rows:
-        guarded, out = StoredMatrix(rows, stored.encoding), torch.empty(stored.shape)
+        guarded, out = StoredMatrix(rows, own), torch.empty(stored.shape)
         assert guarded.aligned() is guarded
         decode(guarded, out)
         assert torch.equal(out, stored.matrix(torch.float32))
@@ -183,7 +267,7 @@ def test_many_rows_and_other_dtypes_meet_the_numbers() -> None:
 def test_splits_are_alike_and_make_programs_enough() -> None:
     """Of the products of models of 7B and 32B."""
     shapes = ((4096, 4096), (22016, 4096), (4096, 11008), (5120, 5120), (5120, 27648), (55296, 5120))
-    for name in ("Q4_K", "Q6_K", "Q8_0", "INT4_F16/128", "FP8_BF16/128"):
+    for name in ("Q4_K", "Q6_K", "Q8_0", "INT4_F16/128", "FP8_BF16/128", "IQ2_S", "NVFP4"):
         own = ENCODINGS[name]
         for outputs, inputs in shapes:
             each, num_blocks = split_blocks(outputs, inputs, own), inputs // own.numbers
@@ -210,7 +294,7 @@ def moved(call: Callable[..., None], first: int) -> Callable[..., None]:
     return lambda builder, x, y, z: call(builder, first + x, y, z)
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q8_0", "MXFP4", "NVFP4"])
 def test_numbers_beyond_2_to_the_31_have_their_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last program alone, in memory of which only its own pages exist: elsewhere kernels counted in 32 bits
     (CVE-2026-53923)."""
@@ -220,11 +304,12 @@ def test_numbers_beyond_2_to_the_31_have_their_place(name: str, monkeypatch: pyt
     rows = torch.empty(outputs, last.rows.shape[1], dtype=torch.uint8)
     out = torch.empty(outputs, inputs, dtype=torch.float16)
     rows[-1:], out[-1] = last.rows, torch.nan
-    num_blocks = rows.numel() // own.nbytes
+    row_blocks = inputs // own.numbers
+    num_blocks = outputs * row_blocks
     programs = inputs // own.numbers // at_once  # of the last row
     first = num_blocks // at_once - programs
     for each in ("set_grid_idx", "set_grid_dim"):
         monkeypatch.setattr(InterpreterBuilder, each, moved(getattr(InterpreterBuilder, each), first))
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda self, *args: None)  # it would touch all memory
-    decode_blocks[(programs,)](rows, rows, out, num_blocks, BLOCKS=at_once, FORM=own)
+    decode_blocks[(programs,)](rows, rows, out, num_blocks, row_blocks, BLOCKS=at_once, FORM=own)
     assert torch.equal(out[-1], last.matrix(torch.float16)[0])

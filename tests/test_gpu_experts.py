@@ -31,7 +31,7 @@ from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import Options
 from offload.plan.passes import graph_levels
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
-from test_gpu_kernels import CAPABILITIES, SHARED_BYTES, STORED, Compiled, compiled
+from test_gpu_kernels import CAPABILITIES, SHARED_BYTES, STORED, Compiled, book_kind, compiled
 from test_planner import GPU, plan
 
 NUMBERS = ("rows", "out")
@@ -83,7 +83,8 @@ def test_plain_experts_come_in_copies_of_16_bytes_without_a_spill(
 def test_stored_experts_are_multiplied_without_a_spill(capability: int, dtype: str, ending: str, name: str) -> None:
     own, tiling = ENCODINGS[name], ENCODINGS[name].expert_tiling
     found = compiled(
-        programs.multiply_blocks, capability, PRODUCT | dict.fromkeys(NUMBERS, f"*{dtype}"),
+        programs.multiply_blocks, capability,
+        PRODUCT | {"book": book_kind(name)} | dict.fromkeys(NUMBERS, f"*{dtype}"),
         ENDINGS[ending] | {"ROWS": ROWS[0], "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(own), "WIDEN": False}
         | {"FORM": own},
         warps=tiling.warps, stages=tiling.stages, divisible=SIZES[1:],

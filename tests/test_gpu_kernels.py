@@ -486,7 +486,12 @@ def test_codes_come_in_wide_loads_and_become_weights_in_registers(capability: in
 
 
 STORED = [*GGUF, "INT4_F16/128", "INT4_BF16/32", "INT8_F16/128", "INT8_BF16/32", "FP8_F32/128", "FP8_F16/32"]
-STORED += ["FP8_BF16/128"]
+STORED += ["FP8_BF16/128", "NVFP4", "NVFP4_INV"]
+
+
+def book_kind(name: str) -> str:
+    """The pointer to the table in which codes are looked up."""
+    return "*i32" if ENCODINGS[name].grid else "*i16"
 
 
 @pytest.mark.few(1)
@@ -496,7 +501,7 @@ STORED += ["FP8_BF16/128"]
 @pytest.mark.parametrize("name", STORED)
 def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: int, dtype: str, name: str) -> None:
     own, tiling = ENCODINGS[name], ENCODINGS[name].tiling
-    pointers = {"rows": f"*{dtype}", "stored": "*u8", "book": "*i16", "partials": "*fp32"}
+    pointers = {"rows": f"*{dtype}", "stored": "*u8", "book": book_kind(name), "partials": "*fp32"}
     shape = {"ROWS": rows, "OUTPUTS": tiling.outputs, "BLOCKS": tiling.blocks(own), "WIDEN": False}
     found = compiled(
         stored_products.multiply_stored, capability, pointers, shape | {"FORM": own},
@@ -511,6 +516,7 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
     assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
     assert "cp.async" in found.ptx
     assert ".ftz" not in found.ptx  # bits cut out are numbers below the least normal one
+    assert ("div.rn" in found.ptx) == (own.steps == "over")  # others divide by powers of 2 alone
 
 
 @pytest.mark.few(2)
@@ -519,10 +525,10 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
 @pytest.mark.parametrize("name", STORED)
 def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str, name: str) -> None:
     shape = {"FORM": ENCODINGS[name], "BLOCKS": stored_gpu.blocks_at_once(ENCODINGS[name])}
-    pointers = {"stored": "*u8", "book": "*i16", "out": f"*{dtype}"}
+    pointers = {"stored": "*u8", "book": book_kind(name), "out": f"*{dtype}"}
     found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
     assert found.spilled_bytes == 0
-    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 200)
+    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 248)
     assert found.shared_bytes <= SHARED_BYTES
     stores = re.findall(r"st\.global[.\w:]*", found.ptx)
     assert stores

@@ -43,6 +43,11 @@ class Field:
     many: int = 1 << 16
     outer: int = 0
 
+    @property
+    def is_across(self) -> bool:
+        """Whether some items have bits in two 16-bit words."""
+        return any((self.at + item * self.inner) % 16 + self.bits > 16 for item in range(min(self.many, 16)))
+
 
 NO_FIELD = Field(0, 0, 0)
 
@@ -72,6 +77,20 @@ class Grid:
     low: Field
     high: Field
     signs: Field
+
+    @property
+    def lows(self) -> Field:
+        """The lower bits of the indices of 8 numbers each, which have no gap between them."""
+        return self._of_eight(self.low)
+
+    @property
+    def highs(self) -> Field:
+        """Likewise the upper bits."""
+        return self._of_eight(self.high)
+
+    def _of_eight(self, field: Field) -> Field:
+        count = 8 // self.each
+        return field if count == 1 else replace(field, bits=count * field.bits, inner=count * field.inner)
 
 
 @dataclass(frozen=True)
@@ -156,16 +175,28 @@ class Encoding:
     # A GPU reads codes in words of 4 bytes, and of each byte one part after the other: the lower half, then the upper.
 
     @property
-    def made(self) -> bool:
-        """Whether a GPU makes words of one byte a code before it reads them: codes in a grid, or of 1 to 3 bits."""
-        return self.codes.bits < 4
+    def looked_up(self) -> bool:
+        """Whether a GPU looks codes up in a table: a word has 8 codes of a byte each, in two parts."""
+        return self.code == "iq4" or self.grid is not None
+
+    @property
+    def fours(self) -> Field:
+        """The codes of 4 numbers each that lie in their order in a byte. A GPU makes words of them, a byte a code."""
+        return Field(8 * self.codes.at, 4 * self.codes.bits, 4 * self.codes.bits) if self.codes.run == 1 else NO_FIELD
 
     @property
     def _read(self) -> Plane:
-        """The plane that has all parts of a byte: of codes of 6 bits the upper one, of 2 bits."""
-        if self.made:
+        """The plane that has all parts of a byte: of codes in two planes of which one has half the bits, that one."""
+        if self.grid:
+            return Plane(0, 4, 4)
+        if self.fours.bits:
             return Plane(0, 8, self.numbers)
-        return self.high if self.high.bits == 2 else self.codes
+        return self.high if self.in_halves else self.codes
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether a word of a block's upper bits belongs to two words of its lower ones, 32 bytes apart."""
+        return self.high.bits * 2 == self.codes.bits > 0
 
     @property
     def parts(self) -> int:
@@ -185,7 +216,7 @@ class Encoding:
     @property
     def units(self) -> int:
         """The parts of a block whose words have steps of their own."""
-        return self.words // min(self.run, self.group // 4)
+        return self.words // min(max(self.run, self.group // (4 * self.parts)), self.group // 4)
 
 
 def _own(kind: str, group: int) -> Encoding:
@@ -210,15 +241,16 @@ def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, tiling: Til
 def _of_grid(
     name: str, nbytes: int, each: int, low: Field, high: Field, signs: Field, small: Small, group: int, **scale: Any
 ) -> Encoding:
-    """A block of 256 whose codes are in a grid. A GPU makes words of them first, of one byte a code."""
+    """A block of 256 whose codes are in a grid."""
     code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
     return Encoding(
         name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
-        tiling=_WORDS, expert_tiling=_WORDS, **scale,
+        tiling=Tiling(warps=8, stages=2), expert_tiling=Tiling(outputs=32, stages=2), **scale,
     )  # fmt: skip
 
 
-_WIDE, _WORDS = Tiling(warps=8), Tiling(outputs=32, words=64, stages=2)
+_WIDE = Tiling(warps=8)
+_SHORT, _SHORT_EXPERT = Tiling(words=16, stages=2), Tiling(words=16, warps=8, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),
     Encoding("Q4_1", 32, 20, Plane(4, 4, 16), steps="least"),
@@ -231,7 +263,7 @@ _GGUF = (  # by llama.cpp's names
     _k("Q5_K", 176, Plane(48, 4, 32), Plane(16, 1, 32), tiling=_WIDE),
     Encoding(
         "Q6_K", 256, 210, Plane(0, 4, 64), Plane(128, 2, 32), centre=32, scale_at=208, steps="bytes", group=16,
-        tiling=Tiling(words=16, stages=2), expert_tiling=Tiling(words=16, warps=8, stages=2),  # three were slower
+        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,  # three stages were slower
     ),
     Encoding(
         "IQ4_XS", 256, 136, Plane(8, 4, 16), code="iq4", steps="small",
@@ -240,11 +272,11 @@ _GGUF = (  # by llama.cpp's names
     Encoding(
         "Q3_K", 256, 110, Plane(32, 2, 32), Plane(0, 1, 32), centre=4, scale_at=108, steps="small", group=16,
         small=Small(Field(8 * 96, 4, 8, 8, 4), Field(8 * 104, 2, 8, 4, 2), plus=-32),
-        tiling=_WORDS, expert_tiling=_WORDS,
+        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
     ),
     Encoding(
         "Q2_K", 256, 84, Plane(16, 2, 32), scale_at=80, steps="small", group=16, small=Small(Field(0, 4, 8)),
-        least=Small(Field(4, 4, 8)), tiling=_WORDS, expert_tiling=_WORDS,
+        least=Small(Field(4, 4, 8)), tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
     ),
     _of_grid(
         "IQ3_S", 110, 4, Field(16, 8, 8), Field(8 * 66, 1, 1), Field(8 * 74, 8, 8),
@@ -274,9 +306,12 @@ _GGUF = (  # by llama.cpp's names
         "IQ1_M", 56, 8, Field(0, 8, 8), Field(8 * 32, 3, 4), Field(8 * 32 + 3, 1, 4),
         Small(Field(8 * 48, 3, 3, 4, 16), times=0.25, plus=0.125), 16, scale="F16/4", scale_at=48,
     ),
-    Encoding("Q2_0", 64, 18, Plane(2, 2, 1), centre=1, group=64, tiling=_WORDS, expert_tiling=_WORDS),
-    Encoding("Q1_0", 128, 18, Plane(2, 1, 1), code="sign", group=128, tiling=_WORDS, expert_tiling=_WORDS),
-    Encoding("TQ2_0", 256, 66, Plane(0, 2, 32), centre=1, scale_at=64, group=256, tiling=_WORDS, expert_tiling=_WORDS),
+    Encoding("Q2_0", 64, 18, Plane(2, 2, 1), centre=1, group=64),
+    Encoding("Q1_0", 128, 18, Plane(2, 1, 1), code="sign", group=128),
+    Encoding(
+        "TQ2_0", 256, 66, Plane(0, 2, 32), centre=1, scale_at=64, group=256,
+        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
+    ),
     Encoding("NVFP4", 64, 36, Plane(4, 4, 8), code="e2m1", scale="E4M3", steps="times", group=16, tail=4, tiling=_WIDE),
 )  # fmt: skip
 # compressed-tensors' NVFP4, whose scale of a row divides; in the same bytes.

@@ -251,7 +251,7 @@ def multiply_blocks(
     expert_of,
     places,
     content,
-    book,  # from stored_gpu.book_of
+    book,  # from stored_codes_gpu.book_of
     out,
     per_row,
     num_blocks,  # of an output

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.config.block import Activation, Experts
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import book_of
+from offload.formats.stored_codes_gpu import book_of
 from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (

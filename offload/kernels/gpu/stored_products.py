@@ -9,7 +9,8 @@ from torch import Tensor
 
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_gpu import book_of, codes_of, heads_of, in_two, numbers_of, scales_of, spread
+from offload.formats.stored_codes_gpu import book_of, codes_of, in_two
+from offload.formats.stored_gpu import heads_of, numbers_of, scales_of, spread, tail_of
 from offload.kernels.gpu.splits import joined
 from offload.native.launch import launch
 
@@ -60,7 +61,7 @@ def split_blocks(outputs: int, inputs: int, encoding: Encoding) -> int:
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_blocks", "blocks_each"])
 def multiply_stored(
     rows,  # [T, inputs] of 16 bits, contiguous
-    stored,  # uint8 [num_outputs, num_blocks, bytes of a block]
+    stored,  # uint8 [num_outputs, bytes of num_blocks blocks and of a tail]
     book,  # from book_of
     partials,  # fp32 [splits, T, num_outputs]: the sum over the blocks of each split
     num_rows,  # T
@@ -94,7 +95,7 @@ def sum_blocks(
     rows,  # [any, inputs] of 16 bits, contiguous, at a multiple of 8 bytes
     row,  # int32 [ROWS]: of them
     real,  # bool [ROWS]: other rows are not read
-    stored,  # uint8 [num_outputs, num_blocks, bytes of a block], at a multiple of 4 bytes
+    stored,  # uint8 [num_outputs, bytes of num_blocks blocks and of a tail], at a multiple of 4 bytes
     book,  # from book_of
     column,  # of `OUTPUTS` outputs; there must be an even number of columns
     num_outputs,
@@ -118,15 +119,18 @@ def sum_blocks(
     SIZE: tl.constexpr = BLOCKS * WORDS
     word, unit = tl.arange(0, SIZE), tl.arange(0, BLOCKS * UNITS)
     # Where blocks are whole halves of words, every other row may begin inside a word: a program has rows of one kind.
-    TURNED: tl.constexpr = (BLOCK % 4 == 2) and (FORM.high.run != 1)
-    turns = 1 + num_blocks % 2 if TURNED else 1
+    ALIKE: tl.constexpr = (BLOCK % 4 == 2) and (FORM.high.run != 1)
+    TURNED: tl.constexpr = ALIKE and (FORM.codes.run > 1)
+    turns = 1 + num_blocks % 2 if ALIKE else 1
     first_output = column // turns * turns * OUTPUTS + column % turns
     output = first_output + turns * tl.arange(0, OUTPUTS)
     valid = output < num_outputs
-    at = tl.where(valid, output, first_output).to(tl.int64) * num_blocks * BLOCK
+    row_of = tl.where(valid, output, first_output)
+    at = row_of.to(tl.int64) * (num_blocks * BLOCK + FORM.tail)
     home, before = stored.to(tl.pointer_type(tl.int32)) + (at // 4)[None, :], (at % 4).to(tl.int32)[None, :]
-    if TURNED:
+    if ALIKE:
         before = column % turns * num_blocks * BLOCK % 4
+    tail = tail_of(stored, row_of, num_blocks, FORM) if FORM.tail else 0.0
     # Pointers to inputs, four at a time, as many as a word has bytes, or two at a time.
     fours = rows.to(tl.pointer_type(tl.int64)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS))[:, None]
     twos = rows.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * num_blocks * (WORDS * PARTS * 2))[:, None]
@@ -144,7 +148,7 @@ def sum_blocks(
         codes, others, upper = codes_of(source, odd, book, word, near[:, None], FORM, TURNED)
         for part in tl.static_range(PARTS):
             first, second, third, fourth = heads_of(source, odd, unit, near_units[:, None], FORM, part)
-            step, added = scales_of(first, second, third, fourth, unit, FORM, part)
+            step, added = scales_of(first, second, third, fourth, tail, unit, FORM, part)
             step, added, fifth = spread(step, SIZE), spread(added, SIZE), spread(second, SIZE)
             held, at_input = real[:, None] & near[None, :], begun * (WORDS * PARTS) + (at_four + part * RUN)[None, :]
             if TURNED:

@@ -25,7 +25,7 @@ from offload.errors import ModelError, unreadable
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.weights.entry import STORED_DTYPES, Entry
-from offload.weights.gguf_file import MappedFile, open_model, unpacker
+from offload.weights.gguf_file import MappedFile, open_model
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
 from offload.weights.safetensors_folder import read_entries
@@ -122,7 +122,10 @@ class Checkpoint:
                     f"{self.folder}: {name} is stored in blocks of {kind.numbers} columns, which {columns.start} to "
                     f"{columns.stop} would cut; use another number of ranks"
                 )
-            source = source[:, kind.row_bytes(columns.start) : kind.row_bytes(columns.stop)]
+            tail = source[:, source.shape[1] - kind.tail :]
+            start, stop = (kind.row_bytes(column) - kind.tail for column in (columns.start, columns.stop))
+            source = source[:, start:stop]
+            source = torch.cat([source, tail], 1) if kind.tail else source
         return source
 
     def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
@@ -138,7 +141,7 @@ class Checkpoint:
             return
         if stored := self.encoding(name):
             source, kind = self._blocks(name, rows, columns), ENCODINGS[stored]
-            shape = [len(source), source.shape[1] // kind.nbytes * kind.numbers]
+            shape = [len(source), kind.inputs(source.shape[1])]
         else:
             source = torch.atleast_1d(self._mapped(name, rows))
             if columns is not None:
@@ -357,9 +360,8 @@ def _first(names: Sequence[str]) -> str:
 
 def _read_gguf(path: Path, files: ExitStack) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    for name, info, file in open_model(path):
-        files.callback(file.close)
+    for name, entry in open_model(path, files):
         if name in entries:
-            raise ModelError(f"{info.path}: {info.name} is there under two names; download it again")
-        entries[name] = Entry(file, info.path, info.name, info.shape, info.kind, unpacker(info))
+            raise ModelError(f"{entry.path}: {entry.stored_name} is there under two names; download it again")
+        entries[name] = entry
     return entries

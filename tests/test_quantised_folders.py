@@ -36,6 +36,7 @@ from offload.kernels.device import NONE
 from offload.session.fingerprints import model_digest
 from offload.weights import linear
 from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.unpacking import Packed
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 SIZES = {
@@ -610,12 +611,35 @@ def test_rows_and_columns_of_blocks_are_those_of_the_matrix(name: str, tmp_path:
     case = CASES[name]
     checkpoint, config = opened(write(tmp_path, case))
     kind = ENCODINGS[matrices(config)[f"{DOWN}.weight"].encoding]
-    rows, columns = range(8, 24), range(32, 96)
+    rows, columns = range(8, 40), range(32, 96)
     place = torch.empty(len(rows), kind.row_bytes(len(columns)), dtype=torch.uint8)
     with checkpoint:
         checkpoint.read_stored(f"{DOWN}.weight", place, rows=rows, columns=columns)
         whole = read(checkpoint, DOWN, (64, 96), F32)
-    assert same(StoredMatrix(place, kind).matrix(F32), whole[8:24, 32:96])
+    assert same(StoredMatrix(place, kind).matrix(F32), whole[8:40, 32:96])
+
+
+@pytest.mark.parametrize("name", ["fp8", "autofp8", "fbgemm", "mxfp8", "nvfp4", "nvfp4-packed", "quark"])
+def test_some_rows_of_floats_are_unpacked_without_the_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of Qwen3.5 reads its queries and gates head by head; each time all of them were unpacked."""
+    sizes = list[int]()
+
+    def packed(scheme: Scheme, outputs: int, *others: Any) -> Packed:
+        sizes.append(outputs)
+        return Packed(scheme, outputs, *others)
+
+    monkeypatch.setattr("offload.weights.quantised_folder.Packed", packed)
+    checkpoint, _ = opened(write(tmp_path, CASES[name]))
+    with checkpoint:
+        for module, shape in ((DOWN, (64, 96)), (GATE, (96, 64))):
+            whole = read(checkpoint, module, shape, F32)
+            for rows in (range(8, 40), range(3, 60, 7)):
+                part = torch.empty(len(rows), shape[1])
+                checkpoint.read_into(f"{module}.weight", part, rows=rows)
+                assert same(part, whole[list(rows)])
+    assert sizes == [64, 32, 9, 96, 32, 9]
 
 
 @pytest.mark.parametrize("columns", [range(16, 64), range(32, 80)])

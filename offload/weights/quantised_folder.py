@@ -114,16 +114,32 @@ class _Reader:
         made = cls(module, scheme, matrix.outputs, matrix.inputs, kind, parts)
         made._check(folder)
         main = parts[_PARTS[scheme.packing][0]]
-        return replace(main, file=made, shape=(matrix.outputs, matrix.inputs), dtype=kind or scheme.numbers)
+        shape, rows = (matrix.outputs, matrix.inputs), made.rows if scheme.is_float else None
+        return replace(main, file=made, shape=shape, dtype=kind or scheme.numbers, rows=rows)
 
     def get_tensor(self, name: str) -> Tensor:
         """The matrix: uint8 [outputs, bytes], or [outputs, inputs] in its scheme's dtype. Memory: the result and a few
         MiB."""
-        parts = {part: entry.file.get_tensor(entry.stored_name) for part, entry in self.parts.items()}
+        parts = self._parts
         self._check_shape_part(parts)
         scales = self._scales(parts)
         packed = Packed(self.scheme, self.outputs, self.inputs, parts, scales, self._order(parts, scales.shape[1]))
         return packed.blocks(self.kind) if self.kind else packed.numbers()
+
+    def rows(self, rows: range) -> Tensor:
+        """Some rows of floats, as of the whole matrix. A layer with a gate for each head reads its queries so."""
+        parts, main, chosen = self._parts, _PARTS[self.scheme.packing][0], slice(rows.start, rows.stop, rows.step)
+        scales, scheme = self._scales(parts), self.scheme
+        if len(scales) > 1:
+            of_rows = torch.arange(rows.start, rows.stop, rows.step) // self.scheme.outputs
+            scales = scales[chosen] if self.scheme.outputs == 1 else scales[of_rows]
+            scheme = replace(scheme, outputs=1)
+        packed = Packed(scheme, len(rows), self.inputs, parts | {main: parts[main][chosen]}, scales)
+        return packed.blocks(self.kind) if self.kind else packed.numbers()
+
+    @property
+    def _parts(self) -> dict[str, Tensor]:
+        return {part: entry.file.get_tensor(entry.stored_name) for part, entry in self.parts.items()}
 
     def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The scales, [rows of scales, groups]."""

@@ -174,7 +174,7 @@ def test_a_description_may_be_in_a_file_of_its_own(tmp_path: Path, sharded: bool
         )
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": None}
     own = folder / "hf_quant_config.json"
-    own.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": said}))
+    own.write_text(json.dumps({"producer": {}, "quant_method": "modelopt_fp4", "quantization": said}))
     checkpoint, config = opened(folder)
     checkpoint.close()
     assert kinds(config)["gate_proj"] == "NVFP4"
@@ -205,7 +205,7 @@ WRAPPED = {
 def test_a_map_of_modules_alone_says_how_they_are_stored(wrapper: str) -> None:
     """Before the weights are there. An entry is of all within a module; of 96 inputs 64 are no divisor."""
     named = {name.replace("model.language_model.", wrapper): own for name, own in MAP.items()}
-    stored = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": named, "ignore": []}
+    stored = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION", "quantized_layers": named}
     config = config_of(PHI3 | {"quantization_config": stored})
     assert {name.split(".")[-2]: matrix.encoding for name, matrix in matrices(config).items()} == WRAPPED
     assert config.quantisation is not None

@@ -17,6 +17,7 @@ from offload.config.schemes import ACTIVATIONS, KV_CACHE, Quantisation, Rule, Sc
 from offload.fields import TEXT, Fields, one_of
 
 FILE = "hf_quant_config.json"
+METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")  # the others by SGLang and vLLM
 SCALE, TENSOR_SCALE = "weight_scale", "weight_scale_2"  # parts of a module; the second one in NVFP4 alone
 _MIXED = "MIXED_PRECISION"
 _FP8 = Scheme("bytes", 8, 0, 0, "F32", widens=True, is_float=True)
@@ -52,7 +53,7 @@ def from_file(data: Mapping[str, object]) -> dict[str, object] | None:
     said = data.get("quantization")
     if not isinstance(said, Mapping) or not said.get("quant_algo"):
         return None
-    return {"quant_method": "modelopt", **said}
+    return {**said, "quant_method": METHODS[0]}
 
 
 def as_stored(scheme: Scheme | None, scale: str) -> Scheme | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from offload.config.modelopt import MXFP8, read_modelopt
+from offload.config import modelopt
 from offload.config.rules import MAX_RULES, as_rules, rules_of, target_rule
 from offload.config.schemes import ACTIVATIONS, KV_CACHE, MAX_PATTERN, Quantisation, Rule, Scheme, is_pattern
 from offload.fields import TEXT, Fields, list_of, one_of, whole
@@ -111,7 +111,7 @@ def _in_fp8(source: Fields, scheme: Scheme) -> Quantisation:
 _FLOATS = {  # formats with one scheme each
     "nvfp4-pack-quantized": Scheme("packed_fp4", 4, 16, scales="F8_E4M3", is_float=True),
     "mxfp4-pack-quantized": Scheme("packed_fp4", 4, 32, scales="E8M0", is_float=True),
-    "mxfp8-quantized": MXFP8,
+    "mxfp8-quantized": modelopt.MXFP8,
 }
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *_FLOATS)
 
@@ -246,6 +246,6 @@ def _group(source: Fields) -> int:
 
 _METHODS: Mapping[str, Callable[[Fields, str], Quantisation]] = {
     "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8,
-    "modelopt": read_modelopt, "mxfp4": _mxfp4, "quark": _quark,
+    **dict.fromkeys(modelopt.METHODS, modelopt.read_modelopt), "mxfp4": _mxfp4, "quark": _quark,
 }  # fmt: skip
 _JUDGED = ("sparsity_config",)

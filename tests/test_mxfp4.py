@@ -98,7 +98,7 @@ def test_stacked_numbers_are_those_of_transformers(
     tmp_path: Path, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every scale: subnormal and infinite numbers, too."""
-    monkeypatch.setattr("offload.weights.mxfp4._PIECE", piece)
+    monkeypatch.setattr("offload.weights.e2m1._PIECE", piece)
     tensors = stacked(tmp_path)
     with opened(tmp_path) as checkpoint:
         for name, shape in (("gate_up_proj", (2 * EXPERTS * SIZE, HIDDEN)), ("down_proj", (EXPERTS * HIDDEN, SIZE))):

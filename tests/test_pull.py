@@ -444,6 +444,15 @@ def test_what_cannot_be_run_is_refused_before_its_weights_come(hub, triforce, fo
     assert not folder.exists()
 
 
+def test_a_description_of_the_quantisation_beside_the_config_is_fetched_with_it(hub, triforce, folder, plain):
+    """Without it weights would be taken for plain ones."""
+    own = {"quantization": {"quant_algo": "NVFP4_AWQ"}}
+    hub.put(NAME, {**plain, "hf_quant_config.json": json.dumps(own).encode()})
+    code, _, err = triforce("pull", NAME)
+    assert (code, hub.asked()) == (4, ["config.json", "hf_quant_config.json"])
+    assert "pre_quant_scale multiplies activations" in err
+
+
 def test_a_repository_without_a_model_is_refused(hub, triforce, plain):
     hub.put(NAME, {name: data for name, data in plain.items() if name != "config.json"})
     assert "has no config.json" in triforce("pull", NAME)[2]

@@ -36,6 +36,7 @@ from offload.kernels.device import NONE
 from offload.session.fingerprints import model_digest
 from offload.weights import linear
 from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.unpacking import Packed
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 SIZES = {
@@ -260,6 +261,74 @@ def bytes_meant(strategy: str, scales: torch.dtype | None = None) -> Callable[[T
     return meant
 
 
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def e4m3(byte: int) -> float:
+    """The number of a byte: a sign, four bits of an exponent, three of a fraction."""
+    exponent, fraction, sign = byte >> 3 & 15, byte & 7, -1 if byte & 128 else 1
+    if byte & 127 == 127:
+        return float("nan")
+    return sign * (fraction * 2.0**-9 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7))
+
+
+def in_fp4(codes: str, scales: torch.dtype, size: int, whole: str = "") -> Callable[..., Tensors]:
+    """Two codes in a byte, a scale for `size` inputs of a row, and one of the tensor. codes, whole: their parts."""
+
+    def make(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
+        nothing = int(scales == torch.uint8)  # 255 is no number there
+        found = torch.randint(256 - nothing, (outputs, inputs // size), generator=generator, dtype=torch.uint8)
+        made = {
+            codes: torch.randint(256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8),
+            "weight_scale": found.view(scales),
+        }
+        of_tensor = 0.1 + torch.rand(() if whole == "weight_scale_2" else (1,), generator=generator)
+        return made | ({whole: of_tensor} if whole else {})
+
+    return make
+
+
+def fp4_meant(parts: Tensors, outputs: int, inputs: int) -> Tensor:
+    """Neighbours share a byte, the first one in the low half. ModelOpt multiplies a group's scale with the tensor's,
+    compressed-tensors divides by it; then the code is multiplied. Each in fp32."""
+    codes = next(parts[name] for name in ("weight_packed", "weight") if name in parts).tolist()
+    scales = parts["weight_scale"]
+    size, bytes_of = inputs // scales.shape[1], scales.view(torch.uint8).tolist()
+    read = e4m3 if scales.dtype == E4M3 else lambda byte: 2.0 ** (byte - 127)
+    steps = torch.tensor([[read(byte) for byte in row] for row in bytes_of])
+    if "weight_scale_2" in parts:
+        steps = steps * parts["weight_scale_2"]
+    if "weight_global_scale" in parts:
+        steps = steps / parts["weight_global_scale"]
+    halves = [[codes[out][at // 2] >> 4 * (at % 2) & 15 for at in range(inputs)] for out in range(outputs)]
+    numbers = torch.tensor([[E2M1[code & 7] * (-1 if code & 8 else 1) for code in row] for row in halves])
+    return numbers * steps[:, [at // size for at in range(inputs)]]
+
+
+def mx8(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
+    """MXFP8: scales of every exponent, the least one among them."""
+    made = in_bytes(E4M3, f"group {GROUP}", F32)(outputs, inputs, generator)
+    found = torch.randint(255, made["weight_scale"].shape, generator=generator, dtype=torch.uint8)
+    found[0, 0] = 0
+    return made | {"weight_scale": found}
+
+
+def mx8_meant(parts: Tensors, outputs: int, inputs: int) -> Tensor:
+    scales = torch.tensor([[2.0 ** (byte - 127) for byte in row] for row in parts["weight_scale"].tolist()])
+    return parts["weight"].float() * spread(scales, f"group {GROUP}", outputs, inputs)
+
+
+def in_four(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
+    """FP8 by blocks, whose scales ModelOpt has as [rows, 1, columns, 1]."""
+    made = in_bytes(E4M3, "block 128x128", F32)(outputs, inputs, generator)
+    return made | {"weight_scale": made["weight_scale"][:, None, :, None]}
+
+
+def in_four_meant(parts: Tensors, outputs: int, inputs: int) -> Tensor:
+    grid_of = parts["weight_scale"][:, 0, :, 0]
+    return parts["weight"].float() * spread(grid_of, "block 128x128", outputs, inputs)
+
+
 def group_config(form: str, weights: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
@@ -282,6 +351,14 @@ def floats(strategy: str) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": name, "block_structure": sizes}
 
 
+GROUP = 32
+
+
+def four_or_eight(bits: int, size: int) -> dict[str, Any]:
+    strategy = "tensor_group" if size == 16 else "group"
+    return {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "group_size": size}
+
+
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, I8 = torch.float8_e4m3fn, torch.int8
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -289,6 +366,13 @@ V2 = {"checkpoint_format": "gptq_v2"}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 LESS4, LESS8 = 0x11111111, 0x01010101
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+FP4: dict[str, Any] = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
+QUARK: dict[str, Any] = {
+    "quant_method": "quark", "exclude": ["lm_head"], "layer_quant_config": {}, "layer_type_quant_config": {},
+    "global_quant_config": {"weight": FP4, "input_tensors": FP4 | {"is_dynamic": True}, "output_tensors": None},
+    "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+}  # fmt: skip
 DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 CASES = {
     "awq": Case(AWQ, awq(32), awq_meant(32), ("INT4_F16/32", "INT4_F16/32")),
@@ -383,6 +467,39 @@ CASES = {
     "modelopt": Case(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}},
         in_bytes(E4M3, "tensor", F32), bytes_meant("tensor"), ("FP8_F32/32", "FP8_F32/64"), "bfloat16",
+    ),
+    "modelopt-channel": Case(
+        MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, in_bytes(E4M3, "channel", F32), bytes_meant("channel"),
+        ("FP8_F32/32", "FP8_F32/64"), "bfloat16",
+    ),
+    "modelopt-blocks": Case(
+        MODELOPT | {"quant_algo": "fp8_pb_wo"}, in_four, in_four_meant, ("FP8_F32/32", "FP8_F32/64"), "bfloat16",
+        {"hidden_size": 192, "intermediate_size": 160},
+    ),
+    "modelopt-mxfp8": Case(
+        MODELOPT | {"quant_algo": "MXFP8"}, mx8, mx8_meant, ("FP8_F32/32", "FP8_F32/32"), "bfloat16",
+    ),
+    "mxfp8": Case(
+        group_config("mxfp8-quantized", four_or_eight(8, 32)), mx8, mx8_meant, ("FP8_F32/32", "FP8_F32/32"), "bfloat16",
+    ),
+    "nvfp4": Case(
+        MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, in_fp4("weight", E4M3, 16, "weight_scale_2"), fp4_meant,
+        ("", "NVFP4"), "bfloat16",
+    ),
+    "nvfp4-32": Case(
+        MODELOPT | {"quant_algo": "W4A16_NVFP4", "group_size": 32}, in_fp4("weight", E4M3, 32, "weight_scale_2"),
+        fp4_meant, ("", "NVFP4"), "bfloat16",
+    ),
+    "nvfp4-packed": Case(
+        group_config("nvfp4-pack-quantized", four_or_eight(4, 16)),
+        in_fp4("weight_packed", E4M3, 16, "weight_global_scale"), fp4_meant, ("", "NVFP4_INV"), "bfloat16",
+    ),
+    "mxfp4-packed": Case(
+        group_config("mxfp4-pack-quantized", four_or_eight(4, 32)), in_fp4("weight_packed", torch.uint8, 32), fp4_meant,
+        ("MXFP4", "MXFP4"), "bfloat16",
+    ),
+    "quark": Case(
+        QUARK, in_fp4("weight", torch.uint8, 32), fp4_meant, ("MXFP4", "MXFP4"), "bfloat16",
     ),
     "fbgemm": Case(
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, in_bytes(E4M3, "channel", F32),
@@ -494,12 +611,35 @@ def test_rows_and_columns_of_blocks_are_those_of_the_matrix(name: str, tmp_path:
     case = CASES[name]
     checkpoint, config = opened(write(tmp_path, case))
     kind = ENCODINGS[matrices(config)[f"{DOWN}.weight"].encoding]
-    rows, columns = range(8, 24), range(32, 96)
+    rows, columns = range(8, 40), range(32, 96)
     place = torch.empty(len(rows), kind.row_bytes(len(columns)), dtype=torch.uint8)
     with checkpoint:
         checkpoint.read_stored(f"{DOWN}.weight", place, rows=rows, columns=columns)
         whole = read(checkpoint, DOWN, (64, 96), F32)
-    assert same(StoredMatrix(place, kind).matrix(F32), whole[8:24, 32:96])
+    assert same(StoredMatrix(place, kind).matrix(F32), whole[8:40, 32:96])
+
+
+@pytest.mark.parametrize("name", ["fp8", "autofp8", "fbgemm", "mxfp8", "nvfp4", "nvfp4-packed", "quark"])
+def test_some_rows_of_floats_are_unpacked_without_the_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of Qwen3.5 reads its queries and gates head by head; each time all of them were unpacked."""
+    sizes = list[int]()
+
+    def packed(scheme: Scheme, outputs: int, *others: Any) -> Packed:
+        sizes.append(outputs)
+        return Packed(scheme, outputs, *others)
+
+    monkeypatch.setattr("offload.weights.quantised_folder.Packed", packed)
+    checkpoint, _ = opened(write(tmp_path, CASES[name]))
+    with checkpoint:
+        for module, shape in ((DOWN, (64, 96)), (GATE, (96, 64))):
+            whole = read(checkpoint, module, shape, F32)
+            for rows in (range(8, 40), range(3, 60, 7)):
+                part = torch.empty(len(rows), shape[1])
+                checkpoint.read_into(f"{module}.weight", part, rows=rows)
+                assert same(part, whole[list(rows)])
+    assert sizes == [64, 32, 9, 96, 32, 9]
 
 
 @pytest.mark.parametrize("columns", [range(16, 64), range(32, 80)])
@@ -517,9 +657,10 @@ def test_large_matrices_are_unpacked_in_pieces(tmp_path: Path, monkeypatch: pyte
         case = CASES[name]
         for numbers, found in ((1 << 21, whole), (piece, parts)):
             monkeypatch.setattr("offload.weights.unpacking._PIECE", numbers)
-            checkpoint, _ = opened(write(tmp_path / name, case))
+            monkeypatch.setattr("offload.weights.e2m1._PIECE", numbers // 64)
+            checkpoint, config = opened(write(tmp_path / name, case))
             with checkpoint:
-                found.append(read(checkpoint, DOWN, (64, 96), F32))
+                found += [read(checkpoint, module, linears(config)[module], F32) for module in (DOWN, GATE)]
     assert all(map(same, whole, parts))
 
 
@@ -691,9 +832,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (FP8 | {"weight_block_size": [128]}, "weight_block_size is [128]"),
     (FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2"'),
     (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert is"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 'quant_algo is "NVFP4"; it must be FP8'),
+    ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "transformers and vLLM run it"),
+    ({"quant_method": "exl3", "bits": 3.0}, "ExLlamaV3 and TabbyAPI run it"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "its pre_quant_scale multiplies activations"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}, 'quant_algo is "W4A8_MXFP4_FP8"; it must be one of'),
+    (MODELOPT | {"quant_algo": "NVFP4", "group_size": 64}, "group_size is 64; it must be 16 or 32"),
+    (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is missing"),
+    (MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"x": {"quant_algo": "INT4"}}},
+     'quantized_layers: x: quant_algo is "INT4"'),
+    (MODELOPT | {"quant_algo": 4}, "quant_algo is 4"),
+    (QUARK | {"global_quant_config": {"weight": FP4 | {"dtype": "fp6_e2m3"}}}, "MXFP6 on AMD GPUs"),
+    (QUARK | {"layer_quant_config": {"*.mlp.*": {"weight": FP4 | {"group_size": 64}}}}, "group_size is 64"),
+    (QUARK | {"layer_type_quant_config": {"Linear": {}}}, "layer_type_quant_config is"),
+    (QUARK | {"algo_config": [{"name": "quarot", "r1": True}]}, "without rotations"),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*" * 7]}, "ignore is"),
-    (group_config("nvfp4-pack-quantized", ints(4, "group 16")), 'format is "nvfp4-pack-quantized"'),
+    (group_config("nvfp4-pack-quantized", ints(4, "group 16")), 'type is "int"; it must be float'),
+    (group_config("nvfp4-pack-quantized", four_or_eight(4, 32)), "group_size is 32; it must be 16"),
+    (group_config("mxfp8-quantized", four_or_eight(8, 32) | {"symmetric": False}), "symmetric is false"),
+    (group_config("mxfp6-pack-quantized", four_or_eight(6, 32)), 'format is "mxfp6-pack-quantized"'),
     (group_config("dense", ints(4, "group 32")), 'format is "dense"'),
     (group_config("pack-quantized", ints(3, "group 32")), "num_bits is 3; it must be 4 or 8"),
     (group_config("pack-quantized", floats("channel")), 'type is "float"; it must be int'),
@@ -880,7 +1036,7 @@ def test_compressed_tensors_reads_the_same_numbers(name: str, tmp_path: Path) ->
     with checkpoint:
         for module, shape in linears(config).items():
             meant = compressor.decompress(parts_of(tmp_path, module), scheme)["weight"]
-            for dtype in DTYPES:
+            for dtype in (BF16,) if name in ("nvfp4-packed", "mxfp8") else DTYPES:  # they round to bf16 there
                 assert same(read(checkpoint, module, shape, dtype), meant.to(dtype)), (module, dtype)
 
 

@@ -52,19 +52,25 @@ _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "
 
 
 def config_of(
-    data: Mapping[str, object], *, name: str = "", scales: str = "", stacked: Collection[str] = ()
+    data: Mapping[str, object],
+    *,
+    name: str = "",
+    scales: str = "",
+    stacked: Collection[str] = (),
+    scaled: Set[str] | None = None,
 ) -> ModelConfig:
     """The config that transformers (4 or 5) wrote as `data`. Messages of ModelError begin with `name`.
 
     Fields are read as transformers reads them, with its defaults for the family; fields that it does not read are
     ignored. Absent token ids stay unknown. Sizes are required. scales: the dtype of the scales of quantised matrices,
-    as far as it is known. stacked: the names of tensors that hold the gates and ups of all experts of a layer.
+    as far as it is known. stacked: the names of tensors that hold the gates and ups of all experts of a layer. scaled:
+    of the scales of quantised matrices; None if they are not known.
     """
     plain, stored = parted(data, name or "config")
     config = _described(Fields(plain, name or "config"))
     if stacked:
         config = replace(config, names=_with_stacked(config.names, stacked))
-    return config if stored is None else quantised(config, stored, scales)
+    return config if stored is None else quantised(config, stored, scales, scaled)
 
 
 def _with_stacked(names: TensorNames, stacked: Collection[str]) -> TensorNames:

@@ -19,7 +19,7 @@ from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
 from offload.config.gguf_layers import KV_HEADS
-from offload.config.gguf_names import FUSED_EXPERTS, HEAD, TABLE, renamed
+from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
 from offload.errors import ModelError
@@ -52,8 +52,19 @@ def kinds_of(header: Header, config: ModelConfig) -> dict[str, str]:
 
 
 def names_of(header: Header, config: ModelConfig) -> dict[str, str]:
-    """The map from the names of the file's tensors to this program's."""
-    return renamed(header.tensors, config.names, Metadata(header).head_layers())
+    """The map from the names of the file's tensors to this program's, but for the scales of matrices in NVFP4."""
+    scales = nvfp4_scales(header, config)
+    stored = (name for name in header.tensors if name not in scales)
+    return renamed(stored, config.names, Metadata(header).head_layers())
+
+
+def nvfp4_scales(header: Header, config: ModelConfig) -> dict[str, str]:
+    """The map from the scales of matrices in NVFP4, and of their inputs, to the matrices. Factors of experts that the
+    model has anyway have such a name, too, and are none."""
+    matrices = {name.removesuffix("weight"): name for name, each in header.tensors.items() if each.kind == "NVFP4"}
+    found = {part + scale: name for part, name in matrices.items() for scale in (SCALE, f"input_{SCALE}")}
+    has_factors = config.experts is not None and config.experts.scaled
+    return {name: matrix for name, matrix in found.items() if not (has_factors and name.endswith(f".{EXPERT_FACTORS}"))}
 
 
 def architecture_of(header: Header) -> Architecture:

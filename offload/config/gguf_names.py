@@ -10,6 +10,8 @@ from offload.config.names import TensorNames
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # of all experts of a layer, each gate before its up
+EXPERT_FACTORS = "ffn_down_exps.scale"
+SCALE = "scale"  # in place of "weight": of a matrix in NVFP4
 NO_LAYERS = range(0)
 IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -61,7 +63,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
         "attn_sinks.weight": names.sink_logits,
         "exp_probs_b.bias": names.experts.bias,
         "ffn_gate_inp.scale": names.experts.norm,
-        "ffn_down_exps.scale": names.experts.scale,
+        EXPERT_FACTORS: names.experts.scale,
         "layer_output_scale.weight": "layer_scalar",
     }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 from offload.config.encodings import encoded, matrices
 from offload.config.model import ModelConfig
+from offload.config.modelopt import SCALE, TENSOR_SCALE, as_stored
 from offload.config.next_token import head_of
 from offload.config.quantisers import read_quantisation
 from offload.config.schemes import Quantisation, Rule, Scheme
@@ -35,13 +36,16 @@ def parted(data: Mapping[str, object], where: str) -> tuple[Mapping[str, object]
     return plain, given[0]
 
 
-def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelConfig:
+def quantised(config: ModelConfig, source: Fields, scales: str = "", scaled: Set[str] | None = None) -> ModelConfig:
     """`config` with the encodings that `source`, its quantization_config, describes. scales: their dtype if it is
-    known. ModelError."""
+    known. scaled: the names of all scales; None if they are not known. ModelError."""
     found = _with_scales(read_quantisation(source, config.dtype), scales)
     head = head_of(config)
     stored = matrices(config) | (matrices(head) if head is not None else {})
     schemes = {name: scheme_of(name, found, config) for name in stored}
+    if found.by_tensors and scaled is not None:
+        schemes = {name: as_stored(scheme, _scale_of(name, config, scaled)) for name, scheme in schemes.items()}
+        found = replace(found, named={name.removesuffix(".weight"): scheme for name, scheme in schemes.items()})
 
     def encoding_of(name: str) -> str:
         scheme = schemes[name]
@@ -52,7 +56,7 @@ def quantised(config: ModelConfig, source: Fields, scales: str = "") -> ModelCon
         num_bytes = sum(2 * stored[name].outputs * stored[name].inputs for name in opened)
         remark = (
             f"{len(opened)} quantised matrices are kept as plain numbers, {in_units(num_bytes)} in 16 bits: the order "
-            "or size of their groups, or the dtype of their scales, fits no block"
+            "or size of their groups, the size of their rows, or the dtype of their scales, fits no block"
         )
         found = replace(found, remarks=(*found.remarks, remark))
     return replace(encoded(config, encoding_of), quantisation=found)
@@ -62,7 +66,7 @@ def _with_scales(found: Quantisation, scales: str) -> Quantisation:
     """`found` with scales of that dtype, except for schemes that are read as fp32."""
 
     def change(rule: Rule) -> Rule:
-        if rule.scheme is None or rule.scheme.widens or not scales:
+        if rule.scheme is None or rule.scheme.widens or rule.scheme.is_e2m1 or not scales:
             return rule
         return replace(rule, scheme=replace(rule.scheme, scales=scales))
 
@@ -73,6 +77,16 @@ def scheme_of(name: str, quantisation: Quantisation, config: ModelConfig) -> Sch
     """The scheme of the matrix `name`, as named in `expected_tensors`; None for plain numbers."""
     kind = "Embedding" if name == config.names.embeddings else "Linear"
     return quantisation.scheme(_aliases(name.removesuffix(".weight"), config.names.body), kind)
+
+
+def _scale_of(name: str, config: ModelConfig, scaled: Set[str]) -> str:
+    """The scale that the tensors of the matrix `name` have, "" for none."""
+    module, body = name.removesuffix(".weight"), config.names.body
+    aliases = (*_aliases(module, body), module.removeprefix(body))
+    for part in (TENSOR_SCALE, SCALE, f"{SCALE}_inv"):
+        if any(f"{alias}.{part}" in scaled for alias in aliases):
+            return part
+    return ""
 
 
 def _aliases(module: str, body: str) -> Iterator[str]:

@@ -9,24 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from offload.config.schemes import MAX_PATTERN, Quantisation, Rule, Scheme, Way, is_pattern
+from offload.config import modelopt
+from offload.config.rules import MAX_RULES, as_rules, rules_of, target_rule
+from offload.config.schemes import ACTIVATIONS, KV_CACHE, MAX_PATTERN, Quantisation, Rule, Scheme, is_pattern
 from offload.fields import TEXT, Fields, list_of, one_of, whole
 
 _MAX_GROUP = 1 << 22
-_MAX_RULES = 1 << 12
 _SCALES = {"float16": "F16", "half": "F16", "bfloat16": "BF16", "float32": "F32", "float": "F32"}
 # A field with such a name and any value but a neutral one changes more than a matrix' encoding.
 _SUSPECT = re.compile(r"rotat|transform|hadamard|lora|adapter|sparsity|outlier|codebook|residual|svd")
-_ACTIVATIONS = (
-    "the checkpoint also asks for quantised activations; here they are not: the target is the model with these weights "
-    "and plain activations"
-)
-_KV_CACHE = "the checkpoint's scales for a quantised KV cache are not used: keys and values are exact here"
+_NOT_HERE = {  # methods that are refused, and why
+    "bitsandbytes": "its numbers (NF4) are no integers times a step; transformers and vLLM run it",
+    "exl2": "its numbers are ExLlamaV2's alone, which runs it, as does TabbyAPI",
+    "exl3": "its numbers follow from a GPU's arithmetic in fp16; ExLlamaV3 and TabbyAPI run it",
+}
 
 
 def read_quantisation(source: Fields, dtype: str) -> Quantisation:
     """The quantisation that a config describes. source: quantization_config. dtype: of the model, by config.json.
     ModelError for anything unknown."""
+    if (why := _NOT_HERE.get(str(source.data.get("quant_method")))) is not None:
+        source.refuse("quant_method", f"one of {', '.join(_METHODS)}: {why}")
     method = source.choice("quant_method", tuple(_METHODS))
     for key, value in source.data.items():
         if _SUSPECT.search(key) and value not in (None, False, "", [], {}) and key not in _JUDGED:
@@ -39,15 +42,15 @@ def _awq(source: Fields, dtype: str) -> Quantisation:
     if str(source.data.get(key, "gemm")).lower() != "gemm":
         source.refuse(key, "gemm")
     scheme = Scheme("awq", _bits(source, (4,)), _group(source), has_zeros=True)
-    left = [*_rules(source, "modules_to_not_convert", "holds"), *_rules(source, "modules_to_not_convert", "names")]
+    left = [*rules_of(source, "modules_to_not_convert", "holds"), *rules_of(source, "modules_to_not_convert", "names")]
     return Quantisation((Rule("is", "lm_head"), *left, Rule("class", "Linear", scheme)))
 
 
 def _gptq(source: Fields, dtype: str) -> Quantisation:
     rules = [] if source.flag("lm_head", False) else [Rule("is", "lm_head")]
     dynamic = source.data.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping) or len(dynamic) > _MAX_RULES:
-        source.refuse("dynamic", f"a JSON object of at most {_MAX_RULES} patterns")
+    if not isinstance(dynamic, Mapping) or len(dynamic) > MAX_RULES:
+        source.refuse("dynamic", f"a JSON object of at most {MAX_RULES} patterns")
     for pattern, changes in dynamic.items():
         text = re.sub(r"^[-+]:", "", pattern)
         if not is_pattern(text) or not (isinstance(changes, Mapping) or pattern.startswith("-:")):
@@ -62,7 +65,7 @@ def _gptq(source: Fields, dtype: str) -> Quantisation:
     if not isinstance(chosen, list):
         source.refuse("modules_in_block_to_quantize", "a list of names")
     flat = [name for each in chosen for name in (each if isinstance(each, list) else [each])]
-    return Quantisation((*rules, *_as_rules(source, "modules_in_block_to_quantize", flat, "ends", scheme)))
+    return Quantisation((*rules, *as_rules(source, "modules_in_block_to_quantize", flat, "ends", scheme)))
 
 
 def _gptq_scheme(source: Fields) -> Scheme:
@@ -93,28 +96,24 @@ def _fbgemm_fp8(source: Fields, dtype: str) -> Quantisation:
     return _in_fp8(source, Scheme("bytes", 8, 0, 1, "F32", widens=True, is_float=True))
 
 
-def _modelopt(source: Fields, dtype: str) -> Quantisation:
-    """The reader of NVIDIA's ModelOpt, with one scale per tensor."""
-    source.choice("quant_algo", ("FP8",))
-    key = "exclude_modules" if source.data.get("ignore") is None else "ignore"
-    remarks = (_ACTIVATIONS, *([_KV_CACHE] if source.data.get("kv_cache_scheme") else []))
-    scheme = Scheme("bytes", 8, 0, 0, "F32", widens=True, is_float=True)
-    return Quantisation((*_rules(source, key, "glob"), Rule("class", "Linear", scheme)), remarks)
-
-
 def _mxfp4(source: Fields, dtype: str) -> Quantisation:
     """The reader of gpt-oss's MXFP4. As in transformers, experts alone are in it."""
-    left = _rules(source, "modules_to_not_convert", "names")
+    left = rules_of(source, "modules_to_not_convert", "names")
     return Quantisation((*left, Rule("holds", ".experts.", Scheme("mxfp4", 4, 32))))
 
 
 def _in_fp8(source: Fields, scheme: Scheme) -> Quantisation:
     key = "ignored_layers" if source.data.get("modules_to_not_convert") is None else "modules_to_not_convert"
-    left = _rules(source, key, "names") if source.data.get(key) is not None else [Rule("is", "lm_head")]
-    return Quantisation((*left, Rule("class", "Linear", scheme)), (_ACTIVATIONS,))
+    left = rules_of(source, key, "names") if source.data.get(key) is not None else [Rule("is", "lm_head")]
+    return Quantisation((*left, Rule("class", "Linear", scheme)), (ACTIVATIONS,))
 
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FLOATS = {  # formats with one scheme each
+    "nvfp4-pack-quantized": Scheme("packed_fp4", 4, 16, scales="F8_E4M3", is_float=True),
+    "mxfp4-pack-quantized": Scheme("packed_fp4", 4, 32, scales="E8M0", is_float=True),
+    "mxfp8-quantized": modelopt.MXFP8,
+}
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *_FLOATS)
 
 
 def _compressed(source: Fields, dtype: str) -> Quantisation:
@@ -124,24 +123,24 @@ def _compressed(source: Fields, dtype: str) -> Quantisation:
     if not isinstance(sparse, Mapping) or sparse.get("format", "dense") != "dense":
         source.refuse("sparsity_config", "absent or of format dense")
     groups = source.inner("config_groups")
-    if len(groups.data) > _MAX_RULES:
-        source.refuse("config_groups", f"an object of at most {_MAX_RULES}")
+    if len(groups.data) > MAX_RULES:
+        source.refuse("config_groups", f"an object of at most {MAX_RULES}")
     source.choice("format", (*_FORMATS, "mixed-precision"))
     found, remarks = dict[str, Scheme | None](), dict[str, None]()
     for name in groups.data:
         own = groups.inner(name, {"format": source.data["format"], **_given(groups.inner(name).data)})
         scheme = _group_scheme(own, dtype)
         targets = own.data.get("targets")
-        _as_rules(own, "targets", targets, "is", scheme)
+        as_rules(own, "targets", targets, "is", scheme)
         found |= dict.fromkeys(targets, scheme) if isinstance(targets, list) else {}
         if own.data.get("input_activations") or own.data.get("output_activations"):
-            remarks[_ACTIVATIONS] = None
+            remarks[ACTIVATIONS] = None
     if source.data.get("kv_cache_scheme"):
-        remarks[_KV_CACHE] = None
+        remarks[KV_CACHE] = None
     ordered = sorted(found, key=lambda target: (target.startswith("re:"), target))
-    by_name = [_target(target, found[target], "is") for target in ordered]
+    by_name = [target_rule(target, found[target], "is") for target in ordered]
     classes = [Rule("class", target, found[target]) for target in ordered if not target.startswith("re:")]
-    left = [*_rules(source, "ignore", "is"), *_rules(source, "ignore", "class")]
+    left = [*rules_of(source, "ignore", "is"), *rules_of(source, "ignore", "class")]
     return Quantisation((*left, *by_name, *classes), tuple(remarks))
 
 
@@ -150,6 +149,8 @@ def _group_scheme(source: Fields, dtype: str) -> Scheme | None:
         return None
     own = source.inner("weights")
     form, kind = source.choice("format", _FORMATS), own.choice("type", ("int", "float"), default="int")
+    if form in _FLOATS:
+        return _only(own, _FLOATS[form])
     bits = _bits(own, (4, 8) if form == "pack-quantized" else (8,), key="num_bits")
     if form == "pack-quantized" and kind == "float":
         own.refuse("type", "int in the format pack-quantized")
@@ -170,6 +171,17 @@ def _group_scheme(source: Fields, dtype: str) -> Scheme | None:
     )  # fmt: skip
 
 
+def _only(own: Fields, scheme: Scheme) -> Scheme:
+    """The scheme of a format, whose fields can say nothing else."""
+    for key, value in (("type", "float"), ("num_bits", scheme.bits), ("group_size", scheme.inputs)):
+        own.get(key, one_of(value))
+    if own.data.get("dynamic"):
+        own.refuse("dynamic", "false")
+    if not own.flag("symmetric", True):
+        own.refuse("symmetric", "true where type is float")
+    return scheme
+
+
 def _shared(own: Fields) -> tuple[int, int]:
     """Numbers of outputs and inputs that share a scale; 0 means all."""
     group = own.data.get("group_size")
@@ -180,6 +192,32 @@ def _shared(own: Fields) -> tuple[int, int]:
     if strategy == "block":
         return _sizes(own, "block_structure")
     return (1, 0) if strategy == "channel" else (0, 0)
+
+
+def _quark(source: Fields, dtype: str) -> Quantisation:
+    """The reader of AMD's Quark, of whose formats MXFP4 alone is read. Patterns of layers go before the rest."""
+    if source.data.get("layer_type_quant_config"):
+        source.refuse("layer_type_quant_config", "absent")
+    if re.search("rotat|quarot", str(source.data.get("algo_config")).lower()):
+        source.refuse("algo_config", "without rotations, of which some change activations; vLLM runs it")
+    own, given = source.inner("global_quant_config"), source.data.get("layer_quant_config")
+    layers = source.inner("layer_quant_config", _mapping(given))
+    found = [*rules_of(source, "exclude", "glob")]
+    for layer in layers.data:
+        found += as_rules(source, "layer_quant_config", [layer], "glob", _quark_scheme(layers.inner(layer)))
+    asked = any(each.data.get("input_tensors") for each in (own, *map(layers.inner, layers.data)))
+    return Quantisation((*found, Rule("class", "Linear", _quark_scheme(own))), (ACTIVATIONS,) * asked)
+
+
+def _quark_scheme(source: Fields) -> Scheme | None:
+    if source.data.get("weight") is None:
+        return None
+    own = source.inner("weight")
+    if own.get("dtype", TEXT) != "fp4":
+        own.refuse("dtype", "fp4, with scales of e8m0 (MXFP4); vLLM runs Quark's other formats, MXFP6 on AMD GPUs")
+    own.choice("scale_format", ("e8m0",), default="e8m0")
+    own.get("group_size", one_of(32))
+    return Scheme("fp4", 4, 32, scales="E8M0", is_float=True)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -206,37 +244,8 @@ def _group(source: Fields) -> int:
     return 0 if source.data.get("group_size") == -1 else source.integer("group_size", _MAX_GROUP, default=128)
 
 
-def _rules(source: Fields, key: str, way: Way) -> list[Rule]:
-    """The rules for modules that a list leaves as plain numbers."""
-    value = source.data.get(key)
-    return [] if value is None else _as_rules(source, key, value, way, None)
-
-
-def _as_rules(source: Fields, key: str, value: object, way: Way, scheme: Scheme | None) -> list[Rule]:
-    if not isinstance(value, list) or len(value) > _MAX_RULES or not list_of(TEXT).fits(value):
-        source.refuse(key, f"a list of at most {_MAX_RULES} names")
-    if not all(is_pattern(_expression(each, way)) for each in value):
-        source.refuse(
-            key, f"of names, or regular expressions of at most {MAX_PATTERN} characters without nested repeats"
-        )
-    return [_target(each, scheme, way) for each in value]
-
-
-def _expression(text: str, way: Way) -> str:
-    """The regular expression whose cost bounds that of matching `text`; "" if it needs no bound."""
-    if text.startswith("re:"):
-        return text.removeprefix("re:")
-    if way == "glob":
-        return ".*" * text.count("*")
-    return f"(?:{text})" if way == "names" else ""
-
-
-def _target(text: str, scheme: Scheme | None, way: Way) -> Rule:
-    return Rule("matches", text.removeprefix("re:"), scheme) if text.startswith("re:") else Rule(way, text, scheme)
-
-
 _METHODS: Mapping[str, Callable[[Fields, str], Quantisation]] = {
     "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8, "fbgemm_fp8": _fbgemm_fp8,
-    "modelopt": _modelopt, "mxfp4": _mxfp4,
+    **dict.fromkeys(modelopt.METHODS, modelopt.read_modelopt), "mxfp4": _mxfp4, "quark": _quark,
 }  # fmt: skip
 _JUDGED = ("sparsity_config",)

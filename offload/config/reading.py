@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
+from offload.config import modelopt
 from offload.config.config_json import config_of
 from offload.config.families.common import token_ids
 from offload.config.gguf import gguf_config
 from offload.config.gguf_header import is_gguf, read_header
 from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
+from offload.config.quantisation import KEYS, parted
 from offload.errors import ModelError
 from offload.fields import Fields
 from offload.strict_json import read_json
@@ -32,10 +33,12 @@ def read_config(path: str | Path) -> ModelConfig:
             f"{folder} holds {ADAPTER_FILE}, and adapters are not applied; merge it into its model (peft: "
             "merge_and_unload, then save_pretrained) and give the new folder, or remove it"
         )
-    path = folder / "config.json"
-    scales, stacked = stored_scales(folder), _stacked_experts(folder)
-    config = config_of(read_json(path), name=str(path), scales=scales, stacked=stacked)
-    if config.next_token is not None and not _has_matrix(folder, config.names.next_token.join):
+    scales, names = stored_scales(folder), _tensor_names(folder)
+    stacked = [name.decode() for name in _STACKED.findall(names)]
+    scaled = {name.decode() for name in _SCALE.findall(names)} if names else None
+    name = str(folder / "config.json")
+    config = config_of(_described(folder), name=name, scales=scales, stacked=stacked, scaled=scaled)
+    if config.next_token is not None and names and f'"{config.names.next_token.join}.weight"'.encode() not in names:
         config = replace(config, next_token=None)
     generation = folder / "generation_config.json"
     if not generation.is_file():
@@ -43,6 +46,16 @@ def read_config(path: str | Path) -> ModelConfig:
     fields = Fields(read_json(generation), str(generation))
     ends, suppressed = (token_ids(fields, name, config.vocab_size) for name in ("eos_token_id", "suppress_tokens"))
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)), suppressed=suppressed)
+
+
+def _described(folder: Path) -> dict[str, object]:
+    """config.json's fields, with ModelOpt's description where that is in a file of its own alone."""
+    path, own = folder / "config.json", folder / modelopt.FILE
+    data = read_json(path)
+    if not own.is_file() or parted(data, str(path))[1] is not None:
+        return data
+    stored = modelopt.from_file(read_json(own))
+    return data if stored is None else data | {KEYS[0]: stored}
 
 
 def has_next_token(model: Path) -> bool:
@@ -64,6 +77,7 @@ def draft_config(draft: Path, target: Path) -> ModelConfig:
 _SINGLE_FILE = "model.safetensors"
 _MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
 _NAME = re.compile(r"\.(scales|weight_scale)$")
+_SCALE = re.compile(rb'"([^"]*\.weight_scale(?:_2|_inv)?)"')
 _STACKED = re.compile(rb'"([^"]*experts\.gate_up_proj)"')
 _ENTRY = re.compile(rb'\.(?:scales|weight_scale)"\s*:\s*\{\s*"dtype"\s*:\s*"(F16|BF16|F32)"')
 
@@ -73,36 +87,24 @@ def stored_scales(folder: Path) -> str:
     weights checks all scales and reports faults of the files."""
     path = folder / _SINGLE_FILE
     try:
-        if not path.is_file():
-            shards = _shards(folder)
-            path = folder / Path(next((shards[name] for name in shards if _NAME.search(name)), "")).name
-        found = _ENTRY.search(_header(path)) if path.is_file() else None
+        named = {} if path.is_file() else _shards(folder)
+        shards = dict.fromkeys(Path(named[name]).name for name in named if _NAME.search(name))
+        for each in [folder / shard for shard in shards] or [path]:
+            if each.is_file() and (found := _ENTRY.search(_header(each))):
+                return found[1].decode()
     except (OSError, ModelError, ValueError):
         return ""
-    return found[1].decode() if found else ""
+    return ""
 
 
-def _has_matrix(folder: Path, name: str) -> bool:
-    """Whether the folder has this matrix, or no weights yet. Many programs that convert or quantise a model leave out
-    its next-token head, which config.json still names."""
-    path, whole = folder / _SINGLE_FILE, f"{name}.weight"
-    try:
-        if path.is_file():
-            return f'"{whole}"'.encode() in _header(path)
-        shards = _shards(folder)
-        return not shards or whole in shards
-    except (OSError, ModelError, ValueError):
-        return False
-
-
-def _stacked_experts(folder: Path) -> list[str]:
-    """The names of the tensors that hold the gates and ups of all of a layer's experts, in plain numbers."""
+def _tensor_names(folder: Path) -> bytes:
+    """The names of the folder's tensors in quotes, among other text; empty if it has no weights yet. Many programs that
+    convert or quantise a model leave out its next-token head, which config.json still names."""
     path = folder / _SINGLE_FILE
     try:
-        names = _header(path) if path.is_file() else json.dumps([*_shards(folder)]).encode()
+        return _header(path) if path.is_file() else b"".join(f'"{name}"'.encode() for name in _shards(folder))
     except (OSError, ModelError, ValueError):
-        return []
-    return [name.decode() for name in _STACKED.findall(names)]
+        return b""
 
 
 def _shards(folder: Path) -> dict[str, str]:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 from offload.formats.encodings import ENCODINGS, GROUPS
 
-Packing = Literal["awq", "gptq", "packed", "bytes", "mxfp4"]
+Packing = Literal["awq", "gptq", "packed", "bytes", "mxfp4", "fp4", "packed_fp4"]
 Way = Literal["is", "matches", "names", "holds", "ends", "glob", "class"]
 
 MAX_PATTERN = 200  # characters
 _REPEATS = 6  # at most, of a pattern: the steps of a match grow as the name's length to this power
+ACTIVATIONS = (
+    "the checkpoint also asks for quantised activations; here they are not: the target is the model with these weights "
+    "and plain activations"
+)
+KV_CACHE = "the checkpoint's scales for a quantised KV cache are not used: keys and values are exact here"
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 @dataclass(frozen=True)
 class Scheme:
     """The quantisation scheme of one matrix. packing: the tensors that hold it, see weights/unpacking.py. bits: per
-    number. outputs, inputs: the numbers of them that share a scale; 0 means all. scales: their dtype, F16, BF16 or F32.
-    widens: scales of a narrower dtype are widened to it. is_float: numbers are e4m3. any_order: the checkpoint says
-    which inputs share a scale. less_one: zero points are stored less 1. has_zeros: zero points are required."""
+    number. outputs, inputs: the numbers of them that share a scale; 0 means all. scales: their dtype, F16, BF16 or F32,
+    of e2m1 E8M0 or F8_E4M3. widens: scales of a narrower dtype are widened to it. is_float: numbers are e4m3, with 4
+    bits e2m1. any_order: the checkpoint says which inputs share a scale. less_one: zero points are stored less 1.
+    has_zeros: zero points are required."""
 
     packing: Packing
     bits: int
@@ -37,10 +44,22 @@ class Scheme:
     less_one: bool = False
     has_zeros: bool = False
 
+    @property
+    def is_e2m1(self) -> bool:
+        return self.is_float and self.bits == 4
+
+    @property
+    def numbers(self) -> str:
+        """The dtype of plain numbers: that of scales, which e2m1's are computed in fp32."""
+        return "F32" if self.is_e2m1 else self.scales
+
     def encoding(self, inputs: int) -> str:
         """The name of the encoding of a matrix with `inputs` inputs; "" if no encoding of this program holds it."""
         if self.packing == "mxfp4":
             return "MXFP4"
+        if self.is_e2m1:
+            found = "MXFP4" if self.scales == "E8M0" else "NVFP4_INV" if self.packing == "packed_fp4" else "NVFP4"
+            return "" if inputs % ENCODINGS[found].numbers else found
         kind = f"FP8_{self.scales}" if self.is_float else f"INT{self.bits}_{self.scales}"
         shared = self.inputs or inputs
         names = [f"{kind}/{size}" for size in GROUPS if shared % size == inputs % size == 0]
@@ -68,19 +87,32 @@ class Rule:
 @dataclass(frozen=True)
 class Quantisation:
     """The quantisation of a checkpoint. rules: the first rule that matches a module applies; without one its numbers
-    are plain. remarks: notes for the user."""
+    are plain. named: schemes of modules, and of all within one, which go before the rules. remarks: notes for the user.
+    by_tensors: the checkpoint's tensors say which modules are quantised, where they are there."""
 
     rules: tuple[Rule, ...]
     remarks: tuple[str, ...] = field(default=())
+    named: Mapping[str, Scheme | None] = field(default_factory=dict)
+    by_tensors: bool = False
 
     def scheme(self, names: Iterable[str], kind: str) -> Scheme | None:
         """The scheme of a module with several names, any of which may match."""
         names = tuple(names)
+        for module in chain.from_iterable(map(_with_owners, names)):
+            if module in self.named:
+                return self.named[module]
         for rule in self.rules:
             for name in names:
                 if rule.means(name, kind):
                     return rule.scheme
         return None
+
+
+def _with_owners(module: str) -> Iterator[str]:
+    """A module's name and those of the modules that it is in, the innermost first."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 def is_pattern(text: object) -> bool:

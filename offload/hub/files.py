@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from offload.config import modelopt
 from offload.config.gguf_header import SUFFIX, part_names
 from offload.errors import ModelError
 from offload.hub.labels import is_model, label_of, stored_as, with_label
@@ -22,7 +23,7 @@ CONFIG_FILE = "config.json"
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 TEXT_FILES = (
-    *(CONFIG_FILE, "generation_config.json"),
+    *(CONFIG_FILE, modelopt.FILE, "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
@@ -124,7 +125,8 @@ def _gguf_there(listing: Listing) -> str:
 
 
 def needed_first(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
-    """The files that `needed` reads: config.json, and the index of the weights if there is one.
+    """The files that a check of the model and `needed` read: config.json, a description of the quantisation beside it,
+    and the index of the weights, if there are some.
 
     Raises ModelError where the repository holds no model of a known format.
     """
@@ -135,13 +137,14 @@ def needed_first(listing: Listing, *, config_only: bool) -> list[RemoteFile]:
         raise ModelError(f"{listing.repository} has no config.json; it is not a model that triforce can run")
     if config.num_bytes > MAX_JSON_BYTES:
         raise ModelError(f"{listing.repository}: config.json has {config.num_bytes} bytes, over {MAX_JSON_BYTES}")
+    described = [config, *filter(None, [listing.file(modelopt.FILE)])]
     if config_only:
-        return [config]
+        return described
     weights = weights_file(file.name for file in listing.files)
     if weights is None:
         raise ModelError(f"{listing.repository} has neither safetensors nor pytorch_model.bin; {_gguf_there(listing)}")
     index = listing.file(weights) if weights in _SHARD_SUFFIX else None
-    return [config, *([index] if index else [])]
+    return [*described, *([index] if index else [])]
 
 
 def needed(listing: Listing, folder: Path, *, config_only: bool) -> list[RemoteFile]:

@@ -25,7 +25,7 @@ from offload.errors import ModelError, unreadable
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.weights.entry import STORED_DTYPES, Entry
-from offload.weights.gguf_file import MappedFile, open_model, unpacker
+from offload.weights.gguf_file import MappedFile, open_model
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
 from offload.weights.safetensors_folder import read_entries
@@ -366,9 +366,8 @@ def _first(names: Sequence[str]) -> str:
 
 def _read_gguf(path: Path, files: ExitStack) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    for name, info, file in open_model(path):
-        files.callback(file.close)
+    for name, entry in open_model(path, files):
         if name in entries:
-            raise ModelError(f"{info.path}: {info.name} is there under two names; download it again")
-        entries[name] = Entry(file, info.path, info.name, info.shape, info.kind, unpacker(info))
+            raise ModelError(f"{entry.path}: {entry.stored_name} is there under two names; download it again")
+        entries[name] = entry
     return entries

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import mmap
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from offload.config.gguf import PLAIN, gguf_config, names_of
+from offload.config.gguf import PLAIN, gguf_config, names_of, nvfp4_scales
 from offload.config.gguf_header import TensorInfo, read_header
 from offload.errors import ModelError, unreadable
 from offload.formats.encodings import ENCODINGS
+from offload.weights.entry import Entry
 
+_NVFP4 = ENCODINGS["NVFP4"]
+_NO_NUMBER = 127  # NaN in e4m3
 PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -59,8 +64,50 @@ class MappedFile:
         self._bytes = None
 
 
-def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
-    """Every tensor of the model with its name and file, except tensors that belong to the config. Raises ModelError."""
+@dataclass(frozen=True)
+class Nvfp4File:
+    """A `TensorFile` of a matrix in NVFP4, whose rows get their scale as they are read. ggml reads no sign of a group's
+    scale, and 127 as 0. scales: of the matrix, fp32 [1], or of each of its experts, [experts]."""
+
+    file: MappedFile
+    info: TensorInfo
+    scales: Tensor
+
+    def get_tensor(self, name: str) -> Tensor:
+        """All rows, uint8 [rows, bytes]. Memory: the result and a few MiB."""
+        return self.rows(range(math.prod(self.info.shape[:-1])))
+
+    def rows(self, rows: range) -> Tensor:
+        """Some rows, uint8 [n, bytes]; only their part of the file is read. ModelError for a scale that no e4m3 is."""
+        stored = self.file.get_tensor(self.info.name).flatten(0, -2)
+        chosen = stored[rows.start : rows.stop : rows.step].unflatten(1, (-1, _NVFP4.nbytes))
+        out = torch.empty(len(rows), _NVFP4.row_bytes(self.info.shape[-1]), dtype=torch.uint8)
+        blocks = out[:, : -_NVFP4.tail].unflatten(1, (-1, _NVFP4.nbytes)).copy_(chosen)
+        groups = blocks[..., : _NVFP4.codes.at]
+        if (groups == _NO_NUMBER + 128).any():
+            raise ModelError(f"{self.info.path}: {self.info.name} has a scale of 255; download it again")
+        groups &= _NO_NUMBER
+        groups.masked_fill_(groups == _NO_NUMBER, 0)
+        self.file.forget(self.info.name)
+        experts = torch.arange(rows.start, rows.stop, rows.step) * len(self.scales) // len(stored)
+        out[:, -_NVFP4.tail :] = self.scales[experts, None].view(torch.uint8)
+        return out
+
+
+def _scales(info: TensorInfo, scale: TensorInfo, file: MappedFile) -> Tensor:
+    """The scales of a matrix in NVFP4, fp32 [1], or [experts] of a stack."""
+    experts = info.shape[0] if len(info.shape) == 3 else 1
+    if scale.kind != "F32" or scale.shape not in ((1,), (experts,)):
+        raise ModelError(
+            f"{scale.path}: {scale.name} is {list(scale.shape)} in {scale.kind}; it must be [1] in F32"
+            + (f", or [{experts}] for the experts" if experts > 1 else "")
+        )
+    return file.get_tensor(scale.name).clone()
+
+
+def open_model(path: Path, opened: ExitStack) -> Iterator[tuple[str, Entry]]:
+    """Every tensor of the model by its name, except tensors that belong to the config or to another one. opened: gets
+    the files. Raises ModelError."""
     header = read_header(path)
     config = gguf_config(header)
     names = names_of(header, config)
@@ -73,11 +120,19 @@ def open_model(path: Path) -> Iterator[tuple[str, TensorInfo, MappedFile]]:
         part: MappedFile(part, {stored: info for stored, info in tensors.items() if info.path == part})
         for part in header.files
     }
+    for file in files.values():
+        opened.callback(file.close)
+    scales = {matrix: name for name, matrix in nvfp4_scales(header, config).items() if not name.endswith("input_scale")}
     for stored, name in names.items():
-        info = tensors[stored]
+        info, file = tensors[stored], files[tensors[stored].path]
         if len(info.shape) == 1 and info.kind not in PLAIN:
             raise ModelError(f"{info.path}: {stored} is a vector in {info.kind}; only matrices can be in blocks")
-        yield name, info, files[info.path]
+        if info.kind == _NVFP4.name:
+            scale = tensors.get(scales.get(stored, ""))
+            own = Nvfp4File(file, info, torch.ones(1) if scale is None else _scales(info, scale, files[scale.path]))
+            yield name, Entry(own, info.path, stored, info.shape, info.kind, rows=own.rows)
+        else:
+            yield name, Entry(file, info.path, stored, info.shape, info.kind, unpacker(info))
 
 
 def as_row(info: TensorInfo) -> TensorInfo:

@@ -12,19 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from offload.config.matrices import Matrix
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
+from offload.weights.e2m1 import rows_in_blocks
 from offload.weights.entry import Entry
 
 PARTS = ("_blocks", "_scales")  # of a module's tensors, behind its name
 _FORM = ENCODINGS["MXFP4"]
-_HALF = _FORM.numbers // 4  # bytes of half a block's codes
-_NO_NUMBER = 255  # NaN in e8m0
-_PIECE = 1 << 16  # blocks that are regrouped at once
+_BYTES = _FORM.numbers // 2  # of a block's codes
+NO_NUMBER = 255  # NaN in e8m0
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,11 @@ class Mxfp4File:
             part.file.get_tensor(part.stored_name).flatten(0, len(self.scales.shape) - 2)[chosen]
             for part in (self.blocks, self.scales)
         )
-        out = torch.empty(*scales.shape, _FORM.nbytes, dtype=torch.uint8)
-        step = max(1, _PIECE // scales.shape[1])
-        for piece, codes, exponents in zip(out.split(step), blocks.split(step), scales.split(step), strict=True):
-            if (exponents == _NO_NUMBER).any():
-                raise ModelError(
-                    f"{self.scales.path}: {self.module}_scales has a scale of {_NO_NUMBER}, which is NaN; "
-                    "download it again"
-                )
-            first, second = codes[..., :_HALF], codes[..., _HALF:]
-            piece[..., 0] = exponents
-            piece[..., 1::2] = first & 15 | second << 4
-            piece[..., 2::2] = first >> 4 | second & 0xF0
-        return out.flatten(1)
+        if (scales == NO_NUMBER).any():
+            raise ModelError(
+                f"{self.scales.path}: {self.module}_scales has a scale of {NO_NUMBER}, which is NaN; download it again"
+            )
+        return rows_in_blocks(blocks.flatten(1), scales, _FORM)
 
 
 def entry_of(module: str, matrix: Matrix, parts: Mapping[str, Entry], folder: Path) -> Entry:
@@ -79,10 +70,10 @@ def entry_of(module: str, matrix: Matrix, parts: Mapping[str, Entry], folder: Pa
         )
     groups = matrix.inputs // _FORM.numbers
     rows, found = math.prod(scales.shape[:-1]), scales.shape
-    if len(found) < 2 or (rows, found[-1]) != (matrix.outputs, groups) or blocks.shape != (*found, 2 * _HALF):
+    if len(found) < 2 or (rows, found[-1]) != (matrix.outputs, groups) or blocks.shape != (*found, _BYTES):
         raise ModelError(
             f"{blocks.path}: {module}_blocks has shape {list(blocks.shape)} and {module}_scales {list(found)}; by "
-            f"config.json there are {matrix.outputs} rows of {groups} blocks of {2 * _HALF} bytes, with a scale each"
+            f"config.json there are {matrix.outputs} rows of {groups} blocks of {_BYTES} bytes, with a scale each"
         )
     file = Mxfp4File(module, blocks, scales)
     return replace(blocks, file=file, shape=(matrix.outputs, matrix.inputs), dtype=_FORM.name, rows=file.rows)

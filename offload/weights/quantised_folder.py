@@ -7,6 +7,9 @@ gptq    X.qweight I32 [inputs * bits / 32, outputs], X.qzeros I32 [G, outputs * 
 packed  X.weight_packed I32 [outputs, inputs * bits / 32], X.weight_scale [outputs, G], X.weight_shape I64 [2],
         X.weight_zero_point I32 [outputs * bits / 32, G] or I8 [outputs, G], X.weight_g_idx I32 [inputs]
 bytes   X.weight I8 or F8_E4M3 [outputs, inputs], X.weight_scale or X.weight_scale_inv, X.weight_zero_point I8
+fp4     X.weight U8 [outputs, inputs / 2], X.weight_scale F8_E4M3 (NVFP4) or U8 (MXFP4) [outputs, G], of NVFP4
+        X.weight_scale_2 F32 []
+packed_fp4  the same as X.weight_packed and X.weight_scale, of NVFP4 X.weight_global_scale F32 [1]
 mxfp4   X_blocks and X_scales, see weights/mxfp4.py
 """
 
@@ -23,13 +26,15 @@ from torch import Tensor
 from offload.config.encodings import matrices
 from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
+from offload.config.modelopt import TENSOR_SCALE
 from offload.config.quantisation import scheme_of
 from offload.config.schemes import Scheme
 from offload.errors import ModelError
 from offload.weights import mxfp4
 from offload.weights.entry import Entry
+from offload.weights.mxfp4 import NO_NUMBER
 from offload.weights.tensors import expected_tensors
-from offload.weights.unpacking import Packed
+from offload.weights.unpacking import TENSOR_DIVISOR, Packed
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -38,11 +43,17 @@ _PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     "bytes": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    "fp4": ("weight", "weight_scale", TENSOR_SCALE),
+    "packed_fp4": ("weight_packed", "weight_scale", TENSOR_DIVISOR),
 }
 _OPTIONAL = ("g_idx", "weight_shape", "weight_zero_point", "weight_g_idx")
 _MARKS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", *mxfp4.PARTS)  # of a quantised module
-_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_NARROWER = ("F16", "BF16", "F8_E8M0", "U8")  # allowed in place of fp32 scales; U8 are exponents, as in E8M0
+_SCALES = {
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
+    "E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+_EXPONENTS = ("F8_E8M0", "U8")  # e8m0
+_NARROWER = ("F16", "BF16", *_EXPONENTS)  # allowed in place of fp32 scales
 # Tensors of quantised activations and KV caches, which this program does not support.
 _UNUSED = re.compile(
     r"\.((input|output)_(scale|zero_point|global_scale|scale_ub)|(input_)?activation_scale|[kqv]_(scale|zero_point)"
@@ -73,6 +84,11 @@ def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) ->
             halves = {part: rest.pop(f"{module}{part}") for part in mxfp4.PARTS if f"{module}{part}" in rest}
             rest[name] = mxfp4.entry_of(module, matrix, halves, folder)
             continue
+        if f"{module}.pre_quant_scale" in rest:
+            raise ModelError(
+                f"{folder}: {module}.pre_quant_scale multiplies activations, which this program does not implement; "
+                "fetch the model in another quantisation (TensorRT-LLM runs this one)"
+            )
         parts = {part: rest.pop(f"{module}.{part}") for part in _PARTS[scheme.packing] if f"{module}.{part}" in rest}
         rest[name] = _Reader.entry(module, scheme, matrix, parts, folder)
         bias = rest.get(f"{module}.bias")
@@ -98,21 +114,41 @@ class _Reader:
         made = cls(module, scheme, matrix.outputs, matrix.inputs, kind, parts)
         made._check(folder)
         main = parts[_PARTS[scheme.packing][0]]
-        return replace(main, file=made, shape=(matrix.outputs, matrix.inputs), dtype=kind or scheme.scales)
+        shape, rows = (matrix.outputs, matrix.inputs), made.rows if scheme.is_float else None
+        return replace(main, file=made, shape=shape, dtype=kind or scheme.numbers, rows=rows)
 
     def get_tensor(self, name: str) -> Tensor:
-        """The matrix: uint8 [outputs, bytes], or [outputs, inputs] in the scale's dtype. Memory: the result and a few
+        """The matrix: uint8 [outputs, bytes], or [outputs, inputs] in its scheme's dtype. Memory: the result and a few
         MiB."""
-        parts = {part: entry.file.get_tensor(entry.stored_name) for part, entry in self.parts.items()}
+        parts = self._parts
         self._check_shape_part(parts)
         scales = self._scales(parts)
         packed = Packed(self.scheme, self.outputs, self.inputs, parts, scales, self._order(parts, scales.shape[1]))
         return packed.blocks(self.kind) if self.kind else packed.numbers()
 
+    def rows(self, rows: range) -> Tensor:
+        """Some rows of floats, as of the whole matrix. A layer with a gate for each head reads its queries so."""
+        parts, main, chosen = self._parts, _PARTS[self.scheme.packing][0], slice(rows.start, rows.stop, rows.step)
+        scales, scheme = self._scales(parts), self.scheme
+        if len(scales) > 1:
+            of_rows = torch.arange(rows.start, rows.stop, rows.step) // self.scheme.outputs
+            scales = scales[chosen] if self.scheme.outputs == 1 else scales[of_rows]
+            scheme = replace(scheme, outputs=1)
+        packed = Packed(scheme, len(rows), self.inputs, parts | {main: parts[main][chosen]}, scales)
+        return packed.blocks(self.kind) if self.kind else packed.numbers()
+
+    @property
+    def _parts(self) -> dict[str, Tensor]:
+        return {part: entry.file.get_tensor(entry.stored_name) for part, entry in self.parts.items()}
+
     def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The scales, [rows of scales, groups]."""
         stored = parts[self._scale_part]
         if stored.dtype == torch.uint8:
+            if self.scheme.is_e2m1 and (stored == NO_NUMBER).any():
+                raise ModelError(
+                    f"{self._named('weight_scale')} has a scale of {NO_NUMBER}, which is NaN; download it again"
+                )
             stored = stored.view(torch.float8_e8m0fnu)
         stored = stored.to(_SCALES[self.scheme.scales])
         return stored.T if self._is_transposed else stored.reshape(self._grid(stored.numel()))
@@ -197,6 +233,10 @@ class _Reader:
         return -(-self.outputs // outputs), -(-self.inputs // inputs)
 
     def _dtypes(self, part: str) -> tuple[str, ...]:
+        if self.scheme.is_e2m1 and part != "weight_scale":
+            return ("F32",) if part in (TENSOR_SCALE, TENSOR_DIVISOR) else ("U8",)
+        if self.scheme.scales == "E8M0":
+            return _EXPONENTS
         if part in ("scales", "weight_scale", "weight_scale_inv"):
             return (self.scheme.scales, *(_NARROWER if self.scheme.widens else ()))
         if part == "weight":
@@ -215,6 +255,12 @@ class _Reader:
             zeros, scales = (groups, by_outputs), (groups, self.outputs)
             return {"qweight": (weight,), "qzeros": (zeros,), "scales": (scales,), "g_idx": ((self.inputs,),)}
         grids: Shapes = ((rows, groups),)
+        if self.scheme.is_e2m1:
+            main, _, whole = _PARTS[self.scheme.packing]
+            of_tensor: dict[str, Shapes] = {whole: ((), (1,)) if whole == TENSOR_SCALE else ((1,),)}
+            shapes = {main: ((self.outputs, -(-self.inputs // 2)),), "weight_scale": grids}
+            return shapes | (of_tensor if self.scheme.scales == "F8_E4M3" else {})
+        grids += ((rows, 1, groups, 1),)  # as ModelOpt has those of blocks
         grids += ((rows * groups,),) if 1 in (rows, groups) else ()
         grids += ((), (1,), (1, 1)) if rows * groups == 1 or self.scheme.widens else ()
         if self.scheme.packing == "bytes":

@@ -2,9 +2,13 @@
 numbers.
 
 In every packing, a matrix has codes, scales and zeros: a number is (code - zero) * scale in the scale's dtype, or an
-e4m3 code times the scale. Sources of the packings: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel
-(nn_modules/qlinear/torch.py, and utils/model.py for the zeros of its first format), compressed-tensors 0.20
-(compressors/pack_quantized/helpers.py), transformers 5.23 (integrations/finegrained_fp8.py).
+e4m3 code times the scale. Of e2m1 codes it is code * step in fp32, a step being the scale, in NVFP4 times ModelOpt's
+scale of the tensor, or divided by that of compressed-tensors.
+
+Sources of the packings: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel (nn_modules/qlinear/torch.py, and
+utils/model.py for the zeros of its first format), compressed-tensors 0.20 (compressors/pack_quantized/helpers.py,
+nvfp4/base.py), ModelOpt 0.47 (quantization/qtensor/nvfp4_tensor.py), transformers 5.23
+(integrations/finegrained_fp8.py).
 """
 
 from __future__ import annotations
@@ -15,13 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.config.modelopt import TENSOR_SCALE
 from offload.config.schemes import Scheme
-from offload.formats.encodings import ENCODINGS, GROUP_HEAD
+from offload.formats.encodings import BOOKS, ENCODINGS, GROUP_HEAD
+from offload.weights.e2m1 import rows_in_blocks
 
 _PIECE = 1 << 21  # numbers of a matrix that are unpacked at once, in whole outputs
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # 4-bit position, from the lowest, of each of a word's 8 outputs
 _AWQ_PAIRS = (0, 2, 4, 6, 1, 3, 5, 7)  # the same, with even outputs before odd ones
 _EVEN = 0x0F0F0F0F
+_E2M1 = torch.tensor(BOOKS["e2m1"]) / 2
+_MAIN = {"fp4": "weight", "packed_fp4": "weight_packed"}  # the part with the codes
+TENSOR_DIVISOR = "weight_global_scale"  # of NVFP4 as compressed-tensors has it
 _LESS_ONE = {4: 0x11111111, 8: 0x01010101}  # subtracted from each word of zeros
 
 
@@ -41,6 +50,9 @@ class Packed:
     def blocks(self, kind: str) -> Tensor:
         """The rows in blocks of the encoding `kind`, uint8 [outputs, bytes]."""
         form = ENCODINGS[kind]
+        if self.scheme.is_e2m1:
+            scale = self._tensor_scale.reshape(1).view(torch.uint8) if form.tail else None
+            return rows_in_blocks(self.parts[_MAIN[self.scheme.packing]], self.scales.view(torch.uint8), form, scale)
         groups = self._group_of(torch.arange(0, self.inputs, form.numbers))
         out = torch.empty(self.outputs, len(groups), form.nbytes // 4, dtype=torch.int32)
         for rows, scales, zeros in self._pieces():
@@ -57,17 +69,29 @@ class Packed:
         return low if self.scheme.is_float else low | zeros.int() << 16
 
     def numbers(self) -> Tensor:
-        """The numbers, [outputs, inputs] in the scale's dtype."""
+        """The numbers, [outputs, inputs] in the scale's dtype, of e2m1 in fp32."""
         groups = self._group_of(torch.arange(self.inputs)) if self.order is None else self.order
-        out = torch.empty(self.outputs, self.inputs, dtype=self.scales.dtype)
+        out = torch.empty(self.outputs, self.inputs, dtype=torch.float32 if self.scheme.is_e2m1 else self.scales.dtype)
         for rows, scales, zeros in self._pieces():
             codes = _codes(self.scheme, self.parts, rows)[:, : self.inputs]
-            if self.scheme.is_float:
+            if self.scheme.is_e2m1:
+                values = _E2M1[codes.int()]
+            elif self.scheme.is_float:
                 values = codes.view(torch.float8_e4m3fn).float()
             else:
                 values = codes.float().sub_(zeros.float().index_select(1, groups))
-            out[rows] = values.mul_(scales.float().index_select(1, groups))
+            out[rows] = values.mul_(self._steps(scales).index_select(1, groups))
         return out
+
+    def _steps(self, scales: Tensor) -> Tensor:
+        """The numbers by which codes are multiplied, fp32."""
+        if TENSOR_SCALE in self.parts:
+            return scales.float() * self._tensor_scale
+        return scales.float() / self._tensor_scale if TENSOR_DIVISOR in self.parts else scales.float()
+
+    @property
+    def _tensor_scale(self) -> Tensor:
+        return self.parts[TENSOR_SCALE if TENSOR_SCALE in self.parts else TENSOR_DIVISOR]
 
     def _group_of(self, inputs: Tensor) -> Tensor:
         return inputs // self.scheme.inputs if self.scales.shape[1] > 1 else torch.zeros_like(inputs)
@@ -91,10 +115,12 @@ class Packed:
 
 
 def _codes(scheme: Scheme, parts: Mapping[str, Tensor], rows: slice) -> Tensor:
-    """The codes, uint8 [n, inputs padded to whole words]: numbers from 0 to 15 or 255, or e4m3."""
+    """The codes, uint8 [n, inputs padded to whole words]: numbers from 0 to 15 or 255, e4m3, or e2m1."""
     if scheme.packing == "bytes":
         codes = parts["weight"][rows].contiguous().view(torch.uint8)
         return codes if scheme.is_float else codes ^ 128
+    if scheme.is_e2m1:
+        return _unpacked(parts[_MAIN[scheme.packing]][rows].contiguous(), 4)
     if scheme.packing == "packed":
         return _unpacked(parts["weight_packed"][rows].contiguous(), scheme.bits)
     if scheme.packing == "gptq":
@@ -149,7 +175,7 @@ def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], scales: Tensor) -> Tenso
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack words: int32 [n, words], contiguous -> uint8 [n, numbers], from the lowest bits of each word."""
+    """Unpack words: int32 or uint8 [n, words], contiguous -> uint8 [n, numbers], from the lowest bits of each word."""
     numbers = words.view(torch.uint8)
     if bits == 8:
         return numbers

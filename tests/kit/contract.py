@@ -118,7 +118,7 @@ MIXTURE = {**SHAPES, "hidden_size": 256, "head_dim": 64}
 
 
 def _stored_mixture(form: str, root: Path) -> Pair:
-    fields = {**MIXTURE, "moe_intermediate_size": 512 if form in GGUF else 64}
+    fields = {**MIXTURE, "moe_intermediate_size": 512 if form in GGUF else 128}
     made = (
         store(save_tiny("qwen3_moe", root / name, tokenizer=True, noise=noise, **fields), form)
         for name, noise in (("target", 0.0), ("draft", 0.02))

@@ -228,6 +228,8 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.nd
         stored = numbers.astype(NUMBERS[kind])
         writer.add_tensor(name, stored)
         return stored.astype(np.float32)
+    if kind == "NVFP4":
+        return _add_nvfp4(writer, name, numbers.shape)
     try:
         data = quantize(numbers, Type[kind])
     except NotImplementedError:
@@ -235,6 +237,30 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.nd
         data = flat.reshape(*numbers.shape[:-1], -1)
     writer.add_tensor(name, data, raw_dtype=Type[kind])
     return gguf.quants.dequantize(data, Type[kind])
+
+
+def _add_nvfp4(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Any blocks, and a scale of the tensor, or of each expert, but for Gemma 4's, where factors have its name; and one
+    of inputs, which says nothing."""
+    rows = made_up("NVFP4", math.prod(shape[:-1]), shape[-1], seed=shape[-1]).rows[:, : -ENCODINGS["NVFP4"].tail]
+    data = np.ascontiguousarray(rows.numpy()).reshape(*shape[:-1], -1)
+    scales = np.linspace(0.002, 0.003, shape[0] if len(shape) == 3 else 1, dtype=np.float32)
+    writer.add_tensor(name, data, raw_dtype=Type.NVFP4)
+    if writer.arch == "gemma4" and "ffn_down_exps" in name:
+        return nvfp4_numbers(data, np.ones(1, np.float32))
+    writer.add_tensor(name.removesuffix("weight") + "scale", scales)
+    writer.add_tensor(name.removesuffix("weight") + "input_scale", np.full(1, 7, np.float32))
+    return nvfp4_numbers(data, scales)
+
+
+def nvfp4_numbers(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The numbers of blocks: a group's scale times the tensor's, then times the code, in fp32. The package has codes
+    and a group's scale."""
+    blocks = data.reshape(len(scales), -1, 36)
+    steps = 2 * gguf.quants.NVFP4.ue4m3_to_fp32(blocks[..., :4]).astype(np.float32) * scales[:, None, None]
+    plain = np.concatenate([np.full_like(blocks[..., :4], 0x38), blocks[..., 4:]], -1)  # scales of 1
+    codes = gguf.quants.dequantize(plain, Type.NVFP4).reshape(*steps.shape, 16)
+    return (steps[..., None] * codes).reshape(*data.shape[:-1], -1)
 
 
 def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:

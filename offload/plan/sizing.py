@@ -318,10 +318,10 @@ class Sizing:
 
     @cached_property
     def maps_table(self) -> bool:
-        """Whether the embedding's rows are read from the mapped file, so that its table takes no memory: on a CPU, as
-        blocks that a file has, where the head is not the same table."""
+        """Whether the embedding's rows are read from the mapped file, so that its table takes no memory: on a CPU, of
+        a GGUF file's blocks, where the head is not the same table."""
         own = ENCODINGS.get(self.target.table_encoding)
-        as_in_the_file = own is not None and not own.is_rounded and not own.tail
+        as_in_the_file = own is not None and not own.tail and self.target.quantisation is None
         return self.hardware.is_cpu and as_in_the_file and not self.target.tie_embeddings
 
     @cached_property

@@ -528,7 +528,7 @@ def test_stored_matrices_are_decoded_to_wide_stores(capability: int, dtype: str,
     pointers = {"stored": "*u8", "book": book_kind(name), "out": f"*{dtype}"}
     found = compiled(stored_gpu.decode_blocks, capability, pointers, shape, warps=stored_gpu.WARPS)
     assert found.spilled_bytes == 0
-    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 248)
+    assert found.registers <= (168 if ITEMSIZE[dtype] == 2 else 200)
     assert found.shared_bytes <= SHARED_BYTES
     stores = re.findall(r"st\.global[.\w:]*", found.ptx)
     assert stores

@@ -29,7 +29,8 @@ from offload.speed.hardware import Hardware
 from offload.weights.experts import ResidentExperts, bank_of, layout_of
 
 NUM_ROWS, OUTPUTS, INPUTS = 5, 96, 512
-STORED = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128")  # one of each sort of blocks
+# One of each sort of blocks.
+STORED = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "INT4_BF16/32", "FP8_F32/128", "Q3_K", "IQ3_XXS", "IQ1_M", "NVFP4_INV")
 EXPERTS = Experts(FeedForward(64), 8, 2)
 _MOST_BYTE = 0x3B  # with no larger byte no float is infinite or NaN, whichever kind the bytes are of
 
@@ -75,6 +76,8 @@ def _stored(kernels: DeviceKernels, device: torch.device, dtype: torch.dtype) ->
         rows = torch.randint(_MOST_BYTE + 1, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
         if name == "MXFP4":  # a block's scale is a power of 2, of which 127 is the first that is not below 1
             rows.view(OUTPUTS, -1, ENCODINGS[name].nbytes)[..., 0] = 127
+        if ENCODINGS[name].tail:  # a row's own scale, by which not every number is divided without rounding
+            rows[:, -ENCODINGS[name].tail :] = torch.tensor([3.0]).view(torch.uint8)
         here, there = StoredMatrix(rows, ENCODINGS[name]), StoredMatrix(rows.to(device), ENCODINGS[name])
         numbers = here.matrix(dtype)
         same &= torch.equal(kernels.decode_stored(there, dtype).cpu(), numbers)

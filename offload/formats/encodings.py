@@ -245,11 +245,11 @@ def _of_grid(
     code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
     return Encoding(
         name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
-        tiling=Tiling(warps=8, stages=2), expert_tiling=Tiling(outputs=32, stages=2), **scale,
+        tiling=_GRID, expert_tiling=_GRID, **scale,
     )  # fmt: skip
 
 
-_WIDE = Tiling(warps=8)
+_WIDE, _GRID = Tiling(warps=8), Tiling(warps=8, stages=2)
 _SHORT, _SHORT_EXPERT = Tiling(words=16, stages=2), Tiling(words=16, warps=8, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),

@@ -24,12 +24,12 @@ from offload.formats.stored_codes_gpu import book_of, codes_of, halves_at, integ
 from offload.native.launch import launch
 
 WARPS = 4  # of a program that decodes
-_WORDS = 4096  # words times parts per program, but one part counts as two
+_WORDS = 4096  # words times parts per program, but one part counts as two, and two that are stored together as four
 
 
 def blocks_at_once(encoding: Encoding) -> int:
     """The number of blocks per decoding program."""
-    return _WORDS // max(encoding.parts, 2) // encoding.words
+    return _WORDS // (4 if encoding.run == 1 else max(encoding.parts, 2)) // encoding.words
 
 
 def decode(stored: StoredMatrix, out: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/kinds.py make --model DIR --out FOLDER [--kinds Q4_K_M,IQ4_XS] [--cuts qwen2]
        python benchmarks/kinds.py score --model DIR --files FOLDER [--text FILE --text FILE]
-       python benchmarks/kinds.py texts --files FOLDER [--lengths 256] [--max-tokens 48]
-       python benchmarks/kinds.py speed --files FOLDER [--lengths 2048] [--max-tokens 128] [--turns 3]
+       python benchmarks/kinds.py texts --files FOLDER [--length 256] [--max-tokens 48]
+       python benchmarks/kinds.py speed --files FOLDER [--length 2048] [--max-tokens 128] [--turns 3]
 
 make: a file is named after llama-quantize's mixture and has its kinds, tensor by tensor (mixtures.py). The importance
 matrix is over CHUNKS pieces of this repository's docs and engine; it is kept beside the files, and files that are there
@@ -14,7 +14,7 @@ no importance matrix. worse: nats a token more than the folder's model needs.
 
 texts: greedy texts of this program and of llama.cpp. parts: the first token, from 1, that differs; llama.cpp rounds
 rows to 8 bits. speed: the same, with llama.cpp in its fastest setting and in turns, as peers.py does. limit: 1.05 of a
-file and its cache, and 350 MB. Both take --kinds, by default all, and --peers-env as peers.py does.
+file and its cache, and 350 MB. All take --kinds, by default all, and --peers-env (not score) as peers.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from offload.errors import TriforceError
 
 ROOT = Path(__file__).parents[1]
 CHUNKS, CHUNK = 8, 512  # of tokens for the importance matrix
-SCORED_BYTES = 4000  # of each scored text
+SCORED_CHARACTERS = 4000  # of each scored text
 SCORED = (ROOT / "examples" / "persuasion.txt", ROOT / "benchmarks" / "peers.py")
 SLACK_BYTES, SLACK = 350_000_000, 1.05
 IMPORTANCE = "importance.safetensors"
@@ -68,7 +68,6 @@ def make(args: argparse.Namespace) -> None:
         save_file(importance_matrix(model, calibration(model)), out / IMPORTANCE)
     importance = {ggml_name(name, config): found.numpy() for name, found in load_file(out / IMPORTANCE).items()}
     values = metadata(config) | vocabulary(config, model, args.cuts)
-
     made = [read_header(file) for file in models_in(out)]
 
     def store(name: str, numbers: Numbers, kind: Kind) -> Numbers:
@@ -81,7 +80,7 @@ def make(args: argparse.Namespace) -> None:
     for mixture in kinds_of(args) or MIXTURES:
         file = out / f"{mixture}.gguf"
         if not file.exists():
-            say(f"{file.name}")
+            say(file.name)
             part = file.with_suffix(".part")
             store_with(model, part, dict(values), partial(kind_of, mixture=mixture, config=config), store)
             part.rename(file)
@@ -98,13 +97,10 @@ def calibration(model: Path) -> list[list[int]]:
 def score(args: argparse.Namespace) -> None:
     files = files_of(args)
     with tempfile.TemporaryDirectory() as folder:
-        if not args.text:
-            args.text = [Path(folder) / f"{text.stem}.txt" for text in SCORED]
-            for cut, text in zip(args.text, SCORED, strict=True):
-                cut.write_bytes(text.read_bytes()[:SCORED_BYTES])
+        told = [*map(str, args.text or beginnings(Path(folder))), "--model", str(args.model), "--json"]
         against = [word for file in files for word in ("--against", str(file))]
-        command = [sys.executable, "-m", "triforce_cli", "score", *map(str, args.text), "--model", str(args.model)]
-        said = subprocess.run([*command, *against, "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout
+        command = [sys.executable, "-m", "triforce_cli", "score", *told, *against]
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     total = json.loads(said)["total"]
     base = total["mean_log_likelihood"]
     found = [
@@ -114,6 +110,14 @@ def score(args: argparse.Namespace) -> None:
     columns = ["file", "GB", "bits", "worse", "mean KL", "same token", "kinds by bytes"]
     shared = {name: total[name] for name in ("num_tokens", "num_scored", "mean_log_likelihood")}
     emit(columns, [score_row(run) for run in found], about(f"{args.model.name}, kinds", 0, **shared), found)
+
+
+def beginnings(folder: Path) -> Iterator[Path]:
+    """Write the beginnings of SCORED into a folder, and yield their files."""
+    for text in SCORED:
+        cut = folder / f"{text.stem}.txt"
+        cut.write_text(text.read_text(encoding="utf-8")[:SCORED_CHARACTERS], encoding="utf-8")
+        yield cut
 
 
 def score_row(run: Document) -> list[str]:
@@ -135,26 +139,19 @@ def stored(file: Path) -> Document:
 
 def beside_llama_cpp(args: argparse.Namespace) -> None:
     """Texts and times of the files beside llama.cpp's."""
-    python, found = python_with_wheel(args), list[Document]()
+    python, threads, found = python_with_wheel(args), torch.get_num_threads(), list[Document]()
     for file in files_of(args):
         with model_files() as write, tempfile.TemporaryDirectory() as rows:
-            tokenizer, config = load_tokenizer(file, None), read_config(file)
-            files, threads = {"target": write(file, "bf16")}, torch.get_num_threads()
-            for length in map(int, args.lengths.split(",")):
-                prompt = texts.prompt("continue", tokenizer, length)
-                case = Case(
-                    file, None, prompt, args.max_tokens, frozenset(config.eos_token_ids), threads, files, python,
-                    Path(rows) / str(length),
-                )  # fmt: skip
-                case.rows.mkdir()
-                cache = config.kv_bytes_per_token(2) * (len(prompt) + args.max_tokens)
-                limit = int(SLACK * (file.stat().st_size + cache)) + SLACK_BYTES
-                runs = measure(case, [PLAIN, LLAMA_CPP], args.turns) if args.command == "speed" else text_of(case)
-                found += [{"file": file.stem, "limit_bytes": limit} | run for run in runs]
+            config, prompt = read_config(file), texts.prompt("continue", load_tokenizer(file, None), args.length)
+            ends, files = frozenset(config.eos_token_ids), {"target": write(file, "bf16")}
+            case = Case(file, None, prompt, args.max_tokens, ends, threads, files, python, Path(rows))
+            cache = config.kv_bytes_per_token(2) * (len(prompt) + args.max_tokens)
+            limit = int(SLACK * (file.stat().st_size + cache)) + SLACK_BYTES
+            runs = measure(case, [PLAIN, LLAMA_CPP], args.turns) if args.command == "speed" else text_of(case)
+            found += [{"file": file.stem, "limit_bytes": limit} | run for run in runs]
     columns = ["file", "prompt", "way", "first s", "prefill/s", "ms/token", "range", "predicted", "peak GB", "parts"]
-    rows_of = [[run["file"], *row_of(run), f"{run['limit_bytes'] / 1e9:.2f}"] for run in found]
-    title = f"kinds, {torch.get_num_threads()} threads, {args.max_tokens} tokens"
-    emit([*columns, "setting", "limit GB"], rows_of, about(title, 0), found)
+    table = [[run["file"], *row_of(run), f"{run['limit_bytes'] / 1e9:.2f}"] for run in found]
+    emit([*columns, "setting", "limit GB"], table, about(f"kinds, {threads} threads", 0), found)
 
 
 def text_of(case: Case) -> list[Document]:
@@ -193,25 +190,28 @@ def python_with_wheel(args: argparse.Namespace) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--model", type=Path, help="the folder that the files are made of")
-    parser.add_argument("--out", "--files", dest="files", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--kinds", default="")
-    parser.add_argument("--cuts", default="qwen2")
-    parser.add_argument("--text", type=Path, action="append", default=[])
-    parser.add_argument("--lengths", default="")
-    parser.add_argument("--max-tokens", type=int, default=0)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--peers-env", default="", metavar="DIR")
+    commands = parser.add_subparsers(dest="command", required=True)
+    making, scoring, *beside = (commands.add_parser(name) for name in ("make", "score", "texts", "speed"))
+    for command in (making, scoring, *beside):
+        command.add_argument("--files", "--out", type=Path, required=True, metavar="FOLDER")
+        command.add_argument("--kinds", default="")
+    for command in (making, scoring):
+        command.add_argument("--model", type=Path, required=True, help="the folder that the files are made of")
+    for command in (making, *beside):
+        command.add_argument("--peers-env", default="", metavar="DIR")
+    making.add_argument("--cuts", default="qwen2")
+    scoring.add_argument("--text", type=Path, action="append", default=[])
+    for command, length, max_tokens in zip(beside, (256, 2048), (48, 128), strict=True):
+        command.add_argument("--length", type=int, default=length, help="of the prompt, in tokens")
+        command.add_argument("--max-tokens", type=int, default=max_tokens)
+        command.add_argument("--turns", type=int, default=3)
     return parser.parse_args()
-
-
-COMMANDS = {"make": make, "score": score, "texts": beside_llama_cpp, "speed": beside_llama_cpp}
 
 
 def main() -> None:
     args = arguments()
-    COMMANDS[args.command](args)
+    commands = {"make": make, "score": score, "texts": beside_llama_cpp, "speed": beside_llama_cpp}
+    commands[args.command](args)
 
 
 if __name__ == "__main__":

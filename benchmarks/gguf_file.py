@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,10 @@ from offload.weights.tensors import expected_tensors
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 MATRICES = {"fp32": Kind.F32, "fp16": Kind.F16, "bf16": Kind.BF16, "q4_0": Kind.Q4_0}
 
-Value = int | float | str | list[str] | list[int]
+Value = bool | int | float | str | list[str] | list[int]
+KindOf = Callable[[str, tuple[int, ...]], Kind]  # of a tensor's name and shape, by ggml's names
+Numbers = np.ndarray[Any, Any]
+Store = Callable[[str, Numbers, Kind], Numbers]  # name, numbers in fp32, kind -> bytes
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,19 @@ def write_gguf(folder: Path, file: Path, *, dtype: str, names: Sequence[str] = (
     disk is full.
     """
     config = read_config(folder)
-    values = metadata(config, names)
+    values = metadata(config) | ids(config, names)
     if is_gguf(folder):
         _write(values, list(_copied(read_header(folder))), file)
         return
+    store_with(folder, file, values, partial(_kind, dtype=dtype), lambda _, numbers, kind: quantize(numbers, kind))
+
+
+def store_with(folder: Path, file: Path, values: dict[str, Value], kind_of: KindOf, store: Store) -> None:
+    """Write the model in `folder` to `file`, each tensor in the kind and bytes that the functions return for it."""
+    config = read_config(folder)
     with Checkpoint.open(folder) as checkpoint:
         check_model(checkpoint, config)
-        _write(values, list(_entries(config, checkpoint, dtype)), file)
+        _write(values, list(_entries(config, checkpoint, kind_of, store)), file)
 
 
 def _write(values: dict[str, Value], entries: Sequence[Entry], file: Path) -> None:
@@ -81,7 +91,7 @@ def _write(values: dict[str, Value], entries: Sequence[Entry], file: Path) -> No
     architecture = values.pop("general.architecture")
     with closing(gguf.GGUFWriter(file, architecture)) as writer:
         for key, value in values.items():
-            kind = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value)
+            kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
             writer.add_key_value(key, value, kind)
         for entry in entries:
             writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=entry.kind)
@@ -92,13 +102,11 @@ def _write(values: dict[str, Value], entries: Sequence[Entry], file: Path) -> No
             writer.write_tensor_data(entry.read())
 
 
-def metadata(config: ModelConfig, names: Sequence[str] = ()) -> dict[str, Value]:
-    """Keys and values of the file. names: of tokens; none: ids. Raises ModelError if llama.cpp lacks the model's rotary
-    scaling."""
+def metadata(config: ModelConfig) -> dict[str, Value]:
+    """Keys and values of the model. Raises ModelError if llama.cpp lacks its rotary scaling."""
     name = ARCHITECTURES.get(config.family)
     if name is None or config.names != TensorNames() or config.windowed:
         raise ModelError(f"{config.family} models are not written as GGUF here; leave llama.cpp out of the comparison")
-    end = config.eos_token_ids[0] if config.eos_token_ids else config.vocab_size - 1
     model: dict[str, Value] = {
         "context_length": config.context_limit,
         "embedding_length": config.hidden_size,
@@ -114,16 +122,42 @@ def metadata(config: ModelConfig, names: Sequence[str] = ()) -> dict[str, Value]
         "vocab_size": config.vocab_size,
     }
     model |= _rope_scaling(config)
-    return {
-        "general.architecture": name,
-        **{f"{name}.{key}": value for key, value in model.items()},
-        "tokenizer.ggml.model": "gpt2",
+    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in model.items()}}
+
+
+def ids(config: ModelConfig, names: Sequence[str] = ()) -> dict[str, Value]:
+    """Keys and values of a vocabulary of ids, or of `names`, that cuts no texts."""
+    return _special(config) | {
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": list(names) or [token_name(token) for token in range(config.vocab_size)],
         "tokenizer.ggml.token_type": [int(gguf.TokenType.NORMAL)] * config.vocab_size,
         "tokenizer.ggml.merges": ["t 0"],
+    }
+
+
+def vocabulary(config: ModelConfig, folder: Path, cuts: str) -> dict[str, Value]:
+    """Keys and values of the byte-level vocabulary in `folder`. cuts: llama.cpp's name of how it cuts texts."""
+    document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    names = {token: name for name, token in document["model"]["vocab"].items()}
+    kinds = dict.fromkeys(names, int(gguf.TokenType.NORMAL))
+    for added in document["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        names[added["id"]], kinds[added["id"]] = added["content"], int(kind)
+    tokens = range(config.vocab_size)
+    return _special(config) | {
+        "tokenizer.ggml.pre": cuts,
+        "tokenizer.ggml.tokens": [names.get(token, f"[PAD{token}]") for token in tokens],
+        "tokenizer.ggml.token_type": [kinds.get(token, int(gguf.TokenType.UNUSED)) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in document["model"]["merges"]],
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def _special(config: ModelConfig) -> dict[str, Value]:
+    return {
+        "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.bos_token_id": config.bos_token_id or 0,
-        "tokenizer.ggml.eos_token_id": end,
+        "tokenizer.ggml.eos_token_id": config.eos_token_ids[0] if config.eos_token_ids else config.vocab_size - 1,
     }
 
 
@@ -147,6 +181,13 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Value]:
     raise ModelError(f"llama.cpp has no rope_type {kind} for {config.family} models; leave it out of the comparison")
 
 
+def ggml_name(source: str, config: ModelConfig) -> str:
+    """ggml's name of a tensor. source: Hugging Face's."""
+    (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.family])
+    names = gguf.get_tensor_name_map(architecture, config.num_layers)
+    return str(names.get_name(source, try_suffixes=(".weight", ".bias")))
+
+
 def _copied(header: Header) -> Iterator[Entry]:
     """The tensors of another GGUF file, which may be split into several."""
     for info in header.tensors.values():
@@ -154,29 +195,27 @@ def _copied(header: Header) -> Iterator[Entry]:
         yield Entry(info.name, info.shape, Kind[info.kind], read)
 
 
-def _entries(config: ModelConfig, checkpoint: Checkpoint, dtype: str) -> Iterator[Entry]:
+def _entries(config: ModelConfig, checkpoint: Checkpoint, kind_of: KindOf, store: Store) -> Iterator[Entry]:
     """The model's tensors by ggml's names."""
-    (architecture,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.family])
-    names = gguf.get_tensor_name_map(architecture, config.num_layers)
     for source, shape in expected_tensors(config).items():
-        kind = _kind(source, shape, dtype)
-        yield Entry(
-            str(names.get_name(source, try_suffixes=(".weight", ".bias"))),
-            shape,
-            kind,
-            lambda source=source, shape=shape, kind=kind: quantize(_tensor(source, shape, checkpoint, config), kind),
-        )
+        name = ggml_name(source, config)
+        kind = kind_of(name, shape)
+
+        def read(name: str = name, source: str = source, shape: tuple[int, ...] = shape, kind: Kind = kind) -> Numbers:
+            return store(name, _tensor(source, shape, checkpoint, config), kind)
+
+        yield Entry(name, shape, kind, read)
     if config.rope.kind == "llama3":
         yield Entry("rope_freqs.weight", (config.head_dim // 2,), Kind.F32, lambda: _divisors(config).numpy())
 
 
-def _kind(source: str, shape: tuple[int, ...], dtype: str) -> Kind:
+def _kind(name: str, shape: tuple[int, ...], dtype: str) -> Kind:
     if len(shape) == 1:
         return Kind.F32
     block, _ = gguf.GGML_QUANT_SIZES[MATRICES[dtype]]
     if shape[-1] % block:
-        raise ModelError(f"{source} has rows of {shape[-1]} numbers; ggml's 4 bits come in blocks of {block}")
-    if dtype == "q4_0" and not source.startswith("model.layers."):
+        raise ModelError(f"{name} has rows of {shape[-1]} numbers; ggml's 4 bits come in blocks of {block}")
+    if dtype == "q4_0" and not name.startswith("blk."):
         return Kind.Q8_0
     return MATRICES[dtype]
 

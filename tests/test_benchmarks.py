@@ -7,17 +7,21 @@ import json
 import re
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from gguf.quants import quantize
 
 from kit.fake_peers import fake_environment
 from kit.families import save_tiny
 from kit.models import TOKENIZER_SIZE, random_model, save
+from offload.config.reading import read_config
 from offload.kernels.cpu import kernels
 from offload.metrics import ExpertStats
 from offload.speed.rates import FOLDER_VARIABLE
@@ -27,6 +31,8 @@ from triforce_cli.documents.selection import Named
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
+from gguf_file import metadata, store_with, vocabulary
+from mixtures import kind_of
 from relay import Relay
 from report import lines, read
 from routing import hits_apart
@@ -390,6 +396,52 @@ def test_json_texts_are_judged_and_compared(run: Run, tmp_path: Path) -> None:
     assert "2 schemas can be followed, 1 cannot" in table
     assert [(way["texts"], way["finished"], way["unfit"], way["differing"]) for way in ways] == [(2, 2, 0, 0)] * 3
     assert ways[1]["accepted"]["grammar"] > 0
+
+
+@pytest.mark.deep
+def test_kinds_are_scored_against_the_folder_that_they_are_made_of(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    demo = ROOT / "triforce_cli" / "models" / "demo-target"
+    config, text = read_config(demo), tmp_path / "text.txt"
+    text.write_bytes((ROOT / "examples" / "persuasion.txt").read_bytes()[:600])
+    store_with(
+        demo, tmp_path / "Q8_0.gguf", metadata(config) | vocabulary(config, demo, "gpt-2"),
+        partial(kind_of, mixture="Q8_0", config=config), lambda _, numbers, kind: quantize(numbers, kind),
+    )  # fmt: skip
+    written, table = run("kinds.py", "score", "--model", str(demo), "--files", str(tmp_path), "--text", str(text))
+    shared, (found,) = read(written)
+    assert shared["num_tokens"] > 100
+    assert found["kinds"].keys() == {"Q8_0", "F32"}
+    assert found["bits"] == pytest.approx(8.5, abs=0.03)
+    assert found["file_bytes"] == (tmp_path / "Q8_0.gguf").stat().st_size
+    assert abs(found["worse"]) < 0.05
+    assert 0 < found["mean_kl"] < 0.01
+    assert "Q8_0 100%" in table
+
+
+@pytest.mark.parametrize(
+    ("mixture", "sizes", "kinds"),
+    [  # of files that others published
+        ("IQ4_XS", (24, 14, 896, 4864), {"IQ4_NL": 120, "IQ4_XS": 24, "Q5_1": 24, "Q8_0": 1}),  # Qwen2.5 0.5B
+        ("Q4_K_M", (28, 12, 1536, 8960), {"Q4_K": 168, "Q6_K": 29}),  # Qwen2.5 1.5B
+    ],
+)
+def test_a_mixture_has_the_kinds_of_llama_quantize(
+    tmp_path: Path, mixture: str, sizes: tuple[int, int, int, int], kinds: dict[str, int]
+) -> None:
+    num_layers, num_heads, hidden, inner = sizes
+    fields = json.loads((ROOT / "triforce_cli" / "models" / "demo-target" / "config.json").read_text())
+    fields |= {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_config(tmp_path)
+    rows = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up"), hidden)
+    rows["ffn_down"] = inner
+    shapes = {f"blk.{layer}.{part}": row for layer in range(num_layers) for part, row in rows.items()}
+    shapes["token_embd"] = hidden
+    found = Counter(kind_of(f"{name}.weight", (1, row), mixture, config).name for name, row in shapes.items())
+    assert found == kinds
 
 
 def test_each_question_about_a_document_has_its_passage_there_once(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ INLINE void decode_groups(const uint8_t* block, const Own& own, typename E::elem
 #pragma unroll
     for (int g = 0; g < form(KIND).numbers / GROUP; g++) {
         alignas(GROUP) int8_t codes[GROUP];
-        store(codes, codes_of_group<KIND>(block, g, own));
+        store_codes<KIND>(block, g, own, codes);
         put<E, !has_scale(KIND, "E4M3")>(out + g * GROUP, [&](int i) {
             const int part = (g * GROUP + i) / each;
             const f32 numbers = integers(codes + i) * steps[part];

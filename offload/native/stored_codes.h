@@ -59,11 +59,10 @@ struct Steps {
     }
 };
 
-// The codes of group g of the blocks at `at`.
+// The block of group g of those from `at` on.
 template <Kind KIND>
-INLINE group codes_of(const uint8_t* at, int g, const Own& own) {
-    constexpr int count = groups_of_block(KIND);
-    return codes_of_group<KIND>(at + g / count * form(KIND).nbytes, g % count, own);
+INLINE const uint8_t* block_of(const uint8_t* at, int g) {
+    return at + g / groups_of_block(KIND) * form(KIND).nbytes;
 }
 
 // A group's codes in fp32, less the centre.
@@ -76,11 +75,7 @@ struct Codes {
     template <int COUNT>
     INLINE Codes(const uint8_t* at, int g, const Own& own, const Steps<KIND, COUNT>& steps) {
         alignas(GROUP) int8_t numbers[GROUP];
-        if constexpr (has_grid(KIND))
-            for (int i = 0; i < 4; i++) store(numbers + 8 * i, octet_of<KIND>(at, 4 * g + i, own));
-        else store(numbers, codes_of<KIND>(at, g, own));
-        if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
-            asm("" : "+m"(numbers));  // widened as they are loaded, not by shuffles of a register
+        store_codes<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), own, numbers);
         for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
         if constexpr (by_16(KIND)) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
         else step = all(steps.steps[g]);
@@ -145,8 +140,10 @@ struct Pairs {
     // A code a byte; what is above a code of 4 or 6 bits may be anything.
     INLINE static __m512i bytes(const uint8_t* at, int pair, const Own& shared, bool both) {
         constexpr Form own = form(KIND);
-        if constexpr (BY_GROUP)
-            return joined((__m256i)codes_of<KIND>(at, 2 * pair, shared), (__m256i)codes_of<KIND>(at, 2 * pair + 1, shared));
+        const auto group_at = [&](int g) {
+            return (__m256i)codes_of_group<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), shared);
+        };
+        if constexpr (BY_GROUP) return joined(group_at(2 * pair), group_at(2 * pair + 1));
         const auto twice = [](const uint8_t* from) { return _mm512_broadcast_i64x4(load<__m256i>(from)); };
         if constexpr (own.high.bits == 2) {  // above four
             __m512i lower = load<__m512i>(at + pair / 2 * PAIR), upper = twice(at + own.high.at + pair / 2 * GROUP);

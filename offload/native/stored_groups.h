@@ -158,6 +158,16 @@ INLINE group codes_of_group(const uint8_t* block, int g, const Own& own) {
 
 constexpr uint64_t HALVES = 0x0f0f0f0f0f0f0f0f;
 
+// The same to memory, of a grid's eight at a time.
+template <Kind KIND>
+INLINE void store_codes(const uint8_t* block, int g, const Own& own, int8_t (&to)[GROUP]) {
+    if constexpr (has_grid(KIND))
+        for (int i = 0; i < 4; i++) store(to + 8 * i, octet_of<KIND>(block, 4 * g + i, own));
+    else store(to, codes_of_group<KIND>(block, g, own));
+    if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
+        asm("" : "+m"(to));  // widened as they are loaded, not by shuffles of a register
+}
+
 // Eight fields of 4 or of 2 bits as bytes.
 INLINE uint64_t bytes_of_4(uint32_t fields) {
     uint64_t all = fields;

@@ -135,8 +135,9 @@ def _head(planned: Planned) -> Iterator[str]:
     request, hardware = planned.plan.request, planned.request.hardware
     gpus = f"{hardware.num_devices} x {hardware.device_name}" if hardware.num_devices > 1 else hardware.device_name
     tokens = f"{request.capacity:,} tokens ({request.max_tokens:,} of them new)"
-    stored = planned.request.target.stored_in
-    dtype = f"{request.dtype} over weights in {' and '.join(stored)}" if stored else request.dtype
+    *stored, last = planned.request.target.stored_in or ("",)
+    names = f"{', '.join(stored)} and {last}" if stored else last
+    dtype = f"{request.dtype} over weights in {names}" if last else request.dtype
     yield f"{line_text(planned.model.name)}, {tokens}, {dtype}, on {gpus}"
     if planned.longest_context is not None:
         limit = planned.request.target.context_limit

@@ -7,7 +7,6 @@
 namespace stored {
 
 consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
-consteval int bytes_of_32(Kind kind) { return int(form(kind).nbytes); }
 consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
 consteval int groups_of_block(Kind kind) { return int(form(kind).numbers / GROUP); }
 consteval bool has_least(Kind kind) { return has_steps(kind, "least") || form(kind).leasts; }
@@ -27,11 +26,7 @@ struct Steps {
         } else if constexpr (groups_of_block(KIND) == 1) {
             uint32_t __attribute__((vector_size(32))) heads = {};
 #pragma unroll
-            for (int g = 0; g < COUNT; g++) {
-                uint32_t head;
-                __builtin_memcpy(&head, at + g * form(KIND).nbytes, 4);
-                heads[g] = head;
-            }
+            for (int g = 0; g < COUNT; g++) heads[g] = read<uint32_t>(at + g * form(KIND).nbytes);
             const eight of_groups = has_scale(KIND, "E8M0") ? (eight)half_e8m0(heads) : floats(heads);
             store(steps, of_groups);
             if constexpr (has_least(KIND)) least[0] = of_groups * float(centre(KIND)) + floats(heads >> 16);
@@ -156,7 +151,7 @@ struct Pairs {
             const __m512i bit = by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair);
             return with_fifth(four, _mm512_test_epi8_mask(twice(at + own.high.at), bit));
         } else {
-            constexpr int size = bytes_of_32(KIND);
+            constexpr int size = int(own.nbytes);
             const uint8_t *first = at + 2 * pair * size + own.codes.at, *second = first + (both ? size : 0);
             if constexpr (own.codes.bits == 8) return joined(load<__m256i>(first), load<__m256i>(second));
             const auto halves = [](const uint8_t* of) { return _mm256_broadcastsi128_si256(load<__m128i>(of)); };

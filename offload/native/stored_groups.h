@@ -156,9 +156,7 @@ INLINE group codes_of_group(const uint8_t* block, int g, const Own& own) {
     }
 }
 
-constexpr uint64_t HALVES = 0x0f0f0f0f0f0f0f0f;
-
-// The same to memory, of a grid's eight at a time.
+// The codes of group g of a block to memory, of a grid's eight at a time.
 template <Kind KIND>
 INLINE void store_codes(const uint8_t* block, int g, const Own& own, int8_t (&to)[GROUP]) {
     if constexpr (has_grid(KIND))
@@ -168,11 +166,13 @@ INLINE void store_codes(const uint8_t* block, int g, const Own& own, int8_t (&to
         asm("" : "+m"(to));  // widened as they are loaded, not by shuffles of a register
 }
 
+constexpr uint64_t LOW_HALVES = 0x0f0f0f0f0f0f0f0f;
+
 // Eight fields of 4 or of 2 bits as bytes.
 INLINE uint64_t bytes_of_4(uint32_t fields) {
     uint64_t all = fields;
     all = (all | all << 16) & 0x0000ffff0000ffff, all = (all | all << 8) & 0x00ff00ff00ff00ff;
-    return (all | all << 4) & HALVES;
+    return (all | all << 4) & LOW_HALVES;
 }
 INLINE uint64_t bytes_of_2(uint16_t fields) {
     uint64_t all = fields;
@@ -196,9 +196,9 @@ INLINE Smalls smalls(const uint8_t* block) {
         const uint64_t low = read<uint64_t>(block + 96);
         const uint32_t high = read<uint32_t>(block + 104), two = 0x03030303;
         const auto upper = [&](int from) { return uint64_t(high >> from & two) | uint64_t(high >> (from + 2) & two) << 32; };
-        return {(low & HALVES) | upper(0) << 4, (low >> 4 & HALVES) | upper(4) << 4};
+        return {(low & LOW_HALVES) | upper(0) << 4, (low >> 4 & LOW_HALVES) | upper(4) << 4};
     } else if constexpr (is(form(KIND).name, "Q2_K")) {
-        return {read<uint64_t>(block) & HALVES, read<uint64_t>(block + 8) & HALVES};
+        return {read<uint64_t>(block) & LOW_HALVES, read<uint64_t>(block + 8) & LOW_HALVES};
     } else if constexpr (is(form(KIND).name, "IQ3_S")) {
         return {bytes_of_4(read<uint32_t>(block + 106)), 0};
     } else if constexpr (is(form(KIND).name, "IQ3_XXS")) {
@@ -264,7 +264,7 @@ INLINE void steps_of_blocks(const uint8_t* at, const Own& own, float* steps, [[m
         if constexpr (kind.group == 16) store(steps + 8, step(all.second));
         if constexpr (kind.leasts) {
             const float m = half(at + kind.scale_at + 2);
-            const auto value = [&](int from) { return floats_of_bytes(read<uint64_t>(at + from) >> 4 & HALVES) * m; };
+            const auto value = [&](int from) { return floats_of_bytes(read<uint64_t>(at + from) >> 4 & LOW_HALVES) * m; };
             store(least, value(0)), store(least + 8, value(8));
         }
     } else {

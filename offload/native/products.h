@@ -159,7 +159,7 @@ void prepare_row(const Product& p, const stored::Matrix& matrix, float* widened,
     const bool is_stored = matrix.kind != stored::Kind::none;
     if (!is_stored && !p.bits) return widen_row<E>(p, widened, row);
     read_row<E>(p, row, [&](auto&& read) {
-        if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::paired<E>(matrix.kind), read);
+        if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::order_for<E>(matrix.kind), read);
         else codes::take(codes_of(p), row, read);
     });
 }

@@ -8,7 +8,6 @@ namespace stored {
 
 consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
 consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
-consteval int groups_of_block(Kind kind) { return int(form(kind).numbers / GROUP); }
 consteval bool has_least(Kind kind) { return has_steps(kind, "least") || form(kind).leasts; }
 
 // What the codes of COUNT groups are multiplied by, in whole blocks, and what is added.
@@ -54,37 +53,73 @@ struct Steps {
     }
 };
 
-// The block of group g of those from `at` on.
-template <Kind KIND>
-INLINE const uint8_t* block_of(const uint8_t* at, int g) {
-    return at + g / groups_of_block(KIND) * form(KIND).nbytes;
-}
-
-// A group's codes in fp32, less the centre.
+// The codes of a group, or of a pair of groups where they are widened by byte, in fp32, less the centre, in the order of
+// rows.
 template <Kind KIND>
 struct Codes {
-    static constexpr int INPUTS = GROUP, VECTORS = GROUP / W;
+    static constexpr bool BY_BYTE = by_byte(KIND), BY_HALF = BY_BYTE && in_halves(KIND);
+    static constexpr int INPUTS = BY_BYTE ? PAIR : GROUP, VECTORS = INPUTS / W;
     static constexpr int MOST = 4;  // rows, whose numbers fit in the first cache
-    f32 values[VECTORS], step, next;  // next: of the second 16 numbers
+    static constexpr int RUNS = by_16(KIND) || BY_BYTE != BY_HALF ? 2 : 1;  // of vectors whose lanes have the same steps
+    f32 values[VECTORS], steps[RUNS];
 
     template <int COUNT>
-    INLINE Codes(const uint8_t* at, int g, const Own& own, const Steps<KIND, COUNT>& steps) {
-        alignas(GROUP) int8_t numbers[GROUP];
-        store_codes<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), own, numbers);
-        for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
-        if constexpr (by_16(KIND)) step = all(steps.steps[2 * g]), next = all(steps.steps[2 * g + 1]);
-        else step = all(steps.steps[g]);
+    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps) {
+        if constexpr (BY_BYTE) {
+            group codes[2];
+            pair_of_codes(at, 2 * part, COUNT > 1 ? 2 * part + 1 : 2 * part, own, codes);
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) values[i] = upper_bytes(codes[i / 4], i % 4);
+        } else {
+            alignas(GROUP) int8_t numbers[GROUP];
+            store_codes<KIND>(block_of<KIND>(at, part), part % groups_of_block(KIND), own, numbers);
+            for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
+        }
+#pragma unroll
+        for (int run = 0; run < RUNS; run++)
+            for (int lane = 0; lane < W; lane++) steps[run][lane] = all_steps.steps[step_of(part, run, lane)];
     }
 
     INLINE f32 add(f32 acc, const Rows& rows, int row, int first) const {
         const float* x = rows.numbers(row) + first;
-        const auto part = [&](int from, int to) __attribute__((always_inline)) {
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) {
+            const int from = VECTORS / RUNS * run;
             f32 total = load<f32>(x + from * W) * values[from];
-            for (int i = from + 1; i < to; i++) total = fma(load<f32>(x + i * W), values[i], total);
-            return total;
+            for (int i = from + 1; i < from + VECTORS / RUNS; i++) total = fma(load<f32>(x + i * W), values[i], total);
+            acc = fma(total, steps[run], acc);
+        }
+        return acc;
+    }
+
+  private:
+    // The place of a lane's step among those of groups, or of 16 numbers.
+    static constexpr int step_of(int part, int run, int lane) {
+        const int half = lane / 4, sixteen = BY_HALF ? 2 * half + run : BY_BYTE ? 2 * run + half : run;
+        return by_16(KIND) ? INPUTS / 16 * part + sixteen : (INPUTS / 16 * part + sixteen) / 2;
+    }
+
+    // Two registers of codes, in the order of rows. A group without a next one stands for both: the row is zeros there.
+    INLINE static void pair_of_codes(const uint8_t* at, int first, int second, const Own& own, group (&codes)[2]) {
+        const auto place_of = [&](int g) {
+            return block_of<KIND>(at, g) + form(KIND).codes.at + g % groups_of_block(KIND) * GROUP / 2;
         };
-        if constexpr (!by_16(KIND)) return fma(part(0, VECTORS), step, acc);
-        return fma(part(VECTORS / 2, VECTORS), next, fma(part(0, VECTORS / 2), step, acc));
+        const auto codes_of = [&](int g) __attribute__((always_inline)) {
+            return codes_of_group<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), own);
+        };
+        if constexpr (BY_HALF) codes_by_half<KIND>(place_of(first), place_of(second), codes);
+        else codes[0] = codes_of(first), codes[1] = codes_of(second);
+    }
+
+    // 2^24 times bytes 4 k to 4 k + 4 of either half of a register, integers with a sign.
+    INLINE static f32 upper_bytes(group codes, int k) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        const auto lane = [&](int i) { return (4 * k + i) << 24 | 0x808080; };  // the other bytes are 0
+        const __m256i way = _mm256_setr_epi32(lane(0), lane(1), lane(2), lane(3), lane(0), lane(1), lane(2), lane(3));
+        return (f32)_mm256_cvtepi32_ps(_mm256_shuffle_epi8((__m256i)codes, way));
+#else
+        return (void)codes, (void)k, f32{};
+#endif
     }
 };
 

@@ -59,15 +59,19 @@ INLINE group in_book(group codes) {
 #endif
 }
 
+INLINE group joined(half_group first, half_group second) {
+    return __builtin_shufflevector(first, second, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,
+                                   21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
 // 16 bytes' low halves, then their high ones.
 INLINE group nibbles(const uint8_t* at) {
 #if defined(__AVX512BW__)
     const __m256i both = _mm256_broadcastsi128_si256(load<__m128i>(at));
     return (group)_mm256_and_si256(_mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4)), _mm256_set1_epi8(15));
 #else
-    const half_group both = load<half_group>(at), low = both & 15, high = both >> 4;
-    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-                                   22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+    const half_group both = load<half_group>(at);
+    return joined(both & 15, both >> 4);
 #endif
 }
 
@@ -164,6 +168,33 @@ INLINE void store_codes(const uint8_t* block, int g, const Own& own, int8_t (&to
     else store(to, codes_of_group<KIND>(block, g, own));
     if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
         asm("" : "+m"(to));  // widened as they are loaded, not by shuffles of a register
+}
+
+// The block of group g of those from `at` on.
+template <Kind KIND>
+INLINE const uint8_t* block_of(const uint8_t* at, int g) {
+    return at + g / groups_of_block(KIND) * form(KIND).nbytes;
+}
+
+// Of two groups whose codes of 4 bits begin at `first` and `second`, the first 16 codes of both, then the others.
+template <Kind KIND>
+INLINE void codes_by_half(const uint8_t* first, const uint8_t* second, group (&codes)[2]) {
+    constexpr Form own = form(KIND);
+    const group both = own.numbers > 32 ? load<group>(first) : joined(load<half_group>(first), load<half_group>(second));
+    codes[0] = both & 15, codes[1] = both >> 4;
+    if constexpr (own.high.bits) {
+        constexpr int64_t back = own.codes.at - own.high.at;
+        const auto one = read<uint32_t>(first - back), other = read<uint32_t>(second - back);
+        codes[0] |= spread_bits((one & 0xffff) | other << 16) & 16;
+        codes[1] |= spread_bits(one >> 16 | (other & 0xffff0000)) & 16;
+    }
+    for (group& each : codes) each = in_book<book(KIND)>(each) - uint8_t(centre(KIND));
+    if constexpr (by_16(KIND)) {  // NVFP4: of 16 numbers eight low halves, then their high ones
+        using octets = uint64_t __attribute__((vector_size(GROUP)));
+        const octets low = (octets)codes[0], high = (octets)codes[1];
+        codes[0] = (group)__builtin_shufflevector(low, high, 0, 4, 2, 6);
+        codes[1] = (group)__builtin_shufflevector(low, high, 1, 5, 3, 7);
+    }
 }
 
 constexpr uint64_t LOW_HALVES = 0x0f0f0f0f0f0f0f0f;

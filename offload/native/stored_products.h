@@ -45,7 +45,7 @@ INLINE void dots_of_codes(const uint8_t* at, const Own& own, const Rows& rows, i
             if (first < rows.groups()) multiply.template operator()<1>(first);
     }
     for (int r = 0; r < ROWS; r++) {
-        results[r][0] = sum(acc[r]);
+        results[r][0] = sum(acc[r]) * *rows.unit(row + r);
         if constexpr (has_least(KIND)) results[r][0] += sum(least[r]);
     }
 }

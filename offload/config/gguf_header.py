@@ -15,6 +15,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -169,14 +170,21 @@ def read_file(path: Path, fetched: int | None = None) -> Header:
     """The header of one file alone. fetched: how many of its first bytes are there, if it has its full length already
     and not all of them. Raises ModelError, and Unfetched where those are too few."""
     try:
-        with path.open("rb") as file:
-            num_bytes = file.seek(0, 2)
-            if num_bytes < 24:
-                _refuse(path, f"it has {num_bytes} bytes, and no header is so short")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                return _parse(path, mapped, num_bytes, fetched)
+        found = path.stat()
+        return _read_version(path, (found.st_ino, found.st_size, found.st_mtime_ns), fetched)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+@lru_cache(maxsize=16)  # a start asks eight times, and a long list of tokens takes .1 s to pass over
+def _read_version(path: Path, version: tuple[int, int, int], fetched: int | None) -> Header:
+    """The header of a file in one version: of an inode, size and time of change."""
+    with path.open("rb") as file:
+        num_bytes = file.seek(0, 2)
+        if num_bytes < 24:
+            _refuse(path, f"it has {num_bytes} bytes, and no header is so short")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _parse(path, mapped, num_bytes, fetched)
 
 
 def _parse(path: Path, data: mmap.mmap, num_bytes: int, fetched: int | None) -> Header:

@@ -137,11 +137,12 @@ def test_the_cpus_kernels_find_the_same_numbers(name: str, instructions: str) ->
 
 
 def multiplied(kernels: CpuKernels, x: Tensor, weight: Tensor | StoredMatrix, **step: Any) -> Tensor:
-    """By the CPU's kernels, without a norm."""
+    """By the CPU's kernels, without a norm. A mapped file may end with a matrix, and so does memory here."""
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype)
     room = room_to_widen(*x.shape).fill_(torch.nan)  # what is read before it is written shows
-    with before_a_guard(room) as guarded:
-        Steps(kernels, [Step(x, weight, None, out, **step)], guarded).run(len(x))
+    with before_a_guard(room) as guarded, before_a_guard(weight.rows if isinstance(weight, StoredMatrix) else weight) as content:
+        matrix = StoredMatrix(content, weight.encoding) if isinstance(weight, StoredMatrix) else content
+        Steps(kernels, [Step(x, matrix, None, out, **step)], guarded).run(len(x))
     return out
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from heapq import heappop, heapreplace
 from itertools import combinations
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -69,6 +70,7 @@ def _folders_and_configuration_of_their_own(
         (log / answer_log.NAME).touch()  # no first use, which would be said
         patch.setattr(OtherPrograms, "share", lambda self: 0.0)  # no note of what else this machine does
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))  # all options again for each run
+        patch.setattr("offload.worker.timed_runs.MOST_PREEMPTIONS", inf)  # other tests run on the same cores
         if not pytestconfig.getoption("deep"):
             patch.setattr("offload.worker.curve_timer.time_curves", _typical)
             patch.setattr("offload.worker.curve_timer.time_weights", _scaled)

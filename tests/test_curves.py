@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -92,6 +91,7 @@ def test_nothing_is_known_where_other_programs_take_the_cores(
 
     monkeypatch.setattr(timed_runs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(timed_runs, "_preemptions", lambda: 1000 + a_second * now[0])
+    monkeypatch.setattr(timed_runs, "MOST_PREEMPTIONS", 60.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     seconds = timed_runs.median_seconds({("a", 1): run}, 100.0)
     assert seconds == ({("a", 1): pytest.approx(0.2)} if found else None)
@@ -113,7 +113,7 @@ def test_a_thread_that_others_disturb_is_counted() -> None:
         "print(_preemptions())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 0.5 * timed_runs.MOST_PREEMPTIONS
+    assert int(done.stdout) > 30
 
 
 def on_this_machine(**options: Any) -> Request:
@@ -433,8 +433,7 @@ class TestMeasuring:
 
 @pytest.fixture
 def sized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small trial models, in few turns, however busy the machine is."""
-    monkeypatch.setattr(timed_runs, "MOST_PREEMPTIONS", inf)
+    """Small trial models, in few turns."""
     for name in ("NEAR_BYTES", "FAR_BYTES"):
         monkeypatch.setattr(curve_timer, name, 2**20)
     monkeypatch.setattr(curve_timer, "VOCABULARY", 2048)

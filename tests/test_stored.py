@@ -140,8 +140,9 @@ def multiplied(kernels: CpuKernels, x: Tensor, weight: Tensor | StoredMatrix, **
     """By the CPU's kernels, without a norm. A mapped file may end with a matrix, and so does memory here."""
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype)
     room = room_to_widen(*x.shape).fill_(torch.nan)  # what is read before it is written shows
-    with before_a_guard(room) as guarded, before_a_guard(weight.rows if isinstance(weight, StoredMatrix) else weight) as content:
-        matrix = StoredMatrix(content, weight.encoding) if isinstance(weight, StoredMatrix) else content
+    content = weight.rows if isinstance(weight, StoredMatrix) else weight
+    with before_a_guard(room) as guarded, before_a_guard(content) as last:
+        matrix = StoredMatrix(last, weight.encoding) if isinstance(weight, StoredMatrix) else last
         Steps(kernels, [Step(x, matrix, None, out, **step)], guarded).run(len(x))
     return out
 

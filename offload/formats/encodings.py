@@ -227,7 +227,7 @@ def _own(kind: str, group: int) -> Encoding:
         f"{kind}/{group}", group, GROUP_HEAD + group * bits // 8, Plane(GROUP_HEAD, bits, group * bits // 8),
         code="e4m3" if is_float else "integer", scale=scale, steps="one" if is_float else "zero", group=group,
         tiling=Tiling(outputs=128, warps=8) if bits == 8 else Tiling(),
-        expert_tiling=Tiling() if bits == 8 else Tiling(outputs=32),
+        expert_tiling=_WIDE if bits == 8 else Tiling(outputs=32),
     )  # fmt: skip
 
 
@@ -245,11 +245,12 @@ def _of_grid(
     code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
     return Encoding(
         name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
-        tiling=_GRID, expert_tiling=_GRID, **scale,
+        tiling=_GRID, expert_tiling=_GRID_EXPERT, **scale,
     )  # fmt: skip
 
 
-_WIDE, _GRID = Tiling(warps=8), Tiling(warps=8, stages=2)
+_WIDE, _WIDE_EXPERT = Tiling(warps=8), Tiling(outputs=32, warps=8)
+_GRID, _GRID_EXPERT = Tiling(warps=8, stages=2), Tiling(outputs=32, warps=8, stages=2)
 _SHORT, _SHORT_EXPERT = Tiling(words=16, stages=2), Tiling(words=16, warps=8, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),
@@ -272,7 +273,7 @@ _GGUF = (  # by llama.cpp's names
     Encoding(
         "Q3_K", 256, 110, Plane(32, 2, 32), Plane(0, 1, 32), centre=4, scale_at=108, steps="small", group=16,
         small=Small(Field(8 * 96, 4, 8, 8, 4), Field(8 * 104, 2, 8, 4, 2), plus=-32),
-        tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
+        tiling=_SHORT, expert_tiling=Tiling(outputs=32, words=16, warps=8),
     ),
     Encoding(
         "Q2_K", 256, 84, Plane(16, 2, 32), scale_at=80, steps="small", group=16, small=Small(Field(0, 4, 8)),
@@ -312,7 +313,10 @@ _GGUF = (  # by llama.cpp's names
         "TQ2_0", 256, 66, Plane(0, 2, 32), centre=1, scale_at=64, group=256,
         tiling=_SHORT, expert_tiling=_SHORT_EXPERT,
     ),
-    Encoding("NVFP4", 64, 36, Plane(4, 4, 8), code="e2m1", scale="E4M3", steps="times", group=16, tail=4, tiling=_WIDE),
+    Encoding(
+        "NVFP4", 64, 36, Plane(4, 4, 8), code="e2m1", scale="E4M3", steps="times", group=16, tail=4,
+        tiling=_WIDE, expert_tiling=_WIDE_EXPERT,
+    ),
 )  # fmt: skip
 # compressed-tensors' NVFP4, whose scale of a row divides; in the same bytes.
 _FOLDERS = (replace(_GGUF[-1], name="NVFP4_INV", steps="over"),)

@@ -45,5 +45,6 @@ def median_seconds(points: Mapping[Point, Run], limit: float) -> dict[Point, flo
 
 
 def _preemptions() -> int:
-    """Times that the kernel has taken the core from a thread of this process; 0 where it does not count them."""
+    """Times that the kernel has taken the core from a thread of this process; 0 where it does not count them. A
+    container sees how busy its host is in all, and not whether that disturbs it."""
     return int(psutil.Process().num_ctx_switches().involuntary)

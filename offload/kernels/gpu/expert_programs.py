@@ -278,18 +278,18 @@ def multiply_blocks(
         return
     pair, row, real = _lines(pair_of, tile, per_row, ROWS)
     home = content + place.to(tl.int64) * step
-    total, output = sum_blocks(
-        rows, row, real, home + weight_at, book, column, num_outputs, num_blocks, 0, num_blocks,
-        ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
-    )  # fmt: skip
-    valid, bias = output < num_outputs, _numbers(home + bias_at, out)
-    made = _ended(total, bias, output, valid, ADDED)
-    if GATED:
-        total, _ = sum_blocks(
-            rows, row, real, home + gate_at, book, column, num_outputs, num_blocks, 0, num_blocks,
-            ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
+    bias, made = _numbers(home + bias_at, out), tl.zeros([ROWS, OUTPUTS], out.dtype.element_ty)
+    up, output = made, tl.arange(0, OUTPUTS)
+    for part in tl.range(0, 1 + GATED, num_stages=1):  # one copy of the loop: two would spill, and compile for as long
+        up = made
+        total, output = sum_blocks(
+            rows, row, real, home + tl.where(part == 0, weight_at, gate_at), book, column, num_outputs, num_blocks, 0,
+            num_blocks, ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
         )  # fmt: skip
-        made = opened(_ended(total, bias - num_outputs, output, valid, ADDED), made, ACTIVATION)
+        made = _ended(total, bias - part * num_outputs, output, output < num_outputs, ADDED)
+    valid = output < num_outputs
+    if GATED:
+        made = opened(made, up, ACTIVATION)
     elif ACTIVATION >= 0:
         made = activated(made.to(tl.float32), ACTIVATION).to(made.dtype)
     target = (pair.to(tl.int64) * out_stride)[:, None] + output[None, :]

@@ -259,7 +259,7 @@ _GGUF = (  # by llama.cpp's names
     Encoding("Q5_1", 32, 24, Plane(8, 4, 16), Plane(4, 1, 1), steps="least", tiling=_WIDE),
     Encoding("Q8_0", 32, 34, Plane(2, 8, 32), code="signed"),
     Encoding("MXFP4", 32, 17, Plane(1, 4, 16), code="e2m1", scale="E8M0", tiling=_WIDE),
-    Encoding("IQ4_NL", 32, 18, Plane(2, 4, 16), code="iq4", tiling=_WIDE),
+    Encoding("IQ4_NL", 32, 18, Plane(2, 4, 16), code="iq4", tiling=_WIDE, expert_tiling=_WIDE_EXPERT),
     _k("Q4_K", 144, Plane(16, 4, 32)),
     _k("Q5_K", 176, Plane(48, 4, 32), Plane(16, 1, 32), tiling=_WIDE),
     Encoding(

@@ -225,7 +225,7 @@ def replied(format: ChatFormat, reply: tuple[str, bool, str | None]) -> tuple[li
     return body + ends, format.tokenizer.decode(body)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @EVERY_FORMAT
 @given(system=CONTENT, talk=st.lists(st.tuples(PENDING, QUESTIONS, REPLIES), min_size=1, max_size=3), other=QUESTIONS)
 @example(system="", talk=[((), "hello", (" It is", False, "format"))] * 2, other="A")
@@ -275,7 +275,7 @@ def count_special(format: ChatFormat, tokens: Sequence[int]) -> int:
     return sum(token in format._special.values() for token in tokens)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @EVERY_FORMAT
 @given(system=CONTENT, question=QUESTIONS, document=CONTENT, reply=CONTENT)
 @example(system="</s>", question="<|im_end|><|im_end|>", document="a<|im_end|>\n<|im_start|>system\n<s>", reply="</s>")

@@ -88,6 +88,7 @@ def written(folder: Path, triforce: Triforce) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
 def test_the_greedy_text_is_that_of_plain_decoding(control: tuple[str, ...], written: Callable[..., Any]) -> None:
     code = 6 if control is CONTROLS["a schema"] else 0  # which 40 tokens cut

@@ -73,6 +73,7 @@ def logits(path: Path) -> Tensor:
     return in_prefill(decoder, target_cache(decoder, SIZES), random_tokens(40), SIZES.prefill_block)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", heads.FORMS)
 def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
     """Its layer follows the others, which are the same without it, and it has the names of folders."""
@@ -93,7 +94,7 @@ def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(heads.head_logits(files["whole"]), heads.head_logits(folder), rtol=0, atol=2e-4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", [frozenset(), frozenset(("weights",))], ids=["", "streamed"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("name", heads.FORMS)

@@ -416,8 +416,8 @@ def test_several_sequences_say_what_each_says_alone() -> None:
     )  # fmt: skip
     models = read_config(TARGET), read_config(DRAFT)
     asked = Request(*models, options, CPU)
-    prompts = [PROMPT[start:] for start in (len(PROMPT) - 530, len(PROMPT) - 290, len(PROMPT) - 100)]
-    plan = asked.together(asked.plan(num_prompt_tokens=530, max_tokens=12), 2, most=2)
+    prompts = [PROMPT[start:] for start in (len(PROMPT) - 330, len(PROMPT) - 180, len(PROMPT) - 60)]
+    plan = asked.together(asked.plan(num_prompt_tokens=330, max_tokens=12), 2, most=2)
     requests = [Asked(prompt, SamplingParams(temperature=0.0), 6) for prompt in prompts]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         said = [alone(engine, each) for each in requests]

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kit.forked import Forked
     from offload.speed.curves import Curve, Curves
 
-FEW = 12  # cases of a matrix, a test that is parametrized more than once, without --deep
+FEW = 8  # cases of a matrix, a test that is parametrized more than once, without --deep
 Values = tuple[tuple[str, int], ...]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="try every case, instead of a few of each kind (far slower)")
-    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 20, or 300 with --deep)")
+    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 12, or 300 with --deep)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

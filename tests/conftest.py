@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kit.forked import Forked
     from offload.speed.curves import Curve, Curves
 
-FEW = 8  # cases of a matrix, a test that is parametrized more than once, without --deep
+FEW = 12  # cases of a matrix, a test that is parametrized more than once, without --deep
 Values = tuple[tuple[str, int], ...]
 
 

@@ -225,7 +225,7 @@ def replied(format: ChatFormat, reply: tuple[str, bool, str | None]) -> tuple[li
     return body + ends, format.tokenizer.decode(body)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(9)
 @EVERY_FORMAT
 @given(system=CONTENT, talk=st.lists(st.tuples(PENDING, QUESTIONS, REPLIES), min_size=1, max_size=3), other=QUESTIONS)
 @example(system="", talk=[((), "hello", (" It is", False, "format"))] * 2, other="A")

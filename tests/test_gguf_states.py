@@ -73,7 +73,6 @@ def logits(path: Path) -> Tensor:
     return in_prefill(decoder, target_cache(decoder, SIZES), random_tokens(40), SIZES.prefill_block)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", heads.FORMS)
 def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
     """Its layer follows the others, which are the same without it, and it has the names of folders."""

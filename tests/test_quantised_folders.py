@@ -1053,7 +1053,6 @@ def calm(tensors: Tensors) -> Tensors:
     return made
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "gptq-8", "packed-zeros", "int8-zeros", "fp8"])
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_with_the_same_numbers(name: str, tmp_path: Path) -> None:

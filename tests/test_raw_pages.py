@@ -402,8 +402,8 @@ def test_a_request_takes_what_was_planned_of_the_host_from_its_beginning_to_its_
     cache = "kv cache"
     assert plan.placement.host_bytes[cache] < 0.77 * as_they_are.placement.host_bytes[cache]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        list(engine.generate(GenerationRequest(PROMPT[:600], SamplingParams(temperature=0.0), max_tokens=12)))
-        list(engine.generate(GenerationRequest(PROMPT[800:], SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[:400], SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[900:], SamplingParams(temperature=0.0), max_tokens=12)))
     for name in (cache, PURPOSE):
         assert most[name] == plan.placement.host_bytes[name]
 

@@ -535,7 +535,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("index", [0, -1])
 @pytest.mark.parametrize(("damage", "why"), DAMAGES.values(), ids=DAMAGES)
 def test_damaged_states_are_refused_and_nothing_is_half_loaded(

@@ -93,7 +93,7 @@ def retrieval_passes(engine: Engine) -> list[Tensor]:
     return logits
 
 
-def target_passes(engine: Engine, *, times: int = 2) -> list[Tensor]:
+def target_passes(engine: Engine, *, times: int = 3) -> list[Tensor]:
     """With masses: over more and more pages, of more and fewer rows, and again over fewer pages."""
     level, full, logits = engine.levels["target"], engine.worker.full, []
     for start in (len(PROMPT), len(PROMPT) - 9, len(PROMPT) + 3)[:times]:

@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,17 +38,23 @@ def sources() -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), source
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, read once."""
+    return ast.parse(source)
+
+
 def modules() -> Iterator[tuple[str, str]]:
     """(name as a path without suffix, first paragraph in one line). A module without a docstring has an empty text."""
     for path, source in sources():
-        about = ast.get_docstring(ast.parse(source)) or ""
+        about = ast.get_docstring(parsed(source)) or ""
         yield path.removesuffix(".py").removesuffix("/__init__"), " ".join(about.split("\n\n")[0].split())
 
 
 def faults(source: str) -> Iterator[Fault]:
     """The docstrings of a module's text that begin with a pronoun or another word that names no thing, or that only
     refer to another docstring."""
-    yield from _faults(ast.parse(source), "")
+    yield from _faults(parsed(source), "")
 
 
 def _faults(node: ast.AST, within: str) -> Iterator[Fault]:
@@ -58,6 +65,8 @@ def _faults(node: ast.AST, within: str) -> Iterator[Fault]:
         if _OPENING.match(text) or _REFERENCE.fullmatch(text):
             yield Fault(node.body[0].lineno, name or "module", " ".join(text.split()[:_FIRST_WORDS]))
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # in which nothing is defined that has a docstring
+            continue
         yield from _faults(child, name)
 
 

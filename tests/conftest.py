@@ -37,7 +37,7 @@ Values = tuple[tuple[str, int], ...]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="try every case, instead of a few of each kind (far slower)")
-    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 20, or 300 with --deep)")
+    parser.addoption("--examples", type=int, help="of Hypothesis, for each test (default: 12, or 300 with --deep)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

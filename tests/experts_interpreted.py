@@ -131,6 +131,7 @@ def test_stored_experts_are_multiplied_as_they_are_stored(name: str, monkeypatch
         assert is_near(given.by(run_experts), by_the_formula(given))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("encodings", [*WAYS, ("IQ2_XXS", "Q3_K", "NVFP4")], ids=str)
 def test_an_experts_matrices_may_be_stored_in_different_ways(
     encodings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

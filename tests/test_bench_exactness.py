@@ -50,7 +50,7 @@ def verified(engine: Engine, sampling: SamplingParams = GREEDY, **settings: floa
         return exactness.check_exactness(engine, PROMPT, sampling, max_tokens=30, num_recomputed=5, **settings)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("offload", [(), ("kv",), ("weights", "kv")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -162,7 +162,7 @@ def assert_same_bits(spoken: Generated, plain: Generated) -> None:
     assert torch.equal(torch.cat(spoken.logits), torch.cat(plain.logits))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", sample_cases(40), ids=str)
 def test_speculation_changes_no_bit(decoders: Decoders, case: Case, kind: str) -> None:
@@ -184,6 +184,7 @@ def test_the_sample_meets_every_sort_of_verdict(decoders: Decoders) -> None:
     assert 0 < shares[4] < 0.9
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_differ_in_how_often_they_are_right(decoders: Decoders, draft: str) -> None:
     """The names of the drafts say what they are, at the level that verifies them."""

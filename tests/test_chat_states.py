@@ -88,6 +88,7 @@ def test_a_turn_runs_its_own_message_and_nothing_before_it(make: Make) -> None:
     check_against_a_fresh_start(dialogue, make)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", ["/regen", "/edit something else"])
 def test_a_turn_that_is_made_again_reads_no_document_again(make: Make, line: str) -> None:
     dialogue = make()

@@ -18,8 +18,8 @@ from kit.terminals import ALT_ENTER, CTRL_C, CTRL_D, CTRL_U, ENTER, PROMPT_BEGIN
 from triforce_cli.prompts.conversation import Conversation
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTEXT = 16384
-LONG = "all work and no play " * 650  # tokens are bytes: a prefill of seconds
+CONTEXT = 12288
+LONG = "all work and no play " * 450  # tokens are bytes: a prefill of seconds
 SETTINGS = ("--temperature", "0", "--dtype", "fp32", "--draft", "none")
 COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-7]|4[0-7]|9[0-7]|10[0-7]|38|48)[;m]")
 
@@ -241,18 +241,18 @@ def test_keys_typed_while_a_reply_streams_are_in_the_next_prompt_and_not_in_the_
 def test_a_long_document_is_read_while_the_person_types(chat: Terminal, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(LONG)
     added = chat.ask(f"/file {tmp_path / 'book.txt'}")
-    assert re.search(r"book\.txt: 13,\d{3} tokens; 13,\d{3} of 16,384 tokens of context used, [\d,]+ left", added)
+    assert re.search(r"book\.txt: 9,\d{3} tokens; 9,\d{3} of 12,288 tokens of context used, [\d,]+ left", added)
     chat.until(lambda: re.search(r"prefill \d+%", chat.toolbar), "how far the prefill is")
     chat.type("what does he do")
     number = chat.num_prompts + 1
     chat.send(ENTER)
-    bar = r"prefill .* *\d+% of 13,\d{3} tokens, [\d,]+ tokens/s, [\d.]+ m?s left"
+    bar = r"prefill .* *\d+% of 9,\d{3} tokens, [\d,]+ tokens/s, [\d.]+ m?s left"
     chat.until(lambda: any(re.match(bar, line) for line in chat.lines), "percent, speed and time left")
     chat.until_prompt(number)
     assert not any(line.startswith("prefill") for line in chat.lines)
     assert re.search("^[a-z]{40}$", chat.shown, re.MULTILINE)
     assert "ms/token" in chat.toolbar
-    new = re.search(r"prompt .* ([\d,]+) of 13,\d{3} new", chat.ask("/stats"))
+    new = re.search(r"prompt .* ([\d,]+) of 9,\d{3} new", chat.ask("/stats"))
     assert new is not None
     assert int(new[1]) < 100
 

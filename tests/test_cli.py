@@ -89,7 +89,7 @@ class TestClosedPipe:
 
     def test_of_standard_error_ends_quietly(self, model):
         line = 'set -o pipefail; "$@" 2>&1 >/dev/null | true; echo ${PIPESTATUS[0]}'
-        script = {"ticks": 20, "tick_seconds": 0.05}
+        script = {"ticks": 20, "tick_seconds": 0.005}
         done = shell(line, "--model", model, "--prompt", "x", script=script)
         assert done.stdout == b"0\n"
 

@@ -88,7 +88,13 @@ def written(folder: Path, triforce: Triforce) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
+@pytest.mark.parametrize(
+    "control",
+    [
+        pytest.param(control, id=name, marks=[pytest.mark.deep] * (name in ("a window", "no triple twice", "a regex")))
+        for name, control in CONTROLS.items()
+    ],
+)
 def test_the_greedy_text_is_that_of_plain_decoding(control: tuple[str, ...], written: Callable[..., Any]) -> None:
     code = 6 if control is CONTROLS["a schema"] else 0  # which 40 tokens cut
     ours = written(*control, "--temperature", "0", code=code)

@@ -102,6 +102,7 @@ def test_a_run_that_breaks_off_before_its_first_token_leaves_the_session(
     assert not session_folder("new").exists() or not list(session_folder("new").glob("page-*"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("error", "code"), [(TimedOut("over"), 124), (KeyboardInterrupt(), 130), (Terminated(signal.SIGTERM), 143)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -107,8 +108,18 @@ def parse(*args: str) -> SingleAnswer:
 
 
 def value_at(args: tuple[str, ...], path: str) -> Any:
+    return value_of(parse(*args), app(["generate", *args], standalone_mode=False), path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The value at a path where nothing is asked for but a model."""
+    args = ("--model", str(tmp_path_factory.mktemp("model")))
+    return partial(value_of, parse(*args), app(["generate", *args], standalone_mode=False))
+
+
+def value_of(answer: SingleAnswer, call: Any, path: str) -> Any:
     """path: from the fields of the answer on, from those of a part of it, or from the arguments of the call."""
-    answer, call = parse(*args), app(["generate", *args], standalone_mode=False)
     parts = (answer, answer.setup, answer.wanted, answer.written, SimpleNamespace(**call.arguments))
     value: Any = next(part for part in parts if hasattr(part, path.split(".")[0]))
     for name in path.split("."):
@@ -117,16 +128,16 @@ def value_at(args: tuple[str, ...], path: str) -> Any:
 
 
 @pytest.mark.parametrize(("flag", "typed", "path", "expected"), FLAGS)
-def test_option_and_its_variable_say_the_same(flag, typed, path, expected, model, monkeypatch):
-    assert value_at(("--model", model), path) != expected
+def test_option_and_its_variable_say_the_same(flag, typed, path, expected, model, plain, monkeypatch):
+    assert plain(path) != expected
     assert value_at(("--model", model, flag, typed), path) == expected
     monkeypatch.setenv(variable_of(flag), typed)
     assert value_at(("--model", model), path) == expected
 
 
 @pytest.mark.parametrize(("flag", "path", "expected"), SWITCHES)
-def test_switch_and_its_variable_say_the_same(flag, path, expected, model, monkeypatch):
-    assert value_at(("--model", model), path) is not expected
+def test_switch_and_its_variable_say_the_same(flag, path, expected, model, plain, monkeypatch):
+    assert plain(path) is not expected
     assert value_at(("--model", model, flag), path) is expected
     monkeypatch.setenv(variable_of(flag), "1")
     assert value_at(("--model", model), path) is expected

@@ -33,7 +33,7 @@ def has_stored(engine: Engine) -> bool:
     return any(isinstance(each, StoredMatrix) for each in (*experts, *(layer.o.weight for layer in weights.layers)))
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(19)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair], name: str, mode: str) -> None:
@@ -64,7 +64,7 @@ def test_in_fp32_a_checkpoint_says_what_its_numbers_say_as_another_one(
     assert len({*alone(pair, "fp32")}) > 2
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("forked_here")
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None:
@@ -74,7 +74,7 @@ def test_two_ranks_say_the_same(pairs: Callable[[str], Pair], name: str) -> None
         assert say(engine) == alone(pair, "fp32")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_session_is_gone_on_with(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
     pair = pairs(name)

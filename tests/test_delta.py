@@ -155,7 +155,7 @@ def check_formula(
         assert torch.equal(held.inputs, inputs)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_outputs_states_and_what_is_held_are_those_of_the_formula(
@@ -229,7 +229,7 @@ def check_bits(run: RunDeltaRule, rule: DeltaRule, dtype: torch.dtype, seeds: Se
             done, count = done + accepted, 0 if settles else accepted
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_bits_are_the_same_in_any_passes_with_any_replays(

@@ -753,7 +753,10 @@ class TestReport:
 
 @cache
 def some_expectations() -> list[Expectation]:
-    return expectations(Hardware("cuda:0", "RTX", 23 * GIB, 60 * GIB, True, RTX_4090))
+    """Of a model that does not fit at each length, and of one with a long name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what_if, "MODELS", {name: MODELS[name] for name in ("13B", "Llama-3.1-8B")})
+        return expectations(Hardware("cuda:0", "RTX", 23 * GIB, 60 * GIB, True, RTX_4090))
 
 
 ADVICE: list[tuple[str, Diagnosis, str]] = [

@@ -102,6 +102,7 @@ def homes() -> Homes:
     return Homes.made()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("executor", BEST)
 def test_any_number_of_slots_gives_the_bits_of_resident_experts(homes: Homes, executor: str, slots: int) -> None:
@@ -246,7 +247,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
 def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
     """By other bits, by an error, or by other counts than those of the least recently used."""

@@ -62,6 +62,7 @@ def test_rows_see_of_a_tile_what_is_before_them(first: int, count: int, dtype: t
     assert (got - expected).abs().max() < (2e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cuts", [(1200,), (300, 900), (512, 600, 88)])
 def test_a_prefill_fills_the_cache_with_the_rows_that_torchs_kernel_gives(
     cuts: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory

@@ -80,7 +80,7 @@ def test_tokens_of_the_embedded_model_are_the_text() -> None:
 
 def test_pieces_are_the_text_and_are_whole_characters() -> None:
     """Token by token, as a reply comes, behind any context."""
-    text = ordinary(any_text(20_000, seed=1))
+    text = ordinary(any_text(8_000, seed=1))
     tokens = embedded().encode_piece(text)
     for at in (0, 1, 7, 1000):
         detokenizer = Detokenizer(embedded(), tokens[:at])
@@ -167,7 +167,7 @@ def test_any_text_goes_through_the_pipe_and_comes_back(tmp_path: Path, num_cases
 
 
 def test_any_text_comes_back_in_json(tmp_path: Path) -> None:
-    text = ordinary(any_text(20_000, seed=2))
+    text = ordinary(any_text(8_000, seed=2))
     document = json.loads(given_back(text.encode(), tmp_path, "--json").stdout)
     assert document["text"] == text
 

@@ -93,7 +93,7 @@ def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(heads.head_logits(files["whole"]), heads.head_logits(folder), rtol=0, atol=2e-4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", [frozenset(), frozenset(("weights",))], ids=["", "streamed"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("name", heads.FORMS)

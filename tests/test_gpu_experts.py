@@ -55,7 +55,7 @@ def has_a_rows_bits_beside_any(found: Compiled) -> bool:
     return "mma.sync" in found.ptx and "wgmma" not in found.ptx and "tf32" not in found.ptx
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -71,6 +71,7 @@ def expected(num_rows: int, num_layers: int, *, seed: int = 0) -> Tensor:
     return worked_on(ResidentRows(Arena(memory), 4, torch.float32, block=BLOCK), num_rows, num_layers, seed=seed)
 
 
+@pytest.mark.few(4)
 @EVERY_LINK
 def test_every_layer_has_the_rows_that_the_one_before_left(make: Callable[[], Link]) -> None:
     for num_layers, num_slots, num_rows in product((1, 2, 3), (1, 2, 3), LENGTHS):
@@ -200,7 +201,7 @@ def test_a_prefill_after_others_adds_the_bits_that_it_adds_with_rows_on_the_devi
         assert torch.equal(*added), (start, stop)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @EVERY_LINK
 def test_an_interrupted_prefill_changes_nothing_in_the_next(
     make: Callable[[], Link], engines: Callable[..., Engine]

@@ -149,7 +149,7 @@ def run(found: Library, step: Step, num_rows: int | None = None) -> Tensor:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.few(14)
+@pytest.mark.few(9)
 def test_products_are_as_near_to_fp64_as_torchs(
     found: Library, dtype: torch.dtype, ending: str, norm: str, bias: bool
 ) -> None:
@@ -177,7 +177,7 @@ def test_products_are_as_near_to_fp64_as_torchs(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ending", [*ENDINGS, "no product"])
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 def test_a_rows_product_has_the_same_bits_beside_any_rows(
     found: Library, dtype: torch.dtype, ending: str, norm: str
 ) -> None:
@@ -563,7 +563,7 @@ def test_tiles_of_any_size_give_the_same_bits(found: Library, dtype: torch.dtype
     assert_same_bits(mass, masses)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [Heads(64, 2), Heads(10, 3)], ids=str)
 @pytest.mark.parametrize("windowed", [False, True], ids=["", "windowed"])

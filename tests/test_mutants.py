@@ -515,7 +515,7 @@ MUTANTS = [
 FIRST = {(mutant.edits[0].module, mutant.fails): mutant for mutant in reversed(MUTANTS)}  # tried by default
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "mutant",
     [pytest.param(mutant, marks=[] if mutant in FIRST.values() else [pytest.mark.deep]) for mutant in MUTANTS],

@@ -159,6 +159,7 @@ class Reference:
         return torch.cat([first * cos + half * sin, rest], 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_drafts_have_the_logits_of_the_formula(folders: Callable[[str], Path], name: str, streams: bool) -> None:
@@ -211,7 +212,7 @@ def stacked(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("which", ["its own", "the model's", "both"])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -254,7 +255,7 @@ def wide(scales: Tensor, weight: Tensor) -> Tensor:
     return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
@@ -360,6 +361,7 @@ def test_of_a_large_vocabulary_the_first_tokens_are_drafted(folder: Path, trimme
 PROMPT = random_tokens(150, seed=7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_heads_experts_are_in_slots_where_the_targets_are(folders: Callable[[str], Path], name: str) -> None:
     """In slots of its own, and its hits, misses and bytes are counted."""
@@ -377,7 +379,7 @@ def test_a_heads_experts_are_in_slots_where_the_targets_are(folders: Callable[[s
         assert not made.worker.models.decoders["draft"].streams
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [

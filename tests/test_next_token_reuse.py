@@ -187,7 +187,7 @@ def test_a_neighbour_whose_rows_are_borrowed_changes_no_draft(folder: Path, draf
     assert any(alike((texts[2], logits[-count:]), fresh) for logits in drafted.values())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [SIZES, CODED, REAL], ids=["alone", "under 4 bits", "pages of 512"])
 def test_a_warm_store_changes_no_draft(
     folder: Path, sizes: Sizes, drafted: dict[int, list[Tensor]], tmp_path: Path

@@ -324,8 +324,8 @@ def test_the_engine_says_the_same_however_pages_cross(options: dict[str, object]
         plan = request(offload=frozenset({"kv"}), link_bits=bits_of_pages, dtype="bf16", **options)
         assert plan.placement.link_bits == (9 if "kv_bits" in options and bits_of_pages == 12 else bits_of_pages)
         with Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-            first = said(engine, PROMPT[:250])
-            texts.append((first, said(engine, PROMPT[:240] + PROMPT[:60], reuse=True)))
+            first = said(engine, PROMPT[:170])
+            texts.append((first, said(engine, PROMPT[:160] + PROMPT[:40], reuse=True)))
             packed = engine.worker.full.pages.packed
             assert (packed is not None) == (bits_of_pages == 12)
             assert packed is None or packed.table.flags.any()

@@ -184,6 +184,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sampling", CONTROLS.values(), ids=CONTROLS)
 def test_controlled_texts_are_those_of_plain_decoding(sampling: SamplingParams, pair: Pair) -> None:
     """Where the tokens before a place count, the host draws; a bias stays in the GPU's passes. Scores come along."""

@@ -335,7 +335,7 @@ def _broken_off(engine: Engine, prompt: Sequence[int]) -> None:
 FIRST = {(bug.module, bug.reported): bug for bug in reversed(BUGS)}  # of each module and kind: tried by default
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "bug",
     [pytest.param(bug, marks=[] if bug in FIRST.values() else [pytest.mark.deep]) for bug in BUGS],

@@ -113,7 +113,7 @@ def in_decoding(decoder: Decoder, cache: Cache, tokens: list[int], step: int) ->
     return torch.cat(logits)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("folder", EVERY, indirect=True)
 def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(folder: Path, operators: str) -> None:

@@ -52,11 +52,11 @@ def run(plan: Plan, prompt: list[int]) -> tuple[list[int], dict[str, dict[str, i
 @pytest.mark.parametrize(
     "options",
     [
-        {"gamma": 7},
+        pytest.param({"gamma": 7}, marks=pytest.mark.deep),
         pytest.param({"gamma": 0}, marks=pytest.mark.deep),
         {"gamma": 15, "draft_gamma": 0, "budget": 256},
         pytest.param({"gamma": 7, "offload": frozenset({"kv"})}, marks=pytest.mark.deep),
-        {"gamma": 0, "offload": frozenset({"kv"}), "device_memory": 0.5},
+        pytest.param({"gamma": 0, "offload": frozenset({"kv"}), "device_memory": 0.5}, marks=pytest.mark.deep),
         {"gamma": 7, "offload": frozenset({"weights", "kv"})},
         {"gamma": 7, "offload": frozenset({"kv"}), "link_gbps": 1.0, "link_bits": 12},
         pytest.param({"gamma": 7, "device_memory": 0.078}, marks=pytest.mark.deep),
@@ -108,7 +108,7 @@ def test_wherever_layers_and_tiles_are_the_tokens_are_the_same() -> None:
     options = {"gamma": 7, "budget": 128}  # which a timed machine might choose otherwise
     prompt = SHORT
     expected, _ = run(request(**options), prompt)
-    for memory, offload in [(0.062, ("kv",)), (0.056, ("kv",)), (0.05, ("kv", "weights"))]:
+    for memory, offload in [(0.062, ("kv",)), (0.05, ("kv", "weights"))]:
         plan = request(**options, device_memory=memory)
         assert plan.placement.offload == offload
         assert plan.placement.total_device_bytes <= memory * 1e9

@@ -301,7 +301,7 @@ def test_a_turn_runs_only_what_is_new(folders: tuple[Path, Path]) -> None:
         assert engine.stats.levels[0].rows == ROWS
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", [("weights", "kv"), ("kv",), ()])
 @pytest.mark.parametrize("num_common", [67, 64, 130])
 def test_what_prompts_begin_with_alike_is_prefilled_once_and_changes_no_bit(

@@ -105,7 +105,7 @@ def test_a_tail_that_stays_gets_the_rows_that_are_new(published: ModuleType, mon
 def test_an_engine_chooses_once_for_a_prompt_and_says_what_it_says_without(
     offload: frozenset[str], published: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = [7 + i * i % 3900 for i in range(300)]
+    prompt = [7 + i * i % 3900 for i in range(220)]
     options = Options(device="cpu", gamma=15, draft_gamma=2, budget=128, chunk=16, kv_bits=16, offload=offload)
     plan = plan_request(TARGET, DRAFT, options, num_prompt_tokens=len(prompt), max_tokens=40)
     chosen, texts = list[int](), list[list[int]]()

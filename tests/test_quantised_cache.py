@@ -84,6 +84,7 @@ def assert_follows(cache: QuantisedCache) -> None:
         assert torch.equal(ours.blocks, wanted.blocks)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fetch_bytes", [1, 2**26], ids=["a group at a time", "all at once"])
 @pytest.mark.parametrize("late", [False, True], ids=["resident", "late link"])
 def test_it_holds_the_full_cache_after_every_refresh(

@@ -297,7 +297,8 @@ def test_what_was_precomputed_is_gone_on_with(
         assert level_stats(engine, "target").accepted > 0
 
 
-@pytest.mark.parametrize("offload", [(), ("kv",)], ids=["resident", "kv"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [("kv",), ()], ids=["kv", "resident"])
 def test_chunks_of_a_restored_session_are_encoded_anew(
     folders: tuple[Path, Path], tmp_path: Path, offload: tuple[str, ...]
 ) -> None:

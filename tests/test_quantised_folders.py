@@ -649,7 +649,8 @@ def test_columns_that_cut_a_block_at_either_end_are_refused(columns: range, tmp_
         checkpoint.read_stored(f"{DOWN}.weight", torch.empty(64, 1, dtype=torch.uint8), columns=columns)
 
 
-@pytest.mark.parametrize("piece", [800, 1300])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("piece", [1300, 800])
 def test_large_matrices_are_unpacked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """1,300 numbers are 13 outputs, which would end inside a word of packed outputs."""
     whole, parts = [], []

@@ -194,7 +194,7 @@ def wanted(folders: tuple[Path, Path]) -> list[int]:
         return say(engine)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("draft_gamma", [3, 0])
 @pytest.mark.parametrize("budget", [48, 0])

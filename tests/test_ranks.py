@@ -127,7 +127,7 @@ def rows_of(engine: Engine, length: int) -> Tensor:
 # The same tokens
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -402,8 +402,8 @@ def test_a_request_takes_what_was_planned_of_the_host_from_its_beginning_to_its_
     cache = "kv cache"
     assert plan.placement.host_bytes[cache] < 0.77 * as_they_are.placement.host_bytes[cache]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
-        list(engine.generate(GenerationRequest(PROMPT[:600], SamplingParams(temperature=0.0), max_tokens=12)))
-        list(engine.generate(GenerationRequest(PROMPT[800:], SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[:400], SamplingParams(temperature=0.0), max_tokens=12)))
+        list(engine.generate(GenerationRequest(PROMPT[900:], SamplingParams(temperature=0.0), max_tokens=12)))
     for name in (cache, PURPOSE):
         assert most[name] == plan.placement.host_bytes[name]
 
@@ -416,8 +416,8 @@ def test_several_sequences_say_what_each_says_alone() -> None:
     )  # fmt: skip
     models = read_config(TARGET), read_config(DRAFT)
     asked = Request(*models, options, CPU)
-    prompts = [PROMPT[start:] for start in (len(PROMPT) - 530, len(PROMPT) - 290, len(PROMPT) - 100)]
-    plan = asked.together(asked.plan(num_prompt_tokens=530, max_tokens=12), 2, most=2)
+    prompts = [PROMPT[start:] for start in (len(PROMPT) - 330, len(PROMPT) - 180, len(PROMPT) - 60)]
+    plan = asked.together(asked.plan(num_prompt_tokens=330, max_tokens=12), 2, most=2)
     requests = [Asked(prompt, SamplingParams(temperature=0.0), 6) for prompt in prompts]
     with most_of_host() as most, Engine.load(plan, TARGET, DRAFT, load_tokenizer(TARGET, DRAFT)) as engine:
         said = [alone(engine, each) for each in requests]

@@ -196,7 +196,7 @@ def test_pages_that_were_packed_before_they_had_codes_are_packed_anew_a_few_each
     pair.check()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("raw_pages", [0, 7, PLENTY])
 @pytest.mark.parametrize("fields", [{}, {"page": 96}, {"num_resident": 3}], ids=str)
 def test_rows_are_the_same_whatever_happens(decoder: Decoder, raw_pages: int, fields: dict[str, int]) -> None:
@@ -253,6 +253,7 @@ def fetch_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.kv.quantised.make_fetch", make)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("cut", [300, 299, 256, 257, 200])
 def test_pages_stay_residuals_where_the_cache_is_cut(

@@ -123,6 +123,7 @@ def test_rounding_of_1e_8_in_one_products_values_is_found_in_bf16(monkeypatch: p
     assert not attention(torch.bfloat16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_logits_have_the_same_bits_in_passes_of_any_number_of_rows(

@@ -17,10 +17,17 @@ from offload.decode.sampling import SamplingParams
 from offload.metrics import Stats
 from triforce_cli.answering.ending import TIMEOUT
 from triforce_cli.apis.api import ApiError
+from triforce_cli.serve import replies
 from triforce_cli.serve import scheduler as scheduler_module
 from triforce_cli.serve.job import Ending, Job
 from triforce_cli.serve.notes import answered
 from triforce_cli.serve.scheduler import Scheduler, _Share
+
+
+@pytest.fixture(autouse=True)
+def _progress_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of once a second."""
+    monkeypatch.setattr(replies, "_PROGRESS_SECONDS", 0.0)
 
 
 def leaving(server: Server) -> list[Job]:

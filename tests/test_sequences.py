@@ -72,8 +72,8 @@ def some(count: int, *, seed: int, most: int = ROOM - OUTPUT) -> list[Asked]:
     return asked.some(count, seed=seed, most=most, output=OUTPUT)
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("number", [1, 2, 8, 3, 4, 5, 6, 7])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("number", [1, 8, 2, 3, 4, 5, 6, 7])
 def test_each_of_one_to_eight_says_what_it_says_alone(folders, number):
     with made(folders, TWO, number) as engine:
         check(engine, some(number + 2, seed=number))
@@ -101,7 +101,7 @@ def test_so_it_is_wherever_bytes_are(folders, offload):
         check(engine, some(5, seed=40))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_so_it_is_whoever_comes_and_goes(folders, seed):
     chance = random.Random(seed)
@@ -273,13 +273,13 @@ def test_a_request_may_be_left_at_every_point_of_its_rounds(folders, name, monke
     monkeypatch.setattr(
         Embedding, "rows", lambda self, tokens, **more: seen.update(tokens.tolist()) or rows(self, tokens, **more)
     )
-    first, second = Asked(random_tokens(60, seed=1), SAMPLED, 12), Asked(random_tokens(40, seed=2), SAMPLED, 8)
+    first, second = Asked(random_tokens(60, seed=1), SAMPLED, 8), Asked(random_tokens(40, seed=2), SAMPLED, 5)
     with made(folders, sizes, 1, *offload) as engine:
         expected = alone(engine, first), alone(engine, second)
         engine.prefix.truncate(0)
         before = engine.worker.memory.allocated()
         for point in range(200):
-            work = engine.in_passes(GenerationRequest(first.prompt, first.sampling, max_tokens=12))
+            work = engine.in_passes(GenerationRequest(first.prompt, first.sampling, max_tokens=8))
             came = list(islice(_run(work), point))
             work.close()
             assert engine.levels["target"].length == len(engine.prefix.tokens)

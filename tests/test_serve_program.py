@@ -286,16 +286,15 @@ def test_a_killed_server_leaves_a_sound_store(target: Path, tmp_path: Path) -> N
     args, store = [*options(target), "--no-speculation"], {"TRIFORCE_CACHE_DIR": str(tmp_path)}
     with Program([*args, "--no-store"], **store) as server:
         expected = server.client.chat(question, **GREEDY).said
-    for _ in range(2):
-        with Program(args, **store) as server:
-            client = server.client
-            assert client.chat(question, **GREEDY).said == expected
-            connection = client.begin(question, stream=True, temperature=0, max_tokens=200)
-            received_until(connection, b'"content"')
-            server.process.kill()
-            assert b"[DONE]" not in received(connection)
-            connection.close()
-            assert server.finish() == -signal.SIGKILL
+    with Program(args, **store) as server:
+        client = server.client
+        assert client.chat(question, **GREEDY).said == expected
+        connection = client.begin(question, stream=True, temperature=0, max_tokens=200)
+        received_until(connection, b'"content"')
+        server.process.kill()
+        assert b"[DONE]" not in received(connection)
+        connection.close()
+        assert server.finish() == -signal.SIGKILL
     with Program(args, **store) as server:
         answers = [server.client.chat(question, **GREEDY) for _ in range(2)]
         assert [answer.said for answer in answers] == [expected] * 2

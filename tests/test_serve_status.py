@@ -21,6 +21,7 @@ from triforce_cli.answering.request import Prompt
 from triforce_cli.apis.api import ApiError, Reading
 from triforce_cli.apis.table import api_of
 from triforce_cli.apis.timings import timings
+from triforce_cli.serve import replies
 from triforce_cli.serve.job import Finish, Job, Reports
 from triforce_cli.serve.metrics import Metrics
 from triforce_cli.serve.replies import Telling, events
@@ -130,14 +131,15 @@ def test_timings_of_an_answer_without_tokens_have_no_rates() -> None:
     assert "draft_n" not in found
 
 
-def test_who_asks_for_it_is_told_how_far_the_prompt_is_read() -> None:
+def test_who_asks_for_it_is_told_how_far_the_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of each span, and every second in between; to others it is a comment."""
     for path, body in ((CHAT, request("prefill now")), (TEXT, {"prompt": "prefill now"})):
         with Server() as server:
             with closing(server.client.connect()) as connection:
                 connection.sendall(raw(path, {**body, "stream": True, "return_progress": True}))
                 received_until(connection, b'"processed": 10')
-            with closing(server.client.connect()) as connection:
+            with closing(server.client.connect()) as connection, monkeypatch.context() as patch:
+                patch.setattr(replies, "_PROGRESS_SECONDS", 0.0)
                 connection.sendall(raw(path, {**body, "stream": True}))
                 assert b"prompt_progress" not in received_until(connection, b": prefill ")
             assert server.client.ask(path, {**body, "return_progress": 1}).status == 400

@@ -67,6 +67,7 @@ def test_json_holds_what_came(args, number: signal.Signals) -> None:
     assert (document["text"], document["finish_reason"]) == ("partial", "interrupted")
 
 
+@pytest.mark.few(3)
 @EVERY
 @pytest.mark.parametrize("stage", ["load", "prefill"])
 def test_a_stage_is_broken_off_without_a_word(args, number: signal.Signals, stage: str) -> None:

@@ -140,6 +140,7 @@ def test_they_share_a_row_with_its_keys_by_log_sum_exp(kernels: DeviceKernels, d
         assert_close(part.lse, torch.logaddexp(plain.lse, sinks.expand_as(plain.lse)), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_beside_any_rows(kernels: DeviceKernels, dtype: torch.dtype) -> None:
     most, index = 40, 65
@@ -265,7 +266,7 @@ def fields_of(name: str) -> dict[str, Any]:
     return SHAPES if name == "llama" else {**SHAPES, "sliding_window": 45}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mode_says_what_the_target_says_alone(pairs: Callable[[str], Pair], name: str, mode: str) -> None:

@@ -334,6 +334,7 @@ def test_nor_on_the_grid_that_engines_have(folder: Path, tmp_path: Path, monkeyp
 # Sessions.
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("cut", [0, 20, 120])
 def test_a_session_is_loaded_and_gone_on_with(folder: Path, tmp_path: Path, cut: int, sampling: SamplingParams) -> None:

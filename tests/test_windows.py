@@ -193,7 +193,7 @@ def has_all_seen(cache: WindowCache, length: int) -> bool:
 
 @pytest.mark.parametrize("num_pages", [3, 4, 7])
 @pytest.mark.parametrize("drafted", [0, 3, 13])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_it_reaches_as_far_as_what_was_written_is_there(num_pages: int, drafted: int) -> None:
     """Rows that were drafted, or of a prefill that was broken off, take the place of others."""
     for count in range(60, 60 + PAGE):
@@ -382,7 +382,8 @@ def say(
 PROMPT = random_tokens(300, seed=21)
 
 
-@pytest.mark.parametrize(("cut", "is_reused"), [(10, True), (40, True), (200, False)])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("cut", "is_reused"), [(10, True), (200, False), (40, True)])
 def test_a_shorter_prompt_reuses_rows_where_windows_reach_and_says_the_same(
     folder: Path, cut: int, is_reused: bool
 ) -> None:
@@ -680,6 +681,7 @@ DRAFTED = Sizes(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("operators", OPERATORS)
 def test_speculation_says_what_plain_decoding_says(folder: Path, tmp_path: Path, operators: str) -> None:
     draft = save_tiny(NAME, tmp_path / "draft", tokenizer=True, noise=0.03, vocab_size=264)
@@ -694,7 +696,8 @@ def test_speculation_says_what_plain_decoding_says(folder: Path, tmp_path: Path,
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("offload", [(), ("kv", "weights")])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [("kv", "weights"), ()])
 def test_sequences_share_passes_and_say_what_each_says_alone(
     folder: Path, tmp_path: Path, offload: tuple[str, ...]
 ) -> None:

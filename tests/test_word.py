@@ -313,7 +313,7 @@ def test_a_long_document_takes_the_memory_of_its_text(heard: Heard, tmp_path: Pa
     """A paragraph of one letter took 300 bytes until the end."""
     import tracemalloc
 
-    number = 20_000
+    number = 12_000
     file = document(tmp_path / "a.docx", paragraph(run("x")) * number)
     heard.text(file)
     tracemalloc.start()

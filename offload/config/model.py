@@ -363,6 +363,15 @@ class ModelConfig:
 
     def layer_weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights of `block` at `dtype_bytes` per element, or in their encodings, without experts."""
+        if dtype_bytes not in self._layer_bytes:  # a plan asks for it ten thousand times
+            self._layer_bytes[dtype_bytes] = self._count_layer_bytes(dtype_bytes)
+        return self._layer_bytes[dtype_bytes]
+
+    @cached_property
+    def _layer_bytes(self) -> dict[int, int]:
+        return {}
+
+    def _count_layer_bytes(self, dtype_bytes: int) -> int:
         rest, norms = self._layer_numbers
         biases = rest - self.layer_matrix_elements()
         matrices = sum(part.nbytes(dtype_bytes) for parts in self._matrices.values() for part in parts)

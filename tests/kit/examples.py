@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-USUAL = 20  # of conftest.py, without --deep
+USUAL = 12  # of conftest.py, without --deep
 
 
 def at_most(number: int) -> settings:

@@ -4,6 +4,7 @@ counts."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,10 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, Pair, alone, fields_of, say
-from kit.families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
+from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, SHAPES, Pair, alone, fields_of, say
+from kit.families import LONGROPE, PARTIAL, SEEING, TINY, random_tiny, save_tiny
 from kit.models import (
     CPU,
+    EOS,
+    GREEDY,
     TOKENIZER_SIZE,
     LateLink,
     Sizes,
@@ -36,6 +39,7 @@ from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
+from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.kernels import choice, cpu
 from offload.plan.planner import Options
@@ -545,6 +549,26 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
         while len(text) < len(PROMPT) + NUM_NEW and text[-1] not in ends:
             text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
     assert alone(pair, "fp32") == text[len(PROMPT) :]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.parametrize("name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING)])
+def test_forty_tokens_after_a_prompt_about_a_block_of_the_delta_rule_are_those_of_transformers(
+    pairs: Callable[[str], Pair], name: str, length: int
+) -> None:
+    """With a cache there, and of a model that sees pictures the whole of it, with its own positions in sections."""
+    pair, prompt = pairs(name), random_tokens(length, seed=11)
+    banned = [*range(EOS, SHAPES["vocab_size"])]
+    theirs = random_tiny(name, **fields_of(name)).generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, suppress_tokens=banned
+    )[0, length:].tolist()  # fmt: skip
+    greedy = replace(GREEDY, logit_bias=((EOS, -math.inf),))
+    with engine_of(pair, replace(DRAFTED, draft_gamma=0), prompt_tokens=CONTEXT, dtype="fp32") as engine:
+        steps = engine.generate(GenerationRequest(prompt, greedy, max_tokens=40))
+        assert [token for step in steps for token in step.tokens] == theirs
+    assert len(theirs) == 40
+    assert len({*theirs}) > 12
 
 
 @pytest.mark.usefixtures("forked_here")

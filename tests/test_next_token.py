@@ -259,7 +259,7 @@ def wide(scales: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
     """Among those that are left as plain numbers or not. What joins a row is always plain."""
-    wide_experts = {"qwen3_5_moe": ("moe", "shared_expert"), "glm4_moe": ("moe",)}.get(name, ())
+    wide_experts = () if name == "qwen3_5" else ("moe",) if name == "glm4_moe" else ("moe", "shared_expert")
     sizes = {f"{part}_intermediate_size": 128 for part in wide_experts}
     folder = with_head(save_tiny(name, tmp_path / "plain", tokenizer=True, **SHAPES, **sizes))
     config = read_config(folder)

@@ -115,8 +115,7 @@ def _read(source: Fields, family: Family, wrapper: Wrapper | None) -> ModelConfi
         _refuse_architectures(source, "ForCausalLM")
         return family.describe(source)
     config = family.describe(source)
-    names = replace(config.names, body=wrapper.body, head=wrapper.head)
-    return replace(config, names=names, wrapper=wrapper.name)
+    return replace(config, names=config.names.wrapped(wrapper.body, wrapper.head), wrapper=wrapper.name)
 
 
 def _refuse_unsupported(source: Fields, reads: Set[str]) -> None:

@@ -103,6 +103,12 @@ class TensorNames:
     next_token: NextTokenNames = NextTokenNames()
     unused: tuple[str, ...] = ()
 
+    def wrapped(self, body: str, head: str) -> TensorNames:
+        """The names in a wrapper's checkpoint, which has these names for body and head."""
+        own = {key: name for key, name in vars(self.next_token).items() if str(name).startswith(self.body)}
+        moved = {key: body + name.removeprefix(self.body) for key, name in own.items()}
+        return replace(self, body=body, head=head, next_token=replace(self.next_token, **moved))
+
     def network(self, block: Block) -> tuple[str, str, str]:
         """The names of the feed-forward network's gate, up and down in a layer."""
         prefix = self.experts.network if block.experts is not None else "mlp."
